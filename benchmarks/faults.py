@@ -168,7 +168,7 @@ async def _unsettled(world: World) -> str:
     """What is not at its end yet; one finished group may wait for the other of its batch."""
     try:
         known, logged = read_fates(world.run_folder.inbox), _logged(world)
-        depths = await world.broker.depths([topology.tasks(RUN, KIND), topology.again(RUN, KIND)])
+        depths = await world.broker.depths([topology.tasks(RUN, KIND), topology.retries(RUN, KIND)])
     except (BrokerError, CollectorError, LearnerError) as error:
         return str(error)
     states = Counter(fate.state for fate in known.values())

@@ -29,7 +29,7 @@ from benchmarks.faults_client import Line, Lines, clock_of, read_lines
 from benchmarks.faults_nursery import Child, Nursery
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.broker.node import probe
 from swarmq.broker.node.process import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
@@ -248,7 +248,7 @@ class World:
 
     def _add(self, name: str, arguments: list[str], **environment: str) -> None:
         known = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
-        given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", ANSWERED: "1", **environment}
+        given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", BROKER_ANSWERED_ENV: "1", **environment}
         self.parts[name] = Part(name, arguments, self.nursery, self.logs / f"{name}.log", given)
 
     def feed(self, *, on: bool) -> None:
@@ -339,7 +339,7 @@ class World:
             engine, refused = self.parts["engine"], 0
             while refused < REFUSALS:
                 await asyncio.sleep(REFUSAL_S)
-                pid, answers = engine.pid, await probe.connects("127.0.0.1", self.engine_port)
+                pid, answers = engine.pid, await probe.can_connect("127.0.0.1", self.engine_port)
                 served = pid if answers else served
                 refused = refused + 1 if pid is not None and pid == served and not answers else 0
             engine.signal(signal.SIGKILL)

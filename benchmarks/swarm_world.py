@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
-from swarmq.broker.amqp import AmqpBroker, first_wait_s
+from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.broker.node.process import PrivateNode
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker_processes import run_workers
@@ -88,7 +88,9 @@ class World:
             resolved = job.run_folder.resolved
             resolved.write_text(job.to_toml())
             ProxyRegistry(job.run_folder.proxies).write(map(job.proxy.url, ports))
-            broker = await stack.enter_async_context(AmqpBroker.open(url, name="swarm", deadline_s=first_wait_s()))
+            broker = await stack.enter_async_context(
+                AmqpBroker.open(url, name="swarm", deadline_s=initial_connect_timeout_s())
+            )
             await broker.declare(run, policies=[POLICY], kinds=job.task_kinds)
             follower = await stack.enter_async_context(follow(job, broker, record=job.run_folder.events))
             world = cls(folder, job, broker, follower)

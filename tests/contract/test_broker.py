@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from swarmq.broker import Broker, Delivery, Depth, topology
-from swarmq.broker.admin.dead_letters import letters
+from swarmq.broker.admin.dead_letters import list_letters
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
 from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, RefusedTurn, Slot, Task, Turn, encode, idempotency_key
@@ -77,7 +77,7 @@ def on_rabbitmq(broker: AmqpBroker, url: str, run: str) -> Bench:
         await broker._publisher.publish(queue, body, kind="", headers={}, deadline_s=None)
 
     async def dead() -> list[tuple[bytes, str, str, str]]:
-        found = await letters(url)
+        found = await list_letters(url)
         return [(x.body, x.key, x.queue, x.reason) for x in found if x.queue.startswith(f"swarmq.{run}.")]
 
     return Bench(broker, run, put, dead)
@@ -115,7 +115,7 @@ async def test_what_was_published_arrives_in_order(bench: Bench) -> None:
     assert [delivery.message for delivery in taken] == ends
     assert [delivery.key for delivery in taken] == [idempotency_key(message) for message in ends]
     assert taken[0].body == encode(ends[0])
-    assert not taken[0].redelivered
+    assert not taken[0].is_redelivered
 
 
 async def test_messages_published_together_keep_their_order(bench: Bench) -> None:
@@ -131,7 +131,7 @@ async def test_what_was_not_acknowledged_comes_again(bench: Bench) -> None:
     first = await take(bench, bench.inbox, 3, ack=False)
     again = await take(bench, bench.inbox, 3)
     assert [delivery.message for delivery in again] == ends
-    assert all(delivery.redelivered for delivery in again)
+    assert all(delivery.is_redelivered for delivery in again)
     assert [delivery.key for delivery in again] == [delivery.key for delivery in first]
 
 
@@ -215,7 +215,7 @@ async def test_a_dead_workers_task_goes_to_another(bench: Bench) -> None:
         await mine.ack()
         again = await anext(survivor)
         assert again.message == lost.message
-        assert again.redelivered
+        assert again.is_redelivered
         await again.ack()
 
 
@@ -344,7 +344,7 @@ async def test_events_reach_every_listener_of_their_run_and_nobody_else(bench: B
 
 
 async def test_a_broker_that_takes_messages_is_not_blocked(bench: Bench) -> None:
-    assert not await bench.broker.blocked()
+    assert not await bench.broker.is_blocked()
     assert await bench.broker.emit(Event(run=bench.run, source="x", name="state", at=0.0))
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.swarm_world import POLICY, Pace, World
 
 from swarmq import SwarmTask
-from swarmq.broker.client_rules import NAME_MARK
+from swarmq.broker.client_rules import NAME_SEPARATOR
 from swarmq.client.data.feed import feed
 from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.board import ProcessState
@@ -48,7 +48,11 @@ def trained(world: World) -> tuple[list[int], Counter[str], set[str]]:
     """Steps of the batch log, how often each episode was trained, and the clients they came from."""
     log = [record for record in read_records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
     times = Counter(episode for record in log for episode in record.index.trained)
-    return [r.index.version for r in log], times, {e.client_id.partition(NAME_MARK)[0] for r in log for e in r.episodes}
+    return (
+        [r.index.version for r in log],
+        times,
+        {e.client_id.partition(NAME_SEPARATOR)[0] for r in log for e in r.episodes},
+    )
 
 
 async def test_engines_proxies_and_workers_come_and_go_while_a_run_trains(tmp_path, amqp_url, run_name):

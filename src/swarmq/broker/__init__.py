@@ -5,6 +5,6 @@
 
 from swarmq.broker.deliveries import Deliveries, Delivery
 from swarmq.broker.protocol import Broker, Depth, Receipts
-from swarmq.broker.ticket_window import TicketDesk
+from swarmq.broker.tickets import TicketSource
 
-__all__ = ["Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketDesk"]
+__all__ = ["Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketSource"]

@@ -22,8 +22,8 @@ from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import ChannelNotFoundEntity
 
 from swarmq.broker import topology
-from swarmq.broker.batch_publisher import receipts
-from swarmq.broker.consumer import DEFAULT_ACK_S, consuming
+from swarmq.broker.batch_publisher import open_receipts
+from swarmq.broker.consumer import DEFAULT_ACK_S, open_consumer
 from swarmq.broker.deliveries import (
     KEY_HEADER,
     QUEUE_HEADER,
@@ -33,11 +33,11 @@ from swarmq.broker.deliveries import (
     Deliveries,
     Delivery,
 )
-from swarmq.broker.error_mapping import address
-from swarmq.broker.events import Emitter, listening
+from swarmq.broker.error_mapping import redact_url
+from swarmq.broker.events import EventEmitter, open_event_feed
 from swarmq.broker.protocol import Depth, Receipts
 from swarmq.broker.publisher import Publisher
-from swarmq.broker.reconnect import Link
+from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.messages import Event, Message, encode, idempotency_key
@@ -45,20 +45,20 @@ from swarmq.runtime.logs import log
 
 LOGIN_PATIENCE_S = 30.0
 OPEN_S = 10.0
-ANSWERED = "SWARMQ_BROKER_ANSWERED"
+BROKER_ANSWERED_ENV = "SWARMQ_BROKER_ANSWERED"
 """Set by `swarmq up` for its parts: the broker's address is right, so one that is away will be back."""
 PROBES = 2
 PROBE_S = 5.0
 """An empty queue that lives answers at once."""
-MAX_REASON = 500
+MAX_REASON_CHARS = 500
 """Characters of a reason kept in a header."""
 
 T = TypeVar("T")
 
 
-def first_wait_s() -> float | None:
+def initial_connect_timeout_s() -> float | None:
     """How long a part that starts waits for its broker; None: for ever."""
-    return None if os.environ.get(ANSWERED) else OPEN_S
+    return None if os.environ.get(BROKER_ANSWERED_ENV) else OPEN_S
 
 
 class AmqpBroker:
@@ -69,7 +69,7 @@ class AmqpBroker:
         url: str,
         *,
         name: str,
-        link: Link,
+        link: BrokerLink,
         stack: AsyncExitStack,
         user: str = "",
         default_ack_s: float = DEFAULT_ACK_S,
@@ -82,8 +82,8 @@ class AmqpBroker:
         self._stack = stack
         self._user = user
         self._publisher = Publisher(link, user=user)
-        self._emitter = Emitter(link)
-        self._control: Link | None = None
+        self._emitter = EventEmitter(link)
+        self._control: BrokerLink | None = None
 
     @classmethod
     @asynccontextmanager
@@ -104,9 +104,9 @@ class AmqpBroker:
         `default_ack_s`: how long RabbitMQ lets a message be held, where it says nothing of that. `login_patience_s`: how long
         the login of an invited client may be refused once it has worked, before the client counts as removed.
         """
-        address(url)
+        redact_url(url)
         patience_s = login_patience_s if user else math.inf
-        link = Link(url, name=f"{name}.publish", login_patience_s=patience_s)
+        link = BrokerLink(url, name=f"{name}.publish", login_patience_s=patience_s)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(link.keep())
             try:
@@ -134,7 +134,7 @@ class AmqpBroker:
         )
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
-        return consuming(
+        return open_consumer(
             self._url,
             queue,
             prefetch=prefetch,
@@ -145,7 +145,7 @@ class AmqpBroker:
         )
 
     def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:
-        return receipts(self._url, book, name=self._name)
+        return open_receipts(self._url, book, name=self._name)
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         if self._user:
@@ -154,18 +154,21 @@ class AmqpBroker:
         await self._park(delivery.arrival, reason)
         await delivery.ack()
 
-    async def blocked(self) -> bool:
-        return await self._publisher.blocked()
+    async def is_blocked(self) -> bool:
+        return await self._publisher.is_blocked()
 
     async def emit(self, event: Event) -> bool:
         return await self._emitter.emit(event)
 
     def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        return listening(self._url, run, name=f"{self._name}.events")
+        return open_event_feed(self._url, run, name=f"{self._name}.events")
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
         bound = list(kinds)
-        queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=bound)}
+        queues = {
+            topology.DEAD: topology.dead_letter_arguments(),
+            **topology.run_queues(run, policies=policies, kinds=bound),
+        }
 
         async def declare(session: Session) -> None:
             channel = session.channel
@@ -179,7 +182,7 @@ class AmqpBroker:
             for key, name in topology.client_bindings(run, bound).items():
                 queue = await channel.get_queue(name, ensure=False)
                 await session.call(queue.bind(topology.CLIENTS, routing_key=key))
-            for key, name in topology.old_client_bindings(run, bound).items():
+            for key, name in topology.obsolete_client_bindings(run, bound).items():
                 queue = await channel.get_queue(name, ensure=False)
                 await session.call(queue.unbind(topology.CLIENTS, routing_key=key))
 
@@ -187,13 +190,13 @@ class AmqpBroker:
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         async def look(session: Session) -> dict[str, Depth]:
-            return await session.call(_depths(session.connection, queues))
+            return await session.call(_read_depths(session.connection, queues))
 
         return await self._until_done(look)
 
     async def delete_if_dead(self, queue: str) -> bool:
         async def look(session: Session) -> bool:
-            depth = (await session.call(_depths(session.connection, [queue]))).get(queue)
+            depth = (await session.call(_read_depths(session.connection, [queue]))).get(queue)
             if depth != Depth(0, 0):
                 return False
             for _ in range(PROBES):  # a wire that breaks is no dead queue
@@ -210,7 +213,7 @@ class AmqpBroker:
             with suppress(BrokerLostError):
                 await self._refuse(arrival, reason)
             return
-        log.warning("message parked", queue=arrival.queue, reason=reason[:MAX_REASON])
+        log.warning("message parked", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
         await self._park(arrival, reason)
         with suppress(BrokerLostError):
             await arrival.settler.ack(arrival.tag, through=False)
@@ -218,12 +221,12 @@ class AmqpBroker:
     async def _refuse(self, arrival: Arrival, reason: str) -> None:
         """Invited clients publish no dead letters: RabbitMQ parks what they refuse, and vouches for its queue and content. The
         reason stays in the client's log."""
-        log.warning("message refused", queue=arrival.queue, reason=reason[:MAX_REASON])
+        log.warning("message refused", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
         await arrival.settler.reject(arrival.tag)
 
     async def _park(self, arrival: Arrival, reason: str) -> None:
         # Of the sender's headers only the key: others, e.g. CC, would make RabbitMQ do what the sender may not.
-        headers = {REASON_HEADER: reason[:MAX_REASON], QUEUE_HEADER: arrival.queue}
+        headers = {REASON_HEADER: reason[:MAX_REASON_CHARS], QUEUE_HEADER: arrival.queue}
         if key := arrival.headers.get(KEY_HEADER):
             headers[KEY_HEADER] = str(key)
         if arrival.sender:
@@ -232,7 +235,7 @@ class AmqpBroker:
 
     async def _until_done(self, work: Callable[[Session], Awaitable[T]]) -> T:
         if self._control is None:
-            self._control = Link(self._url, name=f"{self._name}.control")
+            self._control = BrokerLink(self._url, name=f"{self._name}.control")
             await self._stack.enter_async_context(self._control.keep())
         while True:
             session = await self._control.session()
@@ -253,7 +256,7 @@ async def serves(url: str, queue: str, *, name: str) -> bool:
     return True
 
 
-async def _depths(connection: AbstractConnection, queues: Sequence[str]) -> dict[str, Depth]:
+async def _read_depths(connection: AbstractConnection, queues: Sequence[str]) -> dict[str, Depth]:
     found: dict[str, Depth] = {}
     channel = await connection.channel(publisher_confirms=False)
     for name in queues:

@@ -19,8 +19,8 @@ from aio_pika.exceptions import DeliveryError, PublishError
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER
-from swarmq.broker.publisher import Publisher, send
-from swarmq.broker.reconnect import Link
+from swarmq.broker.publisher import Publisher, send_once
+from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
 from swarmq.messages import Message, encode, idempotency_key
@@ -30,10 +30,10 @@ COPY_HEADER = "BCC"
 
 
 @asynccontextmanager
-async def receipts(url: str, book: str, *, name: str) -> AsyncIterator[AmqpReceipts]:
+async def open_receipts(url: str, book: str, *, name: str) -> AsyncIterator[AmqpReceipts]:
     """The book of that name, ours alone while the context is open; another holder is waited for."""
     found = AmqpReceipts(book)
-    link = Link(url, name=f"{name}.receipts", prepare=found.prepare)
+    link = BrokerLink(url, name=f"{name}.receipts", prepare=found.prepare)
     found.link = link
     async with link.keep():
         await link.session()
@@ -43,7 +43,7 @@ async def receipts(url: str, book: str, *, name: str) -> AsyncIterator[AmqpRecei
 class AmqpReceipts:
     """Implements `swarmq.broker.protocol.Receipts`."""
 
-    link: Link
+    link: BrokerLink
 
     def __init__(self, book: str) -> None:
         self._book = book
@@ -58,14 +58,14 @@ class AmqpReceipts:
             if "RESOURCE_LOCKED" in str(error):
                 raise BrokerLostError(f"{self._book} is in use by another process, waiting for its end") from error
             raise
-        await session.call(channel.declare_queue(self._book, durable=True, arguments=topology.dead_arguments()))
-        self._known = await session.call(_read(session, self._book))
+        await session.call(channel.declare_queue(self._book, durable=True, arguments=topology.dead_letter_arguments()))
+        self._known = await session.call(_read_keys(session, self._book))
 
     async def publish(self, queue: str, messages: Sequence[Message]) -> None:
         left = {idempotency_key(message): message for message in messages}
         while left := {key: message for key, message in left.items() if key not in self._known}:
             session = await self.link.session()
-            await _exists(session, queue)
+            await _require_queue(session, queue)
             with suppress(BrokerLostError):  # the next session has read what this one has achieved
                 await self._send(session, queue, left)
                 return
@@ -113,10 +113,10 @@ class AmqpReceipts:
 
 
 async def _publish(session: Session, queue: str, message: Message, headers: dict[str, Any]) -> None:
-    await send(session.channel, queue, encode(message), kind=_kind(message), headers=headers)
+    await send_once(session.channel, queue, encode(message), kind=_kind(message), headers=headers)
 
 
-async def _exists(session: Session, queue: str) -> None:
+async def _require_queue(session: Session, queue: str) -> None:
     """A copy in the book would hide that nobody else got the message. Raises UnroutableError."""
     try:
         await session.call(session.channel.declare_queue(queue, passive=True))
@@ -124,7 +124,7 @@ async def _exists(session: Session, queue: str) -> None:
         raise UnroutableError(f"no queue {queue} at {session.where}: check the run's name and the kind") from error
 
 
-async def _read(session: Session, book: str) -> set[str]:
+async def _read_keys(session: Session, book: str) -> set[str]:
     channel = await session.connection.channel(publisher_confirms=False)
     queue = await channel.get_queue(book, ensure=False)
     keys: set[str] = set()

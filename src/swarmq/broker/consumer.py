@@ -22,20 +22,20 @@ from aio_pika.abc import AbstractIncomingMessage
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import SENDER_HEADER, Arrival, Deliveries
-from swarmq.broker.reconnect import Link
-from swarmq.broker.session import RECYCLED, Session
+from swarmq.broker.reconnect import BrokerLink
+from swarmq.broker.session import RECYCLED_PREFIX, Session
 
 DEFAULT_ACK_S = 30 * 60.0
 """RabbitMQ's own limit."""
-OBEYS_CONSUMERS = (3, 12)
+CONSUMER_TIMEOUT_VERSION = (3, 12)
 """The first RabbitMQ that takes the limit from the consumer."""
-RECYCLED_AT = 2 / 3
+RECYCLE_FRACTION = 2 / 3
 """Share of the limit after which a session ends itself."""
 MAX_PREFETCH = 65535
 
 
 @asynccontextmanager
-async def consuming(
+async def open_consumer(
     url: str,
     queue: str,
     *,
@@ -59,11 +59,13 @@ async def consuming(
     async def prepare(session: Session) -> None:
         await session.call(session.channel.set_qos(prefetch_count=prefetch))
         deliveries.recycle_s = (
-            RECYCLED_AT * ack_limit_s(session.server, ack_s, default_ack_s) if recycle_s is None else recycle_s
+            RECYCLE_FRACTION * find_ack_limit_s(session.server, ack_s, default_ack_s)
+            if recycle_s is None
+            else recycle_s
         )
-        await Intake(session, queue, deliveries).start(topology.consumer_arguments(ack_s))
+        await ConsumerSession(session, queue, deliveries).start(topology.consumer_arguments(ack_s))
 
-    link = Link(
+    link = BrokerLink(
         url,
         name=name,
         prepare=prepare,
@@ -79,23 +81,23 @@ async def consuming(
             deliveries.close()
 
 
-def ack_limit_s(server: Mapping[str, Any], asked_s: float, default_s: float) -> float:
+def find_ack_limit_s(server: Mapping[str, Any], asked_s: float, default_s: float) -> float:
     """How long a RabbitMQ lets our consumers hold a message, by the properties that it states to its clients."""
     version = tuple(int(part) for part in re.findall(r"\d+", str(server.get("version", "")))[:2])
-    if version >= OBEYS_CONSUMERS:
+    if version >= CONSUMER_TIMEOUT_VERSION:
         return asked_s
     stated = server.get(topology.ACK_TIMEOUT_PROPERTY)
     return float(stated) / 1000 if isinstance(stated, int) else default_s
 
 
-class Held(NamedTuple):
+class UnackedMessage(NamedTuple):
     """A message that has come and not been acknowledged."""
 
     message: AbstractIncomingMessage
     since: float
 
 
-class Intake:
+class ConsumerSession:
     """What one session has brought and who has not been acknowledged yet."""
 
     def __init__(self, session: Session, queue: str, deliveries: Deliveries) -> None:
@@ -104,11 +106,11 @@ class Intake:
         self._deliveries = deliveries
         self._recycle_s = deliveries.recycle_s
         self._loop = asyncio.get_running_loop()
-        self._unacked: dict[int, Held] = {}
+        self._unacked: dict[int, UnackedMessage] = {}
         """By delivery tag, oldest first."""
 
     async def start(self, arguments: dict[str, Any]) -> None:
-        self._watch()
+        self._check_age()
         queue = await self._session.channel.get_queue(self._queue, ensure=False)
         await self._session.call(queue.consume(self._on_message, arguments=arguments))
 
@@ -134,33 +136,33 @@ class Intake:
         tag = message.delivery_tag
         if self._session.lost.done() or tag is None:
             return
-        self._unacked[tag] = Held(message, self._loop.time())
+        self._unacked[tag] = UnackedMessage(message, self._loop.time())
         self._deliveries.arrive(
             Arrival(
                 settler=self,
                 tag=tag,
                 body=message.body,
                 headers=message.headers,
-                redelivered=bool(message.redelivered),
+                is_redelivered=bool(message.redelivered),
                 queue=self._queue,
                 kind=message.type or "",
                 sender=_sender(message),
             )
         )
 
-    def _watch(self) -> None:
+    def _check_age(self) -> None:
         """Recycle when the oldest message is too old, else look again when it would be."""
         now = self._loop.time()
         oldest = next((held.since for held in self._unacked.values()), now)
         left_s = oldest + self._recycle_s - now
         if left_s <= 0:
-            self._session.fail(f"{RECYCLED}: a message was held for {self._recycle_s:g} s")
+            self._session.fail(f"{RECYCLED_PREFIX}: a message was held for {self._recycle_s:g} s")
             return
-        timer = self._loop.call_later(left_s, self._watch)
+        timer = self._loop.call_later(left_s, self._check_age)
         self._session.lost.add_done_callback(lambda _: timer.cancel())
 
 
 def _sender(message: AbstractIncomingMessage) -> str:
     if message.exchange == topology.CLIENTS:
-        return topology.sender_of(message.routing_key or "")
+        return topology.parse_sender(message.routing_key or "")
     return str(message.headers.get(SENDER_HEADER, ""))

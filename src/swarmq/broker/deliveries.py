@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, Self
 
 from swarmq.broker import topology
-from swarmq.broker.client_rules import objection
+from swarmq.broker.client_rules import find_violation
 from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Message, RefusedTurn, Turn, decode, idempotency_key
 
@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
     tag: int
     body: bytes
     headers: dict[str, Any]
-    redelivered: bool
+    is_redelivered: bool
     queue: str
     kind: str = ""
     """The message type its sender stated."""
@@ -70,8 +70,8 @@ class Delivery:
         return self.arrival.body
 
     @property
-    def redelivered(self) -> bool:
-        return self.arrival.redelivered
+    def is_redelivered(self) -> bool:
+        return self.arrival.is_redelivered
 
     async def ack(self) -> None:
         """Tell the broker to forget it; a second time does nothing.
@@ -132,11 +132,11 @@ class Deliveries:
         try:
             delivery = Delivery(arrival, decode(arrival.body))
         except MessageError as error:
-            if refused := _refused_turn(arrival, str(error)):
+            if refused := _to_refused_turn(arrival, str(error)):
                 return Delivery(arrival, refused)
             await self._bury(arrival, str(error))
             return None
-        if arrival.sender and (why := objection(arrival.sender, arrival.queue, delivery.message)):
+        if arrival.sender and (why := find_violation(arrival.sender, arrival.queue, delivery.message)):
             await self._bury(arrival, why)
             return None
         return delivery
@@ -158,10 +158,10 @@ class Deliveries:
         self._wake.set()
 
 
-def _refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:
+def _to_refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:
     """Of a proxy, which names it beside the body; None for anything else, and for what an invited client calls a turn."""
     episode_id, _, call_id = str(arrival.headers.get(KEY_HEADER, "")).rpartition(":")
-    run = topology.run_of_inbox(arrival.queue)
+    run = topology.parse_inbox_run(arrival.queue)
     if arrival.kind != Turn.__struct_config__.tag or arrival.sender or not episode_id or not run:
         return None
     return RefusedTurn(run=run, episode_id=episode_id, call_id=call_id, reason=reason)

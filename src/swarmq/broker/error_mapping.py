@@ -14,25 +14,25 @@ from aiormq.exceptions import ConnectionInternalError
 
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
 
-EXAMPLE = "write it as amqp://user:password@host:5672/vhost"
+URL_HINT = "write it as amqp://user:password@host:5672/vhost"
 
 
-def address(url: str) -> str:
+def redact_url(url: str) -> str:
     """`host:port/vhost` of an AMQP url, for messages: never the password. Raises BrokerError for a bad url."""
     try:
         parts = urlsplit(url)
         port = parts.port or (5671 if parts.scheme == "amqps" else 5672)
     except ValueError as error:
-        raise BrokerError(f"the broker's url is malformed ({error}): {EXAMPLE}") from error
+        raise BrokerError(f"the broker's url is malformed ({error}): {URL_HINT}") from error
     if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
-        raise BrokerError(f"the broker's url needs amqp:// or amqps:// and a host: {EXAMPLE}")
+        raise BrokerError(f"the broker's url needs amqp:// or amqps:// and a host: {URL_HINT}")
     vhost = unquote(parts.path[1:])
     return f"{parts.hostname}:{port}" + (f"/{vhost}" if vhost.strip("/") else "")
 
 
-def translate(error: Exception, where: str) -> BrokerError:
+def map_error(error: Exception, where: str) -> BrokerError:
     """Our error for one of the driver's or the system's."""
-    text = broker_text(error)
+    text = extract_text(error)
     match error:
         case BrokerError():
             return error
@@ -64,14 +64,14 @@ def translate(error: Exception, where: str) -> BrokerError:
             )
 
 
-def broker_text(error: BaseException) -> str:
+def extract_text(error: BaseException) -> str:
     """What RabbitMQ or the system said, without the driver's wrapping."""
     if isinstance(error, amqp.AMQPError) and not isinstance(error, amqp.DeliveryError) and error.args:
         return str(error.args[-1])
     return str(error) or type(error).__name__
 
 
-def ending(ended: asyncio.Future[Any], what: str) -> str:
+def describe_closing(ended: asyncio.Future[Any], what: str) -> str:
     """Why a connection or channel has closed, from the driver's `closing` future."""
     error = None if ended.cancelled() else ended.exception()
-    return what if error is None else f"{what}: {broker_text(error)}"
+    return what if error is None else f"{what}: {extract_text(error)}"

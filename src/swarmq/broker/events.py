@@ -17,7 +17,7 @@ from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from swarmq.broker import topology
 from swarmq.broker.publisher import APP_ID, CONTENT_TYPE
-from swarmq.broker.reconnect import Link
+from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Event, decode, encode
@@ -26,8 +26,8 @@ EMIT_S = 1.0
 """An event that cannot be handed over by then is dropped."""
 
 
-class Emitter:
-    def __init__(self, link: Link) -> None:
+class EventEmitter:
+    def __init__(self, link: BrokerLink) -> None:
         self._link = link
         self._session: Session | None = None
         self._channel: AbstractChannel | None = None
@@ -35,7 +35,7 @@ class Emitter:
 
     async def emit(self, event: Event) -> bool:
         session = self._link.current
-        if session is None or await session.blocked():
+        if session is None or await session.is_blocked():
             return False
         task = asyncio.create_task(self._send(session, event))
         try:
@@ -63,9 +63,9 @@ class Emitter:
 
 
 @asynccontextmanager
-async def listening(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIterator[Event]]:
+async def open_event_feed(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIterator[Event]]:
     """Events of `run` from now on; those that a slow listener has not taken are dropped, oldest first."""
-    feed = Feed()
+    feed = EventFeed()
 
     async def prepare(session: Session) -> None:
         channel = session.channel
@@ -76,7 +76,7 @@ async def listening(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIter
         await session.call(queue.bind(topology.EVENTS, f"{run}.#"))
         await session.call(queue.consume(feed.on_message, no_ack=True))
 
-    link = Link(url, name=name, prepare=prepare, refused=feed.fail)
+    link = BrokerLink(url, name=name, prepare=prepare, refused=feed.fail)
     async with link.keep():
         try:
             await link.session()
@@ -85,7 +85,7 @@ async def listening(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIter
             feed.close()
 
 
-class Feed:
+class EventFeed:
     """Async iterator over events."""
 
     def __init__(self) -> None:

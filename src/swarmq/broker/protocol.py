@@ -49,7 +49,7 @@ class Broker(Protocol):
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Park a message that cannot be used in `swarmq.dead`, with the reason, and acknowledge it."""
 
-    async def blocked(self) -> bool:
+    async def is_blocked(self) -> bool:
         """Whether publishers wait because the broker is low on memory or disk. False where it is away."""
 
     async def emit(self, event: Event) -> bool:

@@ -17,7 +17,7 @@ from aio_pika.exceptions import DeliveryError, PublishError
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER
-from swarmq.broker.reconnect import Link
+from swarmq.broker.reconnect import BrokerLink
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.runtime.logs import log
 from swarmq.version import __version__
@@ -25,14 +25,14 @@ from swarmq.version import __version__
 IN_FLIGHT = 512
 """Unconfirmed publishes at a time. The driver looks at all of them for every confirm that covers several."""
 
-FULL_DELAY_S = 1.0
+MAX_FULL_DELAY_S = 1.0
 """Pause after the broker rejected a message, which it does when a length limit set by policy is reached."""
 
-QUIET_S = 60.0
+WARN_EVERY_S = 60.0
 """A full queue takes one message in, rejects the next, and so on: one warning per queue and minute is enough."""
 
-LOOK_S = 0.05
-NOBODY = "swarmq.nobody"
+POLL_S = 0.05
+UNBOUND_KEY = "swarmq.nobody"
 """No queue has this name."""
 
 APP_ID = f"swarmq/{__version__}"
@@ -40,7 +40,7 @@ CONTENT_TYPE = "application/msgpack"
 
 
 class Publisher:
-    def __init__(self, link: Link, *, user: str = "") -> None:
+    def __init__(self, link: BrokerLink, *, user: str = "") -> None:
         """`user` is an invited client's, who may write to its own exchange alone; empty: an operator's."""
         self._link = link
         self._user = user
@@ -61,15 +61,15 @@ class Publisher:
                 f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
             ) from error
 
-    async def blocked(self) -> bool:
+    async def is_blocked(self) -> bool:
         """Whether the broker holds up what is published. It tells that to publishers alone, so something is published that reaches
         nobody."""
         if (session := self._link.current) is None:
             return False
-        asking = asyncio.create_task(session.call(_ask(session.channel)))
+        asking = asyncio.create_task(session.call(_probe_blocking(session.channel)))
         try:
-            while not (blocked := await session.blocked()) and not asking.done():
-                await asyncio.wait({asking}, timeout=LOOK_S)
+            while not (blocked := await session.is_blocked()) and not asking.done():
+                await asyncio.wait({asking}, timeout=POLL_S)
             return blocked
         finally:
             asking.cancel()
@@ -79,7 +79,7 @@ class Publisher:
         """Whether it is confirmed; False asks for another attempt."""
         session = await self._link.session()
         try:
-            await session.call(send(session.channel, queue, body, kind=kind, headers=headers, user=self._user))
+            await session.call(send_once(session.channel, queue, body, kind=kind, headers=headers, user=self._user))
         except BrokerLostError:
             return False
         except PublishError as error:
@@ -93,19 +93,19 @@ class Publisher:
 
     async def _wait_for_room(self, queue: str) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._warned.get(queue, -QUIET_S) >= QUIET_S:
+        if now - self._warned.get(queue, -WARN_EVERY_S) >= WARN_EVERY_S:
             self._warned[queue] = now
             log.warning("queue full, waiting", queue=queue)
-        await asyncio.sleep(random.uniform(0.1, FULL_DELAY_S))
+        await asyncio.sleep(random.uniform(0.1, MAX_FULL_DELAY_S))
 
 
-async def _ask(channel: AbstractChannel) -> None:
+async def _probe_blocking(channel: AbstractChannel) -> None:
     """Return when the broker takes messages. It may confirm the first one in the moment in which it blocks, but not the second."""
     for _ in range(2):
-        await channel.default_exchange.publish(AmqpMessage(b""), NOBODY, mandatory=False)
+        await channel.default_exchange.publish(AmqpMessage(b""), UNBOUND_KEY, mandatory=False)
 
 
-async def send(
+async def send_once(
     channel: AbstractChannel, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], user: str = ""
 ) -> None:
     """One attempt to put a durable message into `queue`; returns after the confirm."""

@@ -19,30 +19,30 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from swarmq.broker.error_mapping import address
-from swarmq.broker.session import RECYCLED, Session, open_session
+from swarmq.broker.error_mapping import redact_url
+from swarmq.broker.session import RECYCLED_PREFIX, Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError
 from swarmq.runtime.logs import log
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
-UNREACHABLE = "broker or queue unreachable, waiting"
+UNREACHABLE_EVENT = "broker or queue unreachable, waiting"
 
 
 async def _nothing(_: Session) -> None:
     return
 
 
-class Outage:
+class BrokerOutage:
     """What the links of this process to one broker say together while some of them are down."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._down: set[Link] = set()
+        self._down: set[BrokerLink] = set()
         self._most = 0
         self._since = 0.0
 
-    def begin(self, link: Link, event: str, *, connection: str, reason: str) -> None:
+    def begin(self, link: BrokerLink, event: str, *, connection: str, reason: str) -> None:
         """A link is down; the first one says so."""
         if not self._down:
             log.warning(event, connection=connection, reason=reason)
@@ -50,7 +50,7 @@ class Outage:
         self._down.add(link)
         self._most = max(self._most, len(self._down))
 
-    def end(self, link: Link) -> None:
+    def end(self, link: BrokerLink) -> None:
         """A link is up; the last one says so."""
         if link in self._down:
             self.leave(link)
@@ -58,16 +58,16 @@ class Outage:
                 away_s = round(time.monotonic() - self._since, 1)
                 log.info("broker reachable again", broker=self._where, connections=self._most, away_s=away_s)
 
-    def leave(self, link: Link) -> None:
+    def leave(self, link: BrokerLink) -> None:
         """A link is closed; nobody waits for it."""
         self._down.discard(link)
 
 
-_outages: dict[str, Outage] = {}
+_outages: dict[str, BrokerOutage] = {}
 """By the broker's address."""
 
 
-class Link:
+class BrokerLink:
     """One role's connection to the broker, e.g. publishing. Use `keep` to run it."""
 
     def __init__(
@@ -91,8 +91,8 @@ class Link:
         self._session: Session | None = None
         self._refusal: BrokerError | None = None
         self._refused_before = False
-        self._outage = _outages.setdefault(address(url), Outage(address(url)))
-        self.trouble: str | None = f"RabbitMQ at {address(url)} has not answered yet"
+        self._outage = _outages.setdefault(redact_url(url), BrokerOutage(redact_url(url)))
+        self.trouble: str | None = f"RabbitMQ at {redact_url(url)} has not answered yet"
         """Why there is no session now, for error messages."""
 
     @asynccontextmanager
@@ -165,7 +165,7 @@ class Link:
         self._up.set()
 
     def _disconnected(self, reason: str) -> None:
-        if reason.startswith(RECYCLED):
+        if reason.startswith(RECYCLED_PREFIX):
             log.info("broker session renewed", connection=self._name, reason=reason)
         else:
             self._outage.begin(self, "broker session lost, connecting again", connection=self._name, reason=reason)
@@ -175,9 +175,9 @@ class Link:
 
     def _wait(self, error: BrokerError) -> None:
         if isinstance(error, BrokerLostError):
-            self._outage.begin(self, UNREACHABLE, connection=self._name, reason=str(error))
+            self._outage.begin(self, UNREACHABLE_EVENT, connection=self._name, reason=str(error))
         elif not self._refused_before:  # which concerns this link alone
-            log.warning(UNREACHABLE, connection=self._name, reason=str(error))
+            log.warning(UNREACHABLE_EVENT, connection=self._name, reason=str(error))
             self._refused_before = True
         self.trouble = str(error)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarmq.broker import topology
-from swarmq.broker.reconnect import Link
+from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError
 
@@ -18,13 +18,13 @@ LOCKED = "RESOURCE_LOCKED"
 
 
 @asynccontextmanager
-async def claimed(url: str, run: str) -> AsyncIterator[None]:
+async def claim_run(url: str, run: str) -> AsyncIterator[None]:
     """Hold `run` for the block. Raises BrokerError when somebody else does."""
 
     async def claim(session: Session) -> None:
         await session.call(session.channel.declare_queue(topology.claim(run), exclusive=True, auto_delete=True))
 
-    link = Link(url, name=f"up {run}.claim", prepare=claim)
+    link = BrokerLink(url, name=f"up {run}.claim", prepare=claim)
     async with link.keep():
         try:
             await link.session()

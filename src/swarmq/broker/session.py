@@ -22,7 +22,7 @@ from aio_pika.abc import AbstractChannel, AbstractConnection
 from aio_pika.exceptions import DeliveryError
 from yarl import URL
 
-from swarmq.broker.error_mapping import address, ending, translate
+from swarmq.broker.error_mapping import describe_closing, map_error, redact_url
 from swarmq.errors import BrokerLostError
 from swarmq.runtime.logs import log
 
@@ -40,7 +40,7 @@ NOTICE_S = 2.0
 
 CLOSE_S = 2.0
 
-RECYCLED = "recycled"
+RECYCLED_PREFIX = "recycled"
 """How the reason begins when we end a session ourselves to go on with another one."""
 
 T = TypeVar("T")
@@ -53,16 +53,16 @@ for driver in ("aio_pika", "aiormq"):
 @asynccontextmanager
 async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
     """A fresh session. Raises BrokerLostError when the broker cannot be reached, BrokerError when it refuses us."""
-    where = address(url)
+    where = redact_url(url)
     query = {"heartbeat": str(HEARTBEAT_S), **URL(url).query, "name": name}
     connection = aio_pika.Connection(URL(url).with_query(query))
     session = None
     try:
-        await _opened(connection.connect(), where)
-        session = await _opened(Session.on(connection, where), where)
+        await _await_open(connection.connect(), where)
+        session = await _await_open(Session.on(connection, where), where)
         yield session
     finally:
-        await _quietly(_disconnect(connection, session))
+        await _close_quietly(_disconnect(connection, session))
 
 
 class Session:
@@ -76,8 +76,10 @@ class Session:
         self._underlay = underlay
         self._gates: set[asyncio.Future[None]] = set()
         self._blocked = False
-        underlay.connection.closing.add_done_callback(lambda ended: self.fail(ending(ended, "connection closed")))
-        underlay.closing.add_done_callback(lambda ended: self.fail(ending(ended, "channel closed")))
+        underlay.connection.closing.add_done_callback(
+            lambda ended: self.fail(describe_closing(ended, "connection closed"))
+        )
+        underlay.closing.add_done_callback(lambda ended: self.fail(describe_closing(ended, "channel closed")))
         underlay.on_consumer_cancel_callbacks.add(lambda _: self.fail("the broker cancelled the consumer"))
 
     @classmethod
@@ -115,7 +117,7 @@ class Session:
         except (DeliveryError, BrokerLostError):
             raise
         except Exception as error:
-            refusal = translate(error, self.where)
+            refusal = map_error(error, self.where)
             self.fail(str(refusal))
             raise refusal from error
         finally:
@@ -131,7 +133,7 @@ class Session:
         properties: Mapping[str, Any] = self._underlay.connection.server_properties
         return properties
 
-    async def blocked(self) -> bool:
+    async def is_blocked(self) -> bool:
         """Whether the broker holds up this connection because of its memory or disk alarm."""
         try:
             async with asyncio.timeout(0):  # `ready` returns without waiting unless it is blocked
@@ -147,7 +149,7 @@ class Session:
             await asyncio.wait({gate}, timeout=min(NOTICE_S, answer_s))
             if gate.done():
                 return
-            if await self.blocked():
+            if await self.is_blocked():
                 await self._sit_out_alarm()
                 deadline = clock() + answer_s
             elif clock() >= deadline:
@@ -167,7 +169,7 @@ class Session:
             log.info("publisher no longer blocked", broker=self.where)
 
 
-async def _opened(opening: Coroutine[Any, Any, T], where: str) -> T:
+async def _await_open(opening: Coroutine[Any, Any, T], where: str) -> T:
     """What `opening` gives. Raises BrokerLostError or BrokerError, and never a CancelledError nobody asked for."""
     task = asyncio.create_task(opening)
     try:
@@ -178,7 +180,7 @@ async def _opened(opening: Coroutine[Any, Any, T], where: str) -> T:
             raise ConnectionError("cut off while connecting")
         return task.result()
     except Exception as error:
-        raise translate(error, where) from error
+        raise map_error(error, where) from error
     finally:
         _abandon(task)
 
@@ -187,11 +189,11 @@ async def _disconnect(connection: AbstractConnection, session: Session | None) -
     """The channel first: acknowledgements that are still queued travel before its close."""
     if session is not None and not session.lost.done():
         session.fail("closed by us")
-        await _quietly(session.channel.close())
+        await _close_quietly(session.channel.close())
     await connection.close()
 
 
-async def _quietly(operation: Awaitable[Any]) -> None:
+async def _close_quietly(operation: Awaitable[Any]) -> None:
     """Closing may fail or hang on a broken link; the link is gone either way."""
     task = asyncio.ensure_future(operation)
     try:

@@ -57,7 +57,7 @@ def inbox(run: str) -> str:
     return f"swarmq.{run}.in"
 
 
-def run_of_inbox(queue: str) -> str:
+def parse_inbox_run(queue: str) -> str:
     """Empty for another queue."""
     run = queue.removeprefix("swarmq.").removesuffix(".in")
     return run if queue == inbox(run) else ""
@@ -75,7 +75,7 @@ def tasks(run: str, kind: str) -> str:
     return f"swarmq.{run}.tasks.{kind}"
 
 
-def again(run: str, kind: str) -> str:
+def retries(run: str, kind: str) -> str:
     """What failed and is to be attempted next. A queue of its own, because nothing overtakes in `tasks`; named so that clients
     which were invited before it existed may use it."""
     return f"{tasks(run, kind)}.again"
@@ -95,7 +95,7 @@ def evals(run: str, kind: str) -> str:
     return f"swarmq.{run}.eval.{kind}"
 
 
-def returned(run: str) -> str:
+def returned_tasks(run: str) -> str:
     """Where tasks go that invited clients give back; the collector puts those that were fed on their queues again."""
     return f"swarmq.{run}.returned"
 
@@ -104,7 +104,7 @@ def claim(run: str) -> str:
     return f"swarmq.{run}.claim"
 
 
-def user_of(run: str, client: str) -> str:
+def client_user(run: str, client: str) -> str:
     """RabbitMQ's name for an invited client; neither part has a dot."""
     return f"{run}.{client}"
 
@@ -115,18 +115,20 @@ def client_key(user: str, queue: str) -> str:
     return f"{user}.{queue.removeprefix(f'swarmq.{run}.')}"
 
 
-def sender_of(key: str) -> str:
+def parse_sender(key: str) -> str:
     """The user that published with this routing key."""
     return ".".join(key.split(".")[:2])
 
 
 def client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
     """Routing key of invited clients -> the queue that it leads to."""
-    given_back = {client_key(f"{run}.*", name(run, kind)): returned(run) for kind in kinds for name in GIVEN_BACK}
+    given_back = {
+        client_key(f"{run}.*", name(run, kind)): returned_tasks(run) for kind in kinds for name in RETURNABLE_QUEUES
+    }
     return {f"{run}.*.in": inbox(run)} | given_back
 
 
-def old_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
+def obsolete_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
     """Bindings of older versions, to be removed: clients reached the dead letters, and other clients' tasks, unchecked."""
     given_back = {
         f"{run}.*.{what}.{kind}": name(run, kind)
@@ -136,15 +138,15 @@ def old_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
     return {"*.*.dead": DEAD} | given_back
 
 
-def reach_of_client(user: str, queue: str) -> str:
+def client_destination(user: str, queue: str) -> str:
     """The queue to which a message of this client for `queue` may go; empty if there is none."""
     run = user.partition(".")[0]
-    if queue in (inbox(run), returned(run)):
+    if queue in (inbox(run), returned_tasks(run)):
         return queue
-    return returned(run) if queue.startswith((tasks(run, ""), evals(run, ""))) else ""
+    return returned_tasks(run) if queue.startswith((tasks(run, ""), evals(run, ""))) else ""
 
 
-GIVEN_BACK = (tasks, again, evals)
+RETURNABLE_QUEUES = (tasks, retries, evals)
 """Queues from which workers take, and for which they return what is to be tried again."""
 
 
@@ -155,7 +157,7 @@ def event_key(run: str, source: str, name: str) -> str:
 def run_queues(run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Queue name -> arguments, for all queues of a run."""
     ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
-    competing = [returned(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, again, evals))]
+    competing = [returned_tasks(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, retries, evals))]
     return {name: queue_arguments(single=name in ordered) for name in [*ordered, *competing]}
 
 
@@ -177,5 +179,5 @@ def consumer_arguments(ack_s: float) -> dict[str, Any]:
     return {"x-consumer-timeout": round(ack_s * 1000)}
 
 
-def dead_arguments() -> dict[str, Any]:
+def dead_letter_arguments() -> dict[str, Any]:
     return {"x-queue-type": "quorum", "x-delivery-limit": DEAD_DELIVERY_LIMIT}

@@ -94,7 +94,7 @@ def client_add(
     swarmq client add alice --amqp amqps://gpu.example.org:5671/ --proxy https://gpu.example.org/v1 --ca ca.pem
     swarmq client add bob --http --proxy https://gpu.example.org/v1
     """
-    from swarmq.broker.admin.invitations import Reach, add_client
+    from swarmq.broker.admin.invitations import ClientAddresses, add_client
     from swarmq.broker.admin.users import MAX_CONNECTIONS
     from swarmq.client.episodes.invite_lookup import find_invite
 
@@ -104,7 +104,7 @@ def client_add(
         find_invite(folder.path),
         name,
         _management(job, folder, management),
-        Reach(amqp=amqp, proxy=proxy, ca=ca, http=http),
+        ClientAddresses(amqp=amqp, proxy=proxy, ca=ca, http=http),
         max_connections=max_connections or MAX_CONNECTIONS,
     )
     click.echo(f"export SWARMQ_INVITE={invite.encode()}")
@@ -247,12 +247,12 @@ def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
 def _management(job: SwarmJob, folder: RunFolder, url: str | None) -> Any:
     """Return the management API of the run's broker: at the given URL, of the private node, or at the usual port of the
     broker's host."""
-    from swarmq.broker.admin.users import Management
+    from swarmq.broker.admin.users import ManagementApi
     from swarmq.broker.node.files import HOST, read_identity
 
     if url is None and (node := read_identity(folder.broker)):
         url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
-    return Management.of(job.broker.url or "", url)
+    return ManagementApi.of(job.broker.url or "", url)
 
 
 def _check_name(name: str) -> None:

@@ -37,12 +37,12 @@ def dead_list(run: Path) -> None:
 async def _dead_list(job: SwarmJob) -> None:
     from rich.table import Table
 
-    from swarmq.broker.admin.dead_letters import letters
+    from swarmq.broker.admin.dead_letters import list_letters
     from swarmq.runtime.terminal import console
 
     table = Table("kind", "from", "queue", "key", "reason", box=None)
     table.add_column("id", no_wrap=True)
-    found = await letters(job.broker.url or "")
+    found = await list_letters(job.broker.url or "")
     for letter in found:
         table.add_row(letter.kind, letter.sender, letter.queue, letter.key, letter.reason, letter.id)
     console().print(table if found else "no dead letters")
@@ -63,10 +63,10 @@ def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
 
 
 async def _dead_show(job: SwarmJob, wanted: str) -> None:
-    from swarmq.broker.admin.dead_letters import find, show
+    from swarmq.broker.admin.dead_letters import find_letter, format_letter
     from swarmq.runtime.terminal import visible
 
-    click.echo(visible(show(await find(job.broker.url or "", wanted))))
+    click.echo(visible(format_letter(await find_letter(job.broker.url or "", wanted))))
 
 
 @dead.command("requeue")
@@ -85,10 +85,10 @@ def dead_requeue(run: Path, ids: tuple[str, ...]) -> None:
 
 
 async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
-    from swarmq.broker.admin.dead_letters import requeue
+    from swarmq.broker.admin.dead_letters import requeue_letters
     from swarmq.runtime.terminal import visible
 
-    done = await requeue(job.broker.url or "", ids or None)
+    done = await requeue_letters(job.broker.url or "", ids or None)
     click.echo(f"{done.sent} sent back")
     for letter, reason in done.left.items():
         click.echo(visible(f"{letter} stays: {reason}"))
@@ -111,6 +111,6 @@ def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
 
 
 async def _dead_purge(job: SwarmJob, ids: tuple[str, ...] | None) -> None:
-    from swarmq.broker.admin.dead_letters import purge
+    from swarmq.broker.admin.dead_letters import purge_letters
 
-    click.echo(f"{await purge(job.broker.url or '', ids)} forgotten")
+    click.echo(f"{await purge_letters(job.broker.url or '', ids)} forgotten")

@@ -85,7 +85,7 @@ async def _up(job: SwarmJob) -> None:
     from swarmq.observe.monitor import record_events
     from swarmq.runtime.logs import redirect_to
     from swarmq.up import deploy
-    from swarmq.up.shutdown import farewell
+    from swarmq.up.shutdown import describe_stopped_run
 
     began = time.monotonic()
 
@@ -105,18 +105,20 @@ async def _up(job: SwarmJob) -> None:
                     tasks.create_task(_report_pace(deployment.job, broker, report))
                     tasks.create_task(_report_learner_ends(deployment, report))
         except asyncio.CancelledError:
-            report(farewell(job))
+            report(describe_stopped_run(job))
             raise
 
 
 async def _report_learner_ends(deployment: Deployment, report: Callable[[str], None]) -> None:
-    from swarmq.up.shutdown import endings, last_step
+    from swarmq.up.shutdown import describe_ended_policies, read_last_step
 
     job = deployment.job
     while True:
         await deployment.learners_done.wait()
         report("every learner has made its last step; engines and proxy stay up until Ctrl-C")
-        for line in endings(job, {policy: last_step(job, policy) for policy in job.trained}).values():
+        for line in describe_ended_policies(
+            job, {policy: read_last_step(job, policy) for policy in job.trained}
+        ).values():
             report(line)
         await deployment.learning.wait()
         report("learners are started again")

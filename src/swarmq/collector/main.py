@@ -9,7 +9,7 @@ from contextlib import closing
 
 import structlog
 
-from swarmq.broker.amqp import AmqpBroker, first_wait_s
+from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
@@ -36,7 +36,7 @@ def run(job: SwarmJob) -> None:
 async def _collect(job: SwarmJob, url: str) -> None:
     stop = _stop_on_signals()
     with closing(Store(job.run_folder.inbox, run=job.run)) as store:
-        async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=first_wait_s()) as broker:
+        async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
             await Collector(job, broker, store).run(stop)
 
 

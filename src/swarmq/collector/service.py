@@ -184,7 +184,7 @@ class Collector:
         harmless: the first reward of a slot wins."""
         while True:
             try:
-                async with self._broker.consume(topology.returned(self.job.run), prefetch=WINDOW) as deliveries:
+                async with self._broker.consume(topology.returned_tasks(self.job.run), prefetch=WINDOW) as deliveries:
                     async for delivery in deliveries:
                         with contextlib.suppress(BrokerLostError):
                             await self._give_back_one(delivery)
@@ -199,7 +199,7 @@ class Collector:
             log.warning("message_refused", reason=reason)
             await self._broker.dead_letter(delivery, reason)
             return
-        queue_of = topology.evals if task.mode == "eval" else topology.again
+        queue_of = topology.evals if task.mode == "eval" else topology.retries
         await self._broker.publish(queue_of(self.job.run, task.kind), task)
         await delivery.ack()
 

@@ -34,7 +34,7 @@ from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import format_elapsed, wrap_beside
 from swarmq.observe.monitor import Follower, follow
 from swarmq.runtime.logs import redirect_to
-from swarmq.up import check_settings, deploy, planned
+from swarmq.up import check_settings, deploy, plan_run
 
 FRAME_S = 0.5
 PHASES = ("wait_s", "rollout_s", "train_s", "push_s", "pause_s", "step_s")
@@ -75,7 +75,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     make_folder(Path(plain.folder))
     model = options.model or await ensure_model(options.cache, report)
     model_s = time.monotonic() - began
-    planned(_named(options, options.run, model), lambda _: None)  # nor is a folder made for one that cannot be trained
+    plan_run(_named(options, options.run, model), lambda _: None)  # nor is a folder made for one that cannot be trained
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:

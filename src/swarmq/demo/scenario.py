@@ -16,7 +16,7 @@ import msgspec
 
 from swarmq import AsyncSwarmClient, EvalReport, SwarmTask, keys
 from swarmq.broker import Broker, topology
-from swarmq.broker.amqp import ANSWERED
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV
 from swarmq.client.data.feed import feed
 from swarmq.demo.client import LedgerEntry, Solver, read_ledger
 from swarmq.demo.job import DemoSize
@@ -47,7 +47,7 @@ class ClientProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "swarmq.demo.client", "--reward", self.reward),
                 *("--ledger", str(self.ledger), "--concurrency", str(concurrency)),
-                env=os.environ | {"SWARMQ_INVITE": invite, ANSWERED: "1"},
+                env=os.environ | {"SWARMQ_INVITE": invite, BROKER_ANSWERED_ENV: "1"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from swarmq.broker.node.files import BLOCKED
+from swarmq.broker.node.files import ALARM_TEXT
 from swarmq.observe.board import Board, ProcessState, condense, sparkline
 
 STALE_S = 15.0
@@ -42,7 +42,7 @@ def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
 def _headline(board: Board, now: float) -> Text:
     text = Text()
     if board.blocked:
-        text.append(f"{BLOCKED}\n", style="red")
+        text.append(f"{ALARM_TEXT}\n", style="red")
     for source, part in sorted(board.parts.items()):
         style, state = _life(part, now)
         text.append("● ", style=style)

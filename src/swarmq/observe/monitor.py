@@ -167,7 +167,7 @@ def _take_in(notes: deque[str] | None, follower: Follower) -> None:
 def list_queues(job: SwarmJob) -> list[str]:
     """Return all queues of a run, in the order in which episodes pass them."""
     return [
-        *(queue(job.run, kind) for kind in job.task_kinds for queue in (topology.tasks, topology.again)),
+        *(queue(job.run, kind) for kind in job.task_kinds for queue in (topology.tasks, topology.retries)),
         *(topology.tickets(job.run, kind) for kind in job.task_kinds),
         topology.inbox(job.run),
         *(topology.ready(job.run, name) for name, policy in job.policies.items() if policy.trained),
@@ -209,7 +209,7 @@ async def _poll(job: SwarmJob, broker: Broker, follower: Follower) -> None:
     while True:
         try:
             depths = await broker.depths(queues)
-            follower.board.blocked = await broker.blocked()
+            follower.board.blocked = await broker.is_blocked()
         except BrokerError as error:
             text = {"text": str(error)}
             follower.fold(Event(run=job.run, source="broker", name="warning", at=time.time(), fields=text))

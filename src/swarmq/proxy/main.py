@@ -22,7 +22,7 @@ import uvloop
 from litestar import Litestar
 
 from swarmq import keys
-from swarmq.broker.amqp import AmqpBroker, first_wait_s
+from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
@@ -74,7 +74,9 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         number = port if join else number
         own_url, visit = job.proxy.url(port), Visit()
         name = f"swarmq proxy.{number} {job.run}"
-        broker = await stack.enter_async_context(AmqpBroker.open(url, name=name, deadline_s=first_wait_s()))
+        broker = await stack.enter_async_context(
+            AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s())
+        )
         await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
         opener = partial(
             VllmEngine.open, deadline_s=None, secret=EngineRegistry(job).secret()

@@ -15,7 +15,7 @@ import msgspec
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
-from swarmq.broker.events import Feed
+from swarmq.broker.events import EventFeed
 from swarmq.broker.protocol import Depth
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.messages import Event, Message, encode, idempotency_key
@@ -35,7 +35,7 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
-        self._feeds: list[tuple[str, Feed]] = []
+        self._feeds: list[tuple[str, EventFeed]] = []
         self._present = asyncio.Event()
         self._present.set()
         self._room = asyncio.Event()
@@ -85,7 +85,7 @@ class MemoryBroker:
         self._park(delivery.arrival, reason)
         await delivery.ack()
 
-    async def blocked(self) -> bool:
+    async def is_blocked(self) -> bool:
         return self._present.is_set() and not self._room.is_set()
 
     async def emit(self, event: Event) -> bool:
@@ -99,7 +99,7 @@ class MemoryBroker:
 
     @asynccontextmanager
     async def events(self, run: str) -> AsyncIterator[AsyncIterator[Event]]:
-        feed = Feed()
+        feed = EventFeed()
         self._feeds.append((run, feed))
         try:
             yield feed
@@ -108,7 +108,10 @@ class MemoryBroker:
             feed.close()
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
-        queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=kinds)}
+        queues = {
+            topology.DEAD: topology.dead_letter_arguments(),
+            **topology.run_queues(run, policies=policies, kinds=kinds),
+        }
         for name, arguments in queues.items():
             queue = self._queues.setdefault(name, _Queue(name, single="x-single-active-consumer" in arguments))
             for consumer in self._orphans.pop(name, ()):

@@ -8,6 +8,6 @@ ports.py        the same ports at every start
 """
 
 from swarmq.up.deployment import Deployment, Endpoints, deploy
-from swarmq.up.job_checks import check_settings, planned
+from swarmq.up.job_checks import check_settings, plan_run
 
-__all__ = ["Deployment", "Endpoints", "check_settings", "deploy", "planned"]
+__all__ = ["Deployment", "Endpoints", "check_settings", "deploy", "plan_run"]

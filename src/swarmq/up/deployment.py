@@ -26,14 +26,14 @@ import msgspec
 
 from swarmq import keys, live_settings
 from swarmq.broker import Broker, topology
-from swarmq.broker.admin.invitations import host_invite, renew_clients
-from swarmq.broker.admin.users import Management
-from swarmq.broker.amqp import ANSWERED, AmqpBroker, first_wait_s
+from swarmq.broker.admin.invitations import make_host_invite, renew_clients
+from swarmq.broker.admin.users import ManagementApi
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker, initial_connect_timeout_s
 from swarmq.broker.node.container import find_container
-from swarmq.broker.node.files import BLOCKED, check_disk, tls_listener
+from swarmq.broker.node.files import ALARM_TEXT, check_disk, render_tls_listener
 from swarmq.broker.node.install import find_server
 from swarmq.broker.node.process import PrivateNode
-from swarmq.broker.run_claim import claimed
+from swarmq.broker.run_claim import claim_run
 from swarmq.config import Policy, RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.server.launch import EngineProcess, visible
 from swarmq.engine.server.membership import warn_of_open
@@ -45,15 +45,15 @@ from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log, survive_full_disk
 from swarmq.runtime.processes import raise_file_limit, read_tail
-from swarmq.up.job_checks import planned
+from swarmq.up.job_checks import plan_run
 from swarmq.up.placement import Placement
-from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free
-from swarmq.up.shutdown import drain_s, last_step, stop
+from swarmq.up.ports import assign_ports, assign_proxy_ports, proxy_names, wait_for_proxy_ports
+from swarmq.up.shutdown import drain_s, read_last_step, stop_daemon
 from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_engine
 
-SERVE_S = 240.0
+PROXY_START_S = 240.0
 """For a proxy to listen on its port."""
-FORGET_S = 240.0
+OLD_CONSUMERS_S = 240.0
 """For a private RabbitMQ, which nobody else uses, to be rid of the readers of the run's last life; 90 s were seen."""
 PROBE_S = 0.1
 ALARM_EVERY_S = 5.0
@@ -136,35 +136,35 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     """
     raise_file_limit()
     survive_full_disk()
-    given, (job, placements) = job, planned(job, report)
+    given, (job, placements) = job, plan_run(job, report)
     folder = job.run_folder
     make_folder(folder.path)
     folder.path.chmod(0o700)  # prompts and completions are in it
-    with _exclusive(folder.lock, job.run):
+    with _lock_run_folder(folder.lock, job.run):
         async with contextlib.AsyncExitStack() as stack:
-            await wait_until_free(job)
-            node, url = await _broker(job, stack, report)
+            await wait_for_proxy_ports(job)
+            node, url = await _open_broker(job, stack, report)
             broker = await stack.enter_async_context(
-                AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else first_wait_s())
+                AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else initial_connect_timeout_s())
             )
-            await stack.enter_async_context(claimed(url, job.run))
-            await refuse_twin(broker, job.run, forget_s=FORGET_S if node else 0.0, report=report)
-            engines = await _engines(job, placements, stack, report)
-            proxies = proxy_ports(job, engines)
-            resolved = _resolve(job, url, engines, proxies, placements)
-            invite = host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
+            await stack.enter_async_context(claim_run(url, job.run))
+            await check_run_is_down(broker, job.run, forget_s=OLD_CONSUMERS_S if node else 0.0, report=report)
+            engines = await _start_engines(job, placements, stack, report)
+            proxies = assign_proxy_ports(job, engines)
+            resolved = _resolve_job(job, url, engines, proxies, placements)
+            invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
-            _write_settings(given, deployment)
+            _write_run_files(given, deployment)
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
-            await _daemons(deployment, proxies, stack, report)
+            await _start_daemons(deployment, proxies, stack, report)
             write_atomically(folder.invite, deployment.invite.encode().encode() + b"\n")
             deployment.write_endpoints()
-            async with _kept_running(deployment, broker, report):
+            async with _supervise(deployment, broker, report):
                 yield deployment
 
 
-def _write_settings(job: SwarmJob, deployment: Deployment) -> None:
+def _write_run_files(job: SwarmJob, deployment: Deployment) -> None:
     """What the parts read when they start."""
     folder, resolved = job.run_folder, deployment.job
     EngineRegistry(resolved).forget()  # engines that were added to an earlier start
@@ -174,9 +174,7 @@ def _write_settings(job: SwarmJob, deployment: Deployment) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _kept_running(
-    deployment: Deployment, broker: AmqpBroker, report: Callable[[str], None]
-) -> AsyncIterator[None]:
+async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callable[[str], None]) -> AsyncIterator[None]:
     """While the context is open parts that die are started again, and people are told; one that cannot be ends the context."""
     warnings: asyncio.Queue[str] = asyncio.Queue()
 
@@ -188,7 +186,7 @@ async def _kept_running(
     node, daemons = deployment.node, deployment.daemons.values()
     async with asyncio.TaskGroup() as tasks:
         watchers = [
-            tasks.create_task(_tell(warnings, broker, deployment.job.run)),
+            tasks.create_task(_emit_warnings(warnings, broker, deployment.job.run)),
             tasks.create_task(report_alarms(broker, report)),
             tasks.create_task(keep_learners(deployment, broker, warn)),
             *(tasks.create_task(daemon.keep_running(warn)) for daemon in daemons if not daemon.is_learner),
@@ -206,12 +204,12 @@ def _renew_clients(folder: RunFolder, url: str, node: PrivateNode | None, report
     """Clients that an older version invited lose what clients may no longer do; without this their messages are refused later."""
     login = f"http://{node.user}:{node.password}@{urlsplit(node.management_url).netloc}" if node else None
     try:
-        renew_clients(folder, Management.of(url, login or os.environ.get("SWARMQ_MANAGEMENT_URL")))
+        renew_clients(folder, ManagementApi.of(url, login or os.environ.get("SWARMQ_MANAGEMENT_URL")))
     except BrokerError as error:
         report(f"warning: the rights of invited clients in RabbitMQ were not renewed: {error}")
 
 
-async def refuse_twin(
+async def check_run_is_down(
     broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], look_s: float = 1.0
 ) -> None:
     """Raises SwarmqError when parts of a run of this name are up on the broker already, started by hand: their queues
@@ -245,7 +243,7 @@ async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[
             if len(ended) == len(learners):
                 deployment.learning.clear()
                 deployment.learners_done.set()
-            await _steps_to_go(deployment.job, daemon.name.partition(".")[2], broker)
+            await _wait_for_more_steps(deployment.job, daemon.name.partition(".")[2], broker)
             await daemon.start()
             ended.remove(daemon.name)
             deployment.learners_done.clear()
@@ -256,9 +254,9 @@ async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[
             tasks.create_task(keep(daemon))
 
 
-async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
+async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> None:
     """Return when the collector says that a policy which had made its last step has another one to make."""
-    made = await asyncio.to_thread(last_step, job, policy)
+    made = await asyncio.to_thread(read_last_step, job, policy)
     try:
         async with broker.events(job.run) as events:
             async for event in events:
@@ -271,7 +269,7 @@ async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
     await asyncio.Event().wait()  # the run is as good as before, but a learner of further steps takes a new start
 
 
-async def _broker(
+async def _open_broker(
     job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> tuple[PrivateNode | None, str]:
     if url := resolve_amqp_url(job.broker):
@@ -283,13 +281,13 @@ async def _broker(
     check_disk(job.run_folder.path)
     report("broker: starting a private RabbitMQ")
     node = await stack.enter_async_context(
-        PrivateNode(job.run_folder.broker, port=job.broker.port, config=tls_listener(job.broker))
+        PrivateNode(job.run_folder.broker, port=job.broker.port, config=render_tls_listener(job.broker))
     )
     report(f"broker: ready, management UI at {node.management_url}")
     return node, node.amqp_url
 
 
-async def _engines(
+async def _start_engines(
     job: SwarmJob, placements: Mapping[str, Placement], stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> dict[str, EngineProcess]:
     """Start all engines side by side; name -> process."""
@@ -300,18 +298,18 @@ async def _engines(
             for line in await warn_of_open(policy.engine.urls, EngineRegistry(job).secret()):
                 report(f"warning: {line}")
         elif name in placements:
-            own, gpus = placements[name].applied(policy)
+            own, gpus = placements[name].apply_to_engines(policy)
             wanted |= {f"{name}.{index}": (own, group) for index, group in enumerate(gpus)}
         else:
             wanted |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
-    ports = ports_of(job, [*wanted, *proxy_names(job)])
+    ports = assign_ports(job, [*wanted, *proxy_names(job)])
     engines = {
         name: EngineProcess(
             policy,
             port=ports[name],
             log_path=job.run_folder.logs / f"engine.{name}.log",
             secret=EngineRegistry(job).secret(),
-            progress=partial(_report_engine, report, name),
+            progress=partial(_report_engine_stage, report, name),
             gpus=gpus,
         )
         for name, (policy, gpus) in wanted.items()
@@ -325,11 +323,11 @@ async def _engines(
     return engines
 
 
-def _report_engine(report: Callable[[str], None], name: str, stage: str) -> None:
+def _report_engine_stage(report: Callable[[str], None], name: str, stage: str) -> None:
     report(f"engine {name}: {stage}")
 
 
-async def _daemons(
+async def _start_daemons(
     deployment: Deployment,
     proxies: dict[str, int],
     stack: contextlib.AsyncExitStack,
@@ -341,7 +339,7 @@ async def _daemons(
 
     def daemon(name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Daemon:
         argv = [sys.executable, "-m", "swarmq", *arguments]
-        return Daemon(name, argv, folder.logs / f"{name}.log", {ANSWERED: "1", **(environment or {})})
+        return Daemon(name, argv, folder.logs / f"{name}.log", {BROKER_ANSWERED_ENV: "1", **(environment or {})})
 
     daemons = [
         *(
@@ -350,7 +348,7 @@ async def _daemons(
         ),
         daemon("collector", ["collector", resolved]),
         *(
-            daemon(f"learner.{name}", *_learner(resolved, name, deployment.placements.get(name)))
+            daemon(f"learner.{name}", *_learner_command(resolved, name, deployment.placements.get(name)))
             for name in job.trained
         ),
     ]
@@ -358,15 +356,15 @@ async def _daemons(
         report(f"{each.name}: starting")
         grace_s = drain_s(job, each.name)
         await each.start()
-        stack.push_async_callback(stop, each, grace_s, report)
+        stack.push_async_callback(stop_daemon, each, grace_s, report)
         deployment.daemons[each.name] = each
         each.restarted = deployment.write_endpoints
     for name, port in proxies.items():
-        await _until_serving(deployment.daemons[name], job.proxy.host, port)
+        await _wait_until_serving(deployment.daemons[name], job.proxy.host, port)
         report(f"{name}: serving")
 
 
-def _learner(resolved: str, policy: str, placement: Placement | None) -> tuple[list[str], dict[str, str]]:
+def _learner_command(resolved: str, policy: str, placement: Placement | None) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a policy's learner, on the GPUs that it is placed on."""
     arguments = ["learner", resolved, "--policy", policy, "--no-collector"]
     if placement is None:
@@ -375,11 +373,11 @@ def _learner(resolved: str, policy: str, placement: Placement | None) -> tuple[l
     return [*arguments, *ranks], visible(placement.learner) | {GPU_SHARE: str(placement.learner_share)}
 
 
-async def _until_serving(daemon: Daemon, host: str, port: int) -> None:
+async def _wait_until_serving(daemon: Daemon, host: str, port: int) -> None:
     """Return when somebody listens on the port. Raises DaemonFailedError when the daemon ends first, or takes long."""
     assert daemon.process is not None
     try:
-        async with asyncio.timeout(SERVE_S):
+        async with asyncio.timeout(PROXY_START_S):
             while daemon.process.returncode is None:
                 with contextlib.suppress(OSError):
                     _, writer = await asyncio.open_connection(host, port)
@@ -393,7 +391,7 @@ async def _until_serving(daemon: Daemon, host: str, port: int) -> None:
     )
 
 
-async def _tell(warnings: asyncio.Queue[str], broker: AmqpBroker, run: str) -> None:
+async def _emit_warnings(warnings: asyncio.Queue[str], broker: AmqpBroker, run: str) -> None:
     while True:
         text = await warnings.get()
         await broker.emit(Event(run=run, source="up", name="warning", at=time.time(), fields={"text": text}))
@@ -403,13 +401,13 @@ async def report_alarms(broker: Broker, report: Callable[[str], None], *, every_
     """Say when the broker begins to hold up publishers, and when that is over: nobody can tell it by an event meanwhile."""
     before = False
     while True:
-        if (blocked := await broker.blocked()) != before:
-            report(BLOCKED if blocked else "RabbitMQ takes messages again")
+        if (blocked := await broker.is_blocked()) != before:
+            report(ALARM_TEXT if blocked else "RabbitMQ takes messages again")
         before = blocked
         await asyncio.sleep(every_s)
 
 
-def _resolve(
+def _resolve_job(
     job: SwarmJob,
     url: str,
     engines: dict[str, EngineProcess],
@@ -419,7 +417,7 @@ def _resolve(
     """The job with every address filled in, as the daemons read it."""
     urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
     planned = {
-        name: placements[name].resolved(policy) if name in placements else policy
+        name: placements[name].apply_to_policy(policy) if name in placements else policy
         for name, policy in job.policies.items()
     }
     return msgspec.structs.replace(
@@ -437,7 +435,7 @@ def _resolve(
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path, run: str) -> Iterator[None]:
+def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
     """Hold the run folder; a second `up` on it is refused with the holder's pid."""
     with path.open("a+") as lock:
         try:

@@ -18,10 +18,10 @@ from swarmq.learner import preflight
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.train import tracker_packages
-from swarmq.up.placement import Context, Placement, contexts, place_all
+from swarmq.up.placement import ContextLimit, Placement, choose_context_limits, place_all
 
 
-class Planned(NamedTuple):
+class RunPlan(NamedTuple):
     """What `planned` decides."""
 
     job: SwarmJob
@@ -30,19 +30,19 @@ class Planned(NamedTuple):
     """Policy -> the GPUs of its learner and engines."""
 
 
-def planned(job: SwarmJob, report: Callable[[str], None]) -> Planned:
+def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     """Decide what the settings leave open, from the models and this host's GPUs. Raises SwarmqError for what can never work."""
     gpus = check_settings(job)
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
-    judged_by = _judges(job, models) if gpus else {}
+    judged_by = _reference_model_sizes(job, models) if gpus else {}
     host_cache = cpu_cache_bytes(os.environ)
-    lengths = contexts(job.policies, models, gpus, judges=judged_by, host_cache=host_cache)
+    lengths = choose_context_limits(job.policies, models, gpus, judges=judged_by, host_cache=host_cache)
     job = _with_contexts(job, lengths)
     placements = place_all(job.policies, models, gpus, judges=judged_by)
     for name in job.trained:
-        with _named_by(name):
-            preflight.check(job, name, ranks=_ranks(placements.get(name)))
+        with _prefix_errors(name):
+            preflight.check(job, name, ranks=_num_ranks(placements.get(name)))
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
     for name, length in lengths.items():
@@ -50,9 +50,9 @@ def planned(job: SwarmJob, report: Callable[[str], None]) -> Planned:
     for name in job.trained:
         if (url := job.policies[name].train.teacher_url) and (trouble := find_teacher_trouble(url)):
             report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
-    for line in (*untrainable_calls(job, models), *without_effect(job, models, placements)):
+    for line in (*find_untrainable_requests(job, models), *find_ineffective_settings(job, models, placements)):
         report(f"warning: {line}")
-    return Planned(job, placements)
+    return RunPlan(job, placements)
 
 
 def check_settings(job: SwarmJob) -> list[Gpu]:
@@ -62,20 +62,20 @@ def check_settings(job: SwarmJob) -> list[Gpu]:
         check_arguments(policy)
     gpus = visible_gpus() if served and is_cuda_build() else []
     for name in job.trained:
-        with _named_by(name):
+        with _prefix_errors(name):
             tracker_packages.check_trackers(job.policies[name].train.trackers)
             if not gpus:
                 preflight.check_settings(job.policies[name].train, ranks=1)
     return gpus
 
 
-def _ranks(placement: Placement | None) -> int:
+def _num_ranks(placement: Placement | None) -> int:
     """Of a learner: one without a GPU, too, and where nobody knows what its engines take."""
     return len(placement.learner) if placement else 1
 
 
 @contextlib.contextmanager
-def _named_by(policy: str) -> Iterator[None]:
+def _prefix_errors(policy: str) -> Iterator[None]:
     """Errors about a learner's setting say whose."""
     try:
         yield
@@ -84,7 +84,7 @@ def _named_by(policy: str) -> Iterator[None]:
         raise SetUpError(f"{whose}{error}") from error
 
 
-def _judges(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
+def _reference_model_sizes(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
     """Trained policy -> parameters of the frozen models that its learner holds."""
     trained = {name: job.policies[name] for name in models if job.policies[name].trained}
     return {
@@ -93,15 +93,15 @@ def _judges(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
     }
 
 
-def _with_contexts(job: SwarmJob, lengths: Mapping[str, Context]) -> SwarmJob:
-    found = {name: length.applied(job.policies[name]) for name, length in lengths.items()}
+def _with_contexts(job: SwarmJob, lengths: Mapping[str, ContextLimit]) -> SwarmJob:
+    found = {name: length.apply_to(job.policies[name]) for name, length in lengths.items()}
     return msgspec.structs.replace(job, policies={**job.policies, **found})
 
 
-def untrainable_calls(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
+def find_untrainable_requests(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
     """A line for each policy whose engine answers calls that are longer than what its learner computes in one pass."""
     for name, model in models.items():
-        served, train = _room(job, name, model), job.policies[name].train
+        served, train = _max_request_tokens(job, name, model), job.policies[name].train
         if job.policies[name].trained and served and served > train.micro_batch_tokens:
             yield (
                 f"policies.{name}.engine.max_model_len lets calls grow to {served} tokens, and an episode with one of more than "
@@ -110,16 +110,18 @@ def untrainable_calls(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[st
             )
 
 
-def without_effect(job: SwarmJob, models: Mapping[str, Model], placements: Mapping[str, Placement]) -> Iterator[str]:
+def find_ineffective_settings(
+    job: SwarmJob, models: Mapping[str, Model], placements: Mapping[str, Placement]
+) -> Iterator[str]:
     """A line for each setting that changes nothing on this host, or while others are as they are."""
     for name in job.trained:
         policy, whose, placement = job.policies[name], f"policies.{name}", placements.get(name)
         if policy.placement == "split" and placement is None:
             here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "there is no GPU here"
             yield f"{whose}.placement = 'split' has no effect: {here}"
-        if policy.train.sharding == "full" and _ranks(placement) == 1:
+        if policy.train.sharding == "full" and _num_ranks(placement) == 1:
             yield f"{whose}.train.sharding = 'full' has no effect: one rank, without further GPUs, has nobody to share the model with"
-        room = _room(job, name, models.get(name))
+        room = _max_request_tokens(job, name, models.get(name))
         if room and policy.sampling.max_tokens and policy.sampling.max_tokens > room:
             yield (
                 f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} is more than the engine has room for, prompt and answer "
@@ -132,7 +134,7 @@ def without_effect(job: SwarmJob, models: Mapping[str, Model], placements: Mappi
             )
 
 
-def _room(job: SwarmJob, policy: str, model: Model | None) -> int | None:
+def _max_request_tokens(job: SwarmJob, policy: str, model: Model | None) -> int | None:
     """Tokens of the longest call, as far as that is known; `model` is None where it is served elsewhere."""
     limits = (job.policies[policy].engine.max_model_len, model.max_length if model else None)
     return min((limit for limit in limits if limit), default=None)

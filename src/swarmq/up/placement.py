@@ -22,24 +22,24 @@ from swarmq.engine.server.model_check import Model
 from swarmq.errors import ConfigError
 from swarmq.learner.memory.estimate import GIB, HEADROOM, ModelShape, learner_bytes, state_bytes, suggest_less
 
-ALONE = 0.9
+ENGINE_ALONE_SHARE = 0.9
 """Share of a GPU that an engine without neighbours takes."""
-BESIDE = 0.45
+ENGINE_BESIDE_LEARNER_SHARE = 0.45
 """Share of a GPU that an engine takes beside a learner, where there is as much."""
-ENGINE_EXTRA = 4 * GIB
+ENGINE_OVERHEAD_BYTES = 4 * GIB
 """Beside weights and cache: CUDA itself, its graphs, activations."""
-ASLEEP = 2 * GIB
+SLEEPING_ENGINE_BYTES = 2 * GIB
 """What a sleeping engine keeps."""
-DRIVER = 2 * GIB
+DRIVER_BYTES = 2 * GIB
 """What a GPU may lack though nobody uses it: the driver's."""
-LEAST_CACHED = 8
+MIN_CACHED_REQUESTS = 8
 """An engine is worth starting when its cache holds this many of the longest calls."""
-LEAST_CONTEXT = 2048
+MIN_CONTEXT = 2048
 """Tokens of the longest call that a plan has room for where nobody has chosen, if the model was made for as many."""
 CONTEXT_STEP = 1024
 HALF_BYTES = 2
 FULL_BYTES = 4
-DIGITS = 3
+SHARE_DIGITS = 3
 """Shares of a GPU are told to a thousandth."""
 
 
@@ -60,7 +60,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """What `train.sharding = "auto"` comes to."""
     reason: str
 
-    def resolved(self, policy: Policy) -> Policy:
+    def apply_to_policy(self, policy: Policy) -> Policy:
         """With what the plan decides for the learner, too."""
         auto = policy.train.sharding == "auto"
         return msgspec.structs.replace(
@@ -69,13 +69,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             train=msgspec.structs.replace(policy.train, sharding=self.sharding) if auto else policy.train,
         )
 
-    def applied(self, policy: Policy) -> tuple[Policy, tuple[tuple[int, ...], ...]]:
+    def apply_to_engines(self, policy: Policy) -> tuple[Policy, tuple[tuple[int, ...], ...]]:
         """How each engine is started, and the GPUs of each: where more are asked for, several on the same ones."""
         count = max(policy.engine.count, len(self.engines))
         width = len(self.engines[0])
         arguments = ("--tensor-parallel-size", str(width)) if width > 1 else ()
-        share = self.gpu_memory_utilization / _crowd(policy, len(self.engines))
-        own = self.resolved(policy)
+        share = self.gpu_memory_utilization / _engines_per_gpu(policy, len(self.engines))
+        own = self.apply_to_policy(policy)
         engine = msgspec.structs.replace(
             own.engine,
             gpu_memory_utilization=policy.engine.gpu_memory_utilization or share,
@@ -91,7 +91,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}: {learner if self.learner else ''}{engines}; {self.reason}"
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one GPU, as far as it is the policy's."""
 
     total: int
@@ -101,7 +101,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Of a GPU: what `total` is of all that it has."""
 
     @classmethod
-    def of(cls, gpus: Sequence[Gpu], share: float) -> Memory:
+    def of(cls, gpus: Sequence[Gpu], share: float) -> PlacementMemory:
         """Of the smallest and of the fullest one."""
         held = max(gpu.total - gpu.free for gpu in gpus)
         return cls(total=int(share * min(gpu.total for gpu in gpus)), held=int(share * held), share=share)
@@ -113,17 +113,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_used(self) -> bool:
         """Whether others hold a part that is worth telling."""
-        return self.held > DRIVER
+        return self.held > DRIVER_BYTES
 
-    def part(self, size: float) -> float:
+    def share_of_gpu(self, size: float) -> float:
         """Of a whole GPU."""
         return self.share * size / self.total
 
     def __str__(self) -> str:
-        return _gib(self.total) + (f", {_gib(self.held)} of them held by others" if self.is_used else "")
+        return _format_gib(self.total) + (f", {_format_gib(self.held)} of them held by others" if self.is_used else "")
 
 
-class Learner(msgspec.Struct, frozen=True, kw_only=True):
+class LearnerNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """A way to lay a learner out. Bytes of each of its GPUs."""
 
     ranks: int
@@ -134,27 +134,31 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Between steps."""
 
 
-class Needs(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Of one policy, in bytes of one GPU."""
 
-    learners: tuple[Learner, ...]
+    learners: tuple[LearnerNeeds, ...]
     """All that `train` allows: few ranks before many, the whole model on each before it is shared out."""
     engine: int
     weights: int
     """Of the engine, in all."""
 
     @classmethod
-    def of(cls, policy: Policy, model: Model, *, num_gpus: int, judged_by: Sequence[int] | None = None) -> Needs:
+    def of(cls, policy: Policy, model: Model, *, num_gpus: int, judged_by: Sequence[int] | None = None) -> PolicyNeeds:
         """`judged_by`: parameters of the frozen models that the learner holds beside its own."""
-        train, shape = policy.train, shape_of(model)
+        train, shape = policy.train, to_learner_shape(model)
         weights = HALF_BYTES * model.parameters
-        asked = policy.engine.max_model_len or LEAST_CONTEXT
+        asked = policy.engine.max_model_len or MIN_CONTEXT
         length = min(asked, model.max_length or asked)
-        cache = LEAST_CACHED * length * HALF_BYTES * model.cached_values
-        ways = [(n, full) for n in range(1, num_gpus + 1) for full in _ways(train, n)] if policy.trained else []
+        cache = MIN_CACHED_REQUESTS * length * HALF_BYTES * model.cached_values
+        ways = (
+            [(n, full) for n in range(1, num_gpus + 1) for full in _sharding_options(train, n)]
+            if policy.trained
+            else []
+        )
         return cls(
             learners=tuple(
-                Learner(
+                LearnerNeeds(
                     ranks=ranks,
                     full=full,
                     step=learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by),
@@ -162,16 +166,16 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
                 )
                 for ranks, full in ways
             ),
-            engine=weights + cache + ENGINE_EXTRA,
+            engine=weights + cache + ENGINE_OVERHEAD_BYTES,
             weights=weights,
         )
 
 
-def shape_of(model: Model) -> ModelShape:
+def to_learner_shape(model: Model) -> ModelShape:
     return ModelShape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers, fans=model.fans)
 
 
-def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
+def _sharding_options(train: Train, ranks: int) -> tuple[bool, ...]:
     """Whether so many ranks share the model out: each way that the settings leave, the better one first."""
     if ranks % train.context_parallel:
         return ()
@@ -182,7 +186,7 @@ def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
     return (True,) if train.sharding == "full" else (False, True)
 
 
-class Context(msgspec.Struct, frozen=True, kw_only=True):
+class ContextLimit(msgspec.Struct, frozen=True, kw_only=True):
     """The longest call of a policy, where `engine.max_model_len` leaves it open."""
 
     tokens: int
@@ -192,45 +196,45 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens for prompt and answer, {self.reason}"
 
-    def applied(self, policy: Policy) -> Policy:
+    def apply_to(self, policy: Policy) -> Policy:
         return msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, max_model_len=self.tokens))
 
 
-def contexts(
+def choose_context_limits(
     policies: Mapping[str, Policy],
     models: Mapping[str, Model],
     gpus: Sequence[Gpu],
     *,
     judges: Mapping[str, Sequence[int]] | None = None,
     host_cache: int,
-) -> dict[str, Context]:
+) -> dict[str, ContextLimit]:
     """Of every policy whose model is known and whose settings name none. `host_cache`: bytes of an engine's cache without a GPU;
     `judges` as `place_all` has them. Raises ConfigError where not even a short call fits."""
     open_ = {name: model for name, model in models.items() if policies[name].engine.max_model_len is None}
     if not gpus:
-        return {name: _without_gpu(policies[name], model, host_cache) for name, model in open_.items()}
-    places = _dealt_out(models, gpus)
+        return {name: _limit_on_cpu(policies[name], model, host_cache) for name, model in open_.items()}
+    places = _assign_gpus(models, gpus)
     return {
-        name: _with_gpus(policies[name], model, *places[name], judged_by=(judges or {}).get(name))
+        name: _limit_on_gpus(policies[name], model, *places[name], judged_by=(judges or {}).get(name))
         for name, model in open_.items()
     }
 
 
-def _bound(policy: Policy, model: Model) -> Context:
+def _upper_bound(policy: Policy, model: Model) -> ContextLimit:
     """What the longest call cannot be longer than, wherever it is served."""
-    made_for = model.max_length or LEAST_CONTEXT
+    made_for = model.max_length or MIN_CONTEXT
     budget = policy.train.micro_batch_tokens
     if policy.trained and budget < made_for:
         why = f"as many as the learner computes in one pass (train.micro_batch_tokens); the model was made for {made_for:,}"
-        return Context(tokens=budget, reason=why)
+        return ContextLimit(tokens=budget, reason=why)
     whole = (
         "all that the model was made for" if model.max_length else "since its config does not say what it was made for"
     )
-    return Context(tokens=made_for, reason=whole)
+    return ContextLimit(tokens=made_for, reason=whole)
 
 
-def _without_gpu(policy: Policy, model: Model, host_cache: int) -> Context:
-    bound = _bound(policy, model)
+def _limit_on_cpu(policy: Policy, model: Model, host_cache: int) -> ContextLimit:
+    bound = _upper_bound(policy, model)
     entry = (HALF_BYTES if policy.engine.dtype in {"bfloat16", "float16"} else FULL_BYTES) * model.cached_values
     room = host_cache // entry if entry else bound.tokens
     if min(room, CONTEXT) >= bound.tokens:
@@ -238,11 +242,11 @@ def _without_gpu(policy: Policy, model: Model, host_cache: int) -> Context:
     made_for = f"the model was made for {model.max_length:,}" if model.max_length else bound.reason
     if room < CONTEXT:
         tokens = max(room // CONTEXT_STEP * CONTEXT_STEP, min(room, CONTEXT_STEP), 1)
-        return Context(tokens=tokens, reason=f"as many as the engine's cache in host memory holds; {made_for}")
-    return Context(tokens=CONTEXT, reason=f"a modest number, as there is no GPU; {made_for}")
+        return ContextLimit(tokens=tokens, reason=f"as many as the engine's cache in host memory holds; {made_for}")
+    return ContextLimit(tokens=CONTEXT, reason=f"a modest number, as there is no GPU; {made_for}")
 
 
-def _with_gpus(
+def _limit_on_gpus(
     policy: Policy,
     model: Model,
     gpus: Sequence[Gpu],
@@ -250,35 +254,37 @@ def _with_gpus(
     share: float,
     *,
     judged_by: Sequence[int] | None,
-) -> Context:
-    bound = _bound(policy, model)
+) -> ContextLimit:
+    bound = _upper_bound(policy, model)
 
     def plan(tokens: int) -> tuple[object, ...] | None:
         """What is not to change for the sake of longer calls; None where they have no room."""
-        own = Context(tokens=tokens, reason="").applied(policy)
+        own = ContextLimit(tokens=tokens, reason="").apply_to(policy)
         try:
             made = place(own, model, gpus, first=first, share=share, judged_by=judged_by)
         except ConfigError:
             return None
         asked = policy.engine.gpu_memory_utilization
-        needs = Needs.of(own, model, num_gpus=len(gpus), judged_by=judged_by)
+        needs = PolicyNeeds.of(own, model, num_gpus=len(gpus), judged_by=judged_by)
         fixed = needs.engine - needs.weights
         if asked and needs.weights / len(made.engines[0]) + fixed > asked * min(gpu.total for gpu in gpus):
             return None
         return made.kind, made.learner, made.engines, made.sleep, made.sharding
 
-    least = min(LEAST_CONTEXT, bound.tokens)
+    least = min(MIN_CONTEXT, bound.tokens)
     wanted = plan(least)
     if wanted and plan(bound.tokens) == wanted:
         return bound
     shorter = range(bound.tokens // CONTEXT_STEP * CONTEXT_STEP, least, -CONTEXT_STEP) if wanted else ()
     tokens = next((tokens for tokens in shorter if plan(tokens) == wanted), least)
     made_for = f"the model was made for {model.max_length:,}" if model.max_length else bound.reason
-    why = f"since GPU memory has room for {LEAST_CACHED} such calls" + (" beside the learner" if policy.trained else "")
-    return Context(tokens=tokens, reason=f"{why}; {made_for}")
+    why = f"since GPU memory has room for {MIN_CACHED_REQUESTS} such calls" + (
+        " beside the learner" if policy.trained else ""
+    )
+    return ContextLimit(tokens=tokens, reason=f"{why}; {made_for}")
 
 
-def _dealt_out(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, tuple[Sequence[Gpu], int, float]]:
+def _assign_gpus(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, tuple[Sequence[Gpu], int, float]]:
     """Policy -> its GPUs, the number of the first, and its share of each: dealt out evenly, shared when there are too few."""
     share = 1 / -(-len(models) // len(gpus))
     dealt = {}
@@ -301,7 +307,7 @@ def place_all(
     `judges`: policy -> parameters of its learner's frozen models, where they are known."""
     if not gpus or not models:
         return {}
-    dealt = _dealt_out(models, gpus)
+    dealt = _assign_gpus(models, gpus)
     return {
         name: place(policies[name], model, own, first=first, share=share, judged_by=(judges or {}).get(name))
         for name, (own, first, share), model in ((name, dealt[name], model) for name, model in models.items())
@@ -322,32 +328,34 @@ def place(
     For policies whose engines we start. Raises ConfigError when it does not fit in what is free, saying how much is missing and
     what to change.
     """
-    memory = Memory.of(gpus, share)
-    needs = Needs.of(policy, model, num_gpus=len(gpus), judged_by=judged_by)
+    memory = PlacementMemory.of(gpus, share)
+    needs = PolicyNeeds.of(policy, model, num_gpus=len(gpus), judged_by=judged_by)
     numbers = tuple(range(first, first + len(gpus)))
     if not policy.trained:
-        return _served(policy, model, needs, numbers, memory)
+        return _place_untrained(policy, model, needs, numbers, memory)
     if len(gpus) < policy.train.context_parallel:
-        raise _no_groups(policy, model, len(gpus))
+        raise _context_parallel_error(policy, model, len(gpus))
     if not needs.learners:
         raise ConfigError(
             f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it; take two GPUs or "
             "more, or leave train.cpu_offload out"
         )
     may_split = policy.placement != "shared" and share == 1.0
-    split = _split(policy, needs, numbers, memory) if may_split else None
+    split = _place_split(policy, needs, numbers, memory) if may_split else None
     if split is not None:
         return split
     whole_groups = len(gpus) % policy.train.context_parallel == 0
     if policy.placement == "split" or (may_split and not whole_groups):
         smallest = min(needs.learners, key=lambda way: way.step)
-        raise _too_large(policy, model, needs, memory, len(gpus), "split", smallest, smallest.step - memory.usable)
+        raise _does_not_fit_error(
+            policy, model, needs, memory, len(gpus), "split", smallest, smallest.step - memory.usable
+        )
     if not whole_groups:
-        raise _no_groups(policy, model, len(gpus))
-    return _shared(policy, model, needs, numbers, memory)
+        raise _context_parallel_error(policy, model, len(gpus))
+    return _place_shared(policy, model, needs, numbers, memory)
 
 
-def _no_groups(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
+def _context_parallel_error(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
     ranks = policy.train.context_parallel
     return ConfigError(
         f"train.context_parallel: {ranks} ranks share each pass of {model.name}, and its learner gets {num_gpus} GPU(s): give it a "
@@ -355,9 +363,11 @@ def _no_groups(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
     )
 
 
-def _split(policy: Policy, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement | None:
+def _place_split(
+    policy: Policy, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
+) -> Placement | None:
     """Half of the GPUs for the learner, or as many as it needs; None where they do not suffice."""
-    width = _width(needs, memory)
+    width = _tensor_parallel_size(needs, memory)
     fitting = [way for way in needs.learners if way.step <= memory.usable]
     if width is None or not fitting:
         return None
@@ -370,33 +380,40 @@ def _split(policy: Policy, needs: Needs, numbers: tuple[int, ...], memory: Memor
         kind="split",
         learner=numbers[: learner.ranks],
         engines=tuple(rest[n * width : (n + 1) * width] for n in range(served)),
-        gpu_memory_utilization=_alone(policy, served, memory),
-        learner_share=round(memory.part(memory.usable), DIGITS),
+        gpu_memory_utilization=_engine_share(policy, served, memory),
+        learner_share=round(memory.share_of_gpu(memory.usable), SHARE_DIGITS),
         sleep=False,
         sharding="full" if learner.full else "none",
-        reason=f"the learner takes {_gib(learner.step)} of each of its GPUs' {memory}, so that rollouts "
+        reason=f"the learner takes {_format_gib(learner.step)} of each of its GPUs' {memory}, so that rollouts "
         "go on while it steps",
     )
 
 
-def _shared(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement:
+def _place_shared(
+    policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
+) -> Placement:
     """On all GPUs; an engine on each. Side by side rather than in turns, and the whole model on each GPU rather than shared out."""
-    crowd, asked = _crowd(policy, len(numbers)), policy.engine.gpu_memory_utilization
+    crowd, asked = _engines_per_gpu(policy, len(numbers)), policy.engine.gpu_memory_utilization
     least = int(asked * crowd * memory.total / memory.share) if asked else crowd * needs.engine
     learners = [way for way in needs.learners if way.ranks == len(numbers)]
     turns = (False, True) if policy.engine.sleep is None else (policy.engine.sleep,)
     plans = [(way, sleep) for sleep in turns for way in learners]
-    taken = [max(way.step + crowd * ASLEEP, way.state + least) if sleep else way.step + least for way, sleep in plans]
+    taken = [
+        max(way.step + crowd * SLEEPING_ENGINE_BYTES, way.state + least) if sleep else way.step + least
+        for way, sleep in plans
+    ]
     (learner, sleep), most = next(
         ((plan, size) for plan, size in zip(plans, taken, strict=True) if size <= memory.usable),
         min(zip(plans, taken, strict=True), key=lambda both: both[1]),
     )
     if most > memory.usable:
-        raise _too_large(policy, model, needs, memory, len(numbers), "shared", learner, most - memory.usable)
+        raise _does_not_fit_error(policy, model, needs, memory, len(numbers), "shared", learner, most - memory.usable)
     room = memory.usable - (learner.state if sleep else learner.step)
-    wished = max(memory.part(least), (ALONE if sleep else BESIDE) * memory.share)
-    utilization = crowd * asked if asked else round(min(wished, _down(memory.part(room))), DIGITS)
-    both = f"learner {_gib(learner.step)} and engine {_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
+    wished = max(
+        memory.share_of_gpu(least), (ENGINE_ALONE_SHARE if sleep else ENGINE_BESIDE_LEARNER_SHARE) * memory.share
+    )
+    utilization = crowd * asked if asked else round(min(wished, _round_down(memory.share_of_gpu(room))), SHARE_DIGITS)
+    both = f"learner {_format_gib(learner.step)} and engine {_format_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
     why = (
         "take turns, as engine.sleep asks: the engine" if policy.engine.sleep else "do not fit together, so the engine"
     )
@@ -405,82 +422,88 @@ def _shared(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...]
         learner=numbers,
         engines=tuple((number,) for number in numbers),
         gpu_memory_utilization=utilization,
-        learner_share=round(memory.part(memory.usable) - (0 if sleep else utilization), DIGITS),
+        learner_share=round(memory.share_of_gpu(memory.usable) - (0 if sleep else utilization), SHARE_DIGITS),
         sleep=sleep,
         sharding="full" if learner.full else "none",
         reason=f"{both} {why} sleeps during steps" if sleep else f"{both} fit together",
     )
 
 
-def _served(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement:
+def _place_untrained(
+    policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
+) -> Placement:
     """A policy that is not trained."""
-    width = _width(needs, memory)
+    width = _tensor_parallel_size(needs, memory)
     if width is None or width > len(numbers):
-        missing = needs.engine - _most(memory)
-        raise _too_large(policy, model, needs, memory, len(numbers), "an engine alone", None, missing)
+        missing = needs.engine - _max_engine_bytes(memory)
+        raise _does_not_fit_error(policy, model, needs, memory, len(numbers), "an engine alone", None, missing)
     engines = tuple(numbers[at : at + width] for at in range(0, len(numbers) - width + 1, width))
     return Placement(
         kind="engines",
         learner=(),
         engines=engines,
-        gpu_memory_utilization=_alone(policy, len(engines), memory),
+        gpu_memory_utilization=_engine_share(policy, len(engines), memory),
         learner_share=0.0,
         sleep=False,
         reason="it is served and not trained",
     )
 
 
-def _width(needs: Needs, memory: Memory) -> int | None:
+def _tensor_parallel_size(needs: PolicyNeeds, memory: PlacementMemory) -> int | None:
     """GPUs that share out one engine's weights; None when eight are too few."""
     fixed = needs.engine - needs.weights
-    return next((n for n in (1, 2, 4, 8) if needs.weights / n + fixed <= _most(memory)), None)
+    return next((n for n in (1, 2, 4, 8) if needs.weights / n + fixed <= _max_engine_bytes(memory)), None)
 
 
-def _most(memory: Memory) -> int:
+def _max_engine_bytes(memory: PlacementMemory) -> int:
     """Bytes for an engine without a learner beside it."""
-    return min(int(ALONE * memory.total), memory.usable)
+    return min(int(ENGINE_ALONE_SHARE * memory.total), memory.usable)
 
 
-def _alone(policy: Policy, groups: int, memory: Memory) -> float:
+def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float:
     """Share of a GPU for its engines without a learner. Raises ConfigError when more is asked for than is free, since vLLM
     does not start then."""
     asked = policy.engine.gpu_memory_utilization
     if not asked:
-        return round(min(ALONE * memory.share, _down(memory.part(memory.usable))), DIGITS)
-    share, free = _crowd(policy, groups) * asked, memory.part(memory.total - memory.held)
+        return round(
+            min(ENGINE_ALONE_SHARE * memory.share, _round_down(memory.share_of_gpu(memory.usable))), SHARE_DIGITS
+        )
+    share, free = _engines_per_gpu(policy, groups) * asked, memory.share_of_gpu(memory.total - memory.held)
     if share > free:
         raise ConfigError(
-            f"engine.gpu_memory_utilization: {asked:g} of a GPU with {_crowd(policy, groups)} engine(s) on it is more than the "
+            f"engine.gpu_memory_utilization: {asked:g} of a GPU with {_engines_per_gpu(policy, groups)} engine(s) on it is more than the "
             f"{free:.2f} that others leave of it; lower it, or free the GPU"
         )
     return share
 
 
-def _crowd(policy: Policy, groups: int) -> int:
+def _engines_per_gpu(policy: Policy, groups: int) -> int:
     """Engines on each GPU, or on each few of them that share an engine's weights out."""
     return max(1, -(-policy.engine.count // groups))
 
 
-def _down(share: float) -> float:
-    return math.floor(share * 10.0**DIGITS) / 10.0**DIGITS
+def _round_down(share: float) -> float:
+    return math.floor(share * 10.0**SHARE_DIGITS) / 10.0**SHARE_DIGITS
 
 
-def _too_large(
+def _does_not_fit_error(
     policy: Policy,
     model: Model,
-    needs: Needs,
-    memory: Memory,
+    needs: PolicyNeeds,
+    memory: PlacementMemory,
     num_gpus: int,
     how: str,
-    learner: Learner | None,
+    learner: LearnerNeeds | None,
     missing: int,
 ) -> ConfigError:
-    asked, engine = policy.engine.gpu_memory_utilization, _gib(needs.engine)
+    asked, engine = policy.engine.gpu_memory_utilization, _format_gib(needs.engine)
     if asked:
-        engine = f"{_gib(int(asked * memory.total / memory.share))} (engine.gpu_memory_utilization = {asked:g})"
-    takes = f"the learner takes {_gib(learner.step)} ({_gib(learner.state)} between steps)" if learner else ""
+        engine = f"{_format_gib(int(asked * memory.total / memory.share))} (engine.gpu_memory_utilization = {asked:g})"
+    takes = (
+        f"the learner takes {_format_gib(learner.step)} ({_format_gib(learner.state)} between steps)" if learner else ""
+    )
     both = f"{takes} and the engine {engine}" if learner else f"the engine takes {engine}"
-    lacking = f"{_gib(missing)} are missing of each GPU" if missing > 0 else "these are too few for both"
+    lacking = f"{_format_gib(missing)} are missing of each GPU" if missing > 0 else "these are too few for both"
     advice = ["take more GPUs", *(["free what others hold"] if memory.is_used else [])]
     advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
@@ -492,5 +515,5 @@ def _too_large(
     )
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"

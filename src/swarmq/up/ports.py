@@ -26,16 +26,16 @@ def proxy_names(job: SwarmJob) -> list[str]:
     return ["proxy", *(f"proxy.{number}" for number in range(1, job.proxy.count))]
 
 
-def proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
+def assign_proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
     """Proxy -> port: the job's and those after it, or free ones. `engines`: names of the engines whose ports are kept, too."""
     names = proxy_names(job)
     if job.proxy.port:
         return {name: job.proxy.port + number for number, name in enumerate(names)}
-    ports = ports_of(job, [*engines, *names])
+    ports = assign_ports(job, [*engines, *names])
     return {name: ports[name] for name in names}
 
 
-async def wait_until_free(job: SwarmJob) -> None:
+async def wait_for_proxy_ports(job: SwarmJob) -> None:
     """Return when the ports that the job names for its proxies are free; one of a run that was killed a moment ago soon is.
 
     Raises ConfigError for one that somebody else has.
@@ -55,7 +55,7 @@ async def wait_until_free(job: SwarmJob) -> None:
             await asyncio.sleep(LOOK_S)
 
 
-def ports_of(job: SwarmJob, names: list[str]) -> dict[str, int]:
+def assign_ports(job: SwarmJob, names: list[str]) -> dict[str, int]:
     """A port for each name: that of the last start where it is free, else another one."""
     path = job.run_folder.path / "ports.json"
     known = read_or_reset(path, PORTS.decode, dict[str, int](), consequence="proxies and engines get other ports")

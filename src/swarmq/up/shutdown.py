@@ -19,10 +19,10 @@ DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
 """By the role of a part. A learner has the time of its checkpoints on top."""
 SLOW_DISK_BYTES_PER_S = 100e6
 """A disk that a checkpoint must be possible on."""
-MOST_DRAIN_S = 1800.0
+MAX_DRAIN_S = 1800.0
 
 
-async def stop(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
+async def stop_daemon(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
     """Ask it to stop, and kill it after `grace_s` seconds. `report` gets a line of a learner, which takes its time."""
     if daemon.process is None or daemon.process.returncode is not None or not daemon.is_learner:
         await daemon.stop(grace_s)
@@ -42,15 +42,15 @@ def drain_s(job: SwarmJob, name: str) -> float:
     with contextlib.suppress(SwarmqError):  # the learner says so as well
         parameters = size_of(job.policies[policy].model)
     two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
-    return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MOST_DRAIN_S)
+    return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MAX_DRAIN_S)
 
 
-def farewell(job: SwarmJob) -> str:
+def describe_stopped_run(job: SwarmJob) -> str:
     """What to say of a run that was stopped: how to go on with it, and after which step."""
     if not job.run_folder.job.exists():
         return "stopped"
-    steps = {policy: last_step(job, policy) for policy in job.trained}
-    ended = endings(job, steps)
+    steps = {policy: read_last_step(job, policy) for policy in job.trained}
+    ended = describe_ended_policies(job, steps)
     going = {policy: step for policy, step in steps.items() if policy not in ended}
     if not going:
         then = "serves its weights again"
@@ -65,7 +65,7 @@ def farewell(job: SwarmJob) -> str:
     return ". ".join([f"stopped. `swarmq up {job.run_folder.job}` {then}", *ended.values()])
 
 
-def endings(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
+def describe_ended_policies(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
     """For each policy that has made its last step, how it trains on. `steps` maps trained policies to the steps that they have made."""
     folder = job.run_folder
     changes = ledger.read_changes(folder.inbox)
@@ -82,7 +82,7 @@ def endings(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
     return told
 
 
-def last_step(job: SwarmJob, policy: str) -> int:
+def read_last_step(job: SwarmJob, policy: str) -> int:
     """0 where there is none yet, or its batch log cannot be read."""
     with contextlib.suppress(SwarmqError):  # the next start says so
         indices = (place.index for place in reversed(scan_log(job.run_folder.batch_log(policy))))

@@ -24,12 +24,12 @@ MAX_DEATHS = 5
 DEATH_WINDOW_S = 120.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before the first, second, ... start after a death."""
-LOOK_EVERY_S = 2.0
-LOOKS = 15
+CHECK_EVERY_S = 2.0
+MAX_FAILED_CHECKS = 15
 """A broker that turns connections away at so many looks in a row does not come back by itself."""
 FULL_BYTES = 10_000_000
 """With less on its disk a broker is stopped: parts of one that cannot write end for good, while its process lives."""
-ROOM_BYTES = 100_000_000
+START_BYTES = 100_000_000
 """That it starts with."""
 
 
@@ -110,7 +110,7 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
         status = await engine.wait()
         return engine.given_up or f"died with status {status}"
 
-    await _keep(
+    await _keep_restarting(
         f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{read_tail(engine.log_path)}", warn
     )
 
@@ -121,44 +121,44 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
 
     async def ended() -> str:
         turned_away = 0
-        while turned_away < LOOKS:
+        while turned_away < MAX_FAILED_CHECKS:
             try:
-                async with asyncio.timeout(LOOK_EVERY_S):
+                async with asyncio.timeout(CHECK_EVERY_S):
                     return f"died with status {await node.wait()}"
             except TimeoutError:
-                if _free(node.folder) < FULL_BYTES:
+                if _free_bytes(node.folder) < FULL_BYTES:
                     return "has no room left on its disk"
-                turned_away = turned_away + 1 if await node.turns_away() else 0
-        return f"has taken no connections for {LOOKS * LOOK_EVERY_S:g} s, though its process lives"
+                turned_away = turned_away + 1 if await node.refuses_connections() else 0
+        return f"has taken no connections for {MAX_FAILED_CHECKS * CHECK_EVERY_S:g} s, though its process lives"
 
     async def restart() -> None:
         await node.stop()
-        await _has_room(node.folder, warn)
+        await _wait_for_disk_space(node.folder, warn)
         await node.start()
 
-    await _keep("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
+    await _keep_restarting("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
 
 
-async def _has_room(folder: Path, warn: Callable[[str], None]) -> None:
+async def _wait_for_disk_space(folder: Path, warn: Callable[[str], None]) -> None:
     """Return when the disk has room for a broker that starts."""
     told = False
-    while (free := _free(folder)) < ROOM_BYTES:
+    while (free := _free_bytes(folder)) < START_BYTES:
         if not told:
             warn(
-                f"the broker waits for room: {folder} has {free / 1e6:.0f} MB free, it starts with {ROOM_BYTES / 1e6:.0f}"
+                f"the broker waits for room: {folder} has {free / 1e6:.0f} MB free, it starts with {START_BYTES / 1e6:.0f}"
             )
         told = True
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_EVERY_S)
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     try:
         return shutil.disk_usage(folder).free
     except OSError:  # the folder is gone: the next start says so
-        return ROOM_BYTES
+        return START_BYTES
 
 
-async def _keep(
+async def _keep_restarting(
     name: str,
     ended: Callable[[], Awaitable[str]],
     restart: Callable[[], Awaitable[None]],

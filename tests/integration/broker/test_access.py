@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from support.tls import self_signed
 from swarmq import cli, keys
 from swarmq.broker import topology
-from swarmq.broker.admin.dead_letters import letters, requeue
-from swarmq.broker.admin.invitations import Reach, add_client, remove_client, renew_clients
-from swarmq.broker.admin.users import Management
+from swarmq.broker.admin.dead_letters import list_letters, requeue_letters
+from swarmq.broker.admin.invitations import ClientAddresses, add_client, remove_client, renew_clients
+from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node.files import tls_listener
+from swarmq.broker.node.files import render_tls_listener
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.session import open_session
 from swarmq.client.async_client import AsyncSwarmClient
@@ -37,7 +37,9 @@ class World:
 
     def __init__(self, node, run, folder, broker):
         self.node, self.run, self.folder, self.broker = node, run, RunFolder(folder), broker
-        self.management = Management.of(node.amqp_url, f"http://{node.user}:{node.password}@{node.management_url[7:]}")
+        self.management = ManagementApi.of(
+            node.amqp_url, f"http://{node.user}:{node.password}@{node.management_url[7:]}"
+        )
         self.host = Invite(
             run=run,
             client="local",
@@ -50,7 +52,7 @@ class World:
         )
 
     def invite(self, name, **reach):
-        return add_client(self.folder, self.host, name, self.management, Reach(**reach))
+        return add_client(self.folder, self.host, name, self.management, ClientAddresses(**reach))
 
     async def arrived(self, queue=None):
         async with self.broker.consume(queue or topology.inbox(self.run), prefetch=10) as deliveries:
@@ -104,8 +106,8 @@ async def test_an_invited_client_runs_episodes_and_its_tasks(world):
             begin, end = await w.arrived(), await w.arrived()
             assert (begin.episode_id, end.rewards) == (ep.episode_id, {"main": 1.0})
             again = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=1, attempt=1)
-            await client.broker.publish(topology.again(w.run, "math"), again)
-            assert await w.arrived(topology.returned(w.run)) == again
+            await client.broker.publish(topology.retries(w.run, "math"), again)
+            assert await w.arrived(topology.returned_tasks(w.run)) == again
 
 
 async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world):
@@ -123,10 +125,10 @@ async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world)
         async def purge(channel, name):
             await (await channel.get_queue(name, ensure=False)).purge()
 
-        user = topology.user_of(w.run, "alice")
+        user = topology.client_user(w.run, "alice")
         assert not await refused(alice, lambda c: publish(c, topology.CLIENTS, f"{user}.in"))
         for exchange, key in [
-            (topology.CLIENTS, f"{topology.user_of(w.run, 'bob')}.in"),
+            (topology.CLIENTS, f"{topology.client_user(w.run, 'bob')}.in"),
             (topology.CLIENTS, "another-run.alice.in"),
             (topology.CLIENTS, f"{user}.control"),
             (topology.CLIENTS, f"{user}.dead"),
@@ -162,14 +164,14 @@ async def test_what_a_client_sends_in_anothers_name_is_parked_and_never_used(wor
             EpisodeEnd(run=w.run, episode_id=new_id(), client_id="alice-2@x", status="finished", rewards={"main": 9.0}),
             Ticket(run=w.run, ticket_id="1", kind="math"),
         ]
-        user = topology.user_of(w.run, "alice")
+        user = topology.client_user(w.run, "alice")
         async with AmqpBroker.open(alice.amqp_url, name="evil", user=user, deadline_s=120.0) as evil:
             for message in forged:
                 await evil.publish(topology.inbox(w.run), message)
             honest = w.begin("alice@laptop-1")
             await evil.publish(topology.inbox(w.run), honest)
         assert await w.arrived() == honest
-        reasons = [one.reason for one in await letters(w.node.amqp_url) if one.queue == topology.inbox(w.run)]
+        reasons = [one.reason for one in await list_letters(w.node.amqp_url) if one.queue == topology.inbox(w.run)]
         assert len(reasons) == len(forged)
         assert any("in the name of 'bob@laptop-1'" in reason for reason in reasons)
         assert any("may not send a Ticket" in reason for reason in reasons)
@@ -196,7 +198,7 @@ async def test_removing_a_client_closes_its_connections_and_refuses_it_from_then
 
 async def test_what_a_removed_client_still_sends_ends_with_the_reason(world):
     async with world() as w:
-        user = topology.user_of(w.run, "alice")
+        user = topology.client_user(w.run, "alice")
 
         def impatient(invite, name):
             return AmqpBroker.open(invite.broker_url, name=name, user=user, deadline_s=120.0, login_patience_s=0.1)
@@ -218,7 +220,7 @@ async def third(invite):
 
 async def test_a_clients_connections_are_limited(world):
     async with world() as w:
-        invite = add_client(w.folder, w.host, "alice", w.management, Reach(), max_connections=2)
+        invite = add_client(w.folder, w.host, "alice", w.management, ClientAddresses(), max_connections=2)
         held = [await aio_pika.connect(invite.amqp_url) for _ in range(2)]
         with pytest.raises(BrokerError, match="too many connections"):
             await asyncio.wait_for(third(invite), 120)
@@ -241,7 +243,7 @@ async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(wo
     settings = BrokerSettings(
         tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem")
     )
-    node = PrivateNode(tmp_path / "node", config=tls_listener(settings))
+    node = PrivateNode(tmp_path / "node", config=render_tls_listener(settings))
     async with node, world(node) as w:
         invite = w.invite("alice", amqp=f"amqps://127.0.0.1:{port}/", ca=certificate / "cert.pem")
         await w.broker.publish(topology.tickets(w.run, "math"), Ticket(run=w.run, ticket_id="1", kind="math"))
@@ -264,7 +266,7 @@ async def test_a_viewer_is_let_in_and_out_by_the_command_line(world, tmp_path, m
         said = CliRunner().invoke(cli.main, ["viewer", str(tmp_path), "--name", "carol"]).output
         url, user, password = re.fullmatch(r"(\S+)  user (\S+)  password (\S+)\n", said).groups()
         assert user == f"{w.run}.viewer.carol"
-        seen = Management.of(w.node.amqp_url, url.replace("://", f"://{user}:{password}@"))
+        seen = ManagementApi.of(w.node.amqp_url, url.replace("://", f"://{user}:{password}@"))
         assert seen.connections("nobody") == 0, "the login works"
         with pytest.raises(BrokerError, match="401"):
             seen.users()
@@ -296,21 +298,23 @@ async def dead_letters_of(w, num):
     """The letters of this run, once so many are there: RabbitMQ parks a moment after it was asked to."""
     async with asyncio.timeout(120):
         while True:
-            found = [one for one in await letters(w.node.amqp_url) if w.run in f"{one.queue} {one.sender} {one.reason}"]
+            found = [
+                one for one in await list_letters(w.node.amqp_url) if w.run in f"{one.queue} {one.sender} {one.reason}"
+            ]
             if len(found) >= num:
                 return found
 
 
 async def test_a_client_does_not_become_operator_by_dead_letters(world):
     async with world() as w:
-        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        alice, user = w.invite("alice"), topology.client_user(w.run, "alice")
         await open_dead_letters_to_clients(w, user)
         rate = Command(run=w.run, command_id="evil", action="set", settings={"policies.main.train.learning_rate": 0.5})
         begin = w.begin("bob@laptop")
         end = EpisodeEnd(
             run=w.run, episode_id=begin.episode_id, client_id="bob@laptop", status="finished", rewards={"main": 9.0}
         )
-        bob = topology.user_of(w.run, "bob")
+        bob = topology.client_user(w.run, "bob")
         for message, queue in [
             (rate, topology.control(w.run)),
             (begin, topology.inbox(w.run)),
@@ -321,7 +325,7 @@ async def test_a_client_does_not_become_operator_by_dead_letters(world):
                 await put(alice.amqp_url, topology.CLIENTS, f"{user}.dead", message, **headers)
         found = await dead_letters_of(w, 9)
         assert {one.sender for one in found} == {user}
-        await requeue(w.node.amqp_url, [one.id for one in found])
+        await requeue_letters(w.node.amqp_url, [one.id for one in found])
         honest = Command(run=w.run, command_id="honest", action="pause")
         await w.broker.publish(topology.control(w.run), honest)
         assert await w.arrived(topology.control(w.run)) == honest
@@ -332,7 +336,7 @@ async def test_a_client_does_not_become_operator_by_dead_letters(world):
 
 async def test_the_right_to_park_is_taken_from_clients_that_were_invited_before(world):
     async with world() as w:
-        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        alice, user = w.invite("alice"), topology.client_user(w.run, "alice")
         await open_dead_letters_to_clients(w, user)
         await w.broker.declare(w.run, policies=["main"], kinds=KINDS)
         renew_clients(w.folder, w.management)
@@ -341,12 +345,14 @@ async def test_the_right_to_park_is_taken_from_clients_that_were_invited_before(
         own = w.begin("alice@laptop")
         await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", own, CC=[f"{user}.dead"])
         assert await w.arrived() == own
-        assert not [one for one in await letters(w.node.amqp_url) if one.sender == user], "nor by a second routing key"
+        assert not [one for one in await list_letters(w.node.amqp_url) if one.sender == user], (
+            "nor by a second routing key"
+        )
 
 
 async def test_headers_of_a_parked_message_send_it_nowhere_else(world):
     async with world() as w:
-        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        alice, user = w.invite("alice"), topology.client_user(w.run, "alice")
         stop = Command(run=w.run, command_id="evil", action="stop")
         control = topology.control(w.run)
         forged = {"CC": [control], "x-sq-queue": control, "x-sq-sender": "", "x-first-death-queue": control}
@@ -361,7 +367,7 @@ async def test_headers_of_a_parked_message_send_it_nowhere_else(world):
 
 async def test_rabbitmq_vouches_for_queue_and_sender_of_what_it_parks(world):
     async with world() as w:
-        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        alice, user = w.invite("alice"), topology.client_user(w.run, "alice")
         inbox, control = topology.inbox(w.run), topology.control(w.run)
         death = {"queue": inbox, "reason": "rejected", "exchange": "", "routing-keys": [control], "count": 1}
         forged = {
@@ -380,7 +386,7 @@ async def test_rabbitmq_vouches_for_queue_and_sender_of_what_it_parks(world):
                 await (await anext(arriving)).reject(requeue=False)
         [letter] = await dead_letters_of(w, 1)
         assert (letter.queue, letter.sender) == (inbox, user)
-        await requeue(w.node.amqp_url, [letter.id])
+        await requeue_letters(w.node.amqp_url, [letter.id])
         own = w.begin("alice@laptop")
         await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", own)
         assert await w.arrived() == own, "requeued as alice, and refused as at its first arrival"
@@ -392,7 +398,7 @@ async def test_a_task_that_a_client_cannot_use_is_parked_by_rabbitmq_and_goes_ba
         alice, tasks = w.invite("alice"), topology.tasks(w.run, "math")
         fed = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=1)
         await w.broker.publish(tasks, fed)
-        user = topology.user_of(w.run, "alice")
+        user = topology.client_user(w.run, "alice")
         async with (
             AmqpBroker.open(alice.amqp_url, name="worker", user=user, deadline_s=120.0) as worker,
             worker.consume(tasks, prefetch=1) as deliveries,
@@ -401,16 +407,16 @@ async def test_a_task_that_a_client_cannot_use_is_parked_by_rabbitmq_and_goes_ba
             [letter] = await dead_letters_of(w, 1)
         assert (letter.queue, letter.sender, letter.body) == (tasks, "", encode(fed))
         assert "refused by a client" in letter.reason
-        assert (await requeue(w.node.amqp_url, [letter.id])).sent == 1
+        assert (await requeue_letters(w.node.amqp_url, [letter.id])).sent == 1
         assert await w.arrived(tasks) == fed
 
 
 async def test_a_client_gives_back_what_was_fed_and_adds_nothing(world):
     async with world() as w:
-        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        alice, user = w.invite("alice"), topology.client_user(w.run, "alice")
         w.invite("bob")
         root = keys.load_root(w.folder.root_secret)
-        tasks, again, evals = (name(w.run, "math") for name in (topology.tasks, topology.again, topology.evals))
+        tasks, again, evals = (name(w.run, "math") for name in (topology.tasks, topology.retries, topology.evals))
         payload = msgspec.Raw(msgspec.msgpack.encode({"question": "2+2"}))
         task = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=2, payload=payload)
         fed = keys.seal_task(keys.derive_task_secret(root), task)

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from swarmq.broker import topology
-from swarmq.broker.admin.dead_letters import letters, purge, requeue, show
+from swarmq.broker.admin.dead_letters import format_letter, list_letters, purge_letters, requeue_letters
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.session import open_session
@@ -57,16 +57,16 @@ async def test_looking_loses_nothing(node: PrivateNode, broker: AmqpBroker, run_
     await park(broker, run_name, 3)
     for _ in range(30):  # RabbitMQ 4 drops messages after 20 looks unless told otherwise
         await at_rest(broker, 3)
-        seen = await letters(node.amqp_url)
+        seen = await list_letters(node.amqp_url)
         assert [(letter.key, letter.reason) for letter in seen] == [(f"e{n}:end", f"reason {n}") for n in range(3)]
     await at_rest(broker, 3)
-    assert len(await letters(node.amqp_url, limit=2)) == 2
+    assert len(await list_letters(node.amqp_url, limit=2)) == 2
 
 
 async def test_a_letter_is_shown_as_its_record(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
     await park(broker, run_name, 1)
-    [letter] = await letters(node.amqp_url)
-    text = show(letter)
+    [letter] = await list_letters(node.amqp_url)
+    text = format_letter(letter)
     for words in (f"queue: {topology.inbox(run_name)}", "reason: reason 0", "kind: end", '"episode_id": "e0"'):
         assert words in text
 
@@ -75,9 +75,9 @@ async def test_requeued_letters_arrive_under_their_old_key_and_are_dead_no_more(
     node: PrivateNode, broker: AmqpBroker, run_name: str
 ) -> None:
     await park(broker, run_name, 3)
-    chosen = [letter.id for letter in await letters(node.amqp_url)][1:]
+    chosen = [letter.id for letter in await list_letters(node.amqp_url)][1:]
     await at_rest(broker, 3)
-    answer = await requeue(node.amqp_url, chosen)
+    answer = await requeue_letters(node.amqp_url, chosen)
     assert (answer.sent, answer.left) == (2, {})
     async with broker.consume(topology.inbox(run_name), prefetch=5) as deliveries:
         back = [await anext(deliveries), await anext(deliveries)]
@@ -86,29 +86,29 @@ async def test_requeued_letters_arrive_under_their_old_key_and_are_dead_no_more(
         assert "x-sq-reason" not in back[0].arrival.headers
         await deliveries.ack_through(back[1])
     await at_rest(broker, 1)
-    assert [letter.key for letter in await letters(node.amqp_url)] == ["e0:end"]
+    assert [letter.key for letter in await list_letters(node.amqp_url)] == ["e0:end"]
 
 
 async def test_a_letter_whose_queue_is_gone_stays(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
     await park(broker, run_name, 1)
     await node.ctl("delete_queue", topology.inbox(run_name))
-    answer = await requeue(node.amqp_url)
+    answer = await requeue_letters(node.amqp_url)
     assert answer.sent == 0
     assert list(answer.left.values()) == [f"queue {topology.inbox(run_name)} does not exist"]
     await at_rest(broker, 1)
-    assert len(await letters(node.amqp_url)) == 1
+    assert len(await list_letters(node.amqp_url)) == 1
 
 
 async def test_purging_forgets_the_chosen_or_all(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
     await park(broker, run_name, 3)
-    [first, *_] = await letters(node.amqp_url)
+    [first, *_] = await list_letters(node.amqp_url)
     await at_rest(broker, 3)
-    assert await purge(node.amqp_url, [first.id]) == 1
+    assert await purge_letters(node.amqp_url, [first.id]) == 1
     await at_rest(broker, 2)
-    assert [letter.key for letter in await letters(node.amqp_url)] == ["e1:end", "e2:end"]
+    assert [letter.key for letter in await list_letters(node.amqp_url)] == ["e1:end", "e2:end"]
     await at_rest(broker, 2)
-    assert await purge(node.amqp_url) == 2
-    assert await letters(node.amqp_url) == []
+    assert await purge_letters(node.amqp_url) == 2
+    assert await list_letters(node.amqp_url) == []
 
 
 async def test_the_command_line_lists_shows_requeues_and_forgets(
@@ -128,7 +128,7 @@ async def test_the_command_line_lists_shows_requeues_and_forgets(
         return process.returncode, said.decode()
 
     await park(broker, run_name, 3)
-    first, second, _ = [letter.id for letter in await letters(node.amqp_url)]
+    first, second, _ = [letter.id for letter in await list_letters(node.amqp_url)]
     status, said = await dead("list", num=3)
     assert status == 0
     assert all(words in said for words in (first, "reason 2", "e1:end", topology.inbox(run_name)))
@@ -143,7 +143,7 @@ async def test_the_command_line_lists_shows_requeues_and_forgets(
     assert (await broker.depths([topology.inbox(run_name)]))[topology.inbox(run_name)].ready == 1
     assert await dead("purge", second, num=2) == (0, "1 forgotten\n")
     await at_rest(broker, 1)
-    assert [letter.key for letter in await letters(node.amqp_url)] == ["e2:end"]
+    assert [letter.key for letter in await list_letters(node.amqp_url)] == ["e2:end"]
     assert await dead("purge", "--all", num=1) == (0, "1 forgotten\n")
     assert await dead("list", num=0) == (0, "no dead letters\n")
 
@@ -159,14 +159,14 @@ async def test_a_message_that_kills_every_consumer_is_parked_not_dropped(
     async with broker.consume(topology.DEAD, prefetch=1) as dead:
         assert (await anext(dead)).key == "e1:end"
     await at_rest(broker, 1)
-    [letter] = await letters(node.amqp_url)
+    [letter] = await list_letters(node.amqp_url)
     assert letter.queue == tasks
     assert "more than 100 times" in letter.reason
     await at_rest(broker, 1)
-    assert (await requeue(node.amqp_url)).sent == 1
+    assert (await requeue_letters(node.amqp_url)).sent == 1
 
 
 async def test_a_broker_without_any_run_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
     async with PrivateNode(tmp_path_factory.mktemp("fresh")) as fresh:
         with pytest.raises(UnroutableError, match=r"swarmq\.dead"):
-            await letters(fresh.amqp_url)
+            await list_letters(fresh.amqp_url)

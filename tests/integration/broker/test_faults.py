@@ -13,10 +13,10 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.consumer import consuming
+from swarmq.broker.consumer import open_consumer
 from swarmq.broker.deliveries import Deliveries, Delivery
 from swarmq.broker.node.process import PrivateNode
-from swarmq.broker.publisher import QUIET_S
+from swarmq.broker.publisher import WARN_EVERY_S
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
 from swarmq.messages import EpisodeEnd, Event
 from swarmq.testing import TcpRelay
@@ -151,7 +151,7 @@ async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
                     for number in range(5, 10)
                 ]
                 await logs.seen(BLOCKED)
-                assert await broker.blocked()
+                assert await broker.is_blocked()
                 assert await drain(broker, run_name, 5) == {f"e{number}:end" for number in range(5)}
                 assert not await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))
                 with pytest.raises(BrokerError, match=r"not confirmed .*alarm"):
@@ -167,13 +167,13 @@ async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
 
 async def test_who_publishes_nothing_can_ask_whether_an_alarm_is_on(node: PrivateNode, run_name: str) -> None:
     async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
-        assert not await broker.blocked()
+        assert not await broker.is_blocked()
         await node.ctl("set_disk_free_limit", "900000000000000")
         try:
-            assert await broker.blocked()
+            assert await broker.is_blocked()
         finally:
             await node.ctl("set_disk_free_limit", "50MB")
-        while await broker.blocked():  # noqa: ASYNC110 - RabbitMQ takes its time to look
+        while await broker.is_blocked():  # noqa: ASYNC110 - RabbitMQ takes its time to look
             await asyncio.sleep(0.1)
 
 
@@ -196,7 +196,7 @@ async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: Privat
         finally:
             await node.ctl("clear_policy", run_name)
         assert draining.result() == {f"e{number}:end" for number in range(total)}
-        assert 1 <= logs.count("queue full, waiting") <= 1 + (time.monotonic() - began) // QUIET_S
+        assert 1 <= logs.count("queue full, waiting") <= 1 + (time.monotonic() - began) // WARN_EVERY_S
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,14 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
     async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
-        patient = consuming(node.amqp_url, inbox, prefetch=1, name="x", bury=broker._bury, ack_s=2.0, recycle_s=3600.0)
+        patient = open_consumer(
+            node.amqp_url, inbox, prefetch=1, name="x", bury=broker._bury, ack_s=2.0, recycle_s=3600.0
+        )
         async with patient as deliveries:
             held = await anext(deliveries)
             again = await anext(deliveries)
             assert again.key == held.key
-            assert again.redelivered
+            assert again.is_redelivered
             with pytest.raises(BrokerLostError):
                 await held.ack()
             await acknowledged(again, deliveries)
@@ -317,7 +319,7 @@ async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
     async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
-        consumer = consuming(node.amqp_url, inbox, prefetch=5, name="x", bury=broker._bury, recycle_s=0.5)
+        consumer = open_consumer(node.amqp_url, inbox, prefetch=5, name="x", bury=broker._bury, recycle_s=0.5)
         async with consumer as deliveries:
             held = await anext(deliveries)
             again = await anext(deliveries)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
 async def test_a_broker_that_lives_and_serves_nobody_is_started_again_with_its_data(
     tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(supervision, "CHECK_EVERY_S", 0.1)
     inbox, told = topology.inbox(run_name), asyncio.Queue[str]()
     message = EpisodeEnd(run=run_name, episode_id="e", status="aborted")
     async with PrivateNode(tmp_path) as node, asyncio.timeout(200):
@@ -28,7 +28,7 @@ async def test_a_broker_that_lives_and_serves_nobody_is_started_again_with_its_d
             await broker.publish(inbox, message)
         before = node.pids
         keeper = asyncio.create_task(supervision.keep_broker(node, told.put_nowait))
-        await asyncio.sleep(5 * supervision.LOOK_EVERY_S)
+        await asyncio.sleep(5 * supervision.CHECK_EVERY_S)
         assert told.empty(), "it serves"
         await node.ctl("eval", "exit(whereis(mnesia_sup), kill).")
         assert "has taken no connections" in await told.get()

@@ -14,7 +14,7 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import SwarmqError
 from swarmq.messages import Ticket
-from swarmq.up.deployment import FORGET_S, refuse_twin
+from swarmq.up.deployment import OLD_CONSUMERS_S, check_run_is_down
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -56,18 +56,20 @@ async def test_a_run_starts_again_after_a_power_loss_and_waits_for_what_still_re
         await reader.wait()
     told: list[str] = []
     async with PrivateNode(tmp_path) as node, AmqpBroker.open(node.amqp_url, name="up", deadline_s=None) as broker:
-        await refuse_twin(broker, "r", forget_s=FORGET_S, report=told.append)
+        await check_run_is_down(broker, "r", forget_s=OLD_CONSUMERS_S, report=told.append)
         told.clear()
         left = await reading(node.amqp_url)  # what had begun to stop when its broker went away, and is not done yet
         with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
-            await refuse_twin(broker, "r", report=told.append)
-        starting = asyncio.create_task(refuse_twin(broker, "r", forget_s=FORGET_S, report=told.append))
+            await check_run_is_down(broker, "r", report=told.append)
+        starting = asyncio.create_task(check_run_is_down(broker, "r", forget_s=OLD_CONSUMERS_S, report=told.append))
         while not told:  # noqa: ASYNC110 - a list tells nobody
             await asyncio.sleep(0.01)
         assert not starting.done()
         left.kill()
         await left.wait()
         await starting
-        assert told == [f"broker: waiting until nobody from before reads swarmq.r.in any more (up to {FORGET_S:.0f} s)"]
+        assert told == [
+            f"broker: waiting until nobody from before reads swarmq.r.in any more (up to {OLD_CONSUMERS_S:.0f} s)"
+        ]
         async with broker.consume(topology.tickets("r", "math"), prefetch=5) as deliveries:
             assert (await anext(deliveries)).message.ticket_id == "t1"

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import swarmq
 from support.proxy import ROOT, served
 from swarmq.broker import topology
-from swarmq.broker.admin.invitations import host_invite
+from swarmq.broker.admin.invitations import make_host_invite
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.cli import main
 from swarmq.client import async_client, sync_client
@@ -224,7 +224,7 @@ async def test_a_cocktail_is_trained_in_its_mix_whatever_the_workers_would_rathe
         async with served(app) as url:
             at = msgspec.structs.replace(job, broker=msgspec.structs.replace(job.broker, url=amqp_url))
             invite = msgspec.structs.replace(
-                host_invite(at, (f"{url}/v1",)), secret=derive_client_secret(ROOT, "local"), group_size=2
+                make_host_invite(at, (f"{url}/v1",)), secret=derive_client_secret(ROOT, "local"), group_size=2
             )
             async with swarmq.AsyncSwarmClient(invite, spool=tmp_path / "spool") as client:
                 agents = {kind: getattr(example, kind) for kind in data}

@@ -8,7 +8,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.consumer import DEFAULT_ACK_S, consuming
+from swarmq.broker.consumer import DEFAULT_ACK_S, open_consumer
 from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
@@ -49,7 +49,9 @@ async def recycled(run, times):
     """Return when another consumer, which is recycled after BRIEF_S, has been so often."""
     queue = topology.evals(run.invite.run, "math")
     await run.broker.publish(queue, task(run.invite.run, "clock"))
-    consumer = consuming(run.invite.amqp_url, queue, prefetch=1, name="clock", bury=run.broker._bury, recycle_s=BRIEF_S)
+    consumer = open_consumer(
+        run.invite.amqp_url, queue, prefetch=1, name="clock", bury=run.broker._bury, recycle_s=BRIEF_S
+    )
     async with consumer as deliveries:
         for _ in range(times + 1):
             await anext(deliveries)

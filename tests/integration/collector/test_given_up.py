@@ -11,7 +11,7 @@ import pytest
 
 from support.collector_process import collector, make_job
 from swarmq.broker import topology
-from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
@@ -26,7 +26,7 @@ SIZE, HOPELESS = 4, 3
 
 @pytest.fixture
 def job(tmp_path, run_name, amqp_url, monkeypatch):
-    monkeypatch.setenv(ANSWERED, "1")  # a slow broker is waited for
+    monkeypatch.setenv(BROKER_ANSWERED_ENV, "1")  # a slow broker is waited for
     return make_job(tmp_path, run_name, amqp_url, group_size=SIZE, groups_per_batch=1)
 
 

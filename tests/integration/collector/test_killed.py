@@ -16,7 +16,7 @@ import pytest
 
 from support.collector_process import START, collector, make_job
 from swarmq.broker import Depth, topology
-from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.broker.session import open_session
 from swarmq.collector.ledger import read_fates
 from swarmq.collector.store import Store
@@ -32,7 +32,7 @@ KILLS = 6
 
 @pytest.fixture
 def job(tmp_path, run_name, amqp_url, monkeypatch):
-    monkeypatch.setenv(ANSWERED, "1")  # a slow broker is waited for
+    monkeypatch.setenv(BROKER_ANSWERED_ENV, "1")  # a slow broker is waited for
     return make_job(tmp_path, run_name, amqp_url, group_size=GROUP_SIZE, groups_per_batch=2, max_staleness=4)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from support.episodes import make_group
 from swarmq.broker import topology
-from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.messages import StepReport
 from swarmq.runtime.processes import find_free_port
@@ -55,7 +55,7 @@ def start(job: SwarmJob, folder: Path, *, num_gpus: int = 1, accelerate: bool = 
                 *(sys.executable, *launch, "-m", "swarmq", "learner", str(folder / "job.toml")),
                 *("--num-gpus", str(num_gpus), "--no-collector"),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", ANSWERED: "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", BROKER_ANSWERED_ENV: "1"},
             stdout=log,
             stderr=log,
         )

@@ -17,7 +17,7 @@ from support.proxy import Agent
 from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.engine.auth import SECRET_ENV
 from swarmq.messages import Turn
@@ -42,7 +42,7 @@ async def started(job_file, *arguments):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program, str(job_file), *arguments),
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {ANSWERED: "1", SECRET_ENV: SECRET},
+        env=os.environ | {BROKER_ANSWERED_ENV: "1", SECRET_ENV: SECRET},
     )
     try:
         yield process

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarmq.broker import topology
-from swarmq.broker.consumer import ack_limit_s
+from swarmq.broker.consumer import find_ack_limit_s
 
 WEEK_S = 7 * 24 * 3600
 
@@ -26,7 +26,7 @@ WEEK_S = 7 * 24 * 3600
     ],
 )
 def test_the_limit_is_what_the_consumer_asks_for_where_that_is_heeded(server: dict[str, Any], limit_s: float) -> None:
-    assert ack_limit_s(server, WEEK_S, 1800) == limit_s
+    assert find_ack_limit_s(server, WEEK_S, 1800) == limit_s
 
 
 def test_a_consumer_asks_for_a_week() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.broker.admin.dead_letters import DeadLetter, show
+from swarmq.broker.admin.dead_letters import DeadLetter, format_letter
 from swarmq.messages import EpisodeEnd, Turn, encode
 
 
@@ -14,11 +14,11 @@ def letter(body: bytes) -> DeadLetter:
 
 @pytest.mark.parametrize("body", [b"\xff\xfe garbage", b"\x91" * 100_000, b""], ids=["garbage", "deep", "empty"])
 def test_a_letter_that_is_no_record_is_shown_as_bytes(body: bytes) -> None:
-    assert f"{len(body)} bytes that are no record" in show(letter(body))
+    assert f"{len(body)} bytes that are no record" in format_letter(letter(body))
 
 
 def test_a_letter_is_shown_as_its_record() -> None:
-    text = show(letter(encode(EpisodeEnd(run="r", episode_id="e7", status="finished", rewards={"main": 0.5}))))
+    text = format_letter(letter(encode(EpisodeEnd(run="r", episode_id="e7", status="finished", rewards={"main": 0.5}))))
     for words in ("queue: swarmq.r.in", "reason: too odd", '"episode_id": "e7"', '"main": 0.5'):
         assert words in text
 
@@ -27,4 +27,4 @@ def test_packed_tokens_do_not_hinder_showing() -> None:
     turn = Turn(
         run="r", episode_id="e", policy="p", call_id="c", request_id="q", prompt_ids=b"", sampled_ids=b"", logprobs=b""
     )
-    assert '"call_id": "c"' in show(letter(encode(turn)))
+    assert '"call_id": "c"' in format_letter(letter(encode(turn)))

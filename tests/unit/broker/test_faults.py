@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from aiormq import exceptions as amqp
 
-from swarmq.broker.error_mapping import address, translate
+from swarmq.broker.error_mapping import map_error, redact_url
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
 
 
@@ -20,7 +20,7 @@ from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, Unrou
     ],
 )
 def test_an_address_names_the_place_without_the_password(url: str, where: str) -> None:
-    assert address(url) == where
+    assert redact_url(url) == where
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_an_address_names_the_place_without_the_password(url: str, where: str) -
 )
 def test_a_bad_url_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(BrokerError, match="amqp://user:password@host:5672/vhost"):
-        address(url)
+        redact_url(url)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_bad_url_is_refused_with_an_example(url: str) -> None:
     ],
 )
 def test_what_may_pass_is_told_from_what_will_not(error: Exception, kind: type, words: str) -> None:
-    mapped = translate(error, "host:5672")
+    mapped = map_error(error, "host:5672")
     assert type(mapped) is kind
     assert words in str(mapped)
     assert "host:5672" in str(mapped)

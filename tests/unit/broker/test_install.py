@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.broker.node import install
-from swarmq.broker.node.container import Container, find_container
+from swarmq.broker.node.container import BrokerContainer, find_container
 from swarmq.broker.node.install import find_server
 from swarmq.errors import BrokerError
 
@@ -139,7 +139,7 @@ def test_without_root_the_packages_are_unpacked_into_the_users_folder_once(
     plant_apt(machine, erlang_exits=0)
     said: list[str] = []
     server = install.install(said.append)
-    assert isinstance(server, install.Server)
+    assert isinstance(server, install.RabbitmqInstall)
     folder = machine / "data/swarmq/rabbitmq"
     assert server.home == folder / "usr/lib/rabbitmq/lib/rabbitmq_server-4.0.5"
     assert f"ROOTDIR={folder}/usr/lib/erlang" in (server.erlang_bin / "erl").read_text()
@@ -214,7 +214,7 @@ def test_where_apt_fails_brew_is_asked_and_its_erlang_need_not_be_in_path(
     )
     said: list[str] = []
     server = install.install(said.append)
-    assert isinstance(server, install.Server)
+    assert isinstance(server, install.RabbitmqInstall)
     assert (server.home, server.erlang_bin) == (machine / "brew/opt/rabbitmq", machine / "brew/opt/erlang/bin")
     assert any("that did not work: Erlang does not start here" in line for line in said)
 
@@ -240,7 +240,7 @@ match sys.argv[1]:
 def test_where_nothing_else_is_docker_runs_one_on_loopback_with_a_password_of_its_own(machine: Path) -> None:
     program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
     made = install.install(lambda _: None)
-    assert isinstance(made, Container)
+    assert isinstance(made, BrokerContainer)
     [line] = [line for line in (machine / "log").read_text().splitlines() if line.startswith("run ")]
     assert f"--publish 127.0.0.1:{made.amqp_port}:5672 --publish 127.0.0.1:{made.management_port}:15672" in line
     assert line.endswith("rabbitmq:4-management")

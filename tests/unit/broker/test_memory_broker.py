@@ -36,7 +36,7 @@ async def test_an_interrupted_consumer_gets_everything_again_in_order(broker: Me
             await held[1].ack()
         again = [await anext(deliveries), await anext(deliveries)]
         assert [delivery.key for delivery in again] == ["e1:end", "e2:end"]
-        assert all(delivery.redelivered for delivery in again)
+        assert all(delivery.is_redelivered for delivery in again)
 
 
 async def test_a_publisher_waits_for_an_absent_broker(broker: MemoryBroker) -> None:
@@ -84,7 +84,7 @@ async def test_events_are_kept_for_the_test_to_see(broker: MemoryBroker) -> None
 async def test_an_alarm_holds_publishers_and_drops_events_and_consumers_go_on(broker: MemoryBroker) -> None:
     await broker.publish(INBOX, end(1))
     broker.alarm(on=True)
-    assert await broker.blocked()
+    assert await broker.is_blocked()
     assert not await broker.emit(Event(run="r", source="x", name="state", at=0.0))
     with pytest.raises(UnconfirmedError):
         await broker.publish(INBOX, end(2), deadline_s=0.0)

@@ -9,13 +9,13 @@ import pytest
 
 from swarmq.broker.node import files
 from swarmq.broker.node.files import (
+    build_environment,
     check_disk,
-    environment,
+    extract_startup_error,
     is_password_new,
-    last_words,
     load_identity,
     take_lock,
-    write_files,
+    write_node_files,
 )
 from swarmq.errors import BrokerError
 
@@ -31,12 +31,12 @@ Kernel pid terminated (application_controller)
 
 
 def test_last_words_are_the_first_errors_and_not_the_report() -> None:
-    words = last_words(BAD_SETTING)
+    words = extract_startup_error(BAD_SETTING)
     assert words == "You've tried to set no_such_setting, but there is no such setting. / collect_statistics"
 
 
 def test_last_words_without_errors_are_the_last_lines() -> None:
-    assert last_words("one\n\nerl: not found\n") == "one / erl: not found"
+    assert extract_startup_error("one\n\nerl: not found\n") == "one / erl: not found"
 
 
 def test_an_identity_is_kept_and_private(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_chosen_port_is_taken_or_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 20], ids=["emptied", "torn"])
 def test_a_damaged_identity_is_recovered_from_the_nodes_other_files(tmp_path: Path, cut: int) -> None:
     first = load_identity(tmp_path, port=0)
-    write_files(tmp_path, first, config="", advanced="[].")
+    write_node_files(tmp_path, first, config="", advanced="[].")
     (tmp_path / "mnesia" / first.node).mkdir(parents=True)
     (tmp_path / "mnesia" / f"{first.node}-plugins-expand").mkdir()
     path = tmp_path / "node.json"
@@ -84,7 +84,7 @@ def test_where_its_settings_are_damaged_too_the_node_keeps_its_data_and_gets_a_n
     tmp_path: Path, share: float
 ) -> None:
     first = load_identity(tmp_path, port=0)
-    write_files(tmp_path, first, config="", advanced="[].")
+    write_node_files(tmp_path, first, config="", advanced="[].")
     (tmp_path / "mnesia" / first.node).mkdir(parents=True)
     settings = (tmp_path / "rabbitmq.conf").read_text()
     cut = settings.index(first.password) + int(share * len(first.password))
@@ -108,7 +108,7 @@ def test_a_lock_is_held_once_and_free_when_closed(tmp_path: Path) -> None:
 def test_nothing_of_a_system_rabbitmq_reaches_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RABBITMQ_SERVER_ERL_ARGS", "-foreign")
     monkeypatch.setenv("ERL_LIBS", "/foreign")
-    variables = environment(tmp_path, load_identity(tmp_path, port=0), Path("/opt/erlang/bin"))
+    variables = build_environment(tmp_path, load_identity(tmp_path, port=0), Path("/opt/erlang/bin"))
     assert not {"RABBITMQ_SERVER_ERL_ARGS", "ERL_LIBS"} & set(variables)
     assert variables["PATH"].startswith("/opt/erlang/bin:")
     assert all("/etc/" not in value for name, value in variables.items() if name.startswith("RABBITMQ_"))
@@ -116,7 +116,7 @@ def test_nothing_of_a_system_rabbitmq_reaches_the_node(tmp_path: Path, monkeypat
 
 def test_the_node_listens_on_loopback_and_waits_a_week_for_an_acknowledgement(tmp_path: Path) -> None:
     identity = load_identity(tmp_path, port=0)
-    write_files(tmp_path, identity, config="extra = 1\n", advanced="[].")
+    write_node_files(tmp_path, identity, config="extra = 1\n", advanced="[].")
     settings = (tmp_path / "rabbitmq.conf").read_text()
     assert f"listeners.tcp.1 = 127.0.0.1:{identity.amqp_port}" in settings
     assert "management.tcp.ip = 127.0.0.1" in settings

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from swarmq.broker.reconnect import Link, Outage
+from swarmq.broker.reconnect import BrokerLink, BrokerOutage
 
 
 def test_many_links_say_once_that_the_broker_is_gone_and_once_that_it_is_back() -> None:
-    outage = Outage("host:5672")
-    links = [Link("amqp://host/", name=str(number)) for number in range(10)]
+    outage = BrokerOutage("host:5672")
+    links = [BrokerLink("amqp://host/", name=str(number)) for number in range(10)]
     with capture_logs() as said:
         for _ in range(3):
             for link in links:
@@ -21,8 +21,8 @@ def test_many_links_say_once_that_the_broker_is_gone_and_once_that_it_is_back() 
 
 
 def test_a_link_that_is_closed_meanwhile_is_not_waited_for_and_the_next_outage_is_said_again() -> None:
-    outage = Outage("host:5672")
-    one, other = Link("amqp://host/", name="1"), Link("amqp://host/", name="2")
+    outage = BrokerOutage("host:5672")
+    one, other = BrokerLink("amqp://host/", name="1"), BrokerLink("amqp://host/", name="2")
     with capture_logs() as said:
         for _ in range(2):
             outage.begin(one, "lost", connection="x", reason="died")

@@ -5,12 +5,12 @@ import re
 import pytest
 
 from swarmq.broker import topology
-from swarmq.broker.client_rules import objection
+from swarmq.broker.client_rules import find_violation
 from swarmq.client.episodes.identity import client_id
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket
 
 INBOX = topology.inbox("r1")
-TASKS, RETURNED = topology.tasks("r1", "math"), topology.returned("r1")
+TASKS, RETURNED = topology.tasks("r1", "math"), topology.returned_tasks("r1")
 
 
 def begin(client, run="r1"):
@@ -35,9 +35,9 @@ def task(attempt):
 
 def test_a_client_speaks_for_itself_on_any_machine():
     for name in (client_id("alice"), client_id("alice"), "alice"):
-        assert objection("r1.alice", INBOX, begin(name)) == ""
-        assert objection("r1.alice", INBOX, end(name)) == ""
-    assert objection("r1.alice", RETURNED, task(attempt=1)) == ""
+        assert find_violation("r1.alice", INBOX, begin(name)) == ""
+        assert find_violation("r1.alice", INBOX, end(name)) == ""
+    assert find_violation("r1.alice", RETURNED, task(attempt=1)) == ""
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_a_client_speaks_for_itself_on_any_machine():
     ],
 )
 def test_what_it_may_not_say_is_told_with_its_name(queue, message, why):
-    assert why in objection("r1.alice", queue, message)
-    assert "'alice'" in objection("r1.alice", queue, message)
+    assert why in find_violation("r1.alice", queue, message)
+    assert "'alice'" in find_violation("r1.alice", queue, message)
 
 
 def test_routing_keys_carry_the_user_and_reach_the_queues():
-    user = topology.user_of("r1", "alice")
+    user = topology.client_user("r1", "alice")
     keys = {queue: topology.client_key(user, queue) for queue in (INBOX, TASKS)}
     assert keys == {INBOX: "r1.alice.in", TASKS: "r1.alice.tasks.math"}
-    assert {topology.sender_of(key) for key in keys.values()} == {user}
+    assert {topology.parse_sender(key) for key in keys.values()} == {user}
     bound = {
         "r1.*.in": INBOX,
         "r1.*.tasks.math": RETURNED,
@@ -69,11 +69,11 @@ def test_routing_keys_carry_the_user_and_reach_the_queues():
         "r1.*.eval.math": RETURNED,
     }
     assert topology.client_bindings("r1", ["math"]) == bound
-    assert not bound.items() & topology.old_client_bindings("r1", ["math"]).items()
+    assert not bound.items() & topology.obsolete_client_bindings("r1", ["math"]).items()
 
 
 def test_a_client_that_was_invited_before_there_was_a_queue_for_further_attempts_may_use_it():
-    again, user = topology.again("r1", "math"), topology.user_of("r1", "alice")
+    again, user = topology.retries("r1", "math"), topology.client_user("r1", "alice")
     assert topology.client_key(user, again) == "r1.alice.tasks.math.again"
     assert re.match(r"^r1\.alice\.(in|dead|(tasks|eval)\..+)$", topology.client_key(user, again)), "what it may write"
     assert re.match(r"^swarmq\.r1\.(tickets|tasks|eval)\..*$", again), "what it may read"
@@ -83,10 +83,13 @@ def test_a_client_that_was_invited_before_there_was_a_queue_for_further_attempts
     ("queue", "goes_to"),
     [
         (INBOX, INBOX),
-        *[(queue, RETURNED) for queue in (TASKS, topology.again("r1", "math"), topology.evals("r1", "math"), RETURNED)],
+        *[
+            (queue, RETURNED)
+            for queue in (TASKS, topology.retries("r1", "math"), topology.evals("r1", "math"), RETURNED)
+        ],
         *[(queue, "") for queue in (topology.control("r1"), topology.inbox("r2"), topology.tickets("r1", "math"), "")],
         (topology.receipts("r1", "math", "0123"), ""),
     ],
 )
 def test_a_letter_of_a_client_goes_where_the_client_could_have_sent_it(queue, goes_to):
-    assert topology.reach_of_client("r1.alice", queue) == goes_to
+    assert topology.client_destination("r1.alice", queue) == goes_to

@@ -27,7 +27,7 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
         "swarmq.demo.tasks.math.again": QUORUM,
         "swarmq.demo.eval.math": QUORUM,
     }
-    assert topology.dead_arguments() == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000_000}
+    assert topology.dead_letter_arguments() == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000_000}
 
 
 def test_every_kind_and_policy_has_its_queues() -> None:
@@ -43,15 +43,15 @@ def test_every_kind_and_policy_has_its_queues() -> None:
 def test_clients_compete_for_tickets_and_tasks() -> None:
     queues = topology.run_queues("r", policies=["a"], kinds=["x"])
     assert [name for name, arguments in queues.items() if "x-single-active-consumer" not in arguments] == [
-        topology.returned("r"),
+        topology.returned_tasks("r"),
         topology.tickets("r", "x"),
         topology.tasks("r", "x"),
-        topology.again("r", "x"),
+        topology.retries("r", "x"),
         topology.evals("r", "x"),
     ]
 
 
 def test_delivery_limits_are_positive() -> None:
     """-1 means unlimited on RabbitMQ 4 and drops at the first redelivery on 3.10."""
-    queues = topology.run_queues("r", policies=["a"], kinds=["x"]) | {"dead": topology.dead_arguments()}
+    queues = topology.run_queues("r", policies=["a"], kinds=["x"]) | {"dead": topology.dead_letter_arguments()}
     assert all(arguments["x-delivery-limit"] > 0 for arguments in queues.values())

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from swarmq import cli
 from swarmq.broker import amqp
-from swarmq.broker.node.files import Identity
+from swarmq.broker.node.files import NodeIdentity
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import BrokerError
 from swarmq.observe import monitor
@@ -40,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = job.run_folder
     folder.broker.mkdir(parents=True)
     folder.resolved.write_text(job.to_toml())
-    node = Identity(node="n", user="u", password="p", amqp_port=PORT, management_port=2, dist_port=3, epmd_port=4)
+    node = NodeIdentity(node="n", user="u", password="p", amqp_port=PORT, management_port=2, dist_port=3, epmd_port=4)
     (folder.broker / "node.json").write_bytes(msgspec.json.encode(node))
     folder.lock.write_text("17")
     return folder

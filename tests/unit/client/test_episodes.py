@@ -8,7 +8,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from swarmq.broker import ticket_window, topology
+from swarmq.broker import tickets, topology
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.client.episodes import client as async_client
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
@@ -154,8 +154,8 @@ async def test_a_missing_ticket_queue_is_an_error_for_those_who_wait_and_heals(s
 
 
 async def test_a_ticket_queue_that_was_there_and_was_deleted_is_waited_for(swarm, monkeypatch):
-    monkeypatch.setattr(ticket_window, "LINGER_S", 0.0)
-    monkeypatch.setattr(ticket_window, "RETRY_S", 0.0)
+    monkeypatch.setattr(tickets, "LINGER_S", 0.0)
+    monkeypatch.setattr(tickets, "RETRY_S", 0.0)
     queue = topology.tickets(RUN, "math")
     async with swarm.client() as client, asyncio.timeout(60):
         await client.begin_episode("t")

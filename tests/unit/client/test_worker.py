@@ -18,7 +18,7 @@ from swarmq.messages import Slot, Task, Ticket, decode
 
 RUN = "r1"
 TASKS = topology.tasks(RUN, "math")
-AGAIN = topology.again(RUN, "math")
+AGAIN = topology.retries(RUN, "math")
 
 
 def task(name, *, attempt=0, payload=None, kind="math"):

@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 from swarmq import keys
-from swarmq.broker.admin.invitations import host_invite
-from swarmq.broker.node.files import load_identity, write_files
+from swarmq.broker.admin.invitations import make_host_invite
+from swarmq.broker.node.files import load_identity, write_node_files
 from swarmq.cli.common import load_stored_run
 from swarmq.client.data.feed import Fed, _confirmed, _write
 from swarmq.client.episodes.invite_lookup import find_invite
@@ -25,7 +25,7 @@ from swarmq.registries.clients import ClientRegistry, read_clients
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.files import write_atomically
-from swarmq.up.ports import ports_of
+from swarmq.up.ports import assign_ports
 
 
 class Kept(NamedTuple):
@@ -49,7 +49,9 @@ def add_member(_: SwarmJob, path: Path) -> None:
 
 
 FILES = [
-    Kept("ports.json", lambda job, _: ports_of(job, ["proxy"]), lambda job, _: ports_of(job, ["proxy"])["proxy"]),
+    Kept(
+        "ports.json", lambda job, _: assign_ports(job, ["proxy"]), lambda job, _: assign_ports(job, ["proxy"])["proxy"]
+    ),
     Kept(
         "broker/node.json",
         lambda _, path: load_identity(path.parent, port=0),
@@ -57,8 +59,12 @@ FILES = [
     ),
     Kept(
         "broker/home/.erlang.cookie",
-        lambda _, path: write_files(path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""),
-        lambda _, path: write_files(path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""),
+        lambda _, path: write_node_files(
+            path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""
+        ),
+        lambda _, path: write_node_files(
+            path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""
+        ),
     ),
     Kept(
         "engines.json",
@@ -80,7 +86,7 @@ FILES = [
     Kept("clients.json", add_member, lambda _, path: read_clients(path), renewed=False),
     Kept(
         "invite",
-        lambda job, path: write_atomically(path, host_invite(job, ("http://p/v1",)).encode().encode()),
+        lambda job, path: write_atomically(path, make_host_invite(job, ("http://p/v1",)).encode().encode()),
         lambda _, path: find_invite(path.parent),
         renewed=False,
     ),

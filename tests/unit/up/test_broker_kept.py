@@ -25,7 +25,7 @@ class Node:
     async def wait(self) -> int:
         return await asyncio.get_running_loop().create_future()
 
-    async def turns_away(self) -> bool:
+    async def refuses_connections(self) -> bool:
         self.asked += 1
         return self.deaf
 
@@ -40,9 +40,9 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(supervision, "CHECK_EVERY_S", 0.001)
     monkeypatch.setattr(supervision, "FULL_BYTES", 0)
-    monkeypatch.setattr(supervision, "ROOM_BYTES", 0)
+    monkeypatch.setattr(supervision, "START_BYTES", 0)
 
 
 async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) ->
     keeper = asyncio.create_task(keep_broker(cast("PrivateNode", node), told.append))
     async with asyncio.timeout(30):
         await node.started.wait()
-        assert node.asked == supervision.LOOKS
-        while node.asked < 3 * supervision.LOOKS:  # noqa: ASYNC110 - it is looked at
+        assert node.asked == supervision.MAX_FAILED_CHECKS
+        while node.asked < 3 * supervision.MAX_FAILED_CHECKS:  # noqa: ASYNC110 - it is looked at
             await asyncio.sleep(0.001)
     keeper.cancel()
     assert node.happened == ["stop", "start"]
@@ -65,7 +65,7 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
 ) -> None:
     node, told = Node(tmp_path), list[str]()
     monkeypatch.setattr(supervision, "FULL_BYTES", 10**18)
-    monkeypatch.setattr(supervision, "ROOM_BYTES", 10**18)
+    monkeypatch.setattr(supervision, "START_BYTES", 10**18)
     waits = asyncio.Event()
 
     def warn(text: str) -> None:
@@ -79,7 +79,7 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
         await asyncio.sleep(0.01)
         assert node.happened == ["stop"]
         monkeypatch.setattr(supervision, "FULL_BYTES", 0)
-        monkeypatch.setattr(supervision, "ROOM_BYTES", 0)
+        monkeypatch.setattr(supervision, "START_BYTES", 0)
         await node.started.wait()
     keeper.cancel()
     assert told[0] == "the broker has no room left on its disk; starting it again"

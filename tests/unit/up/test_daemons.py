@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmq.broker.admin.invitations import host_invite
+from swarmq.broker.admin.invitations import make_host_invite
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.up import Deployment, Endpoints, ports, supervision
@@ -44,7 +44,7 @@ async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path, mon
         {"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}, "broker": {"url": "amqp://b/"}}
     )
     job.run_folder.path.mkdir()
-    invite = host_invite(job, ("http://127.0.0.1:1/v1",))
+    invite = make_host_invite(job, ("http://127.0.0.1:1/v1",))
     deployment = Deployment(job, None, invite, engines={}, placements={})
     once = (
         f"import os, sys; os.path.exists('{tmp_path}/died') and sys.exit(0); open('{tmp_path}/died', 'w'); sys.exit(1)"
@@ -72,8 +72,8 @@ async def test_a_port_that_others_have_is_refused_before_anything_starts(monkeyp
         with pytest.raises(
             ConfigError, match=rf"proxy.port: nobody can listen on 127.0.0.1:{port} \(Address already in use\)"
         ):
-            await ports.wait_until_free(job)
-    await ports.wait_until_free(job)
+            await ports.wait_for_proxy_ports(job)
+    await ports.wait_for_proxy_ports(job)
 
 
 @pytest.mark.slow

@@ -20,8 +20,18 @@ from swarmq.engine.server.model_check import Model, count_parameters
 from swarmq.errors import ConfigError
 from swarmq.learner.memory import plan
 from swarmq.learner.memory.estimate import GIB, HEADROOM, state_bytes
-from swarmq.up.deployment import _resolve
-from swarmq.up.placement import ASLEEP, DIGITS, LEAST_CONTEXT, Needs, Placement, contexts, place, place_all, shape_of
+from swarmq.up.deployment import _resolve_job
+from swarmq.up.placement import (
+    MIN_CONTEXT,
+    SHARE_DIGITS,
+    SLEEPING_ENGINE_BYTES,
+    Placement,
+    PolicyNeeds,
+    choose_context_limits,
+    place,
+    place_all,
+    to_learner_shape,
+)
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
 BUSY = Gpu(total=139 * GIB, free=79 * GIB)
@@ -100,7 +110,7 @@ def test_a_learner_that_needs_more_than_half_gets_it() -> None:
 
 def test_an_engine_too_large_for_one_gpu_is_spread() -> None:
     placement = place(policy(), model(70), [H200] * 16)
-    own, gpus = placement.applied(policy())
+    own, gpus = placement.apply_to_engines(policy())
     assert {len(group) for group in gpus} == {2}
     assert own.engine.arguments[:2] == ("--tensor-parallel-size", "2")
 
@@ -109,7 +119,7 @@ def test_what_the_user_chose_is_kept() -> None:
     asked = policy(engine=EngineSettings(gpu_memory_utilization=0.3, count=2), placement="shared")
     placement = place(asked, model(2), [H200] * 2)
     assert placement.kind == "shared"
-    own, gpus = placement.applied(asked)
+    own, gpus = placement.apply_to_engines(asked)
     assert own.engine.gpu_memory_utilization == 0.3
     assert gpus == ((0,), (1,))
 
@@ -147,7 +157,7 @@ def test_a_models_size_is_read_off_its_config() -> None:
 def test_adapters_of_a_high_rank_are_planned_for() -> None:
     def taken(rank: int) -> int:
         train = msgspec.structs.replace(TRAIN, lora=Lora(rank=rank))
-        return Needs.of(policy(train=train), model(8), num_gpus=1).learners[0].state
+        return PolicyNeeds.of(policy(train=train), model(8), num_gpus=1).learners[0].state
 
     assert taken(128) - taken(8) == 16 * 120 * model(8).fans
 
@@ -181,7 +191,7 @@ def test_every_plan_passes_what_its_learner_and_its_engines_ask_of_their_gpus(mo
         except ConfigError:
             continue
         assert kind in {"auto", placement.kind}
-        own, _ = placement.applied(asked)
+        own, _ = placement.apply_to_engines(asked)
         assert sleep in {None, own.engine.sleep} or placement.kind == "split"
         runs(monkeypatch, placement, own, model(billions), gpu)
         seen |= {(placement.kind, placement.sleep, placement.sharding), way, (gpu is BUSY, placement.kind)}
@@ -192,7 +202,7 @@ def test_every_plan_passes_what_its_learner_and_its_engines_ask_of_their_gpus(mo
 
 def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, model: Model, gpu: Gpu) -> None:
     """As the processes of this plan do: the engine starts, the learner checks its GPU and loads, the engine wakes."""
-    shape = shape_of(model)
+    shape = to_learner_shape(model)
     monkeypatch.setenv("WORLD_SIZE", str(len(placement.learner)))
     monkeypatch.setattr(plan, "load_shape", lambda _: shape)
     assert own.engine.gpu_memory_utilization
@@ -200,7 +210,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, mod
     assert engine <= gpu.free, "vLLM starts only where it finds its share"
     beside = engine if placement.kind == "shared" else 0
     ranks, full = len(placement.learner), plan.choose_sharding("m", own.train).full
-    free = gpu.free - (ASLEEP if placement.sleep else beside)
+    free = gpu.free - (SLEEPING_ENGINE_BYTES if placement.sleep else beside)
     plan.check_shape(shape, own.train, ranks=ranks, full=full, gpu=plan.GpuMemory(total=gpu.total, free=free))
     assert state_bytes(shape, own.train, ranks=ranks, full=full) + beside <= gpu.free
 
@@ -212,10 +222,10 @@ def test_the_plan_decides_whether_ranks_share_the_model_out_and_their_learner_is
         assert (placement.sleep, placement.sharding) == (False, sharding)
         assert ("sharing the model out" if sharding == "full" else "the whole model on each") in str(placement)
         job = SwarmJob(run="r", policies={"main": beside})
-        resolved = _resolve(job, "amqp://", {}, {"proxy": 1}, {"main": placement}).policies["main"]
+        resolved = _resolve_job(job, "amqp://", {}, {"proxy": 1}, {"main": placement}).policies["main"]
         assert (resolved.train.sharding, resolved.engine.sleep) == (sharding, False)
     asked = policy(train=msgspec.structs.replace(TRAIN, sharding="full"), placement="shared")
-    assert place(asked, model(1), [H200] * 2).resolved(asked).train.sharding == "full"
+    assert place(asked, model(1), [H200] * 2).apply_to_policy(asked).train.sharding == "full"
 
 
 def test_a_learner_with_its_state_in_host_memory_gets_two_gpus_or_says_why_not() -> None:
@@ -303,14 +313,14 @@ def test_no_plan_gives_more_of_a_gpu_than_is_free(wanted: list[tuple[Policy, flo
         return
     given_away = [0.0] * len(gpus)
     for name, placement in placements.items():
-        own, engines = placement.applied(policies[name])
+        own, engines = placement.apply_to_engines(policies[name])
         assert own.engine.gpu_memory_utilization
         for number in range(len(gpus)):
             engine = sum(number in group for group in engines) * own.engine.gpu_memory_utilization
             learner = placement.learner_share if number in placement.learner else 0.0
             given_away[number] += max(engine, learner) if placement.sleep else engine + learner
     for gpu, share in zip(gpus, given_away, strict=True):
-        assert share <= gpu.free / gpu.total + len(wanted) * 10.0**-DIGITS
+        assert share <= gpu.free / gpu.total + len(wanted) * 10.0**-SHARE_DIGITS
 
 
 SAID = "0, GPU-a, 143771, 143000\n1, GPU-b, 143771, 99\n"
@@ -351,7 +361,7 @@ def context_of(
     own: Policy, size: float, gpus: list[Gpu], *, made_for: int | None, host_cache: int = 1 << 40
 ) -> tuple[int, str]:
     made = msgspec.structs.replace(model(size), max_length=made_for)
-    found = contexts({"main": own}, {"main": made}, gpus, host_cache=host_cache)["main"]
+    found = choose_context_limits({"main": own}, {"main": made}, gpus, host_cache=host_cache)["main"]
     return found.tokens, found.reason
 
 
@@ -361,7 +371,7 @@ def context_of(
         (policy(), 1.7, [H200], 40960, 16384, "as many as the learner computes in one pass"),
         (policy(), 4, [H200], 262144, 16384, "the model was made for 262,144"),
         (policy(), 1.7, [H200], 8192, 8192, "all that the model was made for"),
-        (policy(), 1.7, [H200], None, LEAST_CONTEXT, "its config does not say"),
+        (policy(), 1.7, [H200], None, MIN_CONTEXT, "its config does not say"),
         (policy(trained=False), 1.7, [H200], 40960, 40960, "all that the model was made for"),
         (policy(), 5.5, [H200], 40960, 5120, "GPU memory has room for 8 such calls beside the learner"),
         (policy(trained=False), 1.7, [BUSY], 262144, 54272, "GPU memory has room for 8 such calls"),
@@ -383,7 +393,7 @@ def test_without_a_gpu_the_longest_call_fits_the_cache_in_host_memory() -> None:
 
 def test_a_context_that_was_chosen_stays() -> None:
     chosen = policy(engine=EngineSettings(max_model_len=30000))
-    assert contexts({"main": chosen}, {"main": model(1.7)}, [H200], host_cache=GIB) == {}
+    assert choose_context_limits({"main": chosen}, {"main": model(1.7)}, [H200], host_cache=GIB) == {}
 
 
 @settings(deadline=None)
@@ -402,8 +412,8 @@ def test_longer_calls_never_cost_a_policy_its_place(
         before = place_all(short, models, gpus)
     except ConfigError:
         return
-    found = contexts(short, models, gpus, host_cache=GIB)
-    after = place_all({n: found[n].applied(own) if n in found else own for n, own in short.items()}, models, gpus)
+    found = choose_context_limits(short, models, gpus, host_cache=GIB)
+    after = place_all({n: found[n].apply_to(own) if n in found else own for n, own in short.items()}, models, gpus)
     assert [(p.kind, p.learner, p.engines, p.sleep, p.sharding) for p in after.values()] == [
         (p.kind, p.learner, p.engines, p.sleep, p.sharding) for p in before.values()
     ]

@@ -22,7 +22,7 @@ from swarmq.learner.store.batch_log import BatchLog
 from swarmq.messages import Change, Control, Event
 from swarmq.testing import MemoryBroker
 from swarmq.up.deployment import Deployment, keep_learners
-from swarmq.up.shutdown import drain_s, farewell, stop
+from swarmq.up.shutdown import describe_stopped_run, drain_s, stop_daemon
 from swarmq.up.supervision import Daemon
 from unit.learner.test_batch_log import OURS, batch, drops
 from unit.up.test_placement import QWEN
@@ -56,7 +56,7 @@ async def stopped(folder: Path, name: str, program: str, *, grace_s: float) -> l
     runs = asyncio.get_running_loop().run_in_executor(None, first_line, daemon.log_path)
     await daemon.start()
     await runs
-    await stop(daemon, grace_s, told.append)
+    await stop_daemon(daemon, grace_s, told.append)
     return told
 
 
@@ -84,18 +84,18 @@ async def test_parts_other_than_learners_are_stopped_without_a_word(tmp_path: Pa
 def test_who_stops_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     names = ("planner", "executor")
     job = SwarmJob(run="r", folder=str(tmp_path), policies={name: Policy(model="m") for name in names})
-    assert farewell(job) == "stopped", "before there is a folder there is nothing to go on with"
+    assert describe_stopped_run(job) == "stopped", "before there is a folder there is nothing to go on with"
     job.run_folder.path.mkdir()
     job.run_folder.job.write_text(job.to_toml())
     again = f"stopped. `swarmq up {job.run_folder.job}` goes on"
-    assert farewell(job) == again
+    assert describe_stopped_run(job) == again
     log = BatchLog(job.run_folder.batch_log("planner"), OURS)
     for record in (batch(1), batch(2), drops(3, 3)):
         log.append(record)
     log.close()
-    assert farewell(job) == f"{again} after steps 2 (planner), 0 (executor)"
+    assert describe_stopped_run(job) == f"{again} after steps 2 (planner), 0 (executor)"
     alone = SwarmJob(run="r", folder=str(tmp_path), policies={"planner": Policy(model="m")})
-    assert farewell(alone) == f"{again} after step 2"
+    assert describe_stopped_run(alone) == f"{again} after step 2"
 
 
 LAST = "policies.main.train.max_steps"
@@ -120,7 +120,7 @@ def ended_at_two(folder: Path, *changes: Change, **train: int) -> SwarmJob:
 def test_a_run_that_was_stopped_is_said_to_train_on_once_it_is_resumed(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=1, base=0))
     folder = job.run_folder
-    assert farewell(job) == (
+    assert describe_stopped_run(job) == (
         f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2: while the run is "
         f"up, `swarmq resume {folder.path}` lets it train on"
     )
@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_is_said_to_train_on_once_it_is_resumed(tmp_path:
 def test_a_run_that_has_reached_its_files_last_step_is_said_to_train_on_once_that_is_set(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, max_steps=2)
     folder = job.run_folder
-    assert farewell(job) == (
+    assert describe_stopped_run(job) == (
         f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2: while the run is "
         f"up, `swarmq set {folder.path} {LAST}=0` lets it train on"
     )
@@ -137,13 +137,13 @@ def test_a_run_that_has_reached_its_files_last_step_is_said_to_train_on_once_tha
 
 def test_a_run_whose_last_step_is_ahead_goes_on(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=3, base=0))
-    assert farewell(job) == f"stopped. `swarmq up {job.run_folder.job}` goes on after step 2"
+    assert describe_stopped_run(job) == f"stopped. `swarmq up {job.run_folder.job}` goes on after step 2"
 
 
 def test_of_two_policies_only_the_one_with_steps_to_go_is_said_to_go_on(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=2, base=0))
     both = msgspec.structs.replace(job, policies={**job.policies, "judge": Policy(model="m")})
-    assert farewell(both) == (
+    assert describe_stopped_run(both) == (
         f"stopped. `swarmq up {job.run_folder.job}` goes on after step 0 (judge). main has made its last step, 2: while "
         f"the run is up, `swarmq resume {job.run_folder.path}` lets it train on"
     )

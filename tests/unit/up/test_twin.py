@@ -7,17 +7,17 @@ import pytest
 from swarmq.broker import topology
 from swarmq.errors import SwarmqError
 from swarmq.testing import MemoryBroker
-from swarmq.up.deployment import refuse_twin
+from swarmq.up.deployment import check_run_is_down
 
 
 async def test_a_second_run_of_one_name_is_refused_while_the_first_is_up():
     broker, told = MemoryBroker(), list[str]()
-    await refuse_twin(broker, "r", report=told.append)
+    await check_run_is_down(broker, "r", report=told.append)
     await broker.declare("r", policies=["main"], kinds=["default"])
-    await refuse_twin(broker, "r", report=told.append)
+    await check_run_is_down(broker, "r", report=told.append)
     async with broker.consume(topology.inbox("r"), prefetch=1):
         with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
-            await refuse_twin(broker, "r", report=told.append)
+            await check_run_is_down(broker, "r", report=told.append)
     assert told == []
 
 
@@ -26,8 +26,8 @@ async def test_a_reader_that_died_with_a_private_broker_is_waited_for_visibly_an
     await broker.declare("r", policies=["main"], kinds=["default"])
     async with broker.consume(topology.inbox("r"), prefetch=1):
         with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
-            await refuse_twin(broker, "r", forget_s=0.05, report=told.append, look_s=0.01)
-        waiting = asyncio.create_task(refuse_twin(broker, "r", forget_s=600, report=told.append, look_s=0.01))
+            await check_run_is_down(broker, "r", forget_s=0.05, report=told.append, look_s=0.01)
+        waiting = asyncio.create_task(check_run_is_down(broker, "r", forget_s=600, report=told.append, look_s=0.01))
         while len(told) < 2:  # noqa: ASYNC110 - a list tells nobody
             await asyncio.sleep(0.01)
         assert not waiting.done()

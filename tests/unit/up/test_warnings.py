@@ -4,7 +4,7 @@ import pytest
 
 from swarmq.config import EngineSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.engine.server.model_check import Model
-from swarmq.up.job_checks import planned, untrainable_calls, without_effect
+from swarmq.up.job_checks import find_ineffective_settings, find_untrainable_requests, plan_run
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_calls_too_long_to_be_trained_are_warned_of_by_both_settings(
     train = Train(micro_batch_tokens=computed)
     solver = Policy(model="m", engine=EngineSettings(max_model_len=served), train=train, trained=trained)
     job = SwarmJob(run="r", policies={"solver": solver, "main": Policy(model="m")})
-    told = list(untrainable_calls(job, {"solver": model}))
+    told = list(find_untrainable_requests(job, {"solver": model}))
     assert len(told) == warned
     for setting in ("policies.solver.engine.max_model_len", "policies.solver.train.micro_batch_tokens"):
         assert all(setting in line for line in told)
@@ -34,7 +34,7 @@ def told_of(**settings: object) -> list[str]:
     """Of a policy of this host, which has no GPU."""
     job = SwarmJob(run="r", policies={"solver": Policy(model="m", **settings)})
     model = Model(name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=1024)
-    return list(without_effect(job, {"solver": model}, {}))
+    return list(find_ineffective_settings(job, {"solver": model}, {}))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_a_served_teacher_that_does_not_answer_is_named() -> None:
     train = Train(loss=Loss(name="distill"), teacher="http://127.0.0.1:9/v1")
     policy = Policy(model="m", engine=EngineSettings(urls=("http://127.0.0.1:9",)), train=train)
     lines: list[str] = []
-    planned(SwarmJob(run="r", policies={"main": policy}), lines.append)
+    plan_run(SwarmJob(run="r", policies={"main": policy}), lines.append)
     (line,) = lines
     assert line.startswith("warning: policies.main.train.teacher: the one at http://127.0.0.1:9/v1 does not answer (")

@@ -24,7 +24,7 @@ from aio_pika.exceptions import PublishError
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER
-from swarmq.broker.publisher import send
+from swarmq.broker.publisher import send_once
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import decode
@@ -52,7 +52,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """The invited client's user, `<run>.<client>`, as RabbitMQ has verified it; empty: a process of the run itself."""
 
 
-class Requeued(msgspec.Struct, frozen=True, kw_only=True):
+class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a requeue."""
 
     sent: int
@@ -60,20 +60,20 @@ class Requeued(msgspec.Struct, frozen=True, kw_only=True):
     """id -> why it stays dead."""
 
 
-async def find(url: str, wanted: str) -> DeadLetter:
+async def find_letter(url: str, wanted: str) -> DeadLetter:
     """The dead letter of this id. Raises BrokerError when there is none."""
-    found = {letter.id: letter for letter in await letters(url)}
-    _check([wanted], found)
+    found = {letter.id: letter for letter in await list_letters(url)}
+    _require_ids([wanted], found)
     return found[wanted]
 
 
-async def letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]:
+async def list_letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]:
     """The oldest dead letters. Raises UnroutableError on a broker where no run was ever started."""
     async with open_session(url, name=CONNECTION) as session:
-        return [letter async for letter, _ in _read(session, limit=limit)]
+        return [letter async for letter, _ in _read_letters(session, limit=limit)]
 
 
-def show(letter: DeadLetter) -> str:
+def format_letter(letter: DeadLetter) -> str:
     """The letter as text: its record as JSON, or the beginning of its bytes when it is none."""
     try:
         record = msgspec.msgpack.decode(letter.body)
@@ -84,14 +84,16 @@ def show(letter: DeadLetter) -> str:
     return "\n".join([*(f"{name}: {value}" for name, value in head.items()), content])
 
 
-async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
+async def requeue_letters(url: str, ids: Collection[str] | None = None) -> RequeueResult:
     """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here.
 
     Those of an invited client go back as its own, and are checked as at their first arrival. Raises BrokerError for an id that no letter has; nothing was sent then."""
     sent, left = 0, {}
     async with open_session(url, name=CONNECTION) as session:
-        chosen = [(letter, message) async for letter, message in _read(session) if ids is None or letter.id in ids]
-        _check(ids or (), [letter.id for letter, _ in chosen])
+        chosen = [
+            (letter, message) async for letter, message in _read_letters(session) if ids is None or letter.id in ids
+        ]
+        _require_ids(ids or (), [letter.id for letter, _ in chosen])
         for letter, message in chosen:
             reason = await _send_back(session, letter)
             if reason is None:
@@ -99,10 +101,10 @@ async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
                 sent += 1
             else:
                 left[letter.id] = reason
-    return Requeued(sent=sent, left=left)
+    return RequeueResult(sent=sent, left=left)
 
 
-async def purge(url: str, ids: Collection[str] | None = None) -> int:
+async def purge_letters(url: str, ids: Collection[str] | None = None) -> int:
     """Forget letters for good; None means all. Returns how many. Raises BrokerError for an id that no letter has; then none is
     forgotten."""
     async with open_session(url, name=CONNECTION) as session:
@@ -110,19 +112,19 @@ async def purge(url: str, ids: Collection[str] | None = None) -> int:
             queue = await session.channel.get_queue(topology.DEAD, ensure=False)
             answer = await session.call(queue.purge())
             return int(answer.message_count or 0)
-        chosen = [(letter.id, message) async for letter, message in _read(session) if letter.id in ids]
-        _check(ids, [name for name, _ in chosen])
+        chosen = [(letter.id, message) async for letter, message in _read_letters(session) if letter.id in ids]
+        _require_ids(ids, [name for name, _ in chosen])
         for _, message in chosen:
             await session.call(message.ack())
         return len(chosen)
 
 
-def _check(ids: Collection[str], found: Container[str]) -> None:
+def _require_ids(ids: Collection[str], found: Container[str]) -> None:
     if missing := [one for one in ids if one not in found]:
         raise BrokerError(f"no dead letter has the id {missing[0]!r}: `swarmq dead list` shows them")
 
 
-async def _read(
+async def _read_letters(
     session: Session, *, limit: int | None = None
 ) -> AsyncIterator[tuple[DeadLetter, AbstractIncomingMessage]]:
     queue = await session.channel.get_queue(topology.DEAD, ensure=False)
@@ -132,21 +134,21 @@ async def _read(
         if message is None:
             return
         count += 1
-        yield _letter(message), message
+        yield _parse_letter(message), message
 
 
-def _letter(message: AbstractIncomingMessage) -> DeadLetter:
+def _parse_letter(message: AbstractIncomingMessage) -> DeadLetter:
     headers, key = message.headers, message.routing_key or ""
     queue, sender = str(headers.get(QUEUE_HEADER, "")), str(headers.get(SENDER_HEADER, ""))
     reason = str(headers.get(REASON_HEADER, "no reason given"))
     if message.exchange == topology.DEAD:
         deaths: Any = headers.get("x-death")
         death = deaths[0] if deaths else {}  # RabbitMQ puts its newest in front
-        queue, reason = str(death.get("queue", "")), _death(str(death.get("reason", "")), message.body)
+        queue, reason = str(death.get("queue", "")), _describe_death(str(death.get("reason", "")), message.body)
         if key != queue:  # it was not published to its queue by name, as operators do
-            sender = topology.sender_of(key)
+            sender = topology.parse_sender(key)
     elif message.exchange == topology.CLIENTS:
-        sender = topology.sender_of(key)
+        sender = topology.parse_sender(key)
         reason = f"parked by {sender}, who says: {reason}"
     return DeadLetter(
         id=message.message_id or "",
@@ -160,7 +162,7 @@ def _letter(message: AbstractIncomingMessage) -> DeadLetter:
     )
 
 
-def _death(reason: str, body: bytes) -> str:
+def _describe_death(reason: str, body: bytes) -> str:
     if reason == "delivery_limit":
         return f"delivered more than {topology.DELIVERY_LIMIT} times without an acknowledgement"
     if reason != "rejected":
@@ -174,12 +176,12 @@ def _death(reason: str, body: bytes) -> str:
 
 async def _send_back(session: Session, letter: DeadLetter) -> str | None:
     """None when it is confirmed in its queue, else why not."""
-    queue = topology.reach_of_client(letter.sender, letter.queue) if letter.sender else letter.queue
+    queue = topology.client_destination(letter.sender, letter.queue) if letter.sender else letter.queue
     if not queue:
         return f"client {letter.sender} may not send to {letter.queue!r}" if letter.sender else "its queue is unknown"
     headers = {KEY_HEADER: letter.key} | ({SENDER_HEADER: letter.sender} if letter.sender else {})
     try:
-        await session.call(send(session.channel, queue, letter.body, kind=letter.kind, headers=headers))
+        await session.call(send_once(session.channel, queue, letter.body, kind=letter.kind, headers=headers))
     except PublishError:
         return f"queue {queue} does not exist"
     return None

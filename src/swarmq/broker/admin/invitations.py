@@ -10,8 +10,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import msgspec
 
 from swarmq import keys
-from swarmq.broker.admin.users import MAX_CHANNELS, MAX_CONNECTIONS, Management
-from swarmq.broker.error_mapping import address
+from swarmq.broker.admin.users import MAX_CHANNELS, MAX_CONNECTIONS, ManagementApi
+from swarmq.broker.error_mapping import redact_url
 from swarmq.config import RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import ConfigError
 from swarmq.keys import Invite
@@ -22,7 +22,7 @@ HOST_CLIENT = "local"
 """Name of the client whose invite lies in the run folder."""
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
+class ClientAddresses(msgspec.Struct, frozen=True, kw_only=True):
     """How a client gets to the run, where that is not how its own host does."""
 
     amqp: str | None = None
@@ -35,7 +35,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """Through the proxy alone: no RabbitMQ user."""
 
 
-def host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None = None) -> Invite:
+def make_host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None = None) -> Invite:
     """The host's own, with an operator's rights on the broker. `job` is resolved; `base_urls` are its proxies'."""
     assert job.broker.url
     return Invite(
@@ -65,7 +65,7 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
         raise ConfigError("broker.url: say which RabbitMQ the parts of this run use, there or in $SWARMQ_AMQP_URL")
     if proxy is None and not job.proxy.port:
         raise ConfigError("--proxy: say where clients find the proxy, or set proxy.port and proxy.host to where it is")
-    address(url)  # which says what is wrong with it
+    redact_url(url)  # which says what is wrong with it
     _check_url("--amqp", amqp or "", ("amqp", "amqps"))
     _check_url("--proxy", proxy or "", ("http", "https"))
     make_folder(folder.path)
@@ -73,7 +73,7 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
         job, folder=str(Path(job.folder).resolve()), broker=msgspec.structs.replace(job.broker, url=url)
     )
     ports = range(job.proxy.port, job.proxy.port + job.proxy.count)
-    invite = host_invite(resolved, (proxy,) if proxy else tuple(map(job.proxy.url, ports)), amqp=amqp)
+    invite = make_host_invite(resolved, (proxy,) if proxy else tuple(map(job.proxy.url, ports)), amqp=amqp)
     if proxy:
         invite = msgspec.structs.replace(invite, base_urls=())
     write_atomically(folder.resolved, resolved.to_toml().encode())
@@ -85,8 +85,8 @@ def add_client(
     folder: RunFolder,
     host: Invite,
     name: str,
-    management: Management,
-    reach: Reach,
+    management: ManagementApi,
+    reach: ClientAddresses,
     *,
     max_connections: int = MAX_CONNECTIONS,
     max_channels: int = MAX_CHANNELS,
@@ -117,7 +117,7 @@ def add_client(
     )
 
 
-def remove_client(folder: RunFolder, name: str, management: Management) -> None:
+def remove_client(folder: RunFolder, name: str, management: ManagementApi) -> None:
     """From now on its keys are refused and its connections closed; what it ended before stays. Raises ConfigError."""
     with ClientRegistry.open(folder.clients) as members:
         member = members.entries.get(name)
@@ -128,7 +128,7 @@ def remove_client(folder: RunFolder, name: str, management: Management) -> None:
             management.remove(member.broker_user)
 
 
-def renew_clients(folder: RunFolder, management: Management) -> None:
+def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
     """Give clients that were invited by an older version the rights of this one. Raises BrokerError."""
     for member in read_clients(folder.clients).values():
         if member.broker_user and member.removed_at is None:

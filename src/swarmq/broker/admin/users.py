@@ -27,14 +27,14 @@ from swarmq.errors import BrokerError
 
 ANSWER_S = 20.0
 MANAGEMENT_PORT = {"http": 15672, "https": 15671}
-NOBODY_YET = {"password_hash": "", "tags": ""}
+DISABLED_USER = {"password_hash": "", "tags": ""}
 """A new user: nobody can log in before all of its rights and limits stand."""
 MAX_CONNECTIONS = 256
 MAX_CHANNELS = 512
 """A client uses one connection to publish and one for each queue it takes from; an invite may be used on many machines."""
 
 
-class Management(msgspec.Struct, frozen=True, kw_only=True):
+class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
     """The management API of a broker, and the virtual host that is meant. Raises BrokerError with what to do."""
 
     url: str
@@ -44,7 +44,7 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
     ca: bytes = b""
 
     @classmethod
-    def of(cls, amqp_url: str, management_url: str | None = None, *, ca: bytes = b"") -> Management:
+    def of(cls, amqp_url: str, management_url: str | None = None, *, ca: bytes = b"") -> ManagementApi:
         """With the credentials of `management_url`, or else those of `amqp_url`; its usual port unless it is given."""
         amqp = urlsplit(amqp_url)
         api = urlsplit(management_url or f"http://{amqp.hostname}:{MANAGEMENT_PORT['http']}/")
@@ -71,8 +71,8 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
         max_channels: int = MAX_CHANNELS,
     ) -> str:
         """Make the user of a client, with a client's rights and no more; returns its name."""
-        user = topology.user_of(run, client)
-        self._put(f"users/{quote(user)}", NOBODY_YET)
+        user = topology.client_user(run, client)
+        self._put(f"users/{quote(user)}", DISABLED_USER)
         self.grant(user)
         self._put(f"user-limits/{quote(user)}/max-connections", {"value": max_connections})
         self._put(f"user-limits/{quote(user)}/max-channels", {"value": max_channels})
@@ -83,7 +83,7 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
         """Give a client's user a client's rights, and take others that it had."""
         run = user.partition(".")[0]
         self._rights(
-            user, write=_exactly(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
+            user, write=_exact_pattern(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
         )
         own = rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$"
         self._put(
@@ -92,7 +92,7 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
 
     def add_viewer(self, name: str, password: str) -> None:
         """Make a user for the management UI that sees how full queues are, and no message."""
-        self._put(f"users/{quote(name)}", NOBODY_YET)
+        self._put(f"users/{quote(name)}", DISABLED_USER)
         self._rights(name, write="^$", read="^$")
         self._put(f"users/{quote(name)}", {"password": password, "tags": "management"})
 
@@ -146,5 +146,5 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
         return json.loads(text) if text else None
 
 
-def _exactly(name: str) -> str:
+def _exact_pattern(name: str) -> str:
     return f"^{re.escape(name)}$"

@@ -25,7 +25,7 @@ LAST_LINES = 6
 
 DISK_LIMIT_BYTES = 2_000_000_000
 """With less free on its disk, a private node takes no messages."""
-BLOCKED = (
+ALARM_TEXT = (
     "RabbitMQ takes no messages: it is low on memory or disk, and all wait until it is not (one that `swarmq up` starts needs "
     f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"
 )
@@ -47,12 +47,12 @@ vm_memory_high_watermark.absolute = 1500MB
 disk_free_limit.absolute = {disk_limit}
 """
 
-ADVANCED = (
+ADVANCED_CONFIG = (
     f'[{{rabbit, [{{server_properties, [{{<<"{topology.ACK_TIMEOUT_PROPERTY}">>, signedint, {ACK_TIMEOUT_MS}}}]}}]}}].'
 )
 """Tells clients of consumer_timeout, which no RabbitMQ does by itself."""
 
-TLS = """\
+TLS_CONFIG = """\
 listeners.ssl.1 = 0.0.0.0:{port}
 ssl_options.certfile = {certificate}
 ssl_options.keyfile = {key}
@@ -63,7 +63,7 @@ ssl_options.versions.2 = tlsv1.2
 """
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What stays the same when the node is started again, except the last two ports, which only it needs."""
 
     node: str
@@ -104,11 +104,11 @@ def take_lock(folder: Path) -> IO[str]:
     return lock
 
 
-def load_identity(folder: Path, *, port: int) -> Identity:
+def load_identity(folder: Path, *, port: int) -> NodeIdentity:
     """The node's identity, made at the first start; `port` 0 keeps or picks one. Raises BrokerError: port taken."""
     path = folder / "node.json"
     management, dist, epmd, amqp = _distinct_ports(4)
-    fresh = Identity(
+    fresh = NodeIdentity(
         node=f"swarmq-{secrets.token_hex(4)}@localhost",
         user="swarmq",
         password=secrets.token_hex(18),  # which no program takes for an option
@@ -118,7 +118,7 @@ def load_identity(folder: Path, *, port: int) -> Identity:
         epmd_port=epmd,
     )
     try:
-        identity = msgspec.json.decode(path.read_bytes(), type=Identity)
+        identity = msgspec.json.decode(path.read_bytes(), type=NodeIdentity)
     except FileNotFoundError:
         identity = fresh
     except msgspec.MsgspecError as error:
@@ -139,7 +139,7 @@ def load_identity(folder: Path, *, port: int) -> Identity:
     return identity
 
 
-def _recover(folder: Path, fresh: Identity) -> Identity:
+def _recover(folder: Path, fresh: NodeIdentity) -> NodeIdentity:
     """The node's name from its data folder; user, password and ports from the settings of its last start, and where these are damaged,
     too, from `fresh`: `PrivateNode` then sets that password."""
     names = [path.name for path in (folder / "mnesia").glob("swarmq-*@localhost")]
@@ -154,7 +154,7 @@ def _recover(folder: Path, fresh: Identity) -> Identity:
     return msgspec.structs.replace(fresh, node=names[0]) if names else fresh
 
 
-def is_password_new(folder: Path, identity: Identity) -> bool:
+def is_password_new(folder: Path, identity: NodeIdentity) -> bool:
     """Whether the node has data, and its users may have another password than this: its settings, before they are written anew, do
     not have it."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -163,7 +163,7 @@ def is_password_new(folder: Path, identity: Identity) -> bool:
     return any((folder / "mnesia").glob("swarmq-*@localhost"))
 
 
-def tls_listener(settings: BrokerSettings) -> str:
+def render_tls_listener(settings: BrokerSettings) -> str:
     """Lines of rabbitmq.conf that let other machines in by amqps; none where it is not asked for."""
     if not settings.tls_port:
         return ""
@@ -171,18 +171,18 @@ def tls_listener(settings: BrokerSettings) -> str:
     for path in (certificate, key):
         if not path.is_file():
             raise BrokerError(f"broker: the PEM file {path} does not exist")
-    return TLS.format(port=settings.tls_port, certificate=certificate, key=key)
+    return TLS_CONFIG.format(port=settings.tls_port, certificate=certificate, key=key)
 
 
-def read_identity(folder: Path) -> Identity | None:
+def read_identity(folder: Path) -> NodeIdentity | None:
     """Of the node whose folder this is; None where none was ever started."""
     try:
-        return msgspec.json.decode((folder / "node.json").read_bytes(), type=Identity)
+        return msgspec.json.decode((folder / "node.json").read_bytes(), type=NodeIdentity)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def write_files(folder: Path, identity: Identity, *, config: str, advanced: str) -> None:
+def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advanced: str) -> None:
     """Everything the node reads when it starts; its logs of the last start make room for the new ones."""
     home, logs = folder / "home", folder / "log"
     home.mkdir(mode=0o700, exist_ok=True)
@@ -204,7 +204,7 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
     (folder / "env.conf").write_text("")
 
 
-def environment(folder: Path, identity: Identity, erlang_bin: Path) -> dict[str, str]:
+def build_environment(folder: Path, identity: NodeIdentity, erlang_bin: Path) -> dict[str, str]:
     """Of the broker, its name server and `rabbitmqctl`: ours, with every RabbitMQ and Erlang variable replaced."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
     return kept | {
@@ -234,7 +234,7 @@ def environment(folder: Path, identity: Identity, erlang_bin: Path) -> dict[str,
     }
 
 
-def last_words(output: str) -> str:
+def extract_startup_error(output: str) -> str:
     """Why a node has ended, from what it wrote: its first errors, not the long report that follows them."""
     before = output.partition("BOOT FAILED")[0].splitlines()
     errors = [found[1].strip() for line in before if (found := re.search(r"\[error\] <\S+> (.*\S)", line))]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.broker.node.container import Container, find_container, start_container
-from swarmq.broker.node.programs import must, run, user_folder
+from swarmq.broker.node.commands import run_checked, run_command, user_folder
+from swarmq.broker.node.container import BrokerContainer, find_container, start_container
 from swarmq.errors import BrokerError, SwarmqError
 
 HOME_VARIABLE = "SWARMQ_RABBITMQ_HOME"
@@ -49,14 +49,14 @@ PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in ERLANG_PARTS))
 POLICY = Path("/usr/sbin/policy-rc.d")
 """Debian asks this script whether a package may start its service; 101 means no."""
 
-OTHER_WAYS = (
+INSTALL_HINT = (
     "get RabbitMQ 3.10 or newer in one of these ways: `sudo apt-get install --no-install-recommends rabbitmq-server`; "
     "`brew install rabbitmq`; `docker compose up -d rabbitmq` with this project's docker-compose.yml and "
     "SWARMQ_AMQP_URL set to it; or set SWARMQ_AMQP_URL to one that runs elsewhere"
 )
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class RabbitmqInstall(msgspec.Struct, frozen=True, kw_only=True):
     """Where the server's scripts and its Erlang are."""
 
     home: Path
@@ -70,24 +70,24 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.home)
 
 
-def find_server() -> Server | None:
+def find_server() -> RabbitmqInstall | None:
     """The first usable server in the order above. Raises BrokerError when $SWARMQ_RABBITMQ_HOME holds none."""
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
-        server = _server_at(Path(chosen))
+        server = _inspect_home(Path(chosen))
         if server is None:
             raise BrokerError(f"{HOME_VARIABLE}={chosen} has no sbin/rabbitmq-server, or `erl` is missing: correct it")
         return server
-    return next((server for home in _homes() if (server := _server_at(home)) is not None), None)
+    return next((server for home in _candidate_homes() if (server := _inspect_home(home)) is not None), None)
 
 
-def install(report: Callable[[str], None]) -> Server | Container:
+def install(report: Callable[[str], None]) -> RabbitmqInstall | BrokerContainer:
     """What was found, or was just installed. Raises BrokerError that names what failed and the other ways."""
     if (found := find_server() or find_container()) is not None:
         report(f"RabbitMQ is at {found.place}")
         return found
     failures: list[str] = []
-    for get in _ways():
+    for get in _applicable_installers():
         try:
             get(report)
         except BrokerError as error:
@@ -99,10 +99,10 @@ def install(report: Callable[[str], None]) -> Server | Container:
             return found
         failures.append("what was installed holds no usable server")
     why = "; ".join(failures) or "no RabbitMQ here, and neither apt-get nor brew nor docker to get it"
-    raise BrokerError(f"{why}: {OTHER_WAYS}")
+    raise BrokerError(f"{why}: {INSTALL_HINT}")
 
 
-def _ways() -> Iterator[Callable[[Callable[[str], None]], None]]:
+def _applicable_installers() -> Iterator[Callable[[Callable[[str], None]], None]]:
     """How this machine could get a server, the best first: all but a container can be nodes of our own."""
     if shutil.which("apt-get") and shutil.which("dpkg"):
         yield _install_as_root if os.geteuid() == 0 else _install_for_user
@@ -112,32 +112,32 @@ def _ways() -> Iterator[Callable[[Callable[[str], None]], None]]:
         yield start_container
 
 
-def _homes() -> Iterator[Path]:
-    yield from _package_homes(SYSTEM_ROOT)
+def _candidate_homes() -> Iterator[Path]:
+    yield from _find_package_homes(SYSTEM_ROOT)
     for prefix in BREW_PREFIXES:
         yield prefix / "opt" / "rabbitmq"
-    yield from _package_homes(user_folder())
+    yield from _find_package_homes(user_folder())
 
 
-def _package_homes(root: Path) -> list[Path]:
+def _find_package_homes(root: Path) -> list[Path]:
     """Where Debian's package puts the server under `root`, newest first."""
     homes = (root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*")
     return sorted(homes, key=lambda home: [int(part) for part in re.findall(r"\d+", home.name)], reverse=True)
 
 
-def _server_at(home: Path) -> Server | None:
+def _inspect_home(home: Path) -> RabbitmqInstall | None:
     if not (home / "sbin" / "rabbitmq-server").is_file():
         return None
-    erlang_bin = _packed_erlang(home) or _brewed_erlang(home)
+    erlang_bin = _find_packaged_erlang(home) or _find_homebrew_erlang(home)
     if erlang_bin is None and (found := shutil.which("erl")):
         erlang_bin = Path(found).parent
     if erlang_bin is None:
         return None
-    epmd = _epmd(erlang_bin)
-    return None if epmd is None else Server(home=home, erlang_bin=erlang_bin, epmd=epmd)
+    epmd = _find_epmd(erlang_bin)
+    return None if epmd is None else RabbitmqInstall(home=home, erlang_bin=erlang_bin, epmd=epmd)
 
 
-def _packed_erlang(home: Path) -> Path | None:
+def _find_packaged_erlang(home: Path) -> Path | None:
     """The Erlang of the same packages, where `home` is `<root>/usr/lib/rabbitmq/lib/rabbitmq_server-*`."""
     if home.parts[-5:-1] != ("usr", "lib", "rabbitmq", "lib"):
         return None
@@ -145,13 +145,13 @@ def _packed_erlang(home: Path) -> Path | None:
     return erlang_bin if (erlang_bin / "erl").is_file() else None
 
 
-def _brewed_erlang(home: Path) -> Path | None:
+def _find_homebrew_erlang(home: Path) -> Path | None:
     """Homebrew's, where `home` is `<prefix>/opt/rabbitmq`: it need not be in PATH."""
     erlang_bin = home.parents[1] / "opt/erlang/bin"
     return erlang_bin if home.parent.name == "opt" and (erlang_bin / "erl").is_file() else None
 
 
-def _epmd(erlang_bin: Path) -> Path | None:
+def _find_epmd(erlang_bin: Path) -> Path | None:
     beside = erlang_bin / "epmd"
     if beside.is_file():
         return beside
@@ -169,12 +169,12 @@ def _install_as_root(report: Callable[[str], None]) -> None:
         POLICY.chmod(0o755)
     try:
         command = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
-        if not run(command).ok:
+        if not run_command(command).ok:
             report("refreshing the package lists")
-            must(["apt-get", "update"])
-            must(command)
+            run_checked(["apt-get", "update"])
+            run_checked(command)
         if shutil.which("systemctl"):
-            run(["systemctl", "disable", "rabbitmq-server"])
+            run_command(["systemctl", "disable", "rabbitmq-server"])
     finally:
         if ours:
             POLICY.unlink(missing_ok=True)
@@ -192,13 +192,13 @@ def _install_for_user(report: Callable[[str], None]) -> None:
     _download(downloads, report)
     report(f"unpacking into {folder}")
     for package in sorted(downloads.glob("*.deb")):
-        must(["dpkg", "-x", str(package), str(root)])
+        run_checked(["dpkg", "-x", str(package), str(root)])
     starter = root / "usr/lib/erlang/bin/erl"
     starter.write_text(starter.read_text().replace("/usr/lib/erlang", str(folder / "usr/lib/erlang")))
     shutil.rmtree(folder, ignore_errors=True)
     root.rename(folder)
     shutil.rmtree(building)
-    answer = run([str(folder / "usr/lib/erlang/bin/erl"), "-noshell", "-eval", "crypto:start(), halt(0)."])
+    answer = run_command([str(folder / "usr/lib/erlang/bin/erl"), "-noshell", "-eval", "crypto:start(), halt(0)."])
     if not answer.ok:
         shutil.rmtree(folder)
         raise BrokerError(f"Erlang does not start here ({answer.tail})")
@@ -206,20 +206,20 @@ def _install_for_user(report: Callable[[str], None]) -> None:
 
 def _install_with_brew(report: Callable[[str], None]) -> None:
     report("installing rabbitmq with brew (its service stays off)")
-    must(["brew", "install", "rabbitmq"])
+    run_checked(["brew", "install", "rabbitmq"])
 
 
 def _download(folder: Path, report: Callable[[str], None]) -> None:
     download = ["apt-get", "download", *PACKAGES]
-    if run(download, cwd=folder).ok:
+    if run_command(download, cwd=folder).ok:
         return
     report("the system's package lists are missing or old: fetching our own")
     lists = folder.parent / "apt"
     (lists / "lists" / "partial").mkdir(parents=True)
     (lists / "cache" / "archives" / "partial").mkdir(parents=True)
     ours = [f"-oDir::State::lists={lists / 'lists'}", f"-oDir::Cache={lists / 'cache'}"]
-    must(["apt-get", *ours, "update"], cwd=folder)
-    must(["apt-get", *ours, "download", *PACKAGES], cwd=folder)
+    run_checked(["apt-get", *ours, "update"], cwd=folder)
+    run_checked(["apt-get", *ours, "download", *PACKAGES], cwd=folder)
 
 
 def main() -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 
-LOOK_S = 5.0
+TIMEOUT_S = 5.0
 PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 
-async def connects(host: str, port: int) -> bool:
+async def can_connect(host: str, port: int) -> bool:
     try:
         _, writer = await asyncio.open_connection(host, port)
     except OSError:
@@ -18,10 +18,10 @@ async def connects(host: str, port: int) -> bool:
     return True
 
 
-async def turns_away(host: str, port: int) -> bool:
+async def refuses_connections(host: str, port: int) -> bool:
     """Whether a connection is refused, or ended at its first word. A server that is merely slow does neither."""
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 writer.write(PROTOCOL_HEADER)
@@ -34,12 +34,12 @@ async def turns_away(host: str, port: int) -> bool:
         return True
 
 
-async def speaks_amqp(host: str, port: int) -> bool:
+async def is_amqp_ready(host: str, port: int) -> bool:
     """Whether a METHOD frame answers the protocol header: the broker is ready for clients."""
     return await _ask(host, port, PROTOCOL_HEADER, 1) == b"\x01"
 
 
-async def manages(host: str, port: int, *, user: str, password: str) -> bool:
+async def accepts_management_login(host: str, port: int, *, user: str, password: str) -> bool:
     """Whether the management API knows this user."""
     login = base64.b64encode(f"{user}:{password}".encode()).decode()
     request = f"GET /api/whoami HTTP/1.0\r\nAuthorization: Basic {login}\r\n\r\n"
@@ -53,7 +53,7 @@ async def _ask(host: str, port: int, request: bytes, answer_bytes: int) -> bytes
         return b""
     try:
         writer.write(request)
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(TIMEOUT_S):
             return await reader.read(answer_bytes)
     except (OSError, TimeoutError):
         return b""

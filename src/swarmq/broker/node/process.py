@@ -17,17 +17,17 @@ from typing import IO, Any, Self
 
 from swarmq.broker.node import probe
 from swarmq.broker.node.files import (
-    ADVANCED,
+    ADVANCED_CONFIG,
     HOST,
-    Identity,
-    environment,
+    NodeIdentity,
+    build_environment,
+    extract_startup_error,
     is_password_new,
-    last_words,
     load_identity,
     take_lock,
-    write_files,
+    write_node_files,
 )
-from swarmq.broker.node.install import OTHER_WAYS, Server, find_server
+from swarmq.broker.node.install import INSTALL_HINT, RabbitmqInstall, find_server
 from swarmq.errors import BrokerError
 from swarmq.runtime.processes import die_with_parent, stop_group
 
@@ -39,14 +39,14 @@ LOOK_S = 0.1
 class PrivateNode:
     """`async with PrivateNode(folder) as node:` runs a broker at `node.amqp_url`."""
 
-    def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = ADVANCED) -> None:
+    def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = ADVANCED_CONFIG) -> None:
         """`port` 0 picks a free AMQP port once and keeps it. `config` are further lines of rabbitmq.conf."""
         self.folder = folder.absolute()
         self._port = port
         self._config = config
         self._advanced = advanced
-        self._identity: Identity | None = None
-        self._server: Server | None = None
+        self._identity: NodeIdentity | None = None
+        self._server: RabbitmqInstall | None = None
         self._lock: IO[str] | None = None
         self._epmd: asyncio.subprocess.Process | None = None
         self._broker: asyncio.subprocess.Process | None = None
@@ -59,7 +59,7 @@ class PrivateNode:
         await self.stop()
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> NodeIdentity:
         if self._identity is None:
             raise BrokerError(f"the private RabbitMQ in {self.folder} has not been started")
         return self._identity
@@ -90,14 +90,14 @@ class PrivateNode:
         self._server = find_server()
         if self._server is None:
             raise BrokerError(
-                f"no RabbitMQ server on this machine: `python -m swarmq.broker.node.install`, or {OTHER_WAYS}"
+                f"no RabbitMQ server on this machine: `python -m swarmq.broker.node.install`, or {INSTALL_HINT}"
             )
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = take_lock(self.folder)
         try:
             self._identity = load_identity(self.folder, port=self._port)
             set_password = is_password_new(self.folder, self._identity)
-            write_files(self.folder, self._identity, config=self._config, advanced=self._advanced)
+            write_node_files(self.folder, self._identity, config=self._config, advanced=self._advanced)
             await self._start_children(self._server, self._identity, set_password=set_password)
         except BaseException:
             await self.stop()
@@ -125,13 +125,13 @@ class PrivateNode:
         assert self._broker is not None
         return await self._broker.wait()
 
-    async def turns_away(self) -> bool:
+    async def refuses_connections(self) -> bool:
         """Whether it serves nobody: its process may outlive what makes it a broker. The management API is asked first, because a
         broker logs every connection that is opened to look."""
         known = self.identity
-        return not await probe.manages(
+        return not await probe.accepts_management_login(
             HOST, known.management_port, user=known.user, password=known.password
-        ) and await probe.turns_away(HOST, known.amqp_port)
+        ) and await probe.refuses_connections(HOST, known.amqp_port)
 
     async def ctl(self, *arguments: str) -> str:
         """Output of `rabbitmqctl`. Raises BrokerError when it fails."""
@@ -139,7 +139,7 @@ class PrivateNode:
         process = await asyncio.create_subprocess_exec(
             self._server.home / "sbin" / "rabbitmqctl",
             *arguments,
-            env=environment(self.folder, self.identity, self._server.erlang_bin),
+            env=build_environment(self.folder, self.identity, self._server.erlang_bin),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -149,42 +149,48 @@ class PrivateNode:
             raise BrokerError(f"`rabbitmqctl {arguments[0]}` failed: {output.strip()[-500:]}")
         return output
 
-    async def _start_children(self, server: Server, identity: Identity, *, set_password: bool) -> None:
+    async def _start_children(self, server: RabbitmqInstall, identity: NodeIdentity, *, set_password: bool) -> None:
         self._epmd = await self._spawn(server, server.epmd)
-        await self._until(lambda: probe.connects(HOST, identity.epmd_port), self._epmd)
+        await self._wait_until(lambda: probe.can_connect(HOST, identity.epmd_port), self._epmd)
         self._broker = await self._spawn(server, server.home / "sbin" / "rabbitmq-server")
-        await self._until(lambda: probe.speaks_amqp(HOST, identity.amqp_port), self._broker)
+        await self._wait_until(lambda: probe.is_amqp_ready(HOST, identity.amqp_port), self._broker)
         if set_password:
             await self.ctl("change_password", identity.user, identity.password)
         ui = identity.management_port
-        await self._until(lambda: probe.manages(HOST, ui, user=self.user, password=self.password), self._broker)
+        await self._wait_until(
+            lambda: probe.accepts_management_login(HOST, ui, user=self.user, password=self.password), self._broker
+        )
 
-    async def _spawn(self, server: Server, program: Path) -> asyncio.subprocess.Process:
+    async def _spawn(self, server: RabbitmqInstall, program: Path) -> asyncio.subprocess.Process:
         with self._start_log.open("ab") as output:
             return await asyncio.create_subprocess_exec(
                 program,
                 cwd=self.folder,  # where Erlang drops its dumps
-                env=environment(self.folder, self.identity, server.erlang_bin),
+                env=build_environment(self.folder, self.identity, server.erlang_bin),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 preexec_fn=die_with_parent,
             )
 
-    async def _until(self, is_up: Callable[[], Coroutine[Any, Any, bool]], child: asyncio.subprocess.Process) -> None:
+    async def _wait_until(
+        self, is_up: Callable[[], Coroutine[Any, Any, bool]], child: asyncio.subprocess.Process
+    ) -> None:
         """Look until it is up; a starting server has no way to tell us."""
         try:
             async with asyncio.timeout(START_S):
                 while not await is_up():
                     if child.returncode is not None:
-                        raise BrokerError(f"RabbitMQ has ended while starting: {self._last_words()}")
+                        raise BrokerError(f"RabbitMQ has ended while starting: {self._describe_startup_error()}")
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise BrokerError(f"RabbitMQ is not up after {START_S:g} s: {self._last_words()}") from None
+            raise BrokerError(f"RabbitMQ is not up after {START_S:g} s: {self._describe_startup_error()}") from None
 
     @property
     def _start_log(self) -> Path:
         return self.folder / "log" / "start.log"
 
-    def _last_words(self) -> str:
-        return f"{last_words(self._start_log.read_text(errors='replace'))} (more in {self._start_log.parent})"
+    def _describe_startup_error(self) -> str:
+        return (
+            f"{extract_startup_error(self._start_log.read_text(errors='replace'))} (more in {self._start_log.parent})"
+        )

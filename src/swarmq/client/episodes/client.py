@@ -51,10 +51,10 @@ OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Brok
 
 
 def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManager[Broker]:
-    from swarmq.broker.amqp import AmqpBroker, first_wait_s  # noqa: PLC0415 - slow to load, and HTTP needs none
+    from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s  # noqa: PLC0415 - slow to load, and HTTP needs none
 
-    user = topology.user_of(invite.run, invite.client) if invite.invited else ""
-    return AmqpBroker.open(invite.broker_url, name=name, deadline_s=first_wait_s(), user=user)
+    user = topology.client_user(invite.run, invite.client) if invite.invited else ""
+    return AmqpBroker.open(invite.broker_url, name=name, deadline_s=initial_connect_timeout_s(), user=user)
 
 
 class EpisodeOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from swarmq.broker.client_rules import NAME_MARK
+from swarmq.broker.client_rules import NAME_SEPARATOR
 
 
 def client_id(name: str) -> str:
     """Unique per client object: the invite's name, the host, the process and a random tail."""
-    return f"{name}{NAME_MARK}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
+    return f"{name}{NAME_SEPARATOR}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def code_version_of(function: Callable[..., Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from swarmq.broker import Broker, TicketDesk, topology
+from swarmq.broker import Broker, TicketSource, topology
 from swarmq.errors import SwarmqError
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd
@@ -49,7 +49,7 @@ class BrokerTransport:
         self._invite = invite
         self._tasks = tasks
         self._inbox = topology.inbox(invite.run)
-        self._desks: dict[str, TicketDesk] = {}
+        self._desks: dict[str, TicketSource] = {}
         self._proxies: tuple[str, ...] = ()
         self._serving: list[asyncio.Task[None]] = []
 
@@ -86,10 +86,10 @@ class BrokerTransport:
     def base_url_of(self, episode_id: str) -> str:
         return self._invite.base_url_of(episode_id, now=self._proxies)
 
-    def _desk(self, kind: str) -> TicketDesk:
+    def _desk(self, kind: str) -> TicketSource:
         desk = self._desks.get(kind)
         if desk is None:
-            desk = self._desks[kind] = TicketDesk(self._broker, topology.tickets(self._invite.run, kind), kind)
+            desk = self._desks[kind] = TicketSource(self._broker, topology.tickets(self._invite.run, kind), kind)
             self._serving.append(self._tasks.create_task(desk.serve()))
         return desk
 

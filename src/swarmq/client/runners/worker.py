@@ -71,7 +71,7 @@ class Worker:
         self._mode = mode
         queue_of = topology.evals if mode == "eval" else topology.tasks
         self._queue = queue_of(client.invite.run, self._kind)
-        self._again = topology.again(client.invite.run, self._kind) if mode == "train" else None
+        self._again = topology.retries(client.invite.run, self._kind) if mode == "train" else None
         self._options = options = options or RunnerOptions()
         self._held: dict[str, Delivery] = {}
         """Key of a task being attempted -> its newest delivery."""

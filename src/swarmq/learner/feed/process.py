@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import structlog
 
 from swarmq.broker import Broker, Delivery, topology
-from swarmq.broker.amqp import AmqpBroker, first_wait_s
+from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import resolve_amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SetUpError, SwarmqError, UnroutableError
 from swarmq.learner.feed import frames
@@ -76,7 +76,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
     if url is None:
         raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
     name = f"learner {hello.job.run}.{hello.policy}"
-    return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else first_wait_s())
+    return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else initial_connect_timeout_s())
 
 
 def main(open_broker: OpenBroker = open_amqp, *, desk: type[BatchFeeder] | None = None) -> None:

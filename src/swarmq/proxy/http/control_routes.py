@@ -20,7 +20,7 @@ from litestar.response import Response
 from msgspec import Meta
 
 from swarmq import keys
-from swarmq.broker.client_rules import NAME_MARK
+from swarmq.broker.client_rules import NAME_SEPARATOR
 from swarmq.proxy.completions.engine_pool import EngineView
 from swarmq.proxy.completions.engine_pools import Fleet
 from swarmq.proxy.episodes.cache import Episodes, EpisodeView
@@ -255,13 +255,13 @@ def _operator(request: Request[Any, Any, Any]) -> str:
 
 def _client_id(request: Request[Any, Any, Any]) -> str:
     """Of whom an end is; an operator's is marked as such."""
-    return _operator(request) if request.state[BY_CLIENT] else NAME_MARK + _operator(request)
+    return _operator(request) if request.state[BY_CLIENT] else NAME_SEPARATOR + _operator(request)
 
 
 def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
     """A client's token speaks for that client alone."""
     operator = _operator(request)
-    if request.state[BY_CLIENT] and client_id and client_id.partition(NAME_MARK)[0] != operator:
+    if request.state[BY_CLIENT] and client_id and client_id.partition(NAME_SEPARATOR)[0] != operator:
         raise RefusedError(
             f"client_id {client_id!r}: the token is that of client {operator!r}", status=403, code="role_missing"
         )

@@ -19,15 +19,15 @@ import msgspec
 from msgspec import Meta
 
 from swarmq import keys
-from swarmq.broker import Broker, TicketDesk, topology
-from swarmq.broker.client_rules import NAME_MARK, is_foreign
+from swarmq.broker import Broker, TicketSource, topology
+from swarmq.broker.client_rules import NAME_SEPARATOR, is_foreign
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
 from swarmq.outcome import EpisodeRef, Outcome, explain_untrainable, make_finished_end, make_unfinished_end
 from swarmq.proxy.episodes.idempotency import Ended, Entry, Ledger
 from swarmq.proxy.http_errors import RefusedError, foreign_episode
 
-OPERATORS = NAME_MARK + "http"
+OPERATORS = NAME_SEPARATOR + "http"
 """In whose name the keys of episodes are signed that operators begin; no client can have it."""
 MAX_WAIT_S = 120.0
 
@@ -154,7 +154,7 @@ class Control:
         self._inbox = topology.inbox(job.run)
         self._ledger = Ledger()
         self._proxies: tuple[str, ...] = ()
-        self._desks = {kind: TicketDesk(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
+        self._desks = {kind: TicketSource(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:

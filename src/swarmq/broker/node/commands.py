@@ -12,23 +12,25 @@ import msgspec
 from swarmq.errors import BrokerError
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CommandResult(msgspec.Struct, frozen=True):
     ok: bool
     tail: str
     """The end of what it said."""
 
 
-def run(command: Sequence[str], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> Answer:
+def run_command(
+    command: Sequence[str], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+) -> CommandResult:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", **(variables or {})}
     done = subprocess.run(
         command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    return Answer(done.returncode == 0, " / ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
+    return CommandResult(done.returncode == 0, " / ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
 
 
-def must(command: Sequence[str], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
+def run_checked(command: Sequence[str], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
     """Raises BrokerError with the end of what it said."""
-    answer = run(command, cwd=cwd, variables=variables)
+    answer = run_command(command, cwd=cwd, variables=variables)
     if not answer.ok:
         raise BrokerError(f"`{' '.join(command[:3])} ...` failed ({answer.tail})")
 

@@ -28,7 +28,7 @@ RETRY_S = 1.0
 """Between looks for a queue that was there and was deleted: the collector makes it again."""
 
 
-class Grant:
+class TicketGrant:
     """A ticket in the hands of one begin; `used` says whether the broker confirmed that begin."""
 
     def __init__(self, ticket: Ticket) -> None:
@@ -36,14 +36,14 @@ class Grant:
         self.used: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
 
-class TicketDesk:
+class TicketSource:
     """Hands out the tickets of one kind, first come first served. `serve` must run as a task."""
 
     def __init__(self, broker: Broker, queue: str, kind: str) -> None:
         self._broker = broker
         self._queue = queue
         self._kind = kind
-        self._waiting: deque[asyncio.Future[Grant]] = deque()
+        self._waiting: deque[asyncio.Future[TicketGrant]] = deque()
         self._someone = asyncio.Event()
         self.group_size: int | None = None
         """Of the kind, as the newest ticket says."""
@@ -100,8 +100,8 @@ class TicketDesk:
                     await held.ack()
                 held = None
 
-    async def _grant(self, *, first: bool) -> Grant:
-        waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+    async def _grant(self, *, first: bool) -> TicketGrant:
+        waiter: asyncio.Future[TicketGrant] = asyncio.get_running_loop().create_future()
         if first:
             self._waiting.appendleft(waiter)
         else:
@@ -122,17 +122,17 @@ class TicketDesk:
             self._forget(waiter)
             raise
 
-    def _give(self, ticket: Ticket) -> Grant | None:
+    def _give(self, ticket: Ticket) -> TicketGrant | None:
         while self._waiting:
             self.group_size = ticket.group_size or self.group_size
             waiter = self._waiting[0]
             self._forget(waiter)
             if not waiter.done():
-                waiter.set_result(grant := Grant(ticket))
+                waiter.set_result(grant := TicketGrant(ticket))
                 return grant
         return None
 
-    def _forget(self, waiter: asyncio.Future[Grant]) -> None:
+    def _forget(self, waiter: asyncio.Future[TicketGrant]) -> None:
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiter)
         if not self._waiting:
