@@ -22,8 +22,8 @@ import msgspec
 from benchmarks import report
 from swarmq.demo.tokenizer import build_tokenizer
 from swarmq.engine.client.protocol import Delta
-from swarmq.proxy.completions.stream_coalescing import Pace, paced
 from swarmq.proxy.deltas import extend
+from swarmq.proxy.engines.stream_coalescing import CoalescingPace, coalesce
 
 WORDS = "What is the sum of 17 and 25? The sum is 42, and that is that. "
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
@@ -41,7 +41,7 @@ ANSWERS = {
 PROBE_S = 0.025
 
 
-class Eager(Pace):
+class Eager(CoalescingPace):
     """No rest."""
 
     @property
@@ -110,7 +110,7 @@ def main() -> None:
         ids = _answer(tokenizer, begin, end, arguments.tokens)
         parse = Parser(tokenizer, options)
         messages = []
-        for way, pace in (("eager", Eager()), ("paced", Pace())):
+        for way, pace in (("eager", Eager()), ("paced", CoalescingPace())):
             heard = asyncio.run(listen(parse, ids, 1 / arguments.rate, pace))
             gaps = [later - sooner for sooner, later in zip(heard.at, heard.at[1:], strict=False)]
             told = {
@@ -141,12 +141,12 @@ def main() -> None:
     report.save("derender", figures, detail=detail, out=arguments.out)
 
 
-async def listen(parser: Parser, ids: list[int], token_s: float, pace: Pace) -> Heard:
+async def listen(parser: Parser, ids: list[int], token_s: float, pace: CoalescingPace) -> Heard:
     loop, heard, state = asyncio.get_running_loop(), Heard(), None
     began = loop.time()
     async with asyncio.TaskGroup() as tasks:
         probing = tasks.create_task(_probe(parser.thread, heard.waits))
-        async for portion in paced(_sampled(ids, token_s), pace):
+        async for portion in coalesce(_sampled(ids, token_s), pace):
             for delta in portion:
                 with pace.work():
                     gain, state, spent_s = await loop.run_in_executor(

@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 
 from benchmarks import report
+from swarmq.keys import Claims
 from swarmq.messages import Event, Message, Sampling, Timings, Turn, VersionSpan, encode, new_id, pack_ids, unpack_ids
-from swarmq.proxy.completions.recorder import Asked, Recorder, Sampled
-from swarmq.proxy.counters import Meter
+from swarmq.proxy.completions.recorder import Recorder
+from swarmq.proxy.counters import Counters
 from swarmq.proxy.episodes.conversation_graph import Graph, Stitched, history_of
 from swarmq.proxy.episodes.prompt_stitching import stitch
+from swarmq.proxy.requests import ChoiceResult, RequestContext
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 TURNS = (1, 10, 20, 50)
@@ -74,7 +76,7 @@ class Episode:
         self.episode_id = new_id()
         self._rng = np.random.default_rng(0)
         self._graph, self._wire = Graph(), Wire()
-        self._recorder = Recorder(self._wire, Meter(), confirm_timeout_s=1.0)
+        self._recorder = Recorder(self._wire, Counters(), confirm_timeout_s=1.0)
 
     def said(self, role: str, count: int) -> tuple[list[int], dict[str, Any]]:
         """Tokens of a message, and its text."""
@@ -104,25 +106,32 @@ class Episode:
         history, request_id = history_of({"messages": messages}), new_id()
         stitched: Stitched = await stitch(self._graph, history, prompt, ScriptedEngine(), request_id=request_id)
         assert unpack_ids(stitched.prompt).tolist() == prompt
-        asked = Asked(
+        claims = Claims(
             run="benchmark",
+            client="agents-on-gpu-host-3",
             episode_id=self.episode_id,
+            policies=("main",),
+            kind="math",
+            expires_at=0.0,
+        )
+        request = RequestContext(
+            claims=claims,
             policy="main",
-            mode="train",
             request_id=request_id,
+            chat={"messages": messages},
+            stream=False,
             retry=0,
             request_digest="0" * 32,
             agent=agent,
-            client_id="agents-on-gpu-host-3",
-            kind="math",
-            messages=messages,
+            began_at=1.7e9,
+            began=0.0,
             history=history,
             stitched=stitched,
             fresh=stitched.prompt,
             sampling=Sampling(max_tokens=512),
         )
         for index, (tokens, message) in enumerate(answers):
-            answer = Sampled(
+            answer = ChoiceResult(
                 index=index,
                 token_ids=tokens,
                 logprobs=(-np.abs(self._rng.normal(1.0, 0.5, len(tokens)))).tolist(),
@@ -131,7 +140,7 @@ class Episode:
                 message=message,
                 timings=Timings(began_at=1.7e9, first_token_s=0.05, total_s=1.25),
             )
-            await self._recorder.record(asked, answer, self._graph)
+            await self._recorder.record(request, answer, self._graph, kind="math")
             self._measure(self._wire.turns[-1], prompt, [*messages, message])
 
     def _measure(self, turn: Turn, prompt: list[int], messages: list[dict[str, Any]]) -> None:

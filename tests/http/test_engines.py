@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from swarmq.proxy.completions.engine_pool import CROWDED, MOST_TOGETHER, Pool
+from swarmq.proxy.engines.pool import CROWDED, MOST_TOGETHER, EnginePool
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
 
 
 def pool_of(count, **how):
-    return Pool([ScriptedEngine(url=str(i)) for i in range(count)], **how)
+    return EnginePool([ScriptedEngine(url=str(i)) for i in range(count)], **how)
 
 
 def urls(pool, *arguments):
@@ -67,7 +67,7 @@ def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together
 async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_their_agent_wants_otherwise(
     stage, monkeypatch
 ):
-    monkeypatch.setattr("swarmq.proxy.completions.engine_pool.PORTION_S", 1e6)  # quick is what this machine is
+    monkeypatch.setattr("swarmq.proxy.engines.pool.PORTION_S", 1e6)  # quick is what this machine is
     asked = []
     for fields in ({}, {}, {"stream_interval": 2}):
         stage.engine.say("several tokens")
@@ -267,7 +267,7 @@ async def test_calls_wait_while_the_only_engine_that_answers_was_started_again_w
 
 
 async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over(monkeypatch):
-    monkeypatch.setattr("swarmq.proxy.completions.engine_pool.TELL_AFTER_S", 0.0)
+    monkeypatch.setattr("swarmq.proxy.engines.pool.TELL_AFTER_S", 0.0)
     pool = pool_of(1)
     await pool.probe()
     assert pool.news() == ""
@@ -282,7 +282,7 @@ async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over(monkeypa
 
 
 async def test_calls_outlast_an_engine_that_is_away_and_people_hear_of_it(stages, monkeypatch):
-    monkeypatch.setattr("swarmq.proxy.completions.engine_pool.TELL_AFTER_S", 0.0)
+    monkeypatch.setattr("swarmq.proxy.engines.pool.TELL_AFTER_S", 0.0)
     async with stages(engine_wait_s=60.0) as stage, stage.broker.events("r") as events, asyncio.timeout(30):
         stage.engine.down = True
         asking = [asyncio.create_task(stage.ask(HI)), asyncio.create_task(stage.stream(HI))]

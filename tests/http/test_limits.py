@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from swarmq.proxy.completions.limiter import Gate
-from swarmq.proxy.episodes.token_budget import Budget, Reservation
+from swarmq.proxy.completions.limiter import CallLimiter
+from swarmq.proxy.episodes.token_budget import Reservation, TokenBudget
 from swarmq.proxy.http_errors import RefusedError
 
 HI = {"role": "user", "content": "hi"}
@@ -101,7 +101,7 @@ async def test_places_are_given_back_whatever_becomes_of_a_call(stages):
 
 
 async def test_a_gate_lets_in_as_many_as_it_says_in_order_and_forgets_who_gave_up():
-    gate = Gate(max_open=2, max_waiting=3)
+    gate = CallLimiter(max_open=2, max_waiting=3)
     passes = [await gate.enter() for _ in range(2)]
     order = []
 
@@ -128,7 +128,7 @@ async def test_a_gate_lets_in_as_many_as_it_says_in_order_and_forgets_who_gave_u
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_passes_it_on():
-    gate = Gate(max_open=1, max_waiting=2)
+    gate = CallLimiter(max_open=1, max_waiting=2)
     place = await gate.enter()
     first, second = (asyncio.create_task(gate.enter()) for _ in range(2))
     await asyncio.sleep(0)
@@ -199,7 +199,7 @@ async def test_a_kind_limits_the_calls_of_its_episodes(stages):
 
 
 def test_what_a_call_did_not_sample_comes_back():
-    budget = Budget()
+    budget = TokenBudget()
     reserved = Reservation(budget, 2, 5)
     reserved.sampled(3)
     assert (budget.sampled_tokens, budget.reserved_tokens) == (3, 5)

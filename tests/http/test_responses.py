@@ -131,7 +131,7 @@ async def test_a_reference_is_that_item_alone(stage, agent):
 
 
 def test_a_text_around_a_call_is_one_message_again():
-    told = Items(SimpleNamespace(call=SimpleNamespace(request_id="r", chat={}, body={})))
+    told = Items(SimpleNamespace(request=SimpleNamespace(request_id="r", chat={}, body={})))
     conversations = Conversations()
     call = {"index": 0, "id": "c", "function": {"name": "add", "arguments": "{}"}}
     message: dict = {"role": "assistant", "content": ""}

@@ -12,7 +12,7 @@ from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.messages import Message, Turn, decode
-from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
@@ -27,7 +27,7 @@ class Stage(Agent):
     broker: MemoryBroker
     job: SwarmJob
     app: Litestar
-    episodes: Episodes
+    episodes: EpisodeCache
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -80,7 +80,7 @@ async def staged(
         scripted.append(engine(url=url))
         yield scripted[-1]
 
-    episodes = Episodes.of_job(job, number=number)
+    episodes = EpisodeCache.of_job(job, number=number)
     given = {"main": scripted[:], "other": scripted[:]}
     app = create_app(
         job,

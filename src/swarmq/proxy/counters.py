@@ -27,7 +27,7 @@ OFTEN = 0.5
 
 
 @dataclasses.dataclass
-class Meter:
+class Counters:
     alert: float = 1.0
     """Share of lost continuations above which there is a warning; at 1 there is none, about edits neither."""
     window: int = 100

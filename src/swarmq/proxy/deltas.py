@@ -10,7 +10,7 @@ from swarmq.engine.client.protocol import Delta
 Json = dict[str, Any]
 
 
-def merged(deltas: Sequence[Delta]) -> Delta:
+def merge(deltas: Sequence[Delta]) -> Delta:
     """Deltas of one choice that follow each other, as one."""
     last = deltas[-1]
     if len(deltas) == 1:

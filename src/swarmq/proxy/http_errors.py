@@ -76,13 +76,13 @@ def too_long(prompt_tokens: int, most: int, *, wanted: int = 0) -> RefusedError:
     )  # fmt: skip
 
 
-def foreign_episode(episode_id: str) -> RefusedError:
+def foreign_episode_error(episode_id: str) -> RefusedError:
     return RefusedError(
         f"episode {episode_id} was begun by another client: begin one of your own", status=403, code="episode_foreign"
     )
 
 
-def refusal_of(error: Exception) -> Refusal:
+def to_refusal(error: Exception) -> Refusal:
     """An agent's faults are told as they are; of ours only what to do: their details are for the log."""
     match error:
         case RefusedError():

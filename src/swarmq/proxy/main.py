@@ -27,8 +27,8 @@ from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
-from swarmq.proxy.completions.live_sampling import Tuning
-from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.completions.live_sampling import LiveSampling
+from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app, follow
 from swarmq.proxy.http.connection_limits import Door, most_connections
 from swarmq.registries.engines import EngineRegistry
@@ -86,7 +86,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
             for name, policy in job.policies.items()
         }
         root = keys.load_root(job.run_folder.root_secret)
-        tuning, episodes = Tuning(job), Episodes.of_job(job, number=number, url=own_url)
+        tuning, episodes = LiveSampling(job), EpisodeCache.of_job(job, number=number, url=own_url)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         following = tasks.create_task(follow(job.run, broker, [tuning.hear, episodes.hear]))
         stack.callback(following.cancel)
@@ -103,7 +103,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
             watchers=watchers,
         )
         log.info("listening", url=own_url)
-        server = Server(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
+        server = DrainingServer(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
         if join:
             server.visit = visit
             staying = tasks.create_task(_stay(server, visit, ProxyRegistry(job.run_folder.proxies), own_url))
@@ -146,7 +146,7 @@ class Visit:
         return time.monotonic() - self._called_at
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """The first signal drains, the second does not wait; neither is raised again afterwards, so we end with status 0.
     With a visit, the first signal ends that, and drains when it is over."""
 
@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _stay(server: Server, visit: Visit, proxies: ProxyRegistry, url: str) -> None:
+async def _stay(server: DrainingServer, visit: Visit, proxies: ProxyRegistry, url: str) -> None:
     """Be one of the run's proxies until the visit is over, then serve those who have begun here."""
     proxies.add(url)
     log.info("joined", url=url)

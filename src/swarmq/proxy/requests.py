@@ -10,13 +10,14 @@ import msgspec
 
 from swarmq.engine.client.protocol import Delta, Logprob
 from swarmq.keys import Claims
-from swarmq.messages import VersionSpan
+from swarmq.messages import Sampling, Timings, VersionSpan
 from swarmq.proxy.deltas import LeadingBlanks, StopTrim
+from swarmq.proxy.episodes.conversation_graph import EMPTY_HISTORY, EMPTY_PROMPT, History, Stitched
 from swarmq.proxy.http_errors import RefusedError
 
 Json = dict[str, Any]
 
-UNSERVED = {
+UNSUPPORTED = {
     "use_beam_search": "answers are sampled",
     "prompt_logprobs": "nobody asks the engine how likely a prompt is",
     "return_token_ids": "the recorded turn has the tokens",
@@ -30,17 +31,17 @@ IGNORED = (
     *("mm_payload", "return_mm_kwargs"),
 )
 """What makes no other answer, and does not count."""
-OURS = frozenset(
+PROXY_FIELDS = frozenset(
     {
         *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "user", "metadata", "store"),
-        *UNSERVED,
+        *UNSUPPORTED,
         *IGNORED,
     }
 )
 """Fields of a chat request that the proxy answers for itself or keeps from the engine."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that later requests may name instead of sending it again."""
 
     messages: list[Json]
@@ -48,12 +49,12 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Of the conversation through an answer, by the answer's call id and message."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a dialect makes of a request."""
 
     chat: Json
     """As in OpenAI's chat completions."""
-    kept: Kept | None = None
+    conversation: NamedConversation | None = None
     names: Mapping[str, str] = {}
     """Field of `chat` -> what the agent calls it, where that is another name."""
     cuts: bool = False
@@ -62,36 +63,68 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """Types of the tools that only a provider could run."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, whatever its dialect."""
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, whatever its dialect, from its route to its recorded turns.
+
+    The fields of the last part are filled in when an engine was chosen and has begun to answer.
+    """
 
     claims: Claims
     policy: str
     request_id: str
     chat: Json
-    """As in OpenAI's chat completions; a `prompt` goes before its messages."""
+    """The request in the form of OpenAI's chat completions; a `prompt` stands before its messages."""
     body: Json = {}
-    """As it came."""
-    kept: Kept | None = None
+    """The request as it was sent."""
+    conversation: NamedConversation | None = None
+    """The conversation that later requests may name."""
     names: Mapping[str, str] = {}
+    """Field of `chat` -> the agent's name of it, if that differs."""
     cuts: bool = False
+    """Whether evaluation cuts `max_tokens` to the model's room, because agents of the dialect must set it."""
     left_out: tuple[str, ...] = ()
-    """Parameters that nobody knows, and `tools.TYPE` for tools that only a provider could run."""
+    """Unknown parameters, and `tools.TYPE` for tools that only a provider could run."""
     stream: bool
     retry: int
     counts_retries: bool = False
-    """Its library says with every request how often it was sent before."""
+    """Whether the client library counts its retries in every request."""
     observed: bool = False
-    """Its client's process watches whether the answer arrives."""
-    digest: str
+    """Whether the client watches that the answer arrives."""
+    request_digest: str
     agent: str | None
     began_at: float
     """Unix time."""
     began: float
-    """Monotonic."""
+    """Time on the monotonic clock."""
+
+    history: History = EMPTY_HISTORY
+    """The conversation before the answer."""
+    stitched: Stitched = EMPTY_PROMPT
+    """The prompt, and how it continues earlier turns."""
+    fresh: bytes = b""
+    """Packed int32: the prompt tokens of a fresh rendering."""
+    sampling: Sampling = Sampling()
+    """Sampling parameters in effect."""
+    overridden: tuple[str, ...] = ()
+    """Names of parameters that the run overrides."""
+
+    @property
+    def messages(self) -> list[Json]:
+        """Chat messages of the request."""
+        messages: list[Json] = self.chat["messages"]
+        return messages
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices that the request asks for."""
+        return self.chat.get("n") or 1
+
+    def call_id(self, index: int) -> str:
+        """Return the call id of a choice."""
+        return f"{self.request_id}.{index}"
 
 
-class Gained(msgspec.Struct, frozen=True, kw_only=True):
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """More of a choice, as a chat message delta."""
 
     index: int
@@ -100,20 +133,34 @@ class Gained(msgspec.Struct, frozen=True, kw_only=True):
     """Where the agent asks for them."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice is complete and recorded."""
+class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete choice: what is recorded as a turn, and what the dialect answers with."""
 
     index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: tuple[VersionSpan, ...]
     finish_reason: str
-    stop_reason: str | int | None
+    stop_reason: str | int | None = None
     message: Json
-    logprobs: list[Logprob]
-    num_tokens: int
+    timings: Timings
+    entries: Sequence[Logprob] = ()
+    """Log-probabilities for the agent, if it asks for them."""
     num_reasoning_tokens: int = 0
-    """Of the thoughts among them, without what marks them."""
+    """Number of reasoning tokens among `token_ids`, without their markers."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the message lacks a stop string that was sampled."""
+        return isinstance(self.stop_reason, str)
 
 
-class Choice:
+class ChoiceState:
     """What has come of one choice so far."""
 
     def __init__(self, index: int, stops: Sequence[str]) -> None:
@@ -142,20 +189,20 @@ class Choice:
         self.versions = delta.versions
 
 
-def spoken(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
+def strip_end_token(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
     """Without the token that ended the turn, which vLLM's parsers would take for text."""
     ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
     return list(token_ids[:-1] if ended_by_token else token_ids)
 
 
-def check_served(body: Json) -> None:
+def check_supported(body: Json) -> None:
     """Raise RefusedError for what would make another answer than the one that is given."""
-    for name, why in UNSERVED.items():
+    for name, why in UNSUPPORTED.items():
         if body.get(name) is not None and body[name] is not False:
             raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
 
 
-def ignored(body: Json) -> list[str]:
+def list_ignored_parameters(body: Json) -> list[str]:
     """What was asked for and does not count."""
     streamed = body.get("stream_options")
     every = ["continuous_usage_stats"] if isinstance(streamed, dict) and streamed.get("continuous_usage_stats") else []
@@ -163,7 +210,7 @@ def ignored(body: Json) -> list[str]:
     return [name for name in IGNORED if body.get(name)] + every
 
 
-def stops_of(chat: Json) -> tuple[str, ...]:
+def stop_strings(chat: Json) -> tuple[str, ...]:
     """Stop strings that are to be cut off."""
     stop = chat.get("stop") or ()
     return () if chat.get("include_stop_str_in_output") else (stop,) if isinstance(stop, str) else tuple(stop)

@@ -77,7 +77,7 @@ class Effective(msgspec.Struct, frozen=True, kw_only=True):
     """The `max_tokens` that was asked for, where the run's settings allow fewer; else 0."""
 
 
-def effective(
+def resolve_sampling(
     chat: Json,
     rendered: Json,
     *,

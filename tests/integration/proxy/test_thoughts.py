@@ -9,8 +9,8 @@ from support.engine import running_engine
 from support.real_proxy import real_stage
 from swarmq.engine.client.protocol import Answer
 from swarmq.messages import unpack_ids
-from swarmq.proxy.completions.tool_parser_probe import finds_calls
 from swarmq.proxy.deltas import extend
+from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
@@ -62,7 +62,7 @@ async def ask(stage, fields):
 
 
 async def test_parsers_that_find_calls_however_a_stream_is_cut_are_told_from_others(thinking):
-    assert await finds_calls(thinking.engine)
+    assert await finds_tool_calls(thinking.engine)
 
 
 @pytest.mark.parametrize("kind", ANSWERS)

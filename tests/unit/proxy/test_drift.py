@@ -9,7 +9,7 @@ import pytest
 
 from swarmq.config import SwarmJob
 from swarmq.messages import Turn
-from swarmq.proxy.counters import REMEDIES, Meter
+from swarmq.proxy.counters import REMEDIES, Counters
 from swarmq.proxy.episodes.conversation_graph import Reason
 from swarmq.testing.scripted_engine import spelled
 from swarmq.token_drift import EDITED, LOST, Drift
@@ -44,7 +44,7 @@ def test_no_turns_have_no_drift():
 
 @pytest.mark.parametrize("reason", ["drift", "template_rewrote_history", "answer_cut"])
 def test_a_policy_that_loses_its_conversations_is_said_to_once(reason):
-    meter = Meter(alert=0.2, window=10)
+    meter = Counters(alert=0.2, window=10)
     for _ in range(7):
         meter.take(GOOD)
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_a_policy_that_loses_its_conversations_is_said_to_once(reason):
 
 
 def test_the_warning_comes_again_after_it_was_well():
-    meter = Meter(alert=0.2, window=5)
+    meter = Counters(alert=0.2, window=5)
     for expected, taken in ((1, turn(branch="drift")), (0, GOOD), (1, turn(branch="drift"))):
         for _ in range(5):
             meter.take(taken)
@@ -65,27 +65,27 @@ def test_the_warning_comes_again_after_it_was_well():
 
 
 def test_repairs_and_what_agents_edit_are_no_reason_to_warn():
-    meter = Meter(alert=0.05, window=4)
+    meter = Counters(alert=0.05, window=4)
     for taken in (REPAIRED, turn(branch="history_edited"), turn(branch="tools_changed"), REPAIRED):
         meter.take(taken)
     assert meter.alerts() == []
 
 
 def test_an_agent_that_edits_its_history_in_most_turns_is_told_what_avoids_it():
-    meter = Meter(alert=0.05, window=4)
+    meter = Counters(alert=0.05, window=4)
     for taken in (GOOD, *[turn(None, branch="history_edited")] * 3):
         meter.take(taken)
     (line,) = meter.alerts()
     assert "policy main: 75% of the last 4 turns" in line
     assert "what changes (a clock, a step number) in the newest" in line
-    silent = Meter(alert=1.0, window=1)
+    silent = Counters(alert=1.0, window=1)
     silent.take(turn(branch="history_edited"))
     assert silent.alerts() == []
 
 
 @pytest.mark.parametrize("reason", sorted(LOST | EDITED))
 def test_a_warning_names_the_remedy_of_the_most_frequent_reason_and_its_page(reason):
-    meter = Meter(alert=0.01, window=5)
+    meter = Counters(alert=0.01, window=5)
     for taken in (turn(branch="drift" if reason != "drift" else "answer_cut"), *[turn(branch=reason)] * 4):
         meter.take(taken)
     (line,) = meter.alerts()
@@ -108,7 +108,7 @@ def test_a_turn_that_only_begins_like_another_had_none_to_continue():
 
 
 def test_policies_are_watched_apart():
-    meter = Meter(alert=0.5, window=2)
+    meter = Counters(alert=0.5, window=2)
     for _ in range(2):
         meter.take(GOOD)
         meter.take(turn(branch="drift", policy="other"))
@@ -144,7 +144,7 @@ async def test_the_proxy_s_state_and_its_warning_say_how_much_drifted(stages):
 
 
 def test_that_answers_are_cut_is_told_once_for_each_limit_with_the_longest_wish():
-    meter = Meter()
+    meter = Counters()
     for asked in (600, 4000, 700):
         meter.cut("main", asked=asked, limit=512)
     (line,) = meter.alerts()

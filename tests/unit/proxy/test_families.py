@@ -23,15 +23,15 @@ from swarmq.collector.decide.assemble import assemble_rollout, decide_received
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, decode, unpack_ids
-from swarmq.proxy.completions.engine_pool import Pool
-from swarmq.proxy.completions.limiter import Gate
-from swarmq.proxy.completions.live_sampling import Tuning
+from swarmq.proxy.completions.limiter import CallLimiter
+from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.completions.pipeline import Completions
 from swarmq.proxy.completions.recorder import Recorder
-from swarmq.proxy.counters import Meter
-from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.counters import Counters
+from swarmq.proxy.engines.pool import EnginePool
+from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.episodes.conversation_graph import digest
-from swarmq.proxy.requests import Call
+from swarmq.proxy.requests import RequestContext
 from swarmq.testing import MemoryBroker
 from swarmq.timeline import fold, resolve
 
@@ -66,15 +66,14 @@ class Stage:
 
     def __init__(self, family, seed=0):
         self.family, self.rng = family, random.Random(seed)
-        self.engine, self.broker, self.meter = FamilyEngine(family), MemoryBroker(), Meter()
+        self.engine, self.broker, self.meter = FamilyEngine(family), MemoryBroker(), Counters()
         self.completions = Completions(
-            run="r",
-            tuning=Tuning(SwarmJob(run="r", policies={"main": Policy(model="x")})),
-            pools={"main": Pool([self.engine])},
-            episodes=Episodes(idle_s=1000),
+            tuning=LiveSampling(SwarmJob(run="r", policies={"main": Policy(model="x")})),
+            pools={"main": EnginePool([self.engine])},
+            episodes=EpisodeCache(idle_s=1000),
             recorder=Recorder(self.broker, self.meter, confirm_timeout_s=1),
             meter=self.meter,
-            gate=Gate(max_open=10, max_waiting=0),
+            gate=CallLimiter(max_open=10, max_waiting=0),
             timeout_s=60.0,
         )
         self.declared = False
@@ -96,9 +95,9 @@ class Stage:
             self.declared = True
         chat = {"messages": messages, **fields}
         claims = keys.Claims(run="r", episode_id=EPISODE, policies=("main",), client="c", expires_at=time.time() + 60)
-        call = Call(
+        call = RequestContext(
             claims=claims, policy="main", request_id=f"q{next(self.numbers)}", chat=chat, stream=False, retry=0,
-            digest=digest(json.encode(chat)).hex(), agent=None, began_at=0.0, began=time.monotonic(),
+            request_digest=digest(json.encode(chat)).hex(), agent=None, began_at=0.0, began=time.monotonic(),
         )  # fmt: skip
         begun = await self.completions.begin(call)
         ended = await self.completions.whole(begun)

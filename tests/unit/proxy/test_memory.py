@@ -10,7 +10,7 @@ import pytest
 
 from support.proxy import token
 from swarmq.messages import Event, new_id
-from swarmq.proxy.episodes.cache import MAX_GONE, OVERHEAD_BYTES, Episodes
+from swarmq.proxy.episodes.cache import MAX_GONE, OVERHEAD_BYTES, EpisodeCache
 from swarmq.proxy.episodes.conversation_graph import Node, Stitched, answer_of, digest, history_of, next_key
 from swarmq.proxy.http.agent_routes import GoneError, unless_gone
 from swarmq.proxy.http_errors import RefusedError
@@ -42,7 +42,7 @@ def converse(episodes, episode, *, turns=1, tokens=0):
 
 def test_idle_episodes_are_forgotten():
     now = 0.0
-    episodes = Episodes(idle_s=10, clock=lambda: now)
+    episodes = EpisodeCache(idle_s=10, clock=lambda: now)
     first = episodes.of("a")
     now = 8.0
     second = episodes.of("b")
@@ -53,7 +53,7 @@ def test_idle_episodes_are_forgotten():
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first():
-    episodes = Episodes(idle_s=1000, limit_bytes=6 * OVERHEAD_BYTES)
+    episodes = EpisodeCache(idle_s=1000, limit_bytes=6 * OVERHEAD_BYTES)
     kept = {name: converse(episodes, name) for name in "ab"}
     episodes.of("a")
     converse(episodes, "c", tokens=500)
@@ -63,7 +63,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first():
 
 
 def test_the_bound_holds_after_every_call_and_not_only_when_somebody_sweeps():
-    episodes = Episodes(idle_s=1000, limit_bytes=50_000)
+    episodes = EpisodeCache(idle_s=1000, limit_bytes=50_000)
     for number in range(200):
         converse(episodes, f"e{number}", turns=3, tokens=100)
         assert episodes.size_bytes <= 50_000
@@ -72,7 +72,7 @@ def test_the_bound_holds_after_every_call_and_not_only_when_somebody_sweeps():
 
 def test_an_episode_with_an_open_call_is_not_forgotten_for_others():
     now = 0.0
-    episodes = Episodes(idle_s=10, limit_bytes=2 * OVERHEAD_BYTES, clock=lambda: now)
+    episodes = EpisodeCache(idle_s=10, limit_bytes=2 * OVERHEAD_BYTES, clock=lambda: now)
     busy = episodes.open_call("busy")
     now = 100.0
     for number in range(9):
@@ -86,21 +86,21 @@ def test_an_episode_with_an_open_call_is_not_forgotten_for_others():
 
 
 def test_what_was_forgotten_is_known_to_be_forgotten():
-    episodes = Episodes(idle_s=1000, limit_bytes=0, is_home=lambda name: name != "moved")
+    episodes = EpisodeCache(idle_s=1000, limit_bytes=0, is_home=lambda name: name != "moved")
     assert [episodes.of(name).lost for name in ("a", "moved")] == [False, True]
     episodes.sweep()
     assert (len(episodes), episodes.of("a").lost) == (0, True)
 
 
 def test_a_forgotten_episode_keeps_its_budget():
-    episodes = Episodes(idle_s=1000, limit_bytes=0)
+    episodes = EpisodeCache(idle_s=1000, limit_bytes=0)
     episodes.of("a").budget.calls = 7
     episodes.sweep()
     assert episodes.of("a").budget.calls == 7
 
 
 def test_of_an_ended_episode_nothing_is_kept_but_that_it_has_ended():
-    episodes = Episodes(idle_s=1000)
+    episodes = EpisodeCache(idle_s=1000)
     converse(episodes, "a", turns=5)
     episodes.hear(ended("a", source="learner.main"))
     episodes.hear(ended("a", name="warning"))
@@ -113,7 +113,7 @@ def test_of_an_ended_episode_nothing_is_kept_but_that_it_has_ended():
 
 
 def test_an_end_that_overtakes_an_open_call_frees_its_memory_too():
-    episodes = Episodes(idle_s=1000)
+    episodes = EpisodeCache(idle_s=1000)
     memory = episodes.open_call("a")
     episodes.hear(ended("a"))
     episodes.close_call(memory)
@@ -121,7 +121,7 @@ def test_an_end_that_overtakes_an_open_call_frees_its_memory_too():
 
 
 def test_an_episode_that_was_forgotten_before_it_ended_is_refused_as_well():
-    episodes = Episodes(idle_s=1000, limit_bytes=0)
+    episodes = EpisodeCache(idle_s=1000, limit_bytes=0)
     converse(episodes, "a")
     episodes.hear(ended("a"))
     with pytest.raises(RefusedError):
@@ -130,7 +130,7 @@ def test_an_episode_that_was_forgotten_before_it_ended_is_refused_as_well():
 
 @pytest.mark.slow
 def test_ended_episodes_leave_less_and_less_and_then_nothing():
-    episodes = Episodes(idle_s=1e9)
+    episodes = EpisodeCache(idle_s=1e9)
 
     def play(num):
         for _ in range(num):
@@ -151,7 +151,7 @@ def test_ended_episodes_leave_less_and_less_and_then_nothing():
 def test_what_memories_are_said_to_take_is_what_they_take():
     tracemalloc.start()
     try:
-        episodes = Episodes(idle_s=1000)
+        episodes = EpisodeCache(idle_s=1000)
         for number in range(100):
             converse(episodes, f"e{number}", turns=20, tokens=100)
         taken = tracemalloc.get_traced_memory()[0]
@@ -161,7 +161,7 @@ def test_what_memories_are_said_to_take_is_what_they_take():
 
 
 def test_people_are_told_when_open_episodes_are_forgotten_and_again_when_it_has_doubled():
-    episodes = Episodes(idle_s=1000, limit_bytes=0)
+    episodes = EpisodeCache(idle_s=1000, limit_bytes=0)
     told = []
     for number in range(8):
         converse(episodes, f"e{number}")
@@ -171,7 +171,7 @@ def test_people_are_told_when_open_episodes_are_forgotten_and_again_when_it_has_
 
 def test_an_episode_stays_its_client_s_even_when_it_was_forgotten():
     now = 0.0
-    episodes = Episodes(idle_s=10, clock=lambda: now)
+    episodes = EpisodeCache(idle_s=10, clock=lambda: now)
     episodes.of("e1", "alice")
     now = 20.0
     episodes.sweep()

@@ -8,8 +8,8 @@ import pytest
 from support.virtual_time import run
 from swarmq.engine.client.protocol import Delta, Rendered
 from swarmq.errors import EngineError
-from swarmq.proxy.completions.stream_coalescing import LONGEST_S, Pace, paced
 from swarmq.proxy.deltas import extend
+from swarmq.proxy.engines.stream_coalescing import LONGEST_S, CoalescingPace, coalesce
 from swarmq.testing.scripted_engine import ScriptedEngine, spelled
 
 TOKEN_S = 0.01
@@ -61,8 +61,8 @@ class Heard:
 
     async def listen(self, engine: SlowEngine, deltas: AsyncGenerator[list[Delta], None]) -> None:
         now = asyncio.get_running_loop().time
-        pace, states = Pace(now), {}
-        async for portion in paced(deltas, pace):
+        pace, states = CoalescingPace(now), {}
+        async for portion in coalesce(deltas, pace):
             for delta in portion:
                 with pace.work():
                     gain, states[delta.index] = await engine.derender_delta(
@@ -136,9 +136,9 @@ def test_what_is_merged_keeps_its_numbers_and_how_it_ended():
     async def main() -> list[list[Delta]]:
         engine = SlowEngine()
         engine.say("abc", tokens=spelled("abc"), finish_reason="length")
-        pace = Pace(asyncio.get_running_loop().time)
+        pace = CoalescingPace(asyncio.get_running_loop().time)
         portions = []
-        async for portion in paced(engine.talk(), pace):
+        async for portion in coalesce(engine.talk(), pace):
             portions.append(portion)
             with pace.work():
                 await asyncio.sleep(LONGEST_S)
@@ -170,7 +170,7 @@ def test_closing_what_waits_closes_the_engine_s_stream_at_once():
         engine = SlowEngine()
         engine.stall_after, engine.stall_s = 1, 3600.0
         engine.say("x" * 10, tokens=spelled("x" * 10))
-        portions = paced(engine.talk(), Pace(asyncio.get_running_loop().time))
+        portions = coalesce(engine.talk(), CoalescingPace(asyncio.get_running_loop().time))
         await anext(portions)
         await asyncio.sleep(TOKEN_S)
         await portions.aclose()

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.proxy.completions.engine_pool import Pool
 from swarmq.proxy.deltas import StopTrim, extend
+from swarmq.proxy.engines.pool import EnginePool
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 
@@ -50,7 +50,7 @@ def test_without_stop_strings_nothing_is_held_back():
 
 
 def test_a_new_episode_goes_where_least_is_open_and_never_first_to_a_failed_engine():
-    pool = Pool([ScriptedEngine(url=str(i)) for i in range(3)])
+    pool = EnginePool([ScriptedEngine(url=str(i)) for i in range(3)])
     with pool.lanes[0].occupied(), pool.lanes[1].occupied(), pool.lanes[0].occupied():
         assert [lane.engine.url for lane in pool.order(None)] == ["2", "1", "0"]
         assert pool.order(pool.lanes[0])[0] is pool.lanes[0]

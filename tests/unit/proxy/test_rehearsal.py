@@ -3,8 +3,8 @@
 import pytest
 
 from swarmq.errors import EngineError, EngineRefusedError
-from swarmq.proxy.completions.engine_pool import Lane
-from swarmq.proxy.completions.tool_parser_probe import finds_calls
+from swarmq.proxy.engines.pool import EngineLane
+from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 
@@ -38,12 +38,12 @@ class Deaf(ScriptedEngine):
 
 
 async def test_parsers_that_find_every_call_however_a_stream_is_cut_are_told():
-    assert await finds_calls(ScriptedEngine())
+    assert await finds_tool_calls(ScriptedEngine())
 
 
 @pytest.mark.parametrize("engine", [OneThingAtATime, Refusing, Broken, Deaf])
 async def test_all_others_get_streams_as_they_come(engine):
-    assert not await finds_calls(engine())
+    assert not await finds_tool_calls(engine())
 
 
 async def test_an_engine_rehearses_once_until_it_fails():
@@ -55,7 +55,7 @@ async def test_an_engine_rehearses_once_until_it_fails():
             return await super().derender(*given)
 
     engine = Counting()
-    lane = Lane(engine)
+    lane = EngineLane(engine)
     assert [await lane.finds_calls() for _ in range(3)] == [True] * 3
     assert engine.rehearsals == 1
     lane.fail()

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.messages import Sampling, Timings, pack_ids, unpack_ids
-from swarmq.proxy.completions.recorder import Asked, Sampled, node_of, turn_of
+from swarmq.keys import Claims
+from swarmq.messages import Timings, pack_ids, unpack_ids
+from swarmq.proxy.completions.recorder import node_of, turn_of
 from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, canonical, common_tokens, history_of
 from swarmq.proxy.episodes.prompt_stitching import stitch
+from swarmq.proxy.requests import ChoiceResult, RequestContext
 from swarmq.testing.scripted_engine import END, ScriptedEngine, chat_template, decode, encode, spelled
 
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -22,6 +24,9 @@ def user(text):
 
 def said(text):
     return {"role": "assistant", "content": text}
+
+
+CLAIMS = Claims(run="r", client="c", episode_id="e", policies=("main",), kind="math", expires_at=0.0)
 
 
 class Episode:
@@ -40,36 +45,34 @@ class Episode:
         rendered = await self.engine.render(chat)
         request_id = str(len(self.turns))
         stitched = await stitch(self.graph, history, rendered.token_ids, self.engine, request_id=request_id)
-        asked = Asked(
-            run="r",
-            episode_id="e",
+        request = RequestContext(
+            claims=CLAIMS,
             policy="main",
-            mode="train",
             request_id=request_id,
+            chat=chat,
+            stream=False,
             retry=0,
             request_digest="",
             agent=None,
-            client_id="c",
-            kind="math",
-            messages=messages,
+            began_at=0.0,
+            began=0.0,
             history=history,
             stitched=stitched,
             fresh=pack_ids(rendered.token_ids),
-            sampling=Sampling(),
         )
-        sampled = Sampled(
+        result = ChoiceResult(
             index=0,
             token_ids=[*tokens, END] if ended else tokens,
             logprobs=[-1.0] * (len(tokens) + ended),
             versions=(),
             finish_reason="stop" if ended else "length",
+            stop_reason="a stop string" if cut else None,
             message=answer,
-            cut=cut,
             timings=Timings(),
         )
         origin = self.graph.origin(stitched, history, request_id)
-        turn = turn_of(asked, sampled, origin)
-        self.graph.add(node_of(asked, sampled, turn, origin), stitched, history)
+        turn = turn_of(request, result, origin)
+        self.graph.add(node_of(request, result, turn, origin), stitched, history)
         prompt = unpack_ids(stitched.prompt).tolist()
         parent = self.sequences[turn.parent] if turn.parent else []
         assert prompt == [*parent[: turn.shared], *unpack_ids(turn.prompt_ids)], "a reader finds another prompt"

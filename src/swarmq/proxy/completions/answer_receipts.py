@@ -21,8 +21,8 @@ import structlog
 from swarmq.broker import topology
 from swarmq.errors import BrokerError
 from swarmq.messages import DeliveryReport, new_id
-from swarmq.proxy.completions.pipeline import Begun
-from swarmq.proxy.completions.recorder import Publisher
+from swarmq.proxy.active_call import ActiveCall
+from swarmq.proxy.completions.recorder import TurnPublisher
 
 HAS_LEFT = "swarmq.has_left"
 """In a request's scope: says whether its answer has left for the agent's host; None where that is not known yet."""
@@ -40,7 +40,7 @@ MOST_CALLS = 20_000
 log = structlog.get_logger()
 
 
-class Answer(msgspec.Struct):
+class WrittenAnswer(msgspec.Struct):
     """One that was written, and may not have left."""
 
     episode_id: str
@@ -50,20 +50,20 @@ class Answer(msgspec.Struct):
     due: float
 
 
-class Serving:
+class AnswerReceipts:
     """Of one proxy. `tell` must run."""
 
-    def __init__(self, run: str, broker: Publisher, *, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, run: str, broker: TurnPublisher, *, pause_s: float = PAUSE_S) -> None:
         self._run = run
         self._broker = broker
         self._pause_s = pause_s
-        self._written: list[Answer] = []
+        self._written: list[WrittenAnswer] = []
         self._known: list[tuple[str, tuple[str, ...], bool]] = []
         """Episode, calls, and whether they were sent."""
         self._wake = asyncio.Event()
 
     @contextmanager
-    def answering(self, begun: Begun, scope: Mapping[str, Any]) -> Iterator[None]:
+    def answering(self, begun: ActiveCall, scope: Mapping[str, Any]) -> Iterator[None]:
         """Around everything that is done to answer a call. What is raised through it refuses the call, and so does `begun.failed`;
         but an agent that hangs up after the end of each choice has all that it wanted of a stream."""
         has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
@@ -76,7 +76,7 @@ class Serving:
             has_left = lambda: True  # noqa: E731
             raise
         finally:
-            if begun.recorded and begun.call.claims.mode == "train":
+            if begun.recorded and begun.request.claims.mode == "train":
                 self._add(begun, has_left if is_whole else lambda: False)
 
     async def tell(self) -> None:
@@ -97,9 +97,9 @@ class Serving:
                     while self._known:
                         await self._publish()
 
-    def _add(self, begun: Begun, has_left: Callable[[], bool | None]) -> None:
+    def _add(self, begun: ActiveCall, has_left: Callable[[], bool | None]) -> None:
         calls, due = tuple(begun.recorded), asyncio.get_running_loop().time()
-        self._written.append(Answer(begun.call.claims.episode_id, calls, has_left, self._pause_s, due))
+        self._written.append(WrittenAnswer(begun.request.claims.episode_id, calls, has_left, self._pause_s, due))
         self._wake.set()
 
     def _look(self, *, every: bool = False) -> None:

@@ -14,7 +14,7 @@ SMOOTHING = 0.1
 MAX_RETRY_AFTER_S = 60
 
 
-class Gate:
+class CallLimiter:
     """First come, first served."""
 
     def __init__(self, *, max_open: int, max_waiting: int) -> None:
@@ -28,11 +28,11 @@ class Gate:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self) -> Pass:
+    async def enter(self) -> CallSlot:
         """A pass, to be given back. Raises RefusedError (429) when too many wait already."""
         if self.open < self._max_open:
             self.open += 1
-            return Pass(self)
+            return CallSlot(self)
         if len(self._waiting) >= self._max_waiting:
             raise RefusedError(
                 f"{self.open} calls are open at this proxy and {self.waiting} wait; come back later",
@@ -49,7 +49,7 @@ class Gate:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(turn)
             raise
-        return Pass(self)
+        return CallSlot(self)
 
     def leave(self, held_s: float | None = None) -> None:
         if held_s is not None:
@@ -66,11 +66,11 @@ class Gate:
         return min(max(math.ceil(self.waiting * self._mean_s / self._max_open), 1), MAX_RETRY_AFTER_S)
 
 
-class Pass:
+class CallSlot:
     """A place inside; giving it back twice does nothing."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate: Gate | None = gate
+    def __init__(self, gate: CallLimiter) -> None:
+        self._gate: CallLimiter | None = gate
         self._since = time.monotonic()
 
     def give_back(self) -> None:

@@ -17,7 +17,7 @@ from swarmq.messages import Change, Event
 log = structlog.get_logger()
 
 
-class Tuning:
+class LiveSampling:
     """The settings in effect at this proxy."""
 
     def __init__(self, file: SwarmJob) -> None:

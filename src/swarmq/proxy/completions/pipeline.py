@@ -22,66 +22,35 @@ import structlog
 from swarmq.engine.client.protocol import Answer, Delta, Rendered
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import Timings, VersionSpan, pack_ids, unpack_ids
+from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.deadline import Deadline
-from swarmq.proxy.completions.engine_pool import Lane, Pool
-from swarmq.proxy.completions.limiter import Gate
-from swarmq.proxy.completions.live_sampling import Tuning
-from swarmq.proxy.completions.recorder import Asked, Recorder, Sampled, call_id
-from swarmq.proxy.completions.stream_coalescing import Pace, paced
-from swarmq.proxy.counters import Meter
+from swarmq.proxy.completions.limiter import CallLimiter
+from swarmq.proxy.completions.live_sampling import LiveSampling
+from swarmq.proxy.completions.recorder import Recorder
+from swarmq.proxy.counters import Counters
 from swarmq.proxy.deltas import LeadingBlanks, StopTrim, extend
-from swarmq.proxy.episodes.cache import Episodes, Memory
+from swarmq.proxy.engines.pool import EngineLane, EnginePool
+from swarmq.proxy.engines.stream_coalescing import CoalescingPace, coalesce
+from swarmq.proxy.episodes.cache import EpisodeCache, EpisodeState
 from swarmq.proxy.episodes.conversation_graph import Stitched, history_of
 from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.proxy.episodes.special_tokens import escape
 from swarmq.proxy.episodes.token_budget import Reservation
 from swarmq.proxy.http_errors import RefusedError
-from swarmq.proxy.requests import OURS, Call, Choice, Ended, Gained, spoken, stops_of
-from swarmq.proxy.sampling_params import effective
+from swarmq.proxy.requests import (
+    PROXY_FIELDS,
+    ChoiceDelta,
+    ChoiceResult,
+    ChoiceState,
+    RequestContext,
+    stop_strings,
+    strip_end_token,
+)
+from swarmq.proxy.sampling_params import resolve_sampling
 
 Json = dict[str, Any]
 T = TypeVar("T")
 log = structlog.get_logger()
-
-
-class Begun(msgspec.Struct, kw_only=True):
-    """A call whose first tokens are here. Close `deltas` to cancel it."""
-
-    call: Call
-    memory: Memory
-    lane: Lane
-    chat: Json
-    rendered: Rendered
-    asked: Asked
-    overridden: tuple[str, ...]
-    version: int
-    """Of the engine's weights before it was asked, as far as is known."""
-    first: list[Delta]
-    deltas: AsyncGenerator[list[Delta], None]
-    reserved: Reservation | None
-    pace: Pace
-    """Of what is parsed while it streams."""
-    held: ExitStack = msgspec.field(default_factory=ExitStack)
-    """Its place inside, and its memory."""
-    recorded: list[str] = msgspec.field(default_factory=list)
-    """Call ids of the choices whose turns may be in the queue."""
-    failed: bool = False
-    """Its agent was told of an error instead of the end."""
-    ended: int = 0
-    """Choices whose ends were written to a stream."""
-    closing: bool = False
-    """What a stream says next is the last."""
-
-    async def close(self) -> None:
-        """Give everything back. Doing it again does nothing."""
-        if self.reserved:
-            self.reserved.end()
-        self.held.close()
-        await self.deltas.aclose()
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.rendered.token_ids)
 
 
 class Completions:
@@ -90,16 +59,14 @@ class Completions:
     def __init__(
         self,
         *,
-        run: str,
-        tuning: Tuning,
-        pools: dict[str, Pool],
-        episodes: Episodes,
+        tuning: LiveSampling,
+        pools: dict[str, EnginePool],
+        episodes: EpisodeCache,
         recorder: Recorder,
-        meter: Meter,
-        gate: Gate,
+        meter: Counters,
+        gate: CallLimiter,
         timeout_s: float,
     ) -> None:
-        self._run = run
         self._tuning = tuning
         self._pools = pools
         self._episodes = episodes
@@ -108,20 +75,22 @@ class Completions:
         self._gate = gate
         self._timeout_s = timeout_s
 
-    async def begin(self, call: Call) -> Begun:
+    async def begin(self, request: RequestContext) -> ActiveCall:
         """Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError when no engine could start it."""
         with ExitStack() as held:
-            memory = self._episodes.open_call(call.claims.episode_id, call.claims.client)
+            memory = self._episodes.open_call(request.claims.episode_id, request.claims.client)
             held.callback(self._episodes.close_call, memory)
-            allowed = self._tuning.episode_tokens(call.claims)
-            memory.budget.take_call(max_calls=self._tuning.episode_calls(call.claims), max_tokens=allowed)
-            counts, is_first = self._meter.by_kind[self._kind(call)], memory.budget.calls == 1
+            allowed = self._tuning.episode_tokens(request.claims)
+            memory.budget.take_call(max_calls=self._tuning.episode_calls(request.claims), max_tokens=allowed)
+            counts, is_first = self._meter.by_kind[self._kind(request)], memory.budget.calls == 1
             counts["calls"] += 1
             try:
-                with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
-                    await self._pools[call.policy].ready()
+                with closing(Deadline(request.began, self._timeout_s)) as deadline, deadline:
+                    await self._pools[request.policy].ready()
                     held.callback((await self._gate.enter()).give_back)
-                    begun = await self._somewhere(call, memory, partial(self._begin_on, call=call, memory=memory))
+                    begun = await self._somewhere(
+                        request, memory, partial(self._begin_on, request=request, memory=memory)
+                    )
             except BaseException:
                 memory.budget.give_call_back()
                 raise
@@ -130,21 +99,25 @@ class Completions:
             begun.held = held.pop_all()
             return begun
 
-    async def _somewhere(self, call: Call, memory: Memory, attempt: Callable[[Lane], Awaitable[T]]) -> T:
+    async def _somewhere(
+        self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
+    ) -> T:
         """On the engine that suits best; on another one where it fails, or when one is back where all are gone."""
-        pool = self._pools[call.policy]
+        pool = self._pools[request.policy]
         while True:
             try:
-                return await self._somewhere_now(call, memory, attempt)
+                return await self._somewhere_now(request, memory, attempt)
             except EngineRefusedError:
                 raise
             except EngineError:
                 if not await pool.out() or not await pool.ready():
                     raise
 
-    async def _somewhere_now(self, call: Call, memory: Memory, attempt: Callable[[Lane], Awaitable[T]]) -> T:
-        failure = EngineError(f"policy {call.policy} has no engine")
-        for lane in self._pools[call.policy].order(memory.lanes.get(call.policy), call.claims.episode_id):
+    async def _somewhere_now(
+        self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
+    ) -> T:
+        failure = EngineError(f"policy {request.policy} has no engine")
+        for lane in self._pools[request.policy].order(memory.lanes.get(request.policy), request.claims.episode_id):
             try:
                 made = await attempt(lane)
             except EngineRefusedError:
@@ -152,16 +125,16 @@ class Completions:
             except EngineError as error:
                 lane.fail()
                 failure = error
-                log.warning("engine_failed", engine=lane.engine.url, policy=call.policy, error=str(error))
+                log.warning("engine_failed", engine=lane.engine.url, policy=request.policy, error=str(error))
             else:
-                memory.lanes[call.policy] = lane
+                memory.lanes[request.policy] = lane
                 return made
         raise failure
 
-    async def stream(self, begun: Begun) -> AsyncGenerator[Gained | Ended, None]:
+    async def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
         """Raises EngineError or BrokerError in the middle, and then nothing more comes of the call."""
-        choices: dict[int, Choice] = {}
-        with self._occupied(begun.lane, begun.call.policy):
+        choices: dict[int, ChoiceState] = {}
+        with self._occupied(begun.lane, begun.request.policy):
             async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
                 async for choice, delta in taken:
                     if begun.rendered.parsed and delta.finish_reason:
@@ -173,14 +146,14 @@ class Completions:
                     else:
                         gain = {"content": delta.text} if delta.text else {}
                         choice.message["content"] += delta.text
-                    yield Gained(index=choice.index, delta=gain, logprobs=delta.entries)
+                    yield ChoiceDelta(index=choice.index, delta=gain, logprobs=delta.entries)
                     if delta.finish_reason:
                         yield await self._end(begun, choice)
 
-    async def whole(self, begun: Begun) -> list[Ended]:
+    async def whole(self, begun: ActiveCall) -> list[ChoiceResult]:
         """Every choice, in order. Raises EngineError or BrokerError."""
-        choices: dict[int, Choice] = {}
-        with self._occupied(begun.lane, begun.call.policy):
+        choices: dict[int, ChoiceState] = {}
+        with self._occupied(begun.lane, begun.request.policy):
             async with _closing(begun):
                 async with aclosing(self._taken(begun, choices)) as taken:
                     async for choice, delta in taken:
@@ -192,103 +165,100 @@ class Completions:
                 ended = await self._end(begun, first)  # before the others, which then need not carry the prompt again
                 return [ended, *await asyncio.gather(*(self._end(begun, choice) for choice in others))]
 
-    async def count(self, call: Call) -> int:
+    async def count(self, request: RequestContext) -> int:
         """Tokens of the prompt. Raises RefusedError, EngineRefusedError, DeadlineError or EngineError."""
 
-        async def attempt(lane: Lane) -> int:
-            with self._occupied(lane, call.policy):
-                return len((await lane.engine.render(await self._escaped(lane, _for_engine(call.chat)))).token_ids)
+        async def attempt(lane: EngineLane) -> int:
+            with self._occupied(lane, request.policy):
+                return len((await lane.engine.render(await self._escaped(lane, _for_engine(request.chat)))).token_ids)
 
         with ExitStack() as held:
-            memory = self._episodes.open_call(call.claims.episode_id, call.claims.client)
+            memory = self._episodes.open_call(request.claims.episode_id, request.claims.client)
             held.callback(self._episodes.close_call, memory)
-            with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
+            with closing(Deadline(request.began, self._timeout_s)) as deadline, deadline:
                 held.callback((await self._gate.enter()).give_back)
-                return await self._somewhere(call, memory, attempt)
+                return await self._somewhere(request, memory, attempt)
 
-    async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
-        chat = _for_engine(call.chat)
-        choices = call.chat.get("n") or 1
-        allowed = self._tuning.episode_tokens(call.claims)
-        with self._occupied(lane, call.policy):
+    async def _begin_on(self, lane: EngineLane, request: RequestContext, memory: EpisodeState) -> ActiveCall:
+        chat = _for_engine(request.chat)
+        choices = request.chat.get("n") or 1
+        allowed = self._tuning.episode_tokens(request.claims)
+        with self._occupied(lane, request.policy):
             shown = await self._escaped(lane, chat)
             rendered = await lane.engine.render(shown)
-            rests = call.stream and rendered.parsed and (not chat.get("tools") or await lane.finds_calls())
+            rests = request.stream and rendered.parsed and (not chat.get("tools") or await lane.finds_calls())
             history = history_of(chat)
             stitched = await stitch(
-                memory.graph(call.policy),
+                memory.graph(request.policy),
                 history,
                 rendered.token_ids,
                 lane.engine,
-                request_id=call.request_id,
+                request_id=request.request_id,
                 lost=memory.lost,
                 messages=chat["messages"],
             )
             if "features" in rendered.carried:
-                stitched = self._with_images(call, rendered, stitched)
-            setting = self._tuning.sampling(call.policy, call.claims.kind)
+                stitched = self._with_images(request, rendered, stitched)
+            setting = self._tuning.sampling(request.policy, request.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
-            tuned = effective(
-                call.chat,
+            tuned = resolve_sampling(
+                request.chat,
                 rendered.sampling,
-                mode=call.claims.mode,
+                mode=request.claims.mode,
                 setting=setting,
                 prompt_tokens=len(prompt_ids),
                 max_model_len=(await lane.engine.info()).max_model_len,
                 room_left=memory.budget.room(allowed, choices),
-                names=call.names,
-                cuts=call.cuts,
+                names=request.names,
+                cuts=request.cuts,
             )
             if tuned.cut_from and setting.max_tokens:
-                self._meter.cut(call.policy, asked=tuned.cut_from, limit=setting.max_tokens)
+                self._meter.cut(request.policy, asked=tuned.cut_from, limit=setting.max_tokens)
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
-            if call.stream and (rests or not rendered.parsed) and lane.together > 1:
+            if request.stream and (rests or not rendered.parsed) and lane.together > 1:
                 tuned.params.setdefault("stream_interval", lane.together)
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             version = lane.version or 0
-            deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))
-            pace = Pace()
+            deltas = lane.engine.generate(rendered, stream=request.stream, detailed=bool(chat.get("logprobs")))
+            pace = CoalescingPace()
             if rests:
-                deltas = paced(deltas, pace)
+                deltas = coalesce(deltas, pace)
             try:
                 first: list[Delta] = await anext(deltas, [])
             except BaseException:
                 if reserved:
                     reserved.end()
                 raise
-        asked = Asked(
-            run=self._run,
-            episode_id=call.claims.episode_id,
-            policy=call.policy,
-            mode=call.claims.mode,
-            request_id=call.request_id,
-            retry=call.retry,
-            counts_retries=call.counts_retries,
-            observed=call.observed,
-            request_digest=call.digest,
-            agent=call.agent,
-            client_id=call.claims.client,
-            kind=self._kind(call),
-            messages=chat["messages"],
+        filled = msgspec.structs.replace(
+            request,
             history=history,
             stitched=stitched,
             fresh=fresh,
             sampling=tuned.record,
+            overridden=tuned.overridden if shown is chat else (*tuned.overridden, "special_tokens"),
         )
-        return Begun(
-            call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
-            overridden=tuned.overridden if shown is chat else (*tuned.overridden, "special_tokens"), version=version, first=first, deltas=deltas, reserved=reserved, pace=pace,
-        )  # fmt: skip
+        return ActiveCall(
+            request=filled,
+            memory=memory,
+            lane=lane,
+            chat=chat,
+            rendered=rendered,
+            version=version,
+            first=first,
+            deltas=deltas,
+            reserved=reserved,
+            pace=pace,
+        )
 
-    async def _escaped(self, lane: Lane, chat: Json) -> Json:
+    async def _escaped(self, lane: EngineLane, chat: Json) -> Json:
         """The chat as the engine is to see it."""
         if self._tuning.job.proxy.special_tokens == "keep" or "prompt" in chat:
             return chat
         return await escape(chat, lane.is_token)
 
     @contextmanager
-    def _occupied(self, lane: Lane, policy: str) -> Iterator[None]:
+    def _occupied(self, lane: EngineLane, policy: str) -> Iterator[None]:
         """An engine whose answers are of no use is asked last for a while, and told of."""
         try:
             with lane.occupied():
@@ -298,20 +268,20 @@ class Completions:
             self._meter.refuse_answer(policy, lane.engine.url, error)
             raise
 
-    def _kind(self, call: Call) -> str:
+    def _kind(self, request: RequestContext) -> str:
         """What to count a call under: a key may name anything."""
-        return call.claims.kind if call.claims.kind in self._tuning.job.task_kinds else ""
+        return request.claims.kind if request.claims.kind in self._tuning.job.task_kinds else ""
 
-    def _with_images(self, call: Call, rendered: Rendered, stitched: Stitched) -> Stitched:
+    def _with_images(self, request: RequestContext, rendered: Rendered, stitched: Stitched) -> Stitched:
         """The prompt as rendered, since the engine finds images by their places in it. Raises RefusedError."""
-        if call.claims.mode == "train" and self._tuning.job.policies[call.policy].trained:
+        if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
             raise RefusedError(
                 "images are for evaluation and for policies that are not trained: learners read tokens alone",
                 code="unsupported_parameter", param="messages",
             )  # fmt: skip
         return Stitched(prompt=pack_ids(rendered.token_ids), branch="drift") if stitched.repaired else stitched
 
-    async def _end(self, begun: Begun, choice: Choice) -> Ended:
+    async def _end(self, begun: ActiveCall, choice: ChoiceState) -> ChoiceResult:
         assert choice.finish_reason
         memory = begun.memory
         if begun.reserved:
@@ -320,50 +290,43 @@ class Completions:
             memory.budget.sampled_tokens += len(choice.token_ids)
         named = isinstance(begun.chat.get("tool_choice"), dict)  # a call that was demanded by name ends with `stop`
         calls_tools = choice.finish_reason == "stop" and choice.message.get("tool_calls") and not named
-        sampled = Sampled(
+        total_s = time.monotonic() - begun.request.began
+        if begun.request.stream:
+            begun.lane.streamed(len(choice.token_ids) - 1, total_s - choice.first_token_s)
+        reasoning = choice.message.get("reasoning")
+        result = ChoiceResult(
             index=choice.index,
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,
             versions=choice.versions or (VersionSpan(version=begun.version, start=0, end=len(choice.token_ids)),),
             finish_reason="tool_calls" if calls_tools else choice.finish_reason,
-            message=choice.message,
-            cut=isinstance(choice.stop_reason, str),
-            timings=Timings(
-                began_at=begun.call.began_at,
-                first_token_s=choice.first_token_s,
-                total_s=time.monotonic() - begun.call.began,
-            ),
-        )
-        if begun.call.stream:
-            begun.lane.streamed(len(choice.token_ids) - 1, sampled.timings.total_s - sampled.timings.first_token_s)
-        thoughts = choice.message.get("reasoning")
-        num_thoughts = len(await begun.lane.engine.tokenize(thoughts)) if thoughts else 0
-        name_of_call = call_id(begun.call.request_id, choice.index)
-        begun.recorded.append(name_of_call)
-        await self._recorder.record(begun.asked, sampled, memory.graph(begun.call.policy))
-        if kept := begun.call.kept:
-            name = kept.name(name_of_call, choice.message)
-            memory.conversations.keep(name, [*kept.messages, choice.message])
-        return Ended(
-            index=choice.index,
-            finish_reason=sampled.finish_reason,
             stop_reason=choice.stop_reason,
             message=choice.message,
-            logprobs=choice.entries,
-            num_tokens=len(choice.token_ids),
-            num_reasoning_tokens=num_thoughts,
+            timings=Timings(began_at=begun.request.began_at, first_token_s=choice.first_token_s, total_s=total_s),
+            entries=choice.entries,
+            num_reasoning_tokens=len(await begun.lane.engine.tokenize(reasoning)) if reasoning else 0,
         )
+        call_id = begun.request.call_id(choice.index)
+        begun.recorded.append(call_id)
+        graph = memory.graph(begun.request.policy)
+        await self._recorder.record(begun.request, result, graph, kind=self._kind(begun.request))
+        if conversation := begun.request.conversation:
+            name = conversation.name(call_id, choice.message)
+            memory.conversations.keep(name, [*conversation.messages, choice.message])
+        return result
 
-    async def _taken(self, begun: Begun, choices: dict[int, Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
+    async def _taken(
+        self, begun: ActiveCall, choices: dict[int, ChoiceState]
+    ) -> AsyncGenerator[tuple[ChoiceState, Delta], None]:
         """Every delta with its choice, which has taken it already. Raises EngineError when the last ones are missing."""
         portion: list[Delta] | None = begun.first
-        with closing(Deadline(begun.call.began, self._timeout_s)) as deadline:
+        with closing(Deadline(begun.request.began, self._timeout_s)) as deadline:
             while portion is not None:
                 for delta in portion:
                     if delta.index not in choices:
-                        choices[delta.index] = Choice(delta.index, stops_of(begun.chat))
+                        choices[delta.index] = ChoiceState(delta.index, stop_strings(begun.chat))
                     choice = choices[delta.index]
-                    choice.take(delta, time.monotonic() - begun.call.began)
+                    choice.take(delta, time.monotonic() - begun.request.began)
                     yield choice, delta
                 with deadline:
                     portion = await anext(begun.deltas, None)
@@ -372,20 +335,20 @@ class Completions:
 
 
 @asynccontextmanager
-async def _closing(begun: Begun) -> AsyncIterator[None]:
+async def _closing(begun: ActiveCall) -> AsyncIterator[None]:
     try:
         yield
     finally:
         await begun.close()
 
 
-async def _parsed(begun: Begun, choice: Choice, delta: Delta) -> Json:
+async def _parsed(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     """What the engine's parsers make of a delta's tokens."""
     with begun.pace.work():
         gain, choice.state = await begun.lane.engine.derender_delta(
             begun.chat,
             begun.rendered.token_ids,
-            spoken(delta.token_ids, delta.finish_reason, delta.stop_reason),
+            strip_end_token(delta.token_ids, delta.finish_reason, delta.stop_reason),
             finish_reason=delta.finish_reason,
             state=choice.state,
         )
@@ -394,7 +357,7 @@ async def _parsed(begun: Begun, choice: Choice, delta: Delta) -> Json:
     return choice.hold_blanks(choice.trim(gain, met=met, ended=ended), ended=ended)
 
 
-async def _rest(begun: Begun, choice: Choice, delta: Delta) -> Json:
+async def _rest(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     """What the agent lacks of a choice that ends with this delta: what the whole of its tokens says, also where parsers of
     streams took a broken or unfinished call for something else. Where they have told what the whole does not say, it is theirs."""
     streamed = choice.message
@@ -408,9 +371,9 @@ async def _rest(begun: Begun, choice: Choice, delta: Delta) -> Json:
     return {**gain, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else gain
 
 
-async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
+async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
     """Put parsed messages in place of plain text. A choice that says nothing has nothing to parse."""
-    words = {c.index: spoken(c.token_ids, c.finish_reason, c.stop_reason) for c in choices}
+    words = {c.index: strip_end_token(c.token_ids, c.finish_reason, c.stop_reason) for c in choices}
     talking = [choice for choice in choices if words[choice.index]]
     if not talking:
         return
@@ -420,9 +383,9 @@ async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
         met = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         choice.message = {"role": "assistant", "content": ""}
         message.pop("role", None)
-        trimmed = StopTrim(stops_of(begun.chat))(message, met=met, ended=True)
+        trimmed = StopTrim(stop_strings(begun.chat))(message, met=met, ended=True)
         extend(choice.message, LeadingBlanks()(trimmed, ended=True))
 
 
 def _for_engine(chat: Json) -> Json:
-    return {key: value for key, value in chat.items() if key not in OURS}
+    return {key: value for key, value in chat.items() if key not in PROXY_FIELDS}

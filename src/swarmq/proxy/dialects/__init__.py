@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from swarmq.proxy.dialects.anthropic_messages import ANTHROPIC, CountTokens, Messages
 from swarmq.proxy.dialects.base import Dialect, Writer, events, headers, read, request_headers
-from swarmq.proxy.dialects.chat_completions import Chat
+from swarmq.proxy.dialects.chat_completions import ChatCompletions
 from swarmq.proxy.dialects.completions import TextCompletions
 from swarmq.proxy.dialects.responses import Responses
 
 MESSAGES = Messages()
-DIALECTS: tuple[Dialect, ...] = (Chat(), TextCompletions(), Responses(), MESSAGES)
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), TextCompletions(), Responses(), MESSAGES)
 """What the proxy serves. A new dialect is one file and one name here."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects import openapi_schemas
 from swarmq.proxy.dialects.base import (
     answer_id,
@@ -27,7 +27,7 @@ from swarmq.proxy.dialects.base import (
 )
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.http_errors import Refusal, RefusedError
-from swarmq.proxy.requests import Ask, Ended, Gained
+from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest
 
 Json = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Messages:
     body = openapi_schemas.MESSAGE
     fields: frozenset[str] | None = None
 
-    def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
+    def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
         if body.get("max_tokens") is None:
             raise RefusedError("max_tokens is required", param="max_tokens")
         chat = prompt_of(body) | {"max_tokens": body["max_tokens"]}
@@ -74,9 +74,9 @@ class Messages:
         if stops:
             chat["stop"] = stops
         _, left_out = served_tools(listed(body, "tools"))
-        return Ask(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True, left_out=left_out)
+        return DialectRequest(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True, left_out=left_out)
 
-    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+    def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
         [ended] = choices
         message = _present(ended.message)
         blocks: list[Json] = []
@@ -92,7 +92,7 @@ class Messages:
             )
         return _message(begun, blocks) | _ending(begun, ended) | {"usage": _usage(begun, ended.num_tokens)}
 
-    def writer(self, begun: Begun) -> MessageWriter:
+    def writer(self, begun: ActiveCall) -> MessageWriter:
         return MessageWriter(begun)
 
     def refusal(self, refusal: Refusal) -> Json:
@@ -109,15 +109,15 @@ class CountTokens(Messages):
     summary = "How many tokens a prompt of Anthropic's messages has"
     body = openapi_schemas.COUNT_TOKENS
 
-    def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
+    def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
         _, left_out = served_tools(listed(body, "tools"))
-        return Ask(chat=prompt_of(body), left_out=left_out)
+        return DialectRequest(chat=prompt_of(body), left_out=left_out)
 
 
 class MessageWriter:
     """One block is open at a time. White space before a call is held back: it is the template's, not the agent's."""
 
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
         self._said: list[bytes] = []
         self._count = 0
@@ -129,7 +129,7 @@ class MessageWriter:
         message = _message(self._begun, []) | {"stop_reason": None, "stop_sequence": None}
         return named({"type": "message_start", "message": message | {"usage": _usage(self._begun, 0)}})
 
-    def gain(self, gain: Gained) -> bytes:
+    def gain(self, gain: ChoiceDelta) -> bytes:
         if thought := gain.delta.get("reasoning"):
             self._ensure("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             self._delta({"type": "thinking_delta", "thinking": thought})
@@ -139,7 +139,7 @@ class MessageWriter:
             self._call(call.get("index", position), call.get("id"), call.get("function") or {})
         return self._flush()
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: ChoiceResult) -> bytes:
         if self._count == 0 and self._blank:
             self._blank, blank = "", self._blank
             self._ensure("text", {"type": "text", "text": ""})
@@ -346,25 +346,27 @@ def _tool_choice(choice: Json) -> Json:
             raise RefusedError("tool_choice.type must be auto, any, tool or none", param="tool_choice")
 
 
-def _message(begun: Begun, content: list[Json]) -> Json:
+def _message(begun: ActiveCall, content: list[Json]) -> Json:
     return {
         "id": answer_id(begun),
         "type": "message",
         "role": "assistant",
-        "model": begun.call.policy,
+        "model": begun.request.policy,
         "content": content,
     }
 
 
-def _usage(begun: Begun, sampled: int) -> Json:
+def _usage(begun: ActiveCall, sampled: int) -> Json:
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": begun.prompt_tokens, **cached, "output_tokens": sampled}
 
 
-def _ending(begun: Begun, ended: Ended) -> Json:
+def _ending(begun: ActiveCall, ended: ChoiceResult) -> Json:
     met = ended.stop_reason if isinstance(ended.stop_reason, str) else None
     if ended.finish_reason == "length":
-        ours = "max_tokens" in begun.overridden  # clients say of `max_tokens` that the agent's own limit was reached
+        ours = (
+            "max_tokens" in begun.request.overridden
+        )  # clients say of `max_tokens` that the agent's own limit was reached
         return {"stop_reason": "model_context_window_exceeded" if ours else "max_tokens", "stop_sequence": None}
     if ended.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -385,8 +387,8 @@ def _input(arguments: str) -> Any:
     return {"arguments": arguments}
 
 
-def _call_id(begun: Begun, index: int) -> str:
-    return f"toolu_{begun.call.request_id}_{index}"
+def _call_id(begun: ActiveCall, index: int) -> str:
+    return f"toolu_{begun.request.request_id}_{index}"
 
 
 def _not_a_block(kind: Any, where: str) -> RefusedError:

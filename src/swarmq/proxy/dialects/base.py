@@ -22,16 +22,22 @@ import structlog
 from swarmq.engine.client.protocol import Logprob
 from swarmq.keys import Claims
 from swarmq.messages import OBSERVED_HEADER, new_id
-from swarmq.proxy.completions.pipeline import Begun, Completions
-from swarmq.proxy.completions.recorder import call_id
-from swarmq.proxy.counters import Meter
+from swarmq.proxy.active_call import ActiveCall
+from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects.body_checks import check_arguments, check_results, object_of
 from swarmq.proxy.dialects.grammar_checks import check_schemas
 from swarmq.proxy.dialects.known_parameters import refuse, unknown
 from swarmq.proxy.dialects.media_checks import check_media
 from swarmq.proxy.episodes.conversations import Conversations
-from swarmq.proxy.http_errors import Refusal, RefusedError, refusal_of
-from swarmq.proxy.requests import Ask, Call, Ended, Gained, check_served, ignored
+from swarmq.proxy.http_errors import Refusal, RefusedError, to_refusal
+from swarmq.proxy.requests import (
+    ChoiceDelta,
+    ChoiceResult,
+    DialectRequest,
+    RequestContext,
+    check_supported,
+    list_ignored_parameters,
+)
 from swarmq.proxy.sampling_params import check_limits
 
 Json = dict[str, Any]
@@ -58,13 +64,13 @@ class Dialect(Protocol):
     fields: frozenset[str] | None
     """All parameters that there are; None: any may come."""
 
-    def ask(self, body: Json, told: Conversations) -> Ask:
+    def ask(self, body: Json, told: Conversations) -> DialectRequest:
         """The request as a chat request. `told`: what the episode has said. Raises RefusedError, naming the field."""
 
-    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+    def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
         """The body of an answer that is not streamed."""
 
-    def writer(self, begun: Begun) -> Writer:
+    def writer(self, begun: ActiveCall) -> Writer:
         """For an answer that is streamed."""
 
     def refusal(self, refusal: Refusal) -> Json:
@@ -76,9 +82,9 @@ class Writer(Protocol):
 
     def begin(self) -> bytes: ...
 
-    def gain(self, gain: Gained) -> bytes: ...
+    def gain(self, gain: ChoiceDelta) -> bytes: ...
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: ChoiceResult) -> bytes:
         """A choice is complete and recorded."""
 
     def close(self) -> bytes:
@@ -99,7 +105,7 @@ def read(
     remote_images: bool = False,
     refuses_tools: bool = False,
     refuses_unknown: bool = True,
-) -> Call:
+) -> RequestContext:
     """`told`: the request's headers. `aliases`: policy -> other names that it goes by. `refuses_tools`: that a provider would run.
     `refuses_unknown`: parameters, which are left out otherwise.
 
@@ -118,7 +124,7 @@ def read(
         )  # fmt: skip
     check_arguments(chat["messages"])
     check_results(chat["messages"])
-    check_served(body)
+    check_supported(body)
     check_limits(chat)
     check_schemas(chat)
     check_media(chat, remote=remote_images)
@@ -127,7 +133,7 @@ def read(
         raise RefusedError(f"x-swarmq-agent must match {AGENT.pattern}", param="x-swarmq-agent")
     retry = told.get("x-stainless-retry-count", "")
     counts_retries = retry.isdecimal() and retry.isascii()
-    return Call(
+    return RequestContext(
         claims=claims,
         policy=_policy(body, claims, aliases or {}),
         request_id=new_id(),
@@ -137,9 +143,9 @@ def read(
         retry=min(int(retry), MAX_RETRIES_TOLD) if counts_retries else 0,
         counts_retries=counts_retries,
         observed=OBSERVED_HEADER in told,
-        digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
+        request_digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
         agent=agent or claims.agent,
-        kept=ask.kept,
+        conversation=ask.conversation,
         names=ask.names,
         cuts=ask.cuts,
         left_out=(*strange, *(f"tools.{kind}" for kind in ask.left_out)),
@@ -148,13 +154,13 @@ def read(
     )
 
 
-def headers(begun: Begun) -> dict[str, str]:
-    call = begun.call
+def headers(begun: ActiveCall) -> dict[str, str]:
+    call = begun.request
     told = {
         **request_headers(call.request_id),
-        "x-swarmq-call-id": ", ".join(call_id(call.request_id, i) for i in range(num_choices(begun))),
+        "x-swarmq-call-id": ", ".join(map(begun.request.call_id, range(begun.request.num_choices))),
     }
-    overridden = [*begun.overridden, *ignored(call.body), *call.left_out]
+    overridden = [*begun.request.overridden, *list_ignored_parameters(call.body), *call.left_out]
     return {**told, "x-swarmq-overridden": ", ".join(overridden)} if overridden else told
 
 
@@ -163,7 +169,17 @@ def request_headers(request_id: str) -> dict[str, str]:
     return {"x-request-id": request_id, "request-id": request_id}
 
 
-async def events(dialect: Dialect, completions: Completions, begun: Begun, meter: Meter) -> AsyncGenerator[bytes, None]:
+class AnswerStreams(Protocol):
+    """Source of streamed answers."""
+
+    def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
+        """Yield what each choice gains, and each complete choice."""
+        ...
+
+
+async def events(
+    dialect: Dialect, completions: AnswerStreams, begun: ActiveCall, meter: Counters
+) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a streamed answer. What fails in the middle is an error event, the last one."""
     writer = dialect.writer(begun)
     try:
@@ -171,12 +187,12 @@ async def events(dialect: Dialect, completions: Completions, begun: Begun, meter
             yield opening
         async with aclosing(completions.stream(begun)) as gains:
             async for gain in gains:
-                if said := writer.end(gain) if isinstance(gain, Ended) else writer.gain(gain):
+                if said := writer.end(gain) if isinstance(gain, ChoiceResult) else writer.gain(gain):
                     yield said
-                begun.ended += isinstance(gain, Ended)
+                begun.ended += isinstance(gain, ChoiceResult)
     except Exception as error:
         begun.failed = begun.closing = True
-        refusal = refusal_of(error)
+        refusal = to_refusal(error)
         meter.errors += 1
         log.warning("stream_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
         yield writer.fail(refusal)
@@ -195,19 +211,15 @@ def named(value: Json) -> bytes:
     return f"event: {value['type']}\n".encode() + data(value)
 
 
-def num_choices(begun: Begun) -> int:
-    return begun.call.chat.get("n") or 1
-
-
-def answer_id(begun: Begun) -> str:
+def answer_id(begun: ActiveCall) -> str:
     """The call id where there is one, so that an agent can name the call it credits."""
-    request_id = begun.call.request_id
-    return call_id(request_id, 0) if num_choices(begun) == 1 else request_id
+    request = begun.request
+    return request.call_id(0) if request.num_choices == 1 else request.request_id
 
 
-def top_logprobs(begun: Begun, logprobs: Sequence[Logprob]) -> list[Logprob]:
+def top_logprobs(begun: ActiveCall, logprobs: Sequence[Logprob]) -> list[Logprob]:
     """With as many alternatives as were asked for."""
-    top = begun.call.chat.get("top_logprobs") or 0
+    top = begun.request.chat.get("top_logprobs") or 0
     return [msgspec.structs.replace(entry, top_logprobs=entry.top_logprobs[:top]) for entry in logprobs]
 
 

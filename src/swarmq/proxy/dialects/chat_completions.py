@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarmq.engine.client.protocol import Logprob
-from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects import known_parameters, openapi_schemas
 from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
@@ -22,7 +22,7 @@ from swarmq.proxy.dialects.base import (
 from swarmq.proxy.dialects.openai_chunks import ChunkWriter, head, usage
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.http_errors import Refusal, RefusedError
-from swarmq.proxy.requests import Ask, Ended, Gained
+from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest
 
 Json = dict[str, Any]
 
@@ -31,13 +31,13 @@ SAYING = ("tool_calls", "reasoning", "reasoning_content", "refusal", "function_c
 """What an assistant's message may have in place of content."""
 
 
-class Chat:
+class ChatCompletions:
     path = "/v1/chat/completions"
     summary = "OpenAI's chat completions"
     body = openapi_schemas.CHAT
     fields: frozenset[str] | None = known_parameters.CHAT
 
-    def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
+    def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise RefusedError("messages must be a list of at least one message", param="messages")
@@ -63,16 +63,16 @@ class Chat:
             chat["tools"] = tools or None
             if not tools and chat.get("tool_choice") in ("auto", "none"):
                 del chat["tool_choice"]
-        return Ask(chat=chat, names=names, left_out=left_out)
+        return DialectRequest(chat=chat, names=names, left_out=left_out)
 
-    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+    def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
         return {
             **head(begun, "chat.completion"),
             "choices": [
                 {
                     "index": choice.index,
                     "message": _message(choice.message),
-                    "logprobs": _logprobs(begun, choice.logprobs),
+                    "logprobs": _logprobs(begun, choice.entries),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                 }
@@ -81,7 +81,7 @@ class Chat:
             "usage": usage(begun, choices),
         }
 
-    def writer(self, begun: Begun) -> ChatWriter:
+    def writer(self, begun: ActiveCall) -> ChatWriter:
         return ChatWriter(begun)
 
     def refusal(self, refusal: Refusal) -> Json:
@@ -89,12 +89,12 @@ class Chat:
 
 
 class ChatWriter(ChunkWriter):
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: ActiveCall) -> None:
         super().__init__(begun, "chat.completion.chunk")
-        self._asked_logprobs = bool(begun.call.chat.get("logprobs"))
+        self._asked_logprobs = bool(begun.request.chat.get("logprobs"))
         self._greeted: set[int] = set()
 
-    def gain(self, gain: Gained) -> bytes:
+    def gain(self, gain: ChoiceDelta) -> bytes:
         greeting = self._greet(gain.index)
         if not gain.delta and not self._asked_logprobs:
             return greeting
@@ -102,7 +102,7 @@ class ChatWriter(ChunkWriter):
         logprobs = _logprobs(self.begun, gain.logprobs)
         return greeting + self.chunk(gain.index, {"delta": delta}, logprobs=logprobs)
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: ChoiceResult) -> bytes:
         self.ended.append(ended)
         why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
         return self._greet(ended.index) + self.chunk(ended.index, {"delta": {}}, **why)
@@ -136,5 +136,5 @@ def _message(message: Json) -> Json:
     return {**message, "content": message["content"] or (None if message.get("tool_calls") else ""), "refusal": None}
 
 
-def _logprobs(begun: Begun, logprobs: Sequence[Logprob]) -> Json | None:
-    return {"content": top_logprobs(begun, logprobs)} if begun.call.chat.get("logprobs") else None
+def _logprobs(begun: ActiveCall, logprobs: Sequence[Logprob]) -> Json | None:
+    return {"content": top_logprobs(begun, logprobs)} if begun.request.chat.get("logprobs") else None

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarmq.engine.client.protocol import Logprob
-from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects import known_parameters, openapi_schemas
 from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, not_served, options
 from swarmq.proxy.dialects.openai_chunks import ChunkWriter, head, usage
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.http_errors import Refusal, RefusedError
-from swarmq.proxy.requests import Ask, Ended, Gained, Kept
+from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest, NamedConversation
 
 Json = dict[str, Any]
 Prompt = str | list[int]
@@ -32,7 +32,7 @@ class TextCompletions:
     body = openapi_schemas.COMPLETION
     fields: frozenset[str] | None = known_parameters.COMPLETION
 
-    def ask(self, body: Json, told: Conversations) -> Ask:
+    def ask(self, body: Json, told: Conversations) -> DialectRequest:
         prompt = _prompt(body)
         if options(body, "stream_options") and not flag(body, "stream"):
             raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
@@ -48,17 +48,17 @@ class TextCompletions:
         chat |= {"prompt": prompt, "messages": messages, "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit}
         if (top := count(body, "logprobs", low=0, high=MAX_TOP_LOGPROBS)) is not None:
             chat |= {"logprobs": True, "top_logprobs": top}
-        kept = Kept(messages=messages, name=lambda _, message: _name(text + message["content"]))
-        return Ask(chat=chat, kept=kept if isinstance(prompt, str) else None)
+        kept = NamedConversation(messages=messages, name=lambda _, message: _name(text + message["content"]))
+        return DialectRequest(chat=chat, conversation=kept if isinstance(prompt, str) else None)
 
-    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+    def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
         return {
             **head(begun, "text_completion"),
             "choices": [
                 {
                     "index": choice.index,
                     "text": choice.message["content"],
-                    "logprobs": _logprobs(begun, choice.logprobs, 0),
+                    "logprobs": _logprobs(begun, choice.entries, 0),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                 }
@@ -67,7 +67,7 @@ class TextCompletions:
             "usage": usage(begun, choices),
         }
 
-    def writer(self, begun: Begun) -> TextWriter:
+    def writer(self, begun: ActiveCall) -> TextWriter:
         return TextWriter(begun)
 
     def refusal(self, refusal: Refusal) -> Json:
@@ -75,18 +75,18 @@ class TextCompletions:
 
 
 class TextWriter(ChunkWriter):
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: ActiveCall) -> None:
         super().__init__(begun, "text_completion")
         self._offsets: dict[int, int] = {}
 
-    def gain(self, gain: Gained) -> bytes:
+    def gain(self, gain: ChoiceDelta) -> bytes:
         text = gain.delta.get("content") or ""
         offset = self._offsets.get(gain.index, 0)
         self._offsets[gain.index] = offset + sum(len(entry.token) for entry in gain.logprobs)
         logprobs = _logprobs(self.begun, gain.logprobs, offset)
         return self.chunk(gain.index, {"text": text}, logprobs=logprobs) if text or logprobs else b""
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: ChoiceResult) -> bytes:
         self.ended.append(ended)
         why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
         return self.chunk(ended.index, {"text": ""}, **why)
@@ -121,8 +121,8 @@ def _name(text: str) -> str:
     return f"{len(text)}:{hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
 
 
-def _logprobs(begun: Begun, logprobs: Sequence[Logprob], offset: int) -> Json | None:
-    chat = begun.call.chat
+def _logprobs(begun: ActiveCall, logprobs: Sequence[Logprob], offset: int) -> Json | None:
+    chat = begun.request.chat
     if not chat.get("logprobs"):
         return None
     offsets = []

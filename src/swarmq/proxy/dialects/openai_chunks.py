@@ -7,24 +7,24 @@ from typing import Any
 
 import msgspec
 
-from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects.base import answer_id, data, options
 from swarmq.proxy.http_errors import Refusal
-from swarmq.proxy.requests import Ended
+from swarmq.proxy.requests import ChoiceResult
 
 Json = dict[str, Any]
 
 
-def head(begun: Begun, kind: str) -> Json:
+def head(begun: ActiveCall, kind: str) -> Json:
     return {
         "id": answer_id(begun),
         "object": kind,
-        "created": int(begun.call.began_at),
-        "model": begun.call.policy,
+        "created": int(begun.request.began_at),
+        "model": begun.request.policy,
     }
 
 
-def usage(begun: Begun, choices: Sequence[Ended]) -> Json:
+def usage(begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
     sampled = sum(choice.num_tokens for choice in choices)
     prompt = begun.prompt_tokens
     told = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
@@ -35,9 +35,9 @@ def usage(begun: Begun, choices: Sequence[Ended]) -> Json:
 class ChunkWriter:
     """A `Writer` but for `gain` and `end`, which differ; `end` notes the choice in `ended`."""
 
-    def __init__(self, begun: Begun, kind: str) -> None:
+    def __init__(self, begun: ActiveCall, kind: str) -> None:
         self.begun = begun
-        self.ended: list[Ended] = []
+        self.ended: list[ChoiceResult] = []
         self._head = head(begun, kind)
         self._opening = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":['
         """What all chunks begin with."""
@@ -47,7 +47,7 @@ class ChunkWriter:
 
     def close(self) -> bytes:
         last = b"data: [DONE]\n\n"
-        if options(self.begun.call.body, "stream_options").get("include_usage"):
+        if options(self.begun.request.body, "stream_options").get("include_usage"):
             return data({**self._head, "choices": [], "usage": usage(self.begun, self.ended)}) + last
         return last
 

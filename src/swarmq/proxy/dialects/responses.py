@@ -14,7 +14,7 @@ import msgspec
 
 from swarmq.engine.client.protocol import Logprob
 from swarmq.messages import RESPONSE_ID_PREFIX
-from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects import known_parameters, openapi_schemas
 from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
@@ -34,7 +34,7 @@ from swarmq.proxy.dialects.base import (
 from swarmq.proxy.dialects.known_parameters import UNKNOWN
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.http_errors import Refusal, RefusedError
-from swarmq.proxy.requests import Ask, Ended, Gained, Kept
+from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest, NamedConversation
 
 Json = dict[str, Any]
 
@@ -78,7 +78,7 @@ class Responses:
     body = openapi_schemas.RESPONSE
     fields: frozenset[str] | None = known_parameters.RESPONSE
 
-    def ask(self, body: Json, told: Conversations) -> Ask:
+    def ask(self, body: Json, told: Conversations) -> DialectRequest:
         not_served(body, "background", why="an answer is waited for or streamed")
         not_served(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
         chat = {key: body[key] for key in SAME if body.get(key) is not None}
@@ -105,16 +105,20 @@ class Responses:
             raise RefusedError("truncation must be auto or disabled", param="truncation")
         flag(body, "parallel_tool_calls")
         flag(body, "store")
-        kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
-        return Ask(chat=chat, kept=kept, names=FIELDS, left_out=left_out)
+        kept = (
+            None
+            if body.get("store") is False
+            else NamedConversation(messages=messages, name=lambda call_id, _: call_id)
+        )
+        return DialectRequest(chat=chat, conversation=kept, names=FIELDS, left_out=left_out)
 
-    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+    def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
         [ended] = choices
         items = Items(begun)
-        items.add(ended.message, ended.logprobs)
+        items.add(ended.message, ended.entries)
         return _finished(begun, items, ended)
 
-    def writer(self, begun: Begun) -> ResponseWriter:
+    def writer(self, begun: ActiveCall) -> ResponseWriter:
         return ResponseWriter(begun)
 
     def refusal(self, refusal: Refusal) -> Json:
@@ -127,15 +131,15 @@ class Responses:
 class Items:
     """Output items as they grow. `tell` gets every event as it happens; without, nobody listens."""
 
-    def __init__(self, begun: Begun, tell: Callable[[Json], None] = lambda _: None) -> None:
+    def __init__(self, begun: ActiveCall, tell: Callable[[Json], None] = lambda _: None) -> None:
         self._begun = begun
-        self._request_id = begun.call.request_id
+        self._request_id = begun.request.request_id
         self._tell = tell
         self._open: int | None = None
         """Index of the item that grows."""
         self._calls: dict[int, int] = {}
         """Index of a call within the message -> index of its item."""
-        self._names = _namespaced(begun.call.body)
+        self._names = _namespaced(begun.request.body)
         self.items: list[Json] = []
 
     def add(self, delta: Json, logprobs: Sequence[Logprob] = ()) -> None:
@@ -224,14 +228,14 @@ class Items:
         return {"item_id": self.items[self._open]["id"], "output_index": self._open, **more}
 
     def _logprobs(self, logprobs: Sequence[Logprob]) -> list[Json]:
-        if not self._begun.call.chat.get("logprobs"):
+        if not self._begun.request.chat.get("logprobs"):
             return []
         entries = top_logprobs(self._begun, logprobs)
         return [{**msgspec.to_builtins(entry), "bytes": entry.bytes or []} for entry in entries]
 
 
 class ResponseWriter:
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
         self._items = Items(begun, self._tell)
         self._said: list[bytes] = []
@@ -242,11 +246,11 @@ class ResponseWriter:
             self._tell({"type": name, "response": response(self._begun, [])})
         return self._flush()
 
-    def gain(self, gain: Gained) -> bytes:
+    def gain(self, gain: ChoiceDelta) -> bytes:
         self._items.add(gain.delta, gain.logprobs)
         return self._flush()
 
-    def end(self, ended: Ended) -> bytes:
+    def end(self, ended: ChoiceResult) -> bytes:
         whole = _finished(self._begun, self._items, ended)
         self._tell({"type": f"response.{whole['status']}", "response": whole})
         return self._flush()
@@ -269,17 +273,19 @@ class ResponseWriter:
         return said
 
 
-def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress", usage: Json | None = None) -> Json:
-    body, sampling = begun.call.body, begun.asked.sampling
+def response(
+    begun: ActiveCall, output: Sequence[Json], *, status: str = "in_progress", usage: Json | None = None
+) -> Json:
+    body, sampling = begun.request.body, begun.request.sampling
     return {
         "id": RESPONSE_ID_PREFIX + answer_id(begun),
         "object": "response",
-        "created_at": int(begun.call.began_at),
+        "created_at": int(begun.request.began_at),
         "status": status,
         "background": False,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": begun.call.policy,
+        "model": begun.request.policy,
         "output": output,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -289,10 +295,10 @@ def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress
     }
 
 
-def _finished(begun: Begun, items: Items, ended: Ended) -> Json:
+def _finished(begun: ActiveCall, items: Items, ended: ChoiceResult) -> Json:
     cut = ended.finish_reason == "length"
     items.finish(cut=cut)
-    if begun.call.kept:
+    if begun.request.conversation:
         begun.memory.conversations.keep_parts(answer_id(begun), items.parts())
     usage = {
         "input_tokens": begun.prompt_tokens,

@@ -21,11 +21,11 @@ import msgspec
 from swarmq import keys
 from swarmq.config import SwarmJob
 from swarmq.messages import Event, created_at
-from swarmq.proxy.completions.engine_pool import Lane
+from swarmq.proxy.engines.pool import EngineLane
 from swarmq.proxy.episodes.conversation_graph import Graph
 from swarmq.proxy.episodes.conversations import Conversations
-from swarmq.proxy.episodes.token_budget import Budget
-from swarmq.proxy.http_errors import RefusedError, foreign_episode
+from swarmq.proxy.episodes.token_budget import TokenBudget
+from swarmq.proxy.http_errors import RefusedError, foreign_episode_error
 from swarmq.registries.proxies import ProxyRegistry
 
 LIMIT_BYTES = 512 * 1024 * 1024
@@ -43,7 +43,7 @@ NOT_RECEIVED = ("orphan_turns", "unseen_turns", "rewards_uncredited")
 Kept = TypeVar("Kept")
 
 
-class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
+class OpenEpisodeView(msgspec.Struct, frozen=True, kw_only=True):
     """What this proxy knows of an episode."""
 
     episode_id: str
@@ -54,7 +54,7 @@ class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
 
 
-class Memory:
+class EpisodeState:
     """Of one episode."""
 
     __slots__ = (
@@ -69,16 +69,16 @@ class Memory:
         "used_at",
     )
 
-    def __init__(self, *, client: str = "", lost: bool = False, budget: Budget | None = None) -> None:
+    def __init__(self, *, client: str = "", lost: bool = False, budget: TokenBudget | None = None) -> None:
         self.client = client
         """Whose keys it was called with."""
         self.lost = lost
         """There may have been calls that we know nothing of."""
         self.graphs: dict[str, Graph] = {}
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, EngineLane] = {}
         """Policy -> the engine that answered last."""
         self.conversations = Conversations()
-        self.budget = budget or Budget()
+        self.budget = budget or TokenBudget()
         self.open_calls = 0
         self.used_at = 0.0
         self.counted_bytes = 0
@@ -94,7 +94,7 @@ class Memory:
         return OVERHEAD_BYTES + self.conversations.size_bytes + sum(graph.size_bytes for graph in self.graphs.values())
 
 
-class Episodes:
+class EpisodeCache:
     """Memories by episode, in the order of their last use."""
 
     def __init__(
@@ -112,9 +112,9 @@ class Episodes:
         self._max_calls = max_calls
         self._clock = clock
         self._is_home = is_home
-        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._memories: OrderedDict[str, EpisodeState] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._forgotten: OrderedDict[str, tuple[str, Budget]] = OrderedDict()
+        self._forgotten: OrderedDict[str, tuple[str, TokenBudget]] = OrderedDict()
         """Client and budget."""
         self.size_bytes = 0
         """Tokens, keys and messages of all memories together."""
@@ -125,7 +125,7 @@ class Episodes:
         self._told = 0
 
     @classmethod
-    def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> Episodes:
+    def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> EpisodeCache:
         """Those of the proxy that clients find at `url`, or of this number where they were told of no other, from now on."""
         started_at, proxies = now(), ProxyRegistry(job.run_folder.proxies)
 
@@ -144,18 +144,18 @@ class Episodes:
     def __len__(self) -> int:
         return len(self._memories)
 
-    def of(self, episode_id: str, client: str = "") -> Memory:
+    def of(self, episode_id: str, client: str = "") -> EpisodeState:
         """Raises RefusedError when the episode is known to have ended, or to be another client's."""
         memory = self._memories.get(episode_id)
         if memory is None:
             memory = self._memories[episode_id] = self._begun(episode_id, client)
             self._count(memory)
         if memory.client != client:
-            raise foreign_episode(episode_id)
+            raise foreign_episode_error(episode_id)
         self._touch(episode_id, memory)
         return memory
 
-    def open_call(self, episode_id: str, client: str = "") -> Memory:
+    def open_call(self, episode_id: str, client: str = "") -> EpisodeState:
         """The memory, not to be forgotten before `close_call` as long as its episode goes on. Raises RefusedError."""
         memory = self.of(episode_id, client)
         if memory.open_calls >= self._max_calls:
@@ -166,14 +166,14 @@ class Episodes:
         memory.open_calls += 1
         return memory
 
-    def close_call(self, memory: Memory) -> None:
+    def close_call(self, memory: EpisodeState) -> None:
         memory.open_calls -= 1
         if memory.counted_bytes:
             self._count(memory)
             self._make_room()
 
     @contextmanager
-    def arriving(self, claims: keys.Claims) -> Iterator[Memory]:
+    def arriving(self, claims: keys.Claims) -> Iterator[EpisodeState]:
         """The memory of a call whose body is still to come. Raises RefusedError."""
         memory = self.open_call(claims.episode_id, claims.client)
         try:
@@ -220,16 +220,16 @@ class Episodes:
         """For the `state` event."""
         return {"episodes": len(self), "memory_bytes": self.size_bytes, "forgotten": dict(self.counts)}
 
-    def views(self, limit: int) -> list[EpisodeView]:
+    def views(self, limit: int) -> list[OpenEpisodeView]:
         """The most recently used first."""
         return [self._view(name, memory) for name, memory in islice(reversed(self._memories.items()), limit)]
 
-    def view(self, episode_id: str) -> EpisodeView | None:
+    def view(self, episode_id: str) -> OpenEpisodeView | None:
         memory = self._memories.get(episode_id)
         return self._view(episode_id, memory) if memory else None
 
-    def _view(self, episode_id: str, memory: Memory) -> EpisodeView:
-        return EpisodeView(
+    def _view(self, episode_id: str, memory: EpisodeState) -> OpenEpisodeView:
+        return OpenEpisodeView(
             episode_id=episode_id,
             policies=tuple(memory.graphs),
             calls=memory.budget.calls,
@@ -239,13 +239,13 @@ class Episodes:
 
     # ---------------------------------------------------------------------------------------------- forgetting
 
-    def _begun(self, episode_id: str, client: str) -> Memory:
+    def _begun(self, episode_id: str, client: str) -> EpisodeState:
         if episode_id in self._ended:
             raise RefusedError(f"episode {episode_id} has ended; begin a new one", status=403, code="episode_ended")
         owner, budget = self._forgotten.pop(episode_id, (client, None))
-        return Memory(client=owner, lost=budget is not None or not self._is_home(episode_id), budget=budget)
+        return EpisodeState(client=owner, lost=budget is not None or not self._is_home(episode_id), budget=budget)
 
-    def _touch(self, episode_id: str, memory: Memory) -> None:
+    def _touch(self, episode_id: str, memory: EpisodeState) -> None:
         memory.used_at = self._clock()
         self._memories.move_to_end(episode_id)
 
@@ -253,7 +253,7 @@ class Episodes:
         if self.size_bytes > self._limit_bytes:
             self._forget("room", lambda _: self.size_bytes > self._limit_bytes)
 
-    def _forget(self, reason: str, is_due: Callable[[Memory], bool]) -> None:
+    def _forget(self, reason: str, is_due: Callable[[EpisodeState], bool]) -> None:
         """The least recently used as long as they are due, except those with open calls: these are in use."""
         for _ in range(len(self)):
             episode_id, memory = next(iter(self._memories.items()))
@@ -267,12 +267,12 @@ class Episodes:
             self.counts[reason] += 1
             _keep(self._forgotten, episode_id, (memory.client, memory.budget))
 
-    def _count(self, memory: Memory) -> None:
+    def _count(self, memory: EpisodeState) -> None:
         self._uncount(memory)
         memory.counted_bytes = memory.size_bytes
         self.size_bytes += memory.counted_bytes
 
-    def _uncount(self, memory: Memory) -> None:
+    def _uncount(self, memory: EpisodeState) -> None:
         self.size_bytes -= memory.counted_bytes
         memory.counted_bytes = 0
 

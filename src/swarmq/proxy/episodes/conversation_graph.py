@@ -133,6 +133,10 @@ class Stitched(msgspec.Struct, frozen=True, kw_only=True):
     branch: Reason | None = None
 
 
+EMPTY_HISTORY = History(base=b"", keys=(), answered=0, answers=())
+EMPTY_PROMPT = Stitched(prompt=b"")
+
+
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Where the first tokens of a prompt are already, so that they need not travel again."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from swarmq.proxy.http_errors import RefusedError
 
 
-class Budget:
+class TokenBudget:
     """Calls and tokens of one episode."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Budget:
 class Reservation:
     """The tokens that an open call may yet sample."""
 
-    def __init__(self, budget: Budget, choices: int, each: int) -> None:
+    def __init__(self, budget: TokenBudget, choices: int, each: int) -> None:
         self._budget = budget
         self._each = each
         self._left = choices * each

@@ -19,10 +19,10 @@ from litestar.response import Response
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from swarmq.keys import Claims
-from swarmq.proxy.completions.answer_receipts import Serving
-from swarmq.proxy.completions.engine_pool import Pool
-from swarmq.proxy.completions.pipeline import Begun, Completions
-from swarmq.proxy.counters import Meter
+from swarmq.proxy.active_call import ActiveCall
+from swarmq.proxy.completions.answer_receipts import AnswerReceipts
+from swarmq.proxy.completions.pipeline import Completions
+from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects import (
     DIALECTS,
     CountTokens,
@@ -35,9 +35,10 @@ from swarmq.proxy.dialects import (
     read,
 )
 from swarmq.proxy.dialects.base import policy_of
-from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.engines.pool import EnginePool
+from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http_errors import RefusedError
-from swarmq.proxy.requests import Call
+from swarmq.proxy.requests import RequestContext
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -68,11 +69,11 @@ def agent_routes(
     completions: Completions,
     *,
     claims_of: Callable[[Request[Any, Any, Any]], Claims],
-    pools: Mapping[str, Pool],
+    pools: Mapping[str, EnginePool],
     aliases: Mapping[str, Sequence[str]],
-    episodes: Episodes,
-    meter: Meter,
-    serving: Serving,
+    episodes: EpisodeCache,
+    meter: Counters,
+    serving: AnswerReceipts,
     body_timeout_s: float,
     remote_images: bool,
     refuses_tools: bool,
@@ -89,7 +90,7 @@ def agent_routes(
                 f"the body did not arrive within {body_timeout_s:g} s", status=408, code="request_timeout"
             ) from error
 
-    async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> Call:
+    async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> RequestContext:
         claims = claims_of(request)
         with episodes.arriving(claims) as memory:
             raw = await body_of(request)
@@ -238,7 +239,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return outcome[0]
 
 
-async def _send_events(send: Send, begun: Begun, said: AsyncGenerator[bytes, None], told: Mapping[str, str]) -> None:
+async def _send_events(
+    send: Send, begun: ActiveCall, said: AsyncGenerator[bytes, None], told: Mapping[str, str]
+) -> None:
     """The answer as server-sent events, with what is `told` as headers. The last event ends the body at once: agents that hang up
     after it are to have read all there is."""
     named = {

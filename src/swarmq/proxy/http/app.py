@@ -22,21 +22,21 @@ from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.client.protocol import Engine
 from swarmq.messages import Event, Turn, new_id
-from swarmq.proxy.completions.answer_receipts import Serving
-from swarmq.proxy.completions.engine_pool import WAIT_S
-from swarmq.proxy.completions.engine_pools import Fleet, Opener
-from swarmq.proxy.completions.limiter import Gate
-from swarmq.proxy.completions.live_sampling import Tuning
+from swarmq.proxy.completions.answer_receipts import AnswerReceipts
+from swarmq.proxy.completions.limiter import CallLimiter
+from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.completions.pipeline import Completions
-from swarmq.proxy.completions.recorder import Publisher, Recorder
-from swarmq.proxy.counters import Meter
+from swarmq.proxy.completions.recorder import Recorder, TurnPublisher
+from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects import dialect_of, request_headers
-from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.engines.pool import WAIT_S
+from swarmq.proxy.engines.pools import EnginePools, Opener
+from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.http.control_routes import FAULTS, SECURITY, Authority, ProxyStatus, control_routes
-from swarmq.proxy.http.episode_control import Control
+from swarmq.proxy.http.episode_control import EpisodeControl
 from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
-from swarmq.proxy.http_errors import RefusedError, refusal_of
+from swarmq.proxy.http_errors import RefusedError, to_refusal
 from swarmq.registries.clients import RevokedNames
 from swarmq.registries.engines import EngineRegistry
 from swarmq.version import __version__
@@ -59,8 +59,8 @@ def create_app(
     number: int = 0,
     now: Callable[[], float] = time.time,
     state_every_s: float = STATE_EVERY_S,
-    tuning: Tuning | None = None,
-    episodes: Episodes | None = None,
+    tuning: LiveSampling | None = None,
+    episodes: EpisodeCache | None = None,
     opener: Opener | None = None,
     watchers: Sequence[Callable[[Turn, float], None]] = (),
     engine_wait_s: float = WAIT_S,
@@ -72,11 +72,11 @@ def create_app(
     `watchers` are told of every turn that is confirmed, with the seconds that took. `engine_wait_s`: how long calls wait where no
     engine can answer.
     """
-    meter = Meter(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
+    meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     source = f"proxy.{number}"
-    episodes = Episodes.of_job(job, number=number, now=now) if episodes is None else episodes
-    gate = Gate(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
-    fleet = Fleet(
+    episodes = EpisodeCache.of_job(job, number=number, now=now) if episodes is None else episodes
+    gate = CallLimiter(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
+    fleet = EnginePools(
         {name: engines[name] for name in job.policies},
         roster=EngineRegistry(job),
         max_behind=job.groups.max_staleness,
@@ -87,8 +87,7 @@ def create_app(
     )
     pools = fleet.pools
     completions = Completions(
-        run=job.run,
-        tuning=tuning or Tuning(job),
+        tuning=tuning or LiveSampling(job),
         pools=pools,
         episodes=episodes,
         recorder=Recorder(broker, meter, confirm_timeout_s=job.proxy.confirm_timeout_s),
@@ -124,8 +123,8 @@ def create_app(
             counts=meter.fields(),
         )
 
-    control = Control(job, broker, root=root, now=now)
-    serving = Serving(job.run, broker)
+    control = EpisodeControl(job, broker, root=root, now=now)
+    serving = AnswerReceipts(job.run, broker)
 
     metrics = Metrics(meter, gate, fleet, episodes)
     authority = Authority(root, job.run, now, removed)
@@ -165,7 +164,7 @@ def create_app(
                     f"the body has more than {job.proxy.max_body_bytes} bytes (proxy.max_body_bytes)",
                     status=413, code="request_too_large",
                 )  # fmt: skip
-        refusal = refusal_of(error)
+        refusal = to_refusal(error)
         meter.errors += 1
         if refusal.status in AT_FAULT and (episode_id := request.state.get(EPISODE)):
             refused.add(episode_id, refusal.message)
@@ -229,7 +228,7 @@ class Refused:
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
 
-    async def tell(self, run: str, source: str, broker: Publisher) -> None:
+    async def tell(self, run: str, source: str, broker: TurnPublisher) -> None:
         while True:
             episode_id, why = await self._told.get()
             fields = {"episode_id": episode_id, "why": why}
@@ -245,7 +244,13 @@ async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], N
 
 
 async def _report(
-    run: str, source: str, meter: Meter, episodes: Episodes, fleet: Fleet, broker: Publisher, every_s: float
+    run: str,
+    source: str,
+    meter: Counters,
+    episodes: EpisodeCache,
+    fleet: EnginePools,
+    broker: TurnPublisher,
+    every_s: float,
 ) -> None:
     while True:
         episodes.sweep()

@@ -21,18 +21,18 @@ from msgspec import Meta
 
 from swarmq import keys
 from swarmq.broker.client_rules import NAME_SEPARATOR
-from swarmq.proxy.completions.engine_pool import EngineView
-from swarmq.proxy.completions.engine_pools import Fleet
-from swarmq.proxy.episodes.cache import Episodes, EpisodeView
+from swarmq.proxy.engines.pool import EngineView
+from swarmq.proxy.engines.pools import EnginePools
+from swarmq.proxy.episodes.cache import EpisodeCache, OpenEpisodeView
 from swarmq.proxy.http.episode_control import (
     AbortRequest,
     BeginRequest,
     BegunEpisode,
-    Control,
-    EndedEpisode,
     EndRequest,
+    EndResponse,
+    EpisodeControl,
 )
-from swarmq.proxy.http_errors import RefusedError, refusal_of
+from swarmq.proxy.http_errors import RefusedError, to_refusal
 
 PATH = "/v1/control"
 SECURITY = "operatorToken"
@@ -137,7 +137,11 @@ class Authority:
 
 
 def control_routes(
-    control: Control, authority: Authority, episodes: Episodes, fleet: Fleet, status: Callable[[], ProxyStatus]
+    control: EpisodeControl,
+    authority: Authority,
+    episodes: EpisodeCache,
+    fleet: EnginePools,
+    status: Callable[[], ProxyStatus],
 ) -> list[HTTPRouteHandler]:
     """Everything below `PATH`."""
     common: dict[str, Any] = {
@@ -152,7 +156,7 @@ def control_routes(
         return status()
 
     @get(PATH + "/episodes", guards=[authority.needs("read")], responses=FAULTS, operation_id="listEpisodes", **common)
-    async def list_episodes(limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[EpisodeView]:
+    async def list_episodes(limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[OpenEpisodeView]:
         """Episodes whose calls this proxy remembers, the most recently used first."""
         return episodes.views(limit)
 
@@ -163,7 +167,7 @@ def control_routes(
         operation_id="showEpisode",
         **common,
     )
-    async def show_episode(episode_id: EpisodeId) -> EpisodeView:
+    async def show_episode(episode_id: EpisodeId) -> OpenEpisodeView:
         """One of them."""
         if view := episodes.view(episode_id):
             return view
@@ -201,7 +205,7 @@ def control_routes(
     )
     async def end(
         episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[EndRequest, Body()] = NO_END
-    ) -> EndedEpisode:
+    ) -> EndResponse:
         """End an episode with its reward; answered when the broker has confirmed it. Repeatable."""
         return await control.end(episode_id, data, client_id=_client_id(request))
 
@@ -216,7 +220,7 @@ def control_routes(
     )
     async def abort(
         episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[AbortRequest, Body()] = NO_WORDS
-    ) -> EndedEpisode:
+    ) -> EndResponse:
         """Give an episode up: never trained, never a reward of 0. Repeatable."""
         return await control.abort(episode_id, data, client_id=_client_id(request))
 
@@ -272,14 +276,14 @@ def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException)
     flaws = error.extra if isinstance(error.extra, list) else []
     told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
     words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail
-    refusal = refusal_of(RefusedError(words, param=told[0][0] if told else None))
+    refusal = to_refusal(RefusedError(words, param=told[0][0] if told else None))
     return Response(refusal.body, status_code=refusal.status)
 
 
 def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) -> Response[Any]:
     """A body that is not JSON is refused as by the other routes."""
     malformed = isinstance(error.__cause__, SerializationException)
-    refusal = refusal_of(
+    refusal = to_refusal(
         RefusedError(f"the body is not JSON: {error.detail}", code="invalid_json") if malformed else error
     )
     return Response(refusal.body, status_code=refusal.status)

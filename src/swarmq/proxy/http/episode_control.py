@@ -24,8 +24,8 @@ from swarmq.broker.client_rules import NAME_SEPARATOR, is_foreign
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
 from swarmq.outcome import EpisodeRef, Outcome, explain_untrainable, make_finished_end, make_unfinished_end
-from swarmq.proxy.episodes.idempotency import Ended, Entry, Ledger
-from swarmq.proxy.http_errors import RefusedError, foreign_episode
+from swarmq.proxy.episodes.idempotency import EpisodeEntry, IdempotencyStore, RecordedEnd
+from swarmq.proxy.http_errors import RefusedError, foreign_episode_error
 
 OPERATORS = NAME_SEPARATOR + "http"
 """In whose name the keys of episodes are signed that operators begin; no client can have it."""
@@ -132,7 +132,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     outcome_id: Annotated[str, Meta(max_length=128)] | None = None
 
 
-class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+class EndResponse(msgspec.Struct, frozen=True, kw_only=True):
     episode_id: str
     outcome_id: str
     status: str
@@ -140,7 +140,7 @@ class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """It had ended in this way before."""
 
 
-class Control:
+class EpisodeControl:
     """Begins and ends episodes of one run. `serve` must be open."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Control:
         self._now = now
         self._ticketed = ticketed
         self._inbox = topology.inbox(job.run)
-        self._ledger = Ledger()
+        self._ledger = IdempotencyStore()
         self._proxies: tuple[str, ...] = ()
         self._desks = {kind: TicketSource(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
 
@@ -206,7 +206,7 @@ class Control:
             proxies=self._proxies,
         )
 
-    async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndedEpisode:
+    async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndResponse:
         """Raises OutcomeError for what is no reward, RefusedError, BrokerError."""
         entry = self._owned(episode_id, client_id)
         outcome = Outcome(
@@ -223,7 +223,7 @@ class Control:
             entry, msgspec.structs.replace(end, calls=asked.calls, received=asked.received), asked.outcome_id
         )
 
-    async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndedEpisode:
+    async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndResponse:
         """Raises RefusedError, BrokerError."""
         entry = self._owned(episode_id, client_id)
         who = EpisodeRef(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
@@ -231,11 +231,11 @@ class Control:
             entry, make_unfinished_end(who, asked.status, asked.reason, final=asked.final), asked.outcome_id
         )
 
-    def _owned(self, episode_id: str, client_id: str) -> Entry:
+    def _owned(self, episode_id: str, client_id: str) -> EpisodeEntry:
         """Raises RefusedError for an episode that another client began; where another proxy began it, the collector looks."""
         entry = self._ledger.of(episode_id)
         if entry.begin and is_foreign(client_id, entry.begin.client_id):
-            raise foreign_episode(episode_id)
+            raise foreign_episode_error(episode_id)
         return entry
 
     async def _send(self, begin: EpisodeBegin, wait_s: float) -> EpisodeBegin:
@@ -259,7 +259,7 @@ class Control:
             ) from error  # fmt: skip
         return begin
 
-    async def _end(self, entry: Entry, end: EpisodeEnd, outcome_id: str | None) -> EndedEpisode:
+    async def _end(self, entry: EpisodeEntry, end: EpisodeEnd, outcome_id: str | None) -> EndResponse:
         outcome_id = outcome_id or hashlib.sha256(msgspec.msgpack.encode(end)).hexdigest()[:32]
         async with entry.lock:
             known = entry.end_of(end.client_id)
@@ -267,9 +267,9 @@ class Control:
                 raise _conflict(f"episode {end.episode_id} has ended otherwise ({known.end.status}): nothing was sent")
             if known is None:
                 await self._publish(end)
-                entry.ends.append(Ended(end, outcome_id))
+                entry.ends.append(RecordedEnd(end, outcome_id))
         status = known.end.status if known else end.status
-        return EndedEpisode(episode_id=end.episode_id, outcome_id=outcome_id, status=status, repeated=known is not None)
+        return EndResponse(episode_id=end.episode_id, outcome_id=outcome_id, status=status, repeated=known is not None)
 
     async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
         await self._broker.publish(self._inbox, piece, deadline_s=self._job.proxy.confirm_timeout_s)
@@ -309,7 +309,7 @@ class Control:
         """Attempts that make a group now, as far as tickets have told."""
         return self._desks[kind].group_size or self._job.group_size(kind)
 
-    def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, client_id: str) -> EpisodeRef:
+    def _ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
         """Whose end it is. What it says must not depend on which proxy was asked, or a repeat would be another end."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
         policies = entry.begin.policies if entry.begin else asked.policies or policies

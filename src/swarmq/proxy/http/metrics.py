@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from swarmq.messages import Turn
-from swarmq.proxy.completions.engine_pools import Fleet
-from swarmq.proxy.completions.limiter import Gate
-from swarmq.proxy.counters import Meter
-from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.completions.limiter import CallLimiter
+from swarmq.proxy.counters import Counters
+from swarmq.proxy.engines.pools import EnginePools
+from swarmq.proxy.episodes.cache import EpisodeCache
 
 NOT_RECEIVED = {
     "orphan_turns": "Recorded turns that are not trained: their agents did not receive the answers. Of the whole run.",
@@ -33,7 +33,7 @@ BY_KIND = {
 class Metrics(Collector):
     """Of one proxy, in a registry of its own."""
 
-    def __init__(self, meter: Meter, gate: Gate, fleet: Fleet, episodes: Episodes) -> None:
+    def __init__(self, meter: Counters, gate: CallLimiter, fleet: EnginePools, episodes: EpisodeCache) -> None:
         self._meter, self._gate, self._fleet, self._episodes = meter, gate, fleet, episodes
         self._registry = CollectorRegistry()
         self._first_token, self._whole, self._confirm = (

@@ -15,7 +15,7 @@ import structlog
 from swarmq.engine.client.protocol import Engine
 from swarmq.engine.client.tokenizer_compat import check_joins, ids_of
 from swarmq.errors import EngineError
-from swarmq.proxy.completions.engine_pool import WAIT_S, EngineView, Lane, Pool
+from swarmq.proxy.engines.pool import WAIT_S, EngineLane, EnginePool, EngineView
 from swarmq.proxy.http_errors import RefusedError
 from swarmq.registries.engines import EngineRegistry
 
@@ -24,7 +24,7 @@ Opener = Callable[[str], contextlib.AbstractAsyncContextManager[Engine]]
 log = structlog.get_logger()
 
 
-class Fleet:
+class EnginePools:
     """`async with fleet.kept():` probes and follows the roster."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Fleet:
         version that it goes on with, where it was trained before. `wait_s`: how long calls wait for an engine in an outage."""
         versions = resumed_at or {}
         self.pools = {
-            name: Pool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
+            name: EnginePool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
             for name, given in engines.items()
         }
         self.roster = roster
@@ -102,7 +102,7 @@ class Fleet:
             self.roster.remove(policy, remove)
         await self.follow()
 
-    async def _check_tokenizer(self, pool: Pool, url: str) -> None:
+    async def _check_tokenizer(self, pool: EnginePool, url: str) -> None:
         """Who does not answer is not judged. Raises RefusedError."""
         if not self._opener:
             return
@@ -127,17 +127,17 @@ class Fleet:
 
     async def _add(self, policy: str, url: str) -> None:
         assert self._opener
-        lane = Lane(await self._opened.enter_async_context(self._opener(url)))
+        lane = EngineLane(await self._opened.enter_async_context(self._opener(url)))
         await lane.probe()
         self.pools[policy].lanes.append(lane)
         log.info("engine_added", policy=policy, engine=url, healthy=lane.healthy)
 
-    def _drain(self, policy: str, lane: Lane) -> None:
+    def _drain(self, policy: str, lane: EngineLane) -> None:
         lane.draining = True
         log.info("engine_draining", policy=policy, engine=lane.engine.url, open_calls=lane.open_calls)
         self._tasks.create_task(self._remove(policy, lane))
 
-    async def _remove(self, policy: str, lane: Lane) -> None:
+    async def _remove(self, policy: str, lane: EngineLane) -> None:
         await lane.idle.wait()
         self.pools[policy].lanes.remove(lane)
         log.info("engine_removed", policy=policy, engine=lane.engine.url)

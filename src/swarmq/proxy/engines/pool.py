@@ -22,7 +22,7 @@ import structlog
 
 from swarmq.engine.client.protocol import Engine
 from swarmq.errors import EngineError
-from swarmq.proxy.completions.tool_parser_probe import finds_calls
+from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 
 SHUN_S = 5.0
 """An engine that failed is asked last for this long."""
@@ -61,7 +61,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Of this proxy."""
 
 
-class Lane:
+class EngineLane:
     """One engine and what we know of it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -106,7 +106,7 @@ class Lane:
         """Whether its parsers may be given streams in large portions; found out on first use."""
         async with self._rehearsing:
             if self._finds_calls is None:
-                self._finds_calls = await finds_calls(self.engine)
+                self._finds_calls = await finds_tool_calls(self.engine)
             return self._finds_calls
 
     async def is_token(self, text: str) -> bool:
@@ -139,13 +139,13 @@ class Lane:
         )
 
 
-class Pool:
+class EnginePool:
     def __init__(
         self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0, wait_s: float = WAIT_S
     ) -> None:
         """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice.
         `resumed_at`: the version that the run goes on with; 0 for one that begins. `wait_s`: how long calls wait in an outage."""
-        self.lanes = [Lane(engine) for engine in engines]
+        self.lanes = [EngineLane(engine) for engine in engines]
         self._max_behind = max_behind
         self._oldest = resumed_at
         """The first version that can be trained from."""
@@ -161,14 +161,14 @@ class Pool:
         self._probing = asyncio.Lock()
         self._probed_at = float("-inf")
 
-    def order(self, favourite: Lane | None, episode_id: str = "") -> list[Lane]:
+    def order(self, favourite: EngineLane | None, episode_id: str = "") -> list[EngineLane]:
         """Lanes in the order to try them; none that is draining."""
         lanes = [lane for lane in self.lanes if not lane.draining]
         now = time.monotonic()
         newest = max((lane.version or 0 for lane in lanes), default=0)
         crowd = 2 * min((lane.open_calls for lane in lanes), default=0) + CROWDED
 
-        def rank(lane: Lane) -> tuple[bool, bool, bool, int, bytes]:
+        def rank(lane: EngineLane) -> tuple[bool, bool, bool, int, bytes]:
             return (
                 not lane.healthy or now - lane.failed_at < SHUN_S,
                 lane.version is not None and newest - lane.version > self._max_behind,

@@ -28,7 +28,7 @@ CUTS = (1000, 16, 5)
 """Tokens of a portion."""
 
 
-async def finds_calls(engine: Engine) -> bool:
+async def finds_tool_calls(engine: Engine) -> bool:
     """False also where the model's template does not show how it would write two calls."""
     chat = {"messages": [_ASKED], "tools": _TOOLS}
     try:

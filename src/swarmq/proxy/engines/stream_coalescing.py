@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from swarmq.engine.client.protocol import Delta
-from swarmq.proxy.deltas import merged
+from swarmq.proxy.deltas import merge
 
 PATIENCE = 9.0
 """A stream is parsed for a tenth of its time."""
@@ -23,7 +23,7 @@ LONGEST_S = 1.0
 """The longest rest, which only answers of many thousand tokens reach: the longest pause that an agent notices."""
 
 
-class Pace:
+class CoalescingPace:
     """How long one stream is to rest. What waits behind other streams takes longer, and rests longer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,9 @@ class Pace:
             self._rests_until = ended + min(rest_s, LONGEST_S)
 
 
-async def paced(portions: AsyncGenerator[list[Delta], None], pace: Pace) -> AsyncGenerator[list[Delta], None]:
+async def coalesce(
+    portions: AsyncGenerator[list[Delta], None], pace: CoalescingPace
+) -> AsyncGenerator[list[Delta], None]:
     """What a stream brings, merged per choice while `pace` has it rest. Closing it closes `portions`."""
     waiting: dict[int, list[Delta]] = {}
     reading = asyncio.create_task(_next(portions))
@@ -60,9 +62,9 @@ async def paced(portions: AsyncGenerator[list[Delta], None], pace: Pace) -> Asyn
                     waiting.setdefault(delta.index, []).append(delta)
                 reading = asyncio.create_task(_next(portions))
             if due := [i for i in sorted(waiting) if not pace.rest_s or waiting[i][-1].finish_reason]:
-                yield [merged(waiting.pop(index)) for index in due]
+                yield [merge(waiting.pop(index)) for index in due]
         if waiting:
-            yield [merged(waiting[index]) for index in sorted(waiting)]
+            yield [merge(waiting[index]) for index in sorted(waiting)]
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
