@@ -1,6 +1,9 @@
-"""Everything swarmq does with RabbitMQ. The driver is imported here and nowhere else.
+"""RabbitMQ: everything swarmq knows about the message broker.
 
-`AmqpBroker` is in `swarmq.broker.amqp`, which loads the driver: a client does so when it connects.
+Every process imports this package. It offers the interface `Broker` (protocol.py), the records it delivers, and
+`TicketSource`; `AmqpBroker` (amqp.py) is the RabbitMQ implementation, imported on connecting because it loads the driver.
+`topology` names all queues. `node` installs and runs a private RabbitMQ; `admin` manages users, invites and dead letters.
+aio-pika is imported here and nowhere else. This package must never import client, proxy, collector, learner or engine.
 """
 
 from swarmq.broker.deliveries import Deliveries, Delivery

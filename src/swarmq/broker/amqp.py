@@ -1,11 +1,12 @@
-"""The real broker.
+"""The RabbitMQ implementation of the broker.
 
     AmqpBroker ── link "<name>.publish" ── Publisher (confirms)   + a channel for events
                ├─ link "<name>.control" ── declare, depths        (opened at first use)
                ├─ link "<name>.consume" ── one per `consume` and `events`
                └─ link "<name>.receipts" ── one per `receipts`
 
-Publishing and consuming never share a connection: an alarm blocks publishers, and whoever drains the queues must go on.
+Publishing and consuming never share a connection: an alarm blocks the connections of publishers, and consumers must continue to
+drain the queues.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ from swarmq.runtime.logs import log
 LOGIN_PATIENCE_S = 30.0
 OPEN_S = 10.0
 BROKER_ANSWERED_ENV = "SWARMQ_BROKER_ANSWERED"
-"""Set by `swarmq up` for its parts: the broker's address is right, so one that is away will be back."""
+"""Environment variable that `swarmq up` sets for its daemons: the broker has answered at this URL, so wait for it without a
+deadline."""
 PROBES = 2
 PROBE_S = 5.0
-"""An empty queue that lives answers at once."""
+"""Seconds to wait for an answer; a live empty queue answers at once."""
 MAX_REASON_CHARS = 500
 """Characters of a reason kept in a header."""
 
@@ -57,12 +59,12 @@ T = TypeVar("T")
 
 
 def initial_connect_timeout_s() -> float | None:
-    """How long a part that starts waits for its broker; None: for ever."""
+    """Return the seconds a starting process waits for its broker; None means no deadline."""
     return None if os.environ.get(BROKER_ANSWERED_ENV) else OPEN_S
 
 
 class AmqpBroker:
-    """Open one per process and share it; see `Broker` for what it promises."""
+    """The RabbitMQ implementation of `Broker`; a process opens one and shares it."""
 
     def __init__(
         self,
@@ -97,12 +99,14 @@ class AmqpBroker:
         default_ack_s: float = DEFAULT_ACK_S,
         login_patience_s: float = LOGIN_PATIENCE_S,
     ) -> AsyncIterator[Self]:
-        """Connect; an unreachable broker is waited for, `deadline_s` seconds long or, with None, for ever.
+        """Connect, retrying an unreachable broker for `deadline_s` seconds, or without a deadline if None.
 
-        Raises BrokerError at once for a bad url, wrong password or unknown vhost, and at the deadline.
-        `name` shows in the management UI. `user` is the url's where that is an invited client's (docs/access.md).
-        `default_ack_s`: how long RabbitMQ lets a message be held, where it says nothing of that. `login_patience_s`: how long
-        the login of an invited client may be refused once it has worked, before the client counts as removed.
+        Raises BrokerError at once for a malformed URL, a wrong password or an unknown vhost, and at the deadline.
+
+        `name` shows in the management UI. `user` is the user in the URL if it belongs to an invited client (docs/access.md),
+        else empty. `default_ack_s` is the assumed acknowledgement timeout where the server does not state one.
+        `login_patience_s` is how long an invited client's login may be refused after it has worked once, before the client
+        counts as removed.
         """
         redact_url(url)
         patience_s = login_patience_s if user else math.inf
@@ -113,7 +117,9 @@ class AmqpBroker:
                 async with asyncio.timeout(deadline_s):
                     await link.session()
             except TimeoutError:
-                raise BrokerError(link.trouble or "the broker has gone") from None
+                raise BrokerError(
+                    link.trouble or "the broker closed the connection and cannot be reached again"
+                ) from None
             yield cls(
                 url,
                 name=name,
@@ -199,7 +205,7 @@ class AmqpBroker:
             depth = (await session.call(_read_depths(session.connection, [queue]))).get(queue)
             if depth != Depth(0, 0):
                 return False
-            for _ in range(PROBES):  # a wire that breaks is no dead queue
+            for _ in range(PROBES):  # a broken connection does not prove a dead queue
                 if await serves(self._url, queue, name=f"{self._name}.probe"):
                     return False
             await session.call(session.channel.queue_delete(queue))
@@ -208,7 +214,10 @@ class AmqpBroker:
         return await self._until_done(look)
 
     async def _bury(self, arrival: Arrival, reason: str) -> None:
-        """Park what could not be decoded. If its session is lost meanwhile it comes again and is parked twice."""
+        """Park a message that cannot be decoded.
+
+        If the session is lost before the ack, the message is redelivered and parked twice.
+        """
         if self._user:
             with suppress(BrokerLostError):
                 await self._refuse(arrival, reason)
@@ -219,13 +228,16 @@ class AmqpBroker:
             await arrival.settler.ack(arrival.tag, through=False)
 
     async def _refuse(self, arrival: Arrival, reason: str) -> None:
-        """Invited clients publish no dead letters: RabbitMQ parks what they refuse, and vouches for its queue and content. The
-        reason stays in the client's log."""
+        """Reject a message of an invited client's consumer, so that RabbitMQ parks it.
+
+        Invited clients may not publish dead letters themselves; RabbitMQ vouches for the queue and the content. The reason is
+        only in the client's log.
+        """
         log.warning("message refused", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
         await arrival.settler.reject(arrival.tag)
 
     async def _park(self, arrival: Arrival, reason: str) -> None:
-        # Of the sender's headers only the key: others, e.g. CC, would make RabbitMQ do what the sender may not.
+        # Copy only the key of the sender's headers: others, e.g. CC, would use rights that the sender does not have.
         headers = {REASON_HEADER: reason[:MAX_REASON_CHARS], QUEUE_HEADER: arrival.queue}
         if key := arrival.headers.get(KEY_HEADER):
             headers[KEY_HEADER] = str(key)
@@ -244,14 +256,14 @@ class AmqpBroker:
 
 
 async def serves(url: str, queue: str, *, name: str) -> bool:
-    """Whether somebody answers for a queue. RabbitMQ 3.10 ends the connection of who asks a dead one, 4.0 is silent."""
+    """Return whether a queue answers `basic.get`. For a dead queue, RabbitMQ 3.10 closes the connection and 4.0 stays silent."""
     try:
         async with open_session(url, name=name) as session:
             source = await session.channel.get_queue(queue, ensure=False)
             await session.call(source.get(fail=False, timeout=None), answer_s=PROBE_S)
     except BrokerLostError:
         return False
-    except BrokerError:  # refused, as where one consumer at a time may ask: but by the queue
+    except BrokerError:  # a refusal, e.g. of a second consumer, comes from a live queue
         return True
     return True
 

@@ -1,11 +1,11 @@
-"""Publishing a batch exactly once, although the publisher may die in the middle of it.
+"""Exactly-once publishing of a batch, even if the publisher dies in the middle of it.
 
     publish ──BCC──> queue             the broker puts the message into both or, from a dead publisher, into neither
-               └───> <book>            one receipt per message; whoever goes on reads them and sends only the rest
-                     <book>.lock       exclusive: gone when the broker has digested all that a dead publisher had sent
+               └───> <book>            one receipt per message; the next publisher reads them and sends only the rest
+                     <book>.lock       exclusive: deleted once the broker has processed all that a dead publisher had sent
 
-Receipts need not outlive the caller's own note that a batch is done: `clear` forgets them. What remains at least once is a
-broker that dies itself between the two queues.
+The caller records a finished batch itself and then calls `clear`. If the broker itself dies between the two queues, delivery is
+at least once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
 from swarmq.messages import Message, encode, idempotency_key
 
 COPY_HEADER = "BCC"
-"""RabbitMQ's sender-selected distribution: further routing keys, taken out of the message before anybody sees it."""
+"""Header of RabbitMQ's sender-selected distribution: more routing keys, which the broker removes before delivery."""
 
 
 @asynccontextmanager
 async def open_receipts(url: str, book: str, *, name: str) -> AsyncIterator[AmqpReceipts]:
-    """The book of that name, ours alone while the context is open; another holder is waited for."""
+    """Open the named receipts for this process alone; wait while another process holds them."""
     found = AmqpReceipts(book)
     link = BrokerLink(url, name=f"{name}.receipts", prepare=found.prepare)
     found.link = link
@@ -41,7 +41,7 @@ async def open_receipts(url: str, book: str, *, name: str) -> AsyncIterator[Amqp
 
 
 class AmqpReceipts:
-    """Implements `swarmq.broker.protocol.Receipts`."""
+    """The RabbitMQ implementation of `swarmq.broker.protocol.Receipts`."""
 
     link: BrokerLink
 
@@ -50,13 +50,13 @@ class AmqpReceipts:
         self._known: set[str] = set()
 
     async def prepare(self, session: Session) -> None:
-        """Take the lock and read the book, on every new connection."""
+        """Take the lock and read the receipts; runs on every new connection."""
         channel = session.channel
         try:
             await session.call(channel.declare_queue(f"{self._book}.lock", exclusive=True))
         except BrokerError as error:
             if "RESOURCE_LOCKED" in str(error):
-                raise BrokerLostError(f"{self._book} is in use by another process, waiting for its end") from error
+                raise BrokerLostError(f"{self._book} is in use by another process; waiting until it ends") from error
             raise
         await session.call(channel.declare_queue(self._book, durable=True, arguments=topology.dead_letter_arguments()))
         self._known = await session.call(_read_keys(session, self._book))
@@ -66,13 +66,13 @@ class AmqpReceipts:
         while left := {key: message for key, message in left.items() if key not in self._known}:
             session = await self.link.session()
             await _require_queue(session, queue)
-            with suppress(BrokerLostError):  # the next session has read what this one has achieved
+            with suppress(BrokerLostError):  # the next session reads the receipts of this one
                 await self._send(session, queue, left)
                 return
 
     async def clear(self) -> None:
         self._known.clear()
-        with suppress(BrokerLostError):  # old receipts name what is never sent again
+        with suppress(BrokerLostError):  # old receipts name messages that are never sent again
             session = await self.link.session()
             await session.call(_purge(session, self._book))
 
@@ -89,7 +89,9 @@ class AmqpReceipts:
             try:
                 await session.call(_publish(session, queue, message, headers))
             except PublishError as error:
-                raise UnroutableError(f"no queue {queue}: it was deleted") from error
+                raise UnroutableError(
+                    f"no queue {queue}: it was deleted during the batch; publish again once the collector has declared it"
+                ) from error
             except DeliveryError:
                 full.append((key, message))
 
@@ -98,12 +100,16 @@ class AmqpReceipts:
                 for key, message in messages.items():
                     sending.create_task(one(key, message))
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None  # all of them say the same
+            raise group.exceptions[0] from None  # all have the same cause
         if full:
             await self._send_to_full(queue, full)
 
     async def _send_to_full(self, queue: str, rejected: list[tuple[str, Message]]) -> None:
-        """The book may have taken what the queue refused: a receipt that lies loses a task, none at worst doubles it."""
+        """Forget all receipts, then publish the rejected messages without receipts.
+
+        The receipts queue may have accepted a message that the target queue rejected. A false receipt would lose a task; a
+        missing receipt can at worst duplicate one.
+        """
         await self.clear()
         publisher = Publisher(self.link)
         for key, message in rejected:
@@ -117,7 +123,8 @@ async def _publish(session: Session, queue: str, message: Message, headers: dict
 
 
 async def _require_queue(session: Session, queue: str) -> None:
-    """A copy in the book would hide that nobody else got the message. Raises UnroutableError."""
+    """Raise UnroutableError if `queue` does not exist. The broker would not report it: the copy in the receipts queue counts as
+    routed."""
     try:
         await session.call(session.channel.declare_queue(queue, passive=True))
     except UnroutableError as error:

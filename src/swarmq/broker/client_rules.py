@@ -1,8 +1,8 @@
-"""What an invited client may say: who it is, when its episodes begin and end, and that a task is to be tried again.
+"""Checks of the messages that invited clients send: who they are, begins and ends of their own episodes, and tasks to retry.
 
-RabbitMQ vouches for the sender (topology.CLIENTS); what is inside the message is the client's own word and is held
-against that here, at every consumer, before anything is done with it. That a task which comes back was fed, its seal
-says (keys.py): the collector looks at it.
+RabbitMQ verifies the sender (`topology.CLIENTS`). The content is only claimed by the client, so every consumer compares it with
+the sender before using the message. Whether a returned task was really fed is proved by its seal (keys.py), which the collector
+checks.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from swarmq.broker import topology
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Task
 
 NAME_SEPARATOR = "@"
-"""Between a client's name and the process that uses it, in `client_id`. What begins with it is no client: an operator."""
+"""Separator of client name and process in `client_id`; an id that begins with it belongs to an operator."""
 
 
 def is_foreign(client_id: str, owner_id: str) -> bool:
-    """Whether a client speaks for an episode that another one began. Operators may."""
+    """Return whether a client speaks for an episode that another client began. Operators may speak for any episode."""
     name, owner = (one.partition(NAME_SEPARATOR)[0] for one in (client_id, owner_id))
     return bool(name and owner) and name != owner
 
 
 def find_violation(user: str, queue: str, message: Message) -> str:
-    """Why this message of `user` must not be used in `queue`; empty if it may."""
+    """Return why this message of `user` must not be used in `queue`, or "" if it may."""
     run, _, client = user.partition(".")
     if not queue.startswith(f"swarmq.{run}.") or message.run != run:
         return f"client {client!r} of run {run!r} sent it to another run"

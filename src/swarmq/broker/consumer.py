@@ -1,11 +1,11 @@
-"""Consuming: a session of its own per queue, manual acknowledgement, recycled before the broker loses patience.
+"""Consumers: one session per queue, manual acknowledgement, and a new session before RabbitMQ's acknowledgement timeout.
 
-RabbitMQ gives up on a consumer that holds a message unacknowledged for 30 minutes, on 4.3 without a word. Each consumer asks
-for a week instead, which RabbitMQ heeds since 3.12. An older one has it in its settings, and says so to its clients where
-we start it. Elsewhere (an older RabbitMQ of somebody else) the 30 minutes are assumed.
+RabbitMQ closes a consumer that holds a message unacknowledged for 30 minutes (4.3 does so silently). Every consumer requests a
+timeout of one week, which RabbitMQ respects since 3.12. For older servers that swarmq starts, the timeout is in the server's
+configuration, and the server states it in a server property. For all other older servers 30 minutes are assumed.
 
-A session whose oldest message comes near that limit ends itself: what it held comes again, to this consumer or another, and
-acknowledging the old delivery raises BrokerLostError.
+A session whose oldest message comes near the timeout ends itself. Its messages are redelivered to this or another consumer, and
+acknowledging an old delivery raises BrokerLostError.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import RECYCLED_PREFIX, Session
 
 DEFAULT_ACK_S = 30 * 60.0
-"""RabbitMQ's own limit."""
+"""RabbitMQ's default acknowledgement timeout."""
 CONSUMER_TIMEOUT_VERSION = (3, 12)
-"""The first RabbitMQ that takes the limit from the consumer."""
+"""First RabbitMQ version that respects `x-consumer-timeout`."""
 RECYCLE_FRACTION = 2 / 3
-"""Share of the limit after which a session ends itself."""
+"""Fraction of the acknowledgement timeout after which a session ends itself."""
 MAX_PREFETCH = 65535
 
 
@@ -47,13 +47,16 @@ async def open_consumer(
     recycle_s: float | None = None,
     login_patience_s: float = math.inf,
 ) -> AsyncIterator[Deliveries]:
-    """Deliveries of `queue`. Raises UnroutableError when there is no such queue.
+    """Open a consumer of `queue`. Raises UnroutableError if there is no such queue.
 
-    `ack_s` is asked for as limit, `default_ack_s` the limit where that is not heeded and RabbitMQ tells of no other;
-    `recycle_s` replaces what follows from the limit.
+    `ack_s` is the acknowledgement timeout to request, `default_ack_s` the timeout to assume where the server ignores requests
+    and states none. `recycle_s` replaces the session age that follows from the timeout. `bury` parks a message that cannot be
+    used.
     """
     if not 1 <= prefetch <= MAX_PREFETCH:
-        raise ValueError(f"prefetch {prefetch} is not within 1 and {MAX_PREFETCH}")  # 0 would mean 2000
+        raise ValueError(
+            f"prefetch must be between 1 and {MAX_PREFETCH} (got {prefetch})"
+        )  # RabbitMQ would take 0 as 2000
     deliveries = Deliveries(bury)
 
     async def prepare(session: Session) -> None:
@@ -82,7 +85,7 @@ async def open_consumer(
 
 
 def find_ack_limit_s(server: Mapping[str, Any], asked_s: float, default_s: float) -> float:
-    """How long a RabbitMQ lets our consumers hold a message, by the properties that it states to its clients."""
+    """Return the acknowledgement timeout that holds for a consumer, given the server's properties."""
     version = tuple(int(part) for part in re.findall(r"\d+", str(server.get("version", "")))[:2])
     if version >= CONSUMER_TIMEOUT_VERSION:
         return asked_s
@@ -91,14 +94,14 @@ def find_ack_limit_s(server: Mapping[str, Any], asked_s: float, default_s: float
 
 
 class UnackedMessage(NamedTuple):
-    """A message that has come and not been acknowledged."""
+    """A delivered message that is not yet acknowledged."""
 
     message: AbstractIncomingMessage
     since: float
 
 
 class ConsumerSession:
-    """What one session has brought and who has not been acknowledged yet."""
+    """The unacknowledged messages of one session."""
 
     def __init__(self, session: Session, queue: str, deliveries: Deliveries) -> None:
         self._session = session
@@ -107,7 +110,7 @@ class ConsumerSession:
         self._recycle_s = deliveries.recycle_s
         self._loop = asyncio.get_running_loop()
         self._unacked: dict[int, UnackedMessage] = {}
-        """By delivery tag, oldest first."""
+        """Unacknowledged messages by delivery tag, oldest first."""
 
     async def start(self, arguments: dict[str, Any]) -> None:
         self._check_age()
@@ -132,7 +135,7 @@ class ConsumerSession:
             await self._session.call(held.message.reject(requeue=False))
 
     async def _on_message(self, message: AbstractIncomingMessage) -> None:
-        """Nothing but bookkeeping: the driver only logs what is raised here."""
+        """Record the message and hand it on. Must not raise: the driver only logs exceptions of this callback."""
         tag = message.delivery_tag
         if self._session.lost.done() or tag is None:
             return
@@ -151,7 +154,7 @@ class ConsumerSession:
         )
 
     def _check_age(self) -> None:
-        """Recycle when the oldest message is too old, else look again when it would be."""
+        """End the session if the oldest message is too old, else schedule the next check."""
         now = self._loop.time()
         oldest = next((held.since for held in self._unacked.values()), now)
         left_s = oldest + self._recycle_s - now

@@ -1,7 +1,7 @@
-"""What a consumer sees: deliveries, decoded and checked, and the iterator that brings them.
+"""Deliveries as a consumer sees them: decoded, checked, and brought by an async iterator.
 
-A source (an AMQP session, or memory in tests) calls `arrive` for each message, `forget` when its session is gone and
-what had arrived will come again, and `fail` or `close` at the end. The consumer iterates.
+A source (an AMQP session, or memory in tests) calls `arrive` for each message, `forget` when its session is lost and its
+messages will be redelivered, and `fail` or `close` at the end. The consumer iterates.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Message, RefusedTurn, Turn, decode, idempotency_key
 
 KEY_HEADER = "x-sq-id"
-"""Idempotency key: equal for two sendings of the same fact."""
+"""Header with the idempotency key, which is equal for two publishes of the same fact."""
 
 REASON_HEADER = "x-sq-reason"
-"""On dead messages: why nobody could use it."""
+"""Header of dead letters: why the message could not be used."""
 
 QUEUE_HEADER = "x-sq-queue"
-"""On dead messages: the queue it was meant for."""
+"""Header of dead letters: the queue that the message was meant for."""
 
 
 SENDER_HEADER = "x-sq-sender"
-"""On dead messages: the invited client that sent it, so that sending it back does not make it an operator's."""
+"""Header of dead letters: the invited client that sent the message. A requeued message keeps its sender and does not count as
+an operator's."""
 
 
 class Settler(Protocol):
-    """The session a message came by."""
+    """The session that delivered a message."""
 
     async def ack(self, tag: int, *, through: bool) -> None: ...
 
     async def reject(self, tag: int) -> None:
-        """Let the broker park it in `swarmq.dead`."""
+        """Reject the message; the broker parks it in `swarmq.dead`."""
 
 
 class Arrival(NamedTuple):
-    """One message as it came, not yet decoded."""
+    """A message as delivered, not yet decoded."""
 
     settler: Settler
     tag: int
@@ -50,9 +51,9 @@ class Arrival(NamedTuple):
     is_redelivered: bool
     queue: str
     kind: str = ""
-    """The message type its sender stated."""
+    """Message type stated by the sender."""
     sender: str = ""
-    """The user of the invited client that published it, as RabbitMQ has verified; empty: one of our own processes."""
+    """User of the invited client that published the message, verified by RabbitMQ; empty for the run's own processes."""
 
 
 class Delivery:
@@ -74,16 +75,16 @@ class Delivery:
         return self.arrival.is_redelivered
 
     async def ack(self) -> None:
-        """Tell the broker to forget it; a second time does nothing.
+        """Acknowledge the message; a second call does nothing.
 
-        Raises BrokerLostError when the session that brought it is gone: it will come again. So may one whose
-        acknowledgement was under way when the session ended: the broker does not confirm them.
+        Raises BrokerLostError when the session that delivered it is lost: the message will be redelivered. An acknowledgement
+        that is in flight when the session ends may be lost too, because the broker does not confirm acknowledgements.
         """
         await self.arrival.settler.ack(self.arrival.tag, through=False)
 
 
 class Deliveries:
-    """Async iterator over a queue. After a lost session it goes on with fresh deliveries by itself."""
+    """Async iterator over a queue, which continues with fresh deliveries after a lost session."""
 
     def __init__(self, bury: Callable[[Arrival, str], Awaitable[None]]) -> None:
         self._bury = bury
@@ -92,13 +93,14 @@ class Deliveries:
         self._failure: BrokerError | None = None
         self._closed = False
         self.recycle_s = math.inf
-        """How long a delivery may be held; one that is held longer comes again, to whoever is there."""
+        """Seconds a delivery may be held before it is redelivered to any consumer."""
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delivery:
-        """Raises StopAsyncIteration once the context is closed, BrokerError when the queue cannot be consumed."""
+        """Return the next delivery. Raises StopAsyncIteration once the context is closed, BrokerError when the queue cannot be
+        consumed."""
         while True:
             while self._arrivals:
                 delivery = await self._admit(self._arrivals.popleft())
@@ -112,7 +114,8 @@ class Deliveries:
             await self._wake.wait()
 
     async def batch(self, limit: int) -> list[Delivery]:
-        """Wait for one, then take what is already here, at most `limit`. Empty once the context is closed."""
+        """Wait for one delivery, then take those already here, at most `limit`. Returns an empty list once the context is
+        closed."""
         async for first in self:
             taken = [first]
             while self._arrivals and len(taken) < limit:
@@ -123,12 +126,15 @@ class Deliveries:
         return []
 
     async def ack_through(self, last: Delivery) -> None:
-        """Acknowledge `last` and everything before it on its session. Raises BrokerLostError like `Delivery.ack`."""
+        """Acknowledge `last` and every earlier delivery of its session. Raises BrokerLostError like `Delivery.ack`."""
         await last.arrival.settler.ack(last.arrival.tag, through=True)
 
     async def _admit(self, arrival: Arrival) -> Delivery | None:
-        """The delivery, or None for poison, which is parked with its reason. A turn that is poison its reader parks, who must
-        know that it is missing."""
+        """Return the delivery, or None if the message cannot be used and was parked.
+
+        A turn that cannot be decoded is returned as a RefusedTurn instead: its reader must know that the turn is missing, and
+        parks it.
+        """
         try:
             delivery = Delivery(arrival, decode(arrival.body))
         except MessageError as error:
@@ -159,7 +165,8 @@ class Deliveries:
 
 
 def _to_refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:
-    """Of a proxy, which names it beside the body; None for anything else, and for what an invited client calls a turn."""
+    """Return a RefusedTurn for an undecodable turn of a proxy, which puts the turn's ids in the headers; None for any other
+    message, and for one from an invited client."""
     episode_id, _, call_id = str(arrival.headers.get(KEY_HEADER, "")).rpartition(":")
     run = topology.parse_inbox_run(arrival.queue)
     if arrival.kind != Turn.__struct_config__.tag or arrival.sender or not episode_id or not run:

@@ -1,6 +1,6 @@
-"""RabbitMQ's and its driver's errors in our words.
+"""Mapping of RabbitMQ's and the driver's errors to swarmq's.
 
-A BrokerLostError may pass: connect again. Any other BrokerError will not until a person has changed something.
+After a BrokerLostError, connect again. Any other BrokerError lasts until a person has changed something.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ URL_HINT = "write it as amqp://user:password@host:5672/vhost"
 
 
 def redact_url(url: str) -> str:
-    """`host:port/vhost` of an AMQP url, for messages: never the password. Raises BrokerError for a bad url."""
+    """Return `host:port/vhost` of an AMQP URL, for messages without the password. Raises BrokerError for a malformed URL."""
     try:
         parts = urlsplit(url)
         port = parts.port or (5671 if parts.scheme == "amqps" else 5672)
@@ -31,7 +31,7 @@ def redact_url(url: str) -> str:
 
 
 def map_error(error: Exception, where: str) -> BrokerError:
-    """Our error for one of the driver's or the system's."""
+    """Return the BrokerError for an error of the driver or the operating system."""
     text = extract_text(error)
     match error:
         case BrokerError():
@@ -65,13 +65,13 @@ def map_error(error: Exception, where: str) -> BrokerError:
 
 
 def extract_text(error: BaseException) -> str:
-    """What RabbitMQ or the system said, without the driver's wrapping."""
+    """Return the text of RabbitMQ or the operating system, without the driver's wrapping."""
     if isinstance(error, amqp.AMQPError) and not isinstance(error, amqp.DeliveryError) and error.args:
         return str(error.args[-1])
     return str(error) or type(error).__name__
 
 
 def describe_closing(ended: asyncio.Future[Any], what: str) -> str:
-    """Why a connection or channel has closed, from the driver's `closing` future."""
+    """Return why a connection or channel has closed, given the driver's `closing` future."""
     error = None if ended.cancelled() else ended.exception()
     return what if error is None else f"{what}: {extract_text(error)}"

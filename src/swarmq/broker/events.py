@@ -1,7 +1,7 @@
-"""Events: told to whoever listens, lost without harm.
+"""Best-effort events.
 
-They travel on a channel of their own beside the publisher's, without confirms: a refused or stuck event must not cost
-a session that carries turns and ends.
+Events use a channel of their own beside the publisher's, without confirms: a refused or stuck event must not end a session that
+carries turns and episode ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Event, decode, encode
 
 EMIT_S = 1.0
-"""An event that cannot be handed over by then is dropped."""
+"""Seconds after which an unsent event is dropped."""
 
 
 class EventEmitter:
@@ -50,7 +50,7 @@ class EventEmitter:
             if self._session is not session or self._channel is None or self._channel.is_closed:
                 self._channel = await session.connection.channel(publisher_confirms=False)
                 self._session = session
-        # `ensure` would need more rights than to write, and an answer.
+        # `ensure` would need more rights than writing, and a round trip.
         exchange = await self._channel.get_exchange(topology.EVENTS, ensure=False)
         message = AmqpMessage(
             encode(event),
@@ -64,7 +64,7 @@ class EventEmitter:
 
 @asynccontextmanager
 async def open_event_feed(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIterator[Event]]:
-    """Events of `run` from now on; those that a slow listener has not taken are dropped, oldest first."""
+    """Subscribe to the events of `run` from now on; a slow subscriber loses the oldest events."""
     feed = EventFeed()
 
     async def prepare(session: Session) -> None:
@@ -103,7 +103,7 @@ class EventFeed:
                 try:
                     event = decode(self._bodies.popleft())
                 except MessageError:
-                    continue  # of a newer release, or not ours: nothing depends on an event
+                    continue  # an event of a newer release or a foreign message; nothing depends on it
                 if isinstance(event, Event):
                     return event
             if self._failure is not None:

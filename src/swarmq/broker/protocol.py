@@ -1,4 +1,4 @@
-"""What swarmq needs of a message broker. `AmqpBroker` is the real one, `swarmq.testing.MemoryBroker` the scripted one."""
+"""The broker interface. `AmqpBroker` implements it on RabbitMQ, `swarmq.testing.MemoryBroker` in memory for tests."""
 
 from __future__ import annotations
 
@@ -11,61 +11,64 @@ from swarmq.messages import Event, Message
 
 
 class Depth(NamedTuple):
-    """How full a queue is."""
+    """Messages and consumers of a queue."""
 
     ready: int
-    """Messages waiting, not counting those with a consumer and not yet acknowledged."""
+    """Messages waiting, without those delivered and not yet acknowledged."""
     consumers: int
 
 
 class Receipts(Protocol):
-    """Publishes in batches, each message exactly once although publishers may be killed; see `Broker.receipts`."""
+    """A batch publisher that sends each message exactly once, even if it is killed and another process continues; see
+    `Broker.receipts`."""
 
     async def publish(self, queue: str, messages: Sequence[Message]) -> None:
-        """Return when all are confirmed. Those for which there is a receipt are not sent again. Raises UnroutableError."""
+        """Publish all messages that have no receipt, and return when they are confirmed. Raises UnroutableError."""
 
     async def clear(self) -> None:
-        """Forget all receipts: the caller has noted elsewhere that these messages are out."""
+        """Forget all receipts; the caller has recorded elsewhere that these messages are published."""
 
     async def close(self) -> None:
-        """Remove the book, when nobody will go on with it."""
+        """Delete the receipts when no process will continue the batch."""
 
 
 class Broker(Protocol):
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         """Return once the broker has confirmed that `message` is durably in `queue`.
 
-        Sent again under the same idempotency key across lost connections, until confirmed or for `deadline_s`
-        seconds. Raises UnconfirmedError at the deadline (the message may be in the queue), UnroutableError when
-        there is no such queue, MessageError when the message is too large, BrokerError when we are refused.
+        Lost connections are retried under the same idempotency key until the broker confirms or `deadline_s` seconds have
+        passed. Raises UnconfirmedError at the deadline (the message may be in the queue), UnroutableError if there is no such
+        queue, MessageError if the message is too large, BrokerError if the broker refuses the client.
         """
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
-        """Deliveries of `queue`, at most `prefetch` of them unacknowledged. Raises UnroutableError: no such queue."""
+        """Consume `queue` with at most `prefetch` unacknowledged deliveries. Raises UnroutableError if there is no such queue."""
 
     def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:
-        """A book of receipts by name, held by one process at a time, that outlives its holder."""
+        """Open receipts by name. One process holds them at a time; they persist after the holder's end."""
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Park a message that cannot be used in `swarmq.dead`, with the reason, and acknowledge it."""
 
     async def is_blocked(self) -> bool:
-        """Whether publishers wait because the broker is low on memory or disk. False where it is away."""
+        """Return whether publishers wait because the broker is low on memory or disk; False if the broker is away."""
 
     async def emit(self, event: Event) -> bool:
-        """Tell whoever listens; whether the broker was there to be told. Best effort: dropped when it is away or takes no
-        messages, never raises, never blocks long."""
+        """Publish an event and return whether it was sent. Best effort: an event is dropped when the broker is away or blocked;
+        never raises, never blocks long."""
 
     def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Events of a run from now on."""
+        """Subscribe to the events of a run from now on."""
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
-        """Make all queues of a run. Doing it again changes nothing."""
+        """Declare all queues of a run; idempotent."""
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
-        """Depth of each queue; a queue that does not exist is left out."""
+        """Return the depth of each queue that exists."""
 
     async def delete_if_dead(self, queue: str) -> bool:
-        """Delete a queue that the broker lists and cannot bring up, which a crash in the middle of its deletion leaves
-        behind: it looks empty, confirms nothing and serves nobody. Whether it was one.
+        """Delete a dead queue and return True; return False for a queue that works or does not exist.
+
+        A crash in the middle of a deletion leaves a dead queue behind: the broker lists it as empty, but confirms nothing and
+        delivers nothing.
         """

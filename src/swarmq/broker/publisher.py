@@ -1,6 +1,6 @@
-"""Publishing: persistent, confirmed, mandatory, and again under the same key until confirmed.
+"""Publishing: persistent, confirmed, mandatory, and retried under the same idempotency key until confirmed.
 
-Many publishes share one channel; their confirms are awaited apart, so concurrent calls pipeline.
+Publishes share one channel and await their confirms separately, so that concurrent calls pipeline.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from swarmq.runtime.logs import log
 from swarmq.version import __version__
 
 IN_FLIGHT = 512
-"""Unconfirmed publishes at a time. The driver looks at all of them for every confirm that covers several."""
+"""Maximum unconfirmed publishes. The driver scans all of them for every confirm that covers several."""
 
 MAX_FULL_DELAY_S = 1.0
-"""Pause after the broker rejected a message, which it does when a length limit set by policy is reached."""
+"""Longest pause after the broker rejected a message because of a length limit set by policy."""
 
 WARN_EVERY_S = 60.0
-"""A full queue takes one message in, rejects the next, and so on: one warning per queue and minute is enough."""
+"""Seconds between two warnings for one queue. A full queue accepts and rejects messages in turn."""
 
 POLL_S = 0.05
 UNBOUND_KEY = "swarmq.nobody"
-"""No queue has this name."""
+"""Routing key of no queue."""
 
 APP_ID = f"swarmq/{__version__}"
 CONTENT_TYPE = "application/msgpack"
@@ -41,7 +41,7 @@ CONTENT_TYPE = "application/msgpack"
 
 class Publisher:
     def __init__(self, link: BrokerLink, *, user: str = "") -> None:
-        """`user` is an invited client's, who may write to its own exchange alone; empty: an operator's."""
+        """`user` is the invited client, which may write only to the clients' exchange; empty for an operator."""
         self._link = link
         self._user = user
         self._slots = asyncio.Semaphore(IN_FLIGHT)
@@ -50,20 +50,23 @@ class Publisher:
     async def publish(
         self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
     ) -> None:
-        """Return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline, BrokerError when refused."""
+        """Publish and return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline, BrokerError when
+        refused."""
         try:
             async with asyncio.timeout(deadline_s), self._slots:
                 while not await self._attempt(queue, body, kind=kind, headers=headers):
                     pass
         except TimeoutError as error:
-            trouble = self._link.trouble or "it is blocked by an alarm or overloaded"
+            trouble = self._link.trouble or "it is blocked by a memory or disk alarm, or overloaded"
             raise UnconfirmedError(
                 f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
             ) from error
 
     async def is_blocked(self) -> bool:
-        """Whether the broker holds up what is published. It tells that to publishers alone, so something is published that reaches
-        nobody."""
+        """Return whether the broker blocks publishers.
+
+        RabbitMQ tells only connections that publish, so this publishes a message that reaches no queue.
+        """
         if (session := self._link.current) is None:
             return False
         asking = asyncio.create_task(session.call(_probe_blocking(session.channel)))
@@ -76,7 +79,7 @@ class Publisher:
             asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def _attempt(self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any]) -> bool:
-        """Whether it is confirmed; False asks for another attempt."""
+        """Publish once and return whether the broker confirmed; the caller retries after False."""
         session = await self._link.session()
         try:
             await session.call(send_once(session.channel, queue, body, kind=kind, headers=headers, user=self._user))
@@ -100,7 +103,8 @@ class Publisher:
 
 
 async def _probe_blocking(channel: AbstractChannel) -> None:
-    """Return when the broker takes messages. It may confirm the first one in the moment in which it blocks, but not the second."""
+    """Return when the broker accepts messages. The broker may confirm one message in the moment in which it blocks, so two are
+    sent."""
     for _ in range(2):
         await channel.default_exchange.publish(AmqpMessage(b""), UNBOUND_KEY, mandatory=False)
 
@@ -108,12 +112,12 @@ async def _probe_blocking(channel: AbstractChannel) -> None:
 async def send_once(
     channel: AbstractChannel, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], user: str = ""
 ) -> None:
-    """One attempt to put a durable message into `queue`; returns after the confirm."""
+    """Publish a durable message to `queue` once and return after the confirm; no retry."""
     message = AmqpMessage(
         body,
         content_type=CONTENT_TYPE,
         delivery_mode=DeliveryMode.PERSISTENT,
-        # Unique per attempt: the driver matches returns by it, and two equal ones in flight hide a wrong name.
+        # Unique per attempt: the driver matches returned messages by id, and a duplicate id in flight would hide a missing queue.
         message_id=uuid.uuid4().hex,
         type=kind,
         app_id=APP_ID,
@@ -124,5 +128,5 @@ async def send_once(
         return
     exchange = await channel.get_exchange(
         topology.CLIENTS, ensure=False
-    )  # looking would need more rights than to write
+    )  # declaring would need more rights than writing
     await exchange.publish(message, topology.client_key(user, queue), mandatory=True)

@@ -1,13 +1,12 @@
-"""A link keeps one session open: connect, prepare, wait for its loss, throw it away, connect again.
+"""A link keeps one session open: connect, prepare, wait for its loss, discard it, connect again.
 
     run() ──> open_session ──> prepare(session) ──> up ──> session.lost ──> forget ──> backoff ──┐
       ^──────────────────────────────────────────────────────────────────────────────────────────┘
 
-Waiting is visible: one warning of a process when the broker goes away, however many links it has, and one line when all of them
-are back. A refusal (wrong password, no
-such queue) ends the link at its first connection, because a person has to act; once a link has worked, refusals are
-waited out, since a broker that restarts or is being repaired refuses too, and the collector makes a deleted queue again.
-The user of an invited client is deleted when the client is removed: its link ends once its login was refused for a while.
+An outage is logged once per process: a warning when the first link goes down, a line when all are up again. A refusal (wrong
+password, no such queue) at a link's first connection ends the link, because a person has to act. Once a link has worked,
+refusals are retried: a broker that restarts or is being repaired refuses too, and the collector declares a deleted queue again.
+An invited client's user is deleted when the client is removed, so its link ends once its login has been refused for a while.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ async def _nothing(_: Session) -> None:
 
 
 class BrokerOutage:
-    """What the links of this process to one broker say together while some of them are down."""
+    """The shared log lines of all links of this process to one broker."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -43,7 +42,7 @@ class BrokerOutage:
         self._since = 0.0
 
     def begin(self, link: BrokerLink, event: str, *, connection: str, reason: str) -> None:
-        """A link is down; the first one says so."""
+        """Record that a link is down, and log it if it is the first."""
         if not self._down:
             log.warning(event, connection=connection, reason=reason)
             self._since, self._most = time.monotonic(), 0
@@ -51,7 +50,7 @@ class BrokerOutage:
         self._most = max(self._most, len(self._down))
 
     def end(self, link: BrokerLink) -> None:
-        """A link is up; the last one says so."""
+        """Record that a link is up, and log it if it was the last one down."""
         if link in self._down:
             self.leave(link)
             if not self._down:
@@ -59,16 +58,16 @@ class BrokerOutage:
                 log.info("broker reachable again", broker=self._where, connections=self._most, away_s=away_s)
 
     def leave(self, link: BrokerLink) -> None:
-        """A link is closed; nobody waits for it."""
+        """Forget a link that is closed."""
         self._down.discard(link)
 
 
 _outages: dict[str, BrokerOutage] = {}
-"""By the broker's address."""
+"""Outages by the broker's address."""
 
 
 class BrokerLink:
-    """One role's connection to the broker, e.g. publishing. Use `keep` to run it."""
+    """One connection of a process, e.g. for publishing, reconnected while the context of `keep` is open."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class BrokerLink:
         refused: Callable[[BrokerError], None] = lambda _: None,
         login_patience_s: float = math.inf,
     ) -> None:
-        """`login_patience_s`: how long the broker may refuse the login of a link that has worked."""
+        """`login_patience_s` is how long the broker may refuse the login of a link that has worked."""
         self._url = url
         self._name = name
         self._prepare = prepare
@@ -93,7 +92,7 @@ class BrokerLink:
         self._refused_before = False
         self._outage = _outages.setdefault(redact_url(url), BrokerOutage(redact_url(url)))
         self.trouble: str | None = f"RabbitMQ at {redact_url(url)} has not answered yet"
-        """Why there is no session now, for error messages."""
+        """Why there is no session now, for error messages; None while there is one."""
 
     @asynccontextmanager
     async def keep(self) -> AsyncIterator[None]:
@@ -109,12 +108,12 @@ class BrokerLink:
 
     @property
     def current(self) -> Session | None:
-        """The open session, if there is one right now."""
+        """The open session, or None."""
         session = self._session
         return None if session is None or session.lost.done() else session
 
     async def session(self) -> Session:
-        """The open session; waits for one. Raises the BrokerError that ended the link."""
+        """Wait for a session and return it. Raises the BrokerError that ended the link."""
         while True:
             if self._refusal is not None:
                 raise self._refusal
@@ -142,7 +141,7 @@ class BrokerLink:
                 if now - login_refused_at >= self._login_patience_s:
                     self._refuse(
                         BrokerError(
-                            f"{error}; it worked before: the client was removed from the run, ask for an invite"
+                            f"{error}; the login worked before, so the client was removed from the run: ask for a new invite"
                         )
                     )
                     return
@@ -176,7 +175,7 @@ class BrokerLink:
     def _wait(self, error: BrokerError) -> None:
         if isinstance(error, BrokerLostError):
             self._outage.begin(self, UNREACHABLE_EVENT, connection=self._name, reason=str(error))
-        elif not self._refused_before:  # which concerns this link alone
+        elif not self._refused_before:  # concerns only this link, not the shared outage
             log.warning(UNREACHABLE_EVENT, connection=self._name, reason=str(error))
             self._refused_before = True
         self.trouble = str(error)

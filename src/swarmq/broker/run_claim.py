@@ -1,7 +1,7 @@
-"""A run's name on a broker, held by one `swarmq up` for as long as it lives.
+"""A claim on a run's name at a broker, held by one `swarmq up` while it lives.
 
-The claim is an exclusive queue: it lives with the connection that made it, so whoever dies lets go of the name at once,
-and RabbitMQ itself refuses the second. After a lost connection it is claimed again.
+The claim is an exclusive queue. It is deleted with its connection, so a dead process releases the name at once, and RabbitMQ
+refuses a second claim. After a lost connection the name is claimed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCKED = "RESOURCE_LOCKED"
 
 @asynccontextmanager
 async def claim_run(url: str, run: str) -> AsyncIterator[None]:
-    """Hold `run` for the block. Raises BrokerError when somebody else does."""
+    """Hold the name `run` while the context is open. Raises BrokerError if another process holds it."""
 
     async def claim(session: Session) -> None:
         await session.call(session.channel.declare_queue(topology.claim(run), exclusive=True, auto_delete=True))
@@ -33,6 +33,6 @@ async def claim_run(url: str, run: str) -> AsyncIterator[None]:
                 raise
             raise BrokerError(
                 f"run {run!r} is up, or starting, on this broker already: another `swarmq up` holds its name. "
-                "Choose another name, or stop that one"
+                "Choose another name, or stop the other one"
             ) from error
         yield

@@ -1,12 +1,12 @@
-"""One AMQP connection with one channel, thrown away whole on any fault.
+"""One AMQP connection with one channel, discarded as a whole on any fault.
 
-A closed connection, a closed channel, a consumer cancelled by the broker and an answer that does not come within its
-deadline are one event here: `lost`. Every call on the broker goes through `Session.call`, which ends when the session
-does. The call itself runs in a task of its own, because aio-pika ends calls on dead links with a stray CancelledError
-that nobody asked for; here it becomes a BrokerLostError.
+A closed connection, a closed channel, a consumer cancelled by the broker and a missed deadline all end the session: `lost`.
+Every call to the broker goes through `Session.call`, which ends when the session does. The call runs in a task of its own,
+because aio-pika ends calls on dead connections with a CancelledError although nobody cancelled; `Session.call` turns it into a
+BrokerLostError.
 
-aio-pika's robust connections would reconnect by themselves, with the same consumer tags and without a word to those
-who hold deliveries of the old channel; `Link` connects again instead, with everything new.
+aio-pika's robust connections would reconnect by themselves with the same consumer tags, without telling the holders of old
+deliveries. `BrokerLink` opens a new session instead.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from swarmq.errors import BrokerLostError
 from swarmq.runtime.logs import log
 
 HEARTBEAT_S = 15
-"""A link that is silent for three of these is given up. `?heartbeat=` in the url overrides it."""
+"""Heartbeat interval; a connection that is silent for three intervals is closed. `?heartbeat=` in the URL overrides it."""
 
 CONNECT_S = 8.0
-"""For the connection, and again for its channel."""
+"""Timeout for the connection, and again for its channel."""
 
 ANSWER_S = 15.0
-"""How long the broker may take to answer a call, confirms included."""
+"""Timeout for an answer of the broker, confirms included."""
 
 NOTICE_S = 2.0
-"""A call that takes longer than this may be held up by an alarm: look, and say so."""
+"""Seconds after which a pending call checks whether an alarm blocks it, and logs so."""
 
 CLOSE_S = 2.0
 
 RECYCLED_PREFIX = "recycled"
-"""How the reason begins when we end a session ourselves to go on with another one."""
+"""Prefix of the reason when swarmq itself ends a session to open another."""
 
 T = TypeVar("T")
 
-# Faults are reported by us, once and in our words; who configures logging still sees the driver's own.
+# swarmq logs faults itself, once; an application that configures logging still sees the driver's own messages.
 for driver in ("aio_pika", "aiormq"):
     logging.getLogger(driver).addHandler(logging.NullHandler())
 
 
 @asynccontextmanager
 async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
-    """A fresh session. Raises BrokerLostError when the broker cannot be reached, BrokerError when it refuses us."""
+    """Open a session. Raises BrokerLostError if the broker cannot be reached, BrokerError if it refuses."""
     where = redact_url(url)
     query = {"heartbeat": str(HEARTBEAT_S), **URL(url).query, "name": name}
     connection = aio_pika.Connection(URL(url).with_query(query))
@@ -66,7 +66,7 @@ async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
 
 
 class Session:
-    """An open connection and channel. `lost` gets the reason when it has ended."""
+    """An open connection and channel; the future `lost` gets the reason when the session has ended."""
 
     def __init__(self, connection: AbstractConnection, channel: AbstractChannel, underlay: Any, where: str) -> None:
         self.connection = connection
@@ -84,10 +84,10 @@ class Session:
 
     @classmethod
     async def on(cls, connection: AbstractConnection, where: str) -> Self:
-        """A session on a fresh channel of `connection`."""
+        """Open a channel on `connection` and return its session."""
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
-        # Below aio-pika, because it tells nobody that the broker cancelled a consumer or blocks the connection, and its
-        # close callbacks are never called for who registers them after the end.
+        # Uses the channel below aio-pika, which does not report that the broker cancelled a consumer or blocks the connection,
+        # and never calls close callbacks that are registered after the close.
         return cls(connection, channel, await channel.get_underlay_channel(), where)
 
     def fail(self, reason: str) -> None:
@@ -98,10 +98,10 @@ class Session:
                 _open_gate(gate)
 
     async def call(self, operation: Coroutine[Any, Any, T], *, answer_s: float = ANSWER_S) -> T:
-        """The result of `operation`. While the broker's alarm holds it up it is waited for, visibly.
+        """Run `operation` and return its result; while the broker's alarm blocks it, wait and log so.
 
-        Raises BrokerLostError when the session ends first, another BrokerError when the broker refuses. A message
-        that comes back or is rejected raises the driver's DeliveryError and leaves the session whole.
+        Raises BrokerLostError if the session ends first, another BrokerError if the broker refuses. A message that is returned
+        or rejected raises the driver's DeliveryError and leaves the session open.
         """
         gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(operation)
@@ -129,12 +129,12 @@ class Session:
 
     @property
     def server(self) -> Mapping[str, Any]:
-        """What the broker said of itself when it was connected to: its version, and more."""
+        """Server properties from the handshake, e.g. the version."""
         properties: Mapping[str, Any] = self._underlay.connection.server_properties
         return properties
 
     async def is_blocked(self) -> bool:
-        """Whether the broker holds up this connection because of its memory or disk alarm."""
+        """Return whether the broker's memory or disk alarm blocks this connection."""
         try:
             async with asyncio.timeout(0):  # `ready` returns without waiting unless it is blocked
                 await self._underlay.connection.ready()
@@ -170,7 +170,8 @@ class Session:
 
 
 async def _await_open(opening: Coroutine[Any, Any, T], where: str) -> T:
-    """What `opening` gives. Raises BrokerLostError or BrokerError, and never a CancelledError nobody asked for."""
+    """Await `opening` and return its result. Raises BrokerLostError or BrokerError instead of the driver's stray
+    CancelledError."""
     task = asyncio.create_task(opening)
     try:
         await asyncio.wait({task}, timeout=CONNECT_S)
@@ -186,7 +187,7 @@ async def _await_open(opening: Coroutine[Any, Any, T], where: str) -> T:
 
 
 async def _disconnect(connection: AbstractConnection, session: Session | None) -> None:
-    """The channel first: acknowledgements that are still queued travel before its close."""
+    """Close the channel, then the connection, so that queued acknowledgements are sent first."""
     if session is not None and not session.lost.done():
         session.fail("closed by us")
         await _close_quietly(session.channel.close())
@@ -194,7 +195,7 @@ async def _disconnect(connection: AbstractConnection, session: Session | None) -
 
 
 async def _close_quietly(operation: Awaitable[Any]) -> None:
-    """Closing may fail or hang on a broken link; the link is gone either way."""
+    """Await a close for at most `CLOSE_S`, and ignore its failure: the connection is gone either way."""
     task = asyncio.ensure_future(operation)
     try:
         await asyncio.wait({task}, timeout=CLOSE_S)
@@ -208,6 +209,6 @@ def _open_gate(gate: asyncio.Future[None]) -> None:
 
 
 def _abandon(task: asyncio.Future[Any]) -> None:
-    """Cancel if it still runs; its failure, if any, has been or need not be seen."""
+    """Cancel the task if it still runs, and mark its exception as retrieved."""
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -1,11 +1,11 @@
-"""No ticket, no episode: the client's side of back-pressure and of the task mix.
+"""The client's side of tickets, which limit concurrent episodes and set the task mix: no ticket, no episode.
 
-    tickets.<kind> --prefetch 1--> serve() --grant--> the first of the waiting begins
+    tickets.<kind> --prefetch 1--> serve() --grant--> the first waiting begin
                         ^                                   |
                         └────────── ack once EpisodeBegin is confirmed
 
-The consumer is open only while somebody waits, and a moment longer: a ticket that an idle client held back would
-be missing in the group of a busy one.
+The consumer is open only while a begin waits, and `LINGER_S` longer: a ticket held by an idle client would be missing in the
+group of a busy one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
 
 LINGER_S = 2.0
-"""How long the consumer stays open with nobody waiting."""
+"""Seconds the consumer stays open after the last waiting begin."""
 RETRY_S = 1.0
-"""Between looks for a queue that was there and was deleted: the collector makes it again."""
+"""Seconds between two attempts to consume a deleted queue, which the collector declares again."""
 
 
 class TicketGrant:
-    """A ticket in the hands of one begin; `used` says whether the broker confirmed that begin."""
+    """A ticket given to one begin; `used` tells whether the broker confirmed the begin."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
@@ -37,7 +37,7 @@ class TicketGrant:
 
 
 class TicketSource:
-    """Hands out the tickets of one kind, first come first served. `serve` must run as a task."""
+    """First-come, first-served source of one kind's tickets. `serve` must run as a task."""
 
     def __init__(self, broker: Broker, queue: str, kind: str) -> None:
         self._broker = broker
@@ -46,12 +46,12 @@ class TicketSource:
         self._waiting: deque[asyncio.Future[TicketGrant]] = deque()
         self._someone = asyncio.Event()
         self.group_size: int | None = None
-        """Of the kind, as the newest ticket says."""
+        """Group size of the kind, from the newest ticket."""
 
     @contextlib.asynccontextmanager
     async def ticket(self, *, first: bool = False) -> AsyncIterator[Ticket]:
-        """A ticket for the block, taken for good when the block succeeds; `first`: before those who wait already. Raises
-        BrokerError."""
+        """Wait for a ticket and hold it for the block; the ticket is consumed if the block succeeds. `first` skips the queue.
+        Raises BrokerError."""
         grant = await self._grant(first=first)
         used = False
         try:
@@ -62,8 +62,11 @@ class TicketSource:
                 grant.used.set_result(used)
 
     async def serve(self) -> None:
-        """Until cancelled. An error of the broker goes to those who wait, and the next one tries again; a queue that
-        is gone is waited for if it has been there."""
+        """Give tickets to waiting begins until cancelled.
+
+        An error of the broker is raised in all waiting begins, and the next begin tries again. If a queue has worked and is
+        then deleted, wait until it is back.
+        """
         known = False
         while True:
             await self._someone.wait()
@@ -79,7 +82,7 @@ class TicketSource:
                     self.refuse(error)
 
     def refuse(self, error: SwarmqError) -> None:
-        """Let all who wait now go without a ticket."""
+        """Raise `error` in all begins that wait now."""
         for waiter in list(self._waiting):
             self._forget(waiter)
             if not waiter.done():
@@ -96,7 +99,7 @@ class TicketSource:
                 continue
             grant = self._give(held.message)
             if grant is not None and await grant.used:
-                with contextlib.suppress(BrokerLostError):  # it will come again: credit for one episode more
+                with contextlib.suppress(BrokerLostError):  # the ticket is redelivered and permits one more episode
                     await held.ack()
                 held = None
 
@@ -118,7 +121,7 @@ class TicketSource:
                 return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                waiter.result().used.set_result(False)  # given and cancelled at the same moment
+                waiter.result().used.set_result(False)  # granted and cancelled in the same moment
             self._forget(waiter)
             raise
 

@@ -1,10 +1,14 @@
-"""One host, one command: `swarmq up` starts every part of a run, keeps each running, stops them in order.
+"""`swarmq up`: start every part of a run on one host, keep each running, stop them in order.
 
-plan.py         what is looked at before anything is started
-deployment.py   start and resolve addresses, in order
-keeping.py      start again what dies
-stopping.py     how long each part has to stop
-ports.py        the same ports at every start
+job_checks.py    checks and decisions before anything is started
+placement.py     GPUs for learners and engines
+deployment.py    the start of all parts, in order
+supervision.py   restarts of parts that die
+shutdown.py      the time each part has to stop
+ports.py         the same ports at every start
+
+It runs in the process of `swarmq up`, and offers `deploy`, `plan_run` and `check_settings` to the command line and the demo.
+It must never import `cli`, `demo` or `testing`, nor torch.
 """
 
 from swarmq.up.deployment import Deployment, Endpoints, deploy

@@ -1,11 +1,11 @@
-"""Starts every part of a run in order, says where each is, and takes all down again.
+"""Start of every part of a run in order, with its address, and their stop.
 
     broker (private node, or a url) ─┐
     GPUs ─> engines (vLLM) ──────────┼─> resolved.toml ──> proxies, collector, learners
                                      └─> endpoints.json, invite
 
-Ctrl-C reaches this process alone: it stops the learners first (they write a checkpoint),
-then collector, proxy and engines, the broker last.
+Only this process receives Ctrl-C. It stops the learners first (they write a checkpoint), then collector, proxy and engines,
+and the broker last.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ from swarmq.up.shutdown import drain_s, read_last_step, stop_daemon
 from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_engine
 
 PROXY_START_S = 240.0
-"""For a proxy to listen on its port."""
+"""Seconds a proxy may take to listen on its port."""
 OLD_CONSUMERS_S = 240.0
-"""For a private RabbitMQ, which nobody else uses, to be rid of the readers of the run's last life; 90 s were seen."""
+"""Seconds to wait for consumers of the run's previous life at a private RabbitMQ; 90 s were observed."""
 PROBE_S = 0.1
 ALARM_EVERY_S = 5.0
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the parts of a running run listen; readable by the user alone, because the broker url has a password."""
+    """Addresses and process ids of a running run; only the user may read them, because the broker URL contains a password."""
 
     amqp_url: str
     management_url: str | None
     management_user: str | None
     management_password: str | None
     proxy: str
-    """The first one; ends in `/v1`."""
+    """URL of the first proxy; ends in `/v1`."""
     proxies: tuple[str, ...]
     engines: dict[str, tuple[str, ...]]
     pids: dict[str, int]
 
 
 class Deployment:
-    """A run whose parts are up."""
+    """A run that is up, with its processes."""
 
     def __init__(
         self,
@@ -85,18 +85,18 @@ class Deployment:
         engines: Mapping[str, EngineProcess],
         placements: Mapping[str, Placement],
     ) -> None:
-        """`job` with every address filled in. `node` is None for a broker that was named. `engines` are those that were started here,
-        by name (`<policy>.<number>`), `placements` by policy."""
+        """`job` has every address resolved. `node` is None if the settings name a broker. `engines` are the engines started
+        here, by name (`<policy>.<number>`); `placements` are by policy."""
         self.job, self.node, self.invite = job, node, invite
         self.engines, self.placements = engines, placements
         self.daemons: dict[str, Daemon] = {}
         self.warnings: list[str] = []
         self.learners_done, self.learning = asyncio.Event(), asyncio.Event()
-        """The one is set while every learner has made its last step, the other while some have steps to go."""
+        """`learners_done` is set while every learner has made its last step, `learning` while some have steps to make."""
         self.learning.set()
 
     def welcome(self) -> list[str]:
-        """How to take part and look on. Without invite and password, since what is printed ends up in logs."""
+        """Return lines on how to join and watch the run, without invite and password, since output ends up in logs."""
         folder = shlex.quote(str(self.job.run_folder.path))
         own = f"the host's own, with an operator's rights, is {self.job.run_folder.invite}"
         lines = [
@@ -122,24 +122,24 @@ class Deployment:
         )
 
     def write_endpoints(self) -> None:
-        """Now, and whenever a part has another process id."""
+        """Write `endpoints.json`; called again whenever a process id changes."""
         text = msgspec.json.format(msgspec.json.encode(self.endpoints()), indent=2)
-        with contextlib.suppress(OSError):  # a full disk, of which others tell: the run goes on
+        with contextlib.suppress(OSError):  # a full disk, which other parts report; the run continues
             write_atomically(self.job.run_folder.endpoints, text)
 
 
 @contextlib.asynccontextmanager
 async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterator[Deployment]:
-    """Bring a run up, keep it up while the context is open, take it down.
+    """Bring a run up, keep it up while the context is open, and take it down.
 
-    `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
+    `report` gets a line for each stage. Raises SwarmqError naming the part that cannot start.
     """
     raise_file_limit()
     survive_full_disk()
     given, (job, placements) = job, plan_run(job, report)
     folder = job.run_folder
     make_folder(folder.path)
-    folder.path.chmod(0o700)  # prompts and completions are in it
+    folder.path.chmod(0o700)  # the folder contains prompts and completions
     with _lock_run_folder(folder.lock, job.run):
         async with contextlib.AsyncExitStack() as stack:
             await wait_for_proxy_ports(job)
@@ -165,9 +165,9 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
 
 
 def _write_run_files(job: SwarmJob, deployment: Deployment) -> None:
-    """What the parts read when they start."""
+    """Write the files that the daemons read when they start."""
     folder, resolved = job.run_folder, deployment.job
-    EngineRegistry(resolved).forget()  # engines that were added to an earlier start
+    EngineRegistry(resolved).forget()  # drop engines that were added to an earlier start
     ProxyRegistry(folder.proxies).write(deployment.invite.base_urls)
     write_atomically(folder.job, job.to_toml().encode())
     write_atomically(folder.resolved, resolved.to_toml().encode())
@@ -175,7 +175,8 @@ def _write_run_files(job: SwarmJob, deployment: Deployment) -> None:
 
 @contextlib.asynccontextmanager
 async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callable[[str], None]) -> AsyncIterator[None]:
-    """While the context is open parts that die are started again, and people are told; one that cannot be ends the context."""
+    """Restart parts that die, and publish warnings, while the context is open. A part that cannot be restarted ends the
+    context."""
     warnings: asyncio.Queue[str] = asyncio.Queue()
 
     def warn(text: str) -> None:
@@ -201,7 +202,8 @@ async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callabl
 
 
 def _renew_clients(folder: RunFolder, url: str, node: PrivateNode | None, report: Callable[[str], None]) -> None:
-    """Clients that an older version invited lose what clients may no longer do; without this their messages are refused later."""
+    """Update the RabbitMQ rights of clients that an older version invited; with outdated rights their messages would be refused
+    later."""
     login = f"http://{node.user}:{node.password}@{urlsplit(node.management_url).netloc}" if node else None
     try:
         renew_clients(folder, ManagementApi.of(url, login or os.environ.get("SWARMQ_MANAGEMENT_URL")))
@@ -212,27 +214,28 @@ def _renew_clients(folder: RunFolder, url: str, node: PrivateNode | None, report
 async def check_run_is_down(
     broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], look_s: float = 1.0
 ) -> None:
-    """Raises SwarmqError when parts of a run of this name are up on the broker already, started by hand: their queues
-    would be the same.
+    """Raise SwarmqError if parts of a run with this name, started without `swarmq up`, use the broker: both runs would share
+    their queues.
 
-    `forget_s`: how long readers of before may take to go. A broker that was killed together with its clients may recover them with
-    its queues, and find out that they are gone after a minute and a half; and parts that lost `up` stop in order.
+    `forget_s` is how long consumers of the run's previous life may take to disappear. A broker that was killed together with
+    its clients may restore their consumers with its queues and notice after 90 s that they are gone; and parts that lost
+    `swarmq up` first finish their work.
     """
     inbox, until, told = topology.inbox(run), time.monotonic() + forget_s, False
     while (depth := (await broker.depths([inbox])).get(inbox)) and depth.consumers:
         if time.monotonic() >= until:
             raise SwarmqError(
-                f"run {run!r} is up on this broker already: somebody reads {inbox}. Choose another name, or stop that run "
-                "(one that has just died is forgotten within two minutes)"
+                f"run {run!r} is already up on this broker: {inbox} has a consumer. Choose another name, or stop the other run "
+                "(the broker forgets a run that has just died within two minutes)"
             )
         if not told:
-            report(f"broker: waiting until nobody from before reads {inbox} any more (up to {forget_s:.0f} s)")
+            report(f"broker: waiting until consumers of the previous start have left {inbox} (up to {forget_s:.0f} s)")
         told = True
         await asyncio.sleep(look_s)
 
 
 async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[str], None]) -> None:
-    """Keep them running until each has made its last step, and start those again that are given further steps."""
+    """Keep the learners running until each has made its last step, and start a learner again when its policy gets more steps."""
     learners = [daemon for daemon in deployment.daemons.values() if daemon.is_learner]
     ended: set[str] = set()
 
@@ -255,7 +258,7 @@ async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[
 
 
 async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> None:
-    """Return when the collector says that a policy which had made its last step has another one to make."""
+    """Wait until the collector reports that a policy which had made its last step has more steps to make."""
     made = await asyncio.to_thread(read_last_step, job, policy)
     try:
         async with broker.events(job.run) as events:
@@ -266,14 +269,14 @@ async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> No
                         return
     except BrokerError as error:
         log.warning("further_steps_not_heard_of", policy=policy, error=str(error))
-    await asyncio.Event().wait()  # the run is as good as before, but a learner of further steps takes a new start
+    await asyncio.Event().wait()  # the run continues, but a learner with more steps needs a restart of `swarmq up`
 
 
 async def _open_broker(
     job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> tuple[PrivateNode | None, str]:
     if url := resolve_amqp_url(job.broker):
-        report("broker: the one you named")
+        report("broker: the configured one")
         return None, url
     if find_server() is None and (container := await asyncio.to_thread(find_container)):
         report(f"broker: {container.place}")
@@ -290,11 +293,11 @@ async def _open_broker(
 async def _start_engines(
     job: SwarmJob, placements: Mapping[str, Placement], stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> dict[str, EngineProcess]:
-    """Start all engines side by side; name -> process."""
+    """Start all engines concurrently, and return them by name."""
     wanted: dict[str, tuple[Policy, tuple[int, ...] | None]] = {}
     for name, policy in job.policies.items():
         if policy.engine.urls:
-            report(f"engine {name}: the ones you named")
+            report(f"engine {name}: the configured URLs")
             for line in await warn_of_open(policy.engine.urls, EngineRegistry(job).secret()):
                 report(f"warning: {line}")
         elif name in placements:
@@ -333,7 +336,7 @@ async def _start_daemons(
     stack: contextlib.AsyncExitStack,
     report: Callable[[str], None],
 ) -> None:
-    """Start proxies, collector and learners; return when the proxies serve. `stack` stops them, the learners first."""
+    """Start proxies, collector and learners, and return when the proxies serve. `stack` stops the daemons, the learners first."""
     job, folder = deployment.job, deployment.job.run_folder
     resolved = str(folder.resolved)
 
@@ -365,7 +368,7 @@ async def _start_daemons(
 
 
 def _learner_command(resolved: str, policy: str, placement: Placement | None) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a policy's learner, on the GPUs that it is placed on."""
+    """Return the arguments and the environment of a policy's learner, for the GPUs of its placement."""
     arguments = ["learner", resolved, "--policy", policy, "--no-collector"]
     if placement is None:
         return arguments, {}
@@ -374,7 +377,8 @@ def _learner_command(resolved: str, policy: str, placement: Placement | None) ->
 
 
 async def _wait_until_serving(daemon: Daemon, host: str, port: int) -> None:
-    """Return when somebody listens on the port. Raises DaemonFailedError when the daemon ends first, or takes long."""
+    """Wait until the daemon listens on the port. Raises DaemonFailedError if it ends first or takes longer than
+    `PROXY_START_S`."""
     assert daemon.process is not None
     try:
         async with asyncio.timeout(PROXY_START_S):
@@ -387,7 +391,7 @@ async def _wait_until_serving(daemon: Daemon, host: str, port: int) -> None:
     except TimeoutError:
         pass
     raise DaemonFailedError(
-        f"{daemon.name} does not serve; the end of {daemon.log_path}:\n{read_tail(daemon.log_path)}"
+        f"{daemon.name} does not listen on {host}:{port}; the end of {daemon.log_path}:\n{read_tail(daemon.log_path)}"
     )
 
 
@@ -398,11 +402,11 @@ async def _emit_warnings(warnings: asyncio.Queue[str], broker: AmqpBroker, run: 
 
 
 async def report_alarms(broker: Broker, report: Callable[[str], None], *, every_s: float = ALARM_EVERY_S) -> None:
-    """Say when the broker begins to hold up publishers, and when that is over: nobody can tell it by an event meanwhile."""
+    """Report when the broker starts and stops blocking publishers; a blocked broker accepts no events about it."""
     before = False
     while True:
         if (blocked := await broker.is_blocked()) != before:
-            report(ALARM_TEXT if blocked else "RabbitMQ takes messages again")
+            report(ALARM_TEXT if blocked else "RabbitMQ accepts messages again")
         before = blocked
         await asyncio.sleep(every_s)
 
@@ -414,7 +418,7 @@ def _resolve_job(
     proxies: dict[str, int],
     placements: Mapping[str, Placement],
 ) -> SwarmJob:
-    """The job with every address filled in, as the daemons read it."""
+    """Return the job with every address filled in, as the daemons read it."""
     urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
     planned = {
         name: placements[name].apply_to_policy(policy) if name in placements else policy
@@ -436,14 +440,14 @@ def _resolve_job(
 
 @contextlib.contextmanager
 def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
-    """Hold the run folder; a second `up` on it is refused with the holder's pid."""
+    """Lock the run folder. Raises SwarmqError with the holder's process id if another `swarmq up` holds the lock."""
     with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.seek(0)
             raise SwarmqError(
-                f"run {run!r} is already up, started by process {lock.read().strip()}: stop that one, "
+                f"run {run!r} is already up, started by process {lock.read().strip()}: stop it, "
                 "or choose another name with --set run=NAME"
             ) from error
         lock.truncate(0)

@@ -1,4 +1,4 @@
-"""What is looked at before anything is started: what can never work is an error, what cannot mean anything here a warning."""
+"""Checks before a run starts: settings that cannot work are errors, settings without effect are warnings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from swarmq.up.placement import ContextLimit, Placement, choose_context_limits, 
 
 
 class RunPlan(NamedTuple):
-    """What `planned` decides."""
+    """A job with its open settings decided, and its placements."""
 
     job: SwarmJob
-    """With the context of every policy whose settings leave it open."""
+    """The job with a context limit for every policy that set none."""
     placements: dict[str, Placement]
-    """Policy -> the GPUs of its learner and engines."""
+    """GPUs of each policy's learner and engines, by policy."""
 
 
 def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
-    """Decide what the settings leave open, from the models and this host's GPUs. Raises SwarmqError for what can never work."""
+    """Decide what the settings leave open, from the models and this host's GPUs. Raises SwarmqError for settings that cannot
+    work."""
     gpus = check_settings(job)
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
@@ -49,14 +50,16 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
         report(f"context of {name}: {length} (policies.{name}.engine.max_model_len sets another)")
     for name in job.trained:
         if (url := job.policies[name].train.teacher_url) and (trouble := find_teacher_trouble(url)):
-            report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
+            report(
+                f"warning: policies.{name}.train.teacher: the server at {url} {trouble}: start it, batches wait for it"
+            )
     for line in (*find_untrainable_requests(job, models), *find_ineffective_settings(job, models, placements)):
         report(f"warning: {line}")
     return RunPlan(job, placements)
 
 
 def check_settings(job: SwarmJob) -> list[Gpu]:
-    """The GPUs that engines and learners can be placed on. Raises SwarmqError for what can never work, whatever the models are."""
+    """Return the GPUs that engines and learners can be placed on. Raises SwarmqError for settings that no model can make work."""
     served = [policy for policy in job.policies.values() if not policy.engine.urls]
     for policy in served:
         check_arguments(policy)
@@ -70,13 +73,13 @@ def check_settings(job: SwarmJob) -> list[Gpu]:
 
 
 def _num_ranks(placement: Placement | None) -> int:
-    """Of a learner: one without a GPU, too, and where nobody knows what its engines take."""
+    """Return the number of ranks of a learner; 1 without a GPU or a placement."""
     return len(placement.learner) if placement else 1
 
 
 @contextlib.contextmanager
 def _prefix_errors(policy: str) -> Iterator[None]:
-    """Errors about a learner's setting say whose."""
+    """Prefix errors about a learner's setting with its policy."""
     try:
         yield
     except SetUpError as error:
@@ -85,7 +88,7 @@ def _prefix_errors(policy: str) -> Iterator[None]:
 
 
 def _reference_model_sizes(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
-    """Trained policy -> parameters of the frozen models that its learner holds."""
+    """Return the parameter counts of the frozen models that each trained policy's learner holds."""
     trained = {name: job.policies[name] for name in models if job.policies[name].trained}
     return {
         name: [size_of(judge) for judge in list_frozen_models(policy.train, policy.model).values()]
@@ -99,12 +102,12 @@ def _with_contexts(job: SwarmJob, lengths: Mapping[str, ContextLimit]) -> SwarmJ
 
 
 def find_untrainable_requests(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
-    """A line for each policy whose engine answers calls that are longer than what its learner computes in one pass."""
+    """Yield a warning for each policy whose engine allows requests longer than its learner computes in one pass."""
     for name, model in models.items():
         served, train = _max_request_tokens(job, name, model), job.policies[name].train
         if job.policies[name].trained and served and served > train.micro_batch_tokens:
             yield (
-                f"policies.{name}.engine.max_model_len lets calls grow to {served} tokens, and an episode with one of more than "
+                f"policies.{name}.engine.max_model_len allows requests of {served} tokens, and an episode with a request of more than "
                 f"policies.{name}.train.micro_batch_tokens = {train.micro_batch_tokens} is sampled and then dropped (over_budget): "
                 "raise the latter, or lower the former to it"
             )
@@ -113,19 +116,19 @@ def find_untrainable_requests(job: SwarmJob, models: Mapping[str, Model]) -> Ite
 def find_ineffective_settings(
     job: SwarmJob, models: Mapping[str, Model], placements: Mapping[str, Placement]
 ) -> Iterator[str]:
-    """A line for each setting that changes nothing on this host, or while others are as they are."""
+    """Yield a warning for each setting that changes nothing on this host or together with the other settings."""
     for name in job.trained:
         policy, whose, placement = job.policies[name], f"policies.{name}", placements.get(name)
         if policy.placement == "split" and placement is None:
             here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "there is no GPU here"
             yield f"{whose}.placement = 'split' has no effect: {here}"
         if policy.train.sharding == "full" and _num_ranks(placement) == 1:
-            yield f"{whose}.train.sharding = 'full' has no effect: one rank, without further GPUs, has nobody to share the model with"
+            yield f"{whose}.train.sharding = 'full' has no effect: the learner has one rank"
         room = _max_request_tokens(job, name, models.get(name))
         if room and policy.sampling.max_tokens and policy.sampling.max_tokens > room:
             yield (
-                f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} is more than the engine has room for, prompt and answer "
-                f"together: {room} tokens ({whose}.engine.max_model_len, or fewer where the model was made for fewer)"
+                f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} exceeds the engine's context of {room} tokens for prompt and "
+                f"answer together ({whose}.engine.max_model_len, or the model's own maximum): lower it"
             )
         for constant, losses in policy.train.loss.find_unused_constants().items():
             yield (
@@ -135,6 +138,6 @@ def find_ineffective_settings(
 
 
 def _max_request_tokens(job: SwarmJob, policy: str, model: Model | None) -> int | None:
-    """Tokens of the longest call, as far as that is known; `model` is None where it is served elsewhere."""
+    """Return the tokens of the longest possible request, or None if unknown; `model` is None if the model is served elsewhere."""
     limits = (job.policies[policy].engine.max_model_len, model.max_length if model else None)
     return min((limit for limit in limits if limit), default=None)

@@ -1,10 +1,11 @@
-"""Which GPUs learner and engines of a policy get, from what both take of memory. Pure: numbers in, a plan or an error out.
+"""Placement of learners and engines on GPUs, by the memory that both need. Pure: numbers in, a plan or an error out.
 
-shared   learner and engine on the same GPU: side by side where both fit, else the engine sleeps while the learner steps
-split    some GPUs each: rollouts go on during the step, at full speed
+    shared   learner and engine on the same GPU: side by side if both fit, else the engine sleeps while the learner steps
+    split    separate GPUs: rollouts continue at full speed during the step
 
-On several GPUs the plan also says whether the learner's ranks share the model out, or hold the whole of it each. Before it comes the
-context, the longest call, where the settings leave it open: the longest with which the plan stays as it is for short ones.
+On several GPUs the plan also decides whether the learner's ranks shard the model or hold a full copy each. Before that, the
+context limit (tokens of the longest request) is chosen if the settings leave it open: the longest limit whose plan is the same
+as for short requests.
 """
 
 from __future__ import annotations
@@ -23,45 +24,45 @@ from swarmq.errors import ConfigError
 from swarmq.learner.memory.estimate import GIB, HEADROOM, ModelShape, learner_bytes, state_bytes, suggest_less
 
 ENGINE_ALONE_SHARE = 0.9
-"""Share of a GPU that an engine without neighbours takes."""
+"""Fraction of a GPU's memory for an engine without a learner beside it."""
 ENGINE_BESIDE_LEARNER_SHARE = 0.45
-"""Share of a GPU that an engine takes beside a learner, where there is as much."""
+"""Fraction of a GPU's memory for an engine beside a learner, if that much is free."""
 ENGINE_OVERHEAD_BYTES = 4 * GIB
-"""Beside weights and cache: CUDA itself, its graphs, activations."""
+"""Memory of an engine besides weights and KV cache: CUDA context, CUDA graphs, activations."""
 SLEEPING_ENGINE_BYTES = 2 * GIB
-"""What a sleeping engine keeps."""
+"""Memory that a sleeping engine keeps."""
 DRIVER_BYTES = 2 * GIB
-"""What a GPU may lack though nobody uses it: the driver's."""
+"""Memory that a GPU may lack although no process uses it: the driver's."""
 MIN_CACHED_REQUESTS = 8
-"""An engine is worth starting when its cache holds this many of the longest calls."""
+"""Longest requests that the KV cache of an engine must hold at the same time."""
 MIN_CONTEXT = 2048
-"""Tokens of the longest call that a plan has room for where nobody has chosen, if the model was made for as many."""
+"""Smallest context limit to plan for if the settings name none, and the model's own maximum is not smaller."""
 CONTEXT_STEP = 1024
 HALF_BYTES = 2
 FULL_BYTES = 4
 SHARE_DIGITS = 3
-"""Shares of a GPU are told to a thousandth."""
+"""Decimal digits of memory fractions."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one policy. GPUs by their numbers among the visible ones."""
+    """GPUs and memory fractions of one policy; GPUs are numbered among the visible ones."""
 
     kind: str
     """`shared`, `split`, or `engines` for a policy that is not trained here."""
     learner: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]
-    """GPUs of each engine; more than one share its weights out (tensor parallel)."""
+    """GPUs of each engine; several GPUs use tensor parallelism."""
     gpu_memory_utilization: float
-    """Of each GPU with engines: all of them together."""
+    """Fraction of each engine GPU for all engines on it together."""
     learner_share: float
-    """Of each GPU of the learner: what it may fill, so that an engine that is started again finds its own."""
+    """Fraction of each learner GPU that the learner may fill, so that a restarted engine finds its memory free."""
     sleep: bool
     sharding: Literal["none", "full"] = "none"
-    """What `train.sharding = "auto"` comes to."""
+    """Value that `train.sharding = "auto"` resolves to."""
     reason: str
 
     def apply_to_policy(self, policy: Policy) -> Policy:
-        """With what the plan decides for the learner, too."""
+        """Return the policy with the sleep and sharding settings of the plan."""
         auto = policy.train.sharding == "auto"
         return msgspec.structs.replace(
             policy,
@@ -70,7 +71,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def apply_to_engines(self, policy: Policy) -> tuple[Policy, tuple[tuple[int, ...], ...]]:
-        """How each engine is started, and the GPUs of each: where more are asked for, several on the same ones."""
+        """Return the policy as its engines are started, and each engine's GPUs. If `engine.count` exceeds the GPU groups,
+        several engines share a group."""
         count = max(policy.engine.count, len(self.engines))
         width = len(self.engines[0])
         arguments = ("--tensor-parallel-size", str(width)) if width > 1 else ()
@@ -92,17 +94,17 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one GPU, as far as it is the policy's."""
+    """Memory of one GPU in bytes, as far as the policy may use it."""
 
     total: int
     held: int
-    """By others, of `total`."""
+    """Bytes of `total` that other processes hold."""
     share: float
-    """Of a GPU: what `total` is of all that it has."""
+    """Ratio of `total` to all memory of the GPU."""
 
     @classmethod
     def of(cls, gpus: Sequence[Gpu], share: float) -> PlacementMemory:
-        """Of the smallest and of the fullest one."""
+        """Combine several GPUs: the memory of the smallest, and the use of the fullest."""
         held = max(gpu.total - gpu.free for gpu in gpus)
         return cls(total=int(share * min(gpu.total for gpu in gpus)), held=int(share * held), share=share)
 
@@ -112,11 +114,11 @@ class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_used(self) -> bool:
-        """Whether others hold a part that is worth telling."""
+        """Whether other processes hold more than the driver's overhead."""
         return self.held > DRIVER_BYTES
 
     def share_of_gpu(self, size: float) -> float:
-        """Of a whole GPU."""
+        """Return `size` bytes as a fraction of a whole GPU."""
         return self.share * size / self.total
 
     def __str__(self) -> str:
@@ -124,28 +126,28 @@ class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to lay a learner out. Bytes of each of its GPUs."""
+    """Memory of a learner on a number of ranks, in bytes per GPU."""
 
     ranks: int
     full: bool
-    """Whether they share the model out."""
+    """Whether the ranks shard the model."""
     step: int
     state: int
-    """Between steps."""
+    """Bytes between steps."""
 
 
 class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one policy, in bytes of one GPU."""
+    """Memory that one policy needs, in bytes per GPU."""
 
     learners: tuple[LearnerNeeds, ...]
-    """All that `train` allows: few ranks before many, the whole model on each before it is shared out."""
+    """Every layout of the learner that `train` allows: few ranks first, and an unsharded model before a sharded one."""
     engine: int
     weights: int
-    """Of the engine, in all."""
+    """Bytes of the engine's weights on all its GPUs."""
 
     @classmethod
     def of(cls, policy: Policy, model: Model, *, num_gpus: int, judged_by: Sequence[int] | None = None) -> PolicyNeeds:
-        """`judged_by`: parameters of the frozen models that the learner holds beside its own."""
+        """Compute the needs. `judged_by` are the parameter counts of the frozen models that the learner holds besides its own."""
         train, shape = policy.train, to_learner_shape(model)
         weights = HALF_BYTES * model.parameters
         asked = policy.engine.max_model_len or MIN_CONTEXT
@@ -176,7 +178,8 @@ def to_learner_shape(model: Model) -> ModelShape:
 
 
 def _sharding_options(train: Train, ranks: int) -> tuple[bool, ...]:
-    """Whether so many ranks share the model out: each way that the settings leave, the better one first."""
+    """Return the allowed values of `full` (whether the ranks shard the model), the better one first; empty if this number of
+    ranks is not possible."""
     if ranks % train.context_parallel:
         return ()
     if ranks == 1:
@@ -187,10 +190,10 @@ def _sharding_options(train: Train, ranks: int) -> tuple[bool, ...]:
 
 
 class ContextLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The longest call of a policy, where `engine.max_model_len` leaves it open."""
+    """Context limit chosen for a policy whose `engine.max_model_len` is open."""
 
     tokens: int
-    """Of prompt and answer together."""
+    """Tokens of prompt and answer together."""
     reason: str
 
     def __str__(self) -> str:
@@ -208,8 +211,11 @@ def choose_context_limits(
     judges: Mapping[str, Sequence[int]] | None = None,
     host_cache: int,
 ) -> dict[str, ContextLimit]:
-    """Of every policy whose model is known and whose settings name none. `host_cache`: bytes of an engine's cache without a GPU;
-    `judges` as `place_all` has them. Raises ConfigError where not even a short call fits."""
+    """Choose the context limit of every policy in `models` whose settings name none.
+
+    `host_cache` is the size in bytes of an engine's cache without a GPU; `judges` is as in `place_all`. Raises ConfigError if
+    not even a short request fits.
+    """
     open_ = {name: model for name, model in models.items() if policies[name].engine.max_model_len is None}
     if not gpus:
         return {name: _limit_on_cpu(policies[name], model, host_cache) for name, model in open_.items()}
@@ -221,7 +227,7 @@ def choose_context_limits(
 
 
 def _upper_bound(policy: Policy, model: Model) -> ContextLimit:
-    """What the longest call cannot be longer than, wherever it is served."""
+    """Return the context limit that model and learner allow on any hardware."""
     made_for = model.max_length or MIN_CONTEXT
     budget = policy.train.micro_batch_tokens
     if policy.trained and budget < made_for:
@@ -258,7 +264,7 @@ def _limit_on_gpus(
     bound = _upper_bound(policy, model)
 
     def plan(tokens: int) -> tuple[object, ...] | None:
-        """What is not to change for the sake of longer calls; None where they have no room."""
+        """Return the properties of the plan that longer requests must not change; None if requests of `tokens` do not fit."""
         own = ContextLimit(tokens=tokens, reason="").apply_to(policy)
         try:
             made = place(own, model, gpus, first=first, share=share, judged_by=judged_by)
@@ -285,7 +291,8 @@ def _limit_on_gpus(
 
 
 def _assign_gpus(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, tuple[Sequence[Gpu], int, float]]:
-    """Policy -> its GPUs, the number of the first, and its share of each: dealt out evenly, shared when there are too few."""
+    """Divide the GPUs evenly among the policies, which share GPUs if there are too few. Returns for each policy its GPUs, the
+    number of the first GPU, and its fraction of each."""
     share = 1 / -(-len(models) // len(gpus))
     dealt = {}
     for number, name in enumerate(models):
@@ -302,9 +309,10 @@ def place_all(
     *,
     judges: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Placement]:
-    """Of every policy whose model is known; GPUs are dealt out evenly, and shared when there are too few. None: no GPU.
+    """Place every policy in `models`; GPUs are divided evenly, and shared if there are too few. Returns {} without a GPU.
 
-    `judges`: policy -> parameters of its learner's frozen models, where they are known."""
+    `judges` maps policies to the parameter counts of their learners' frozen models, where known.
+    """
     if not gpus or not models:
         return {}
     dealt = _assign_gpus(models, gpus)
@@ -323,10 +331,10 @@ def place(
     share: float = 1.0,
     judged_by: Sequence[int] | None = None,
 ) -> Placement:
-    """On these GPUs, the first of which has the number `first`; a policy that shares them with others gets `share` of each.
+    """Place a policy on `gpus`, of which the first has the number `first`, using the fraction `share` of each.
 
-    For policies whose engines we start. Raises ConfigError when it does not fit in what is free, saying how much is missing and
-    what to change.
+    For policies whose engines swarmq starts. Raises ConfigError with the missing memory and what to change if the policy does
+    not fit into the free memory.
     """
     memory = PlacementMemory.of(gpus, share)
     needs = PolicyNeeds.of(policy, model, num_gpus=len(gpus), judged_by=judged_by)
@@ -366,7 +374,7 @@ def _context_parallel_error(policy: Policy, model: Model, num_gpus: int) -> Conf
 def _place_split(
     policy: Policy, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement | None:
-    """Half of the GPUs for the learner, or as many as it needs; None where they do not suffice."""
+    """Give the learner half of the GPUs, or as many as it needs; return None if the GPUs do not suffice."""
     width = _tensor_parallel_size(needs, memory)
     fitting = [way for way in needs.learners if way.step <= memory.usable]
     if width is None or not fitting:
@@ -392,7 +400,7 @@ def _place_split(
 def _place_shared(
     policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement:
-    """On all GPUs; an engine on each. Side by side rather than in turns, and the whole model on each GPU rather than shared out."""
+    """Place the learner and an engine on every GPU. Prefers side by side to taking turns, and a full copy per GPU to sharding."""
     crowd, asked = _engines_per_gpu(policy, len(numbers)), policy.engine.gpu_memory_utilization
     least = int(asked * crowd * memory.total / memory.share) if asked else crowd * needs.engine
     learners = [way for way in needs.learners if way.ranks == len(numbers)]
@@ -432,7 +440,7 @@ def _place_shared(
 def _place_untrained(
     policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement:
-    """A policy that is not trained."""
+    """Place the engines of a policy that is not trained."""
     width = _tensor_parallel_size(needs, memory)
     if width is None or width > len(numbers):
         missing = needs.engine - _max_engine_bytes(memory)
@@ -450,19 +458,19 @@ def _place_untrained(
 
 
 def _tensor_parallel_size(needs: PolicyNeeds, memory: PlacementMemory) -> int | None:
-    """GPUs that share out one engine's weights; None when eight are too few."""
+    """Return the GPUs per engine, or None if eight are too few."""
     fixed = needs.engine - needs.weights
     return next((n for n in (1, 2, 4, 8) if needs.weights / n + fixed <= _max_engine_bytes(memory)), None)
 
 
 def _max_engine_bytes(memory: PlacementMemory) -> int:
-    """Bytes for an engine without a learner beside it."""
+    """Return the most bytes that an engine without a learner may use."""
     return min(int(ENGINE_ALONE_SHARE * memory.total), memory.usable)
 
 
 def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float:
-    """Share of a GPU for its engines without a learner. Raises ConfigError when more is asked for than is free, since vLLM
-    does not start then."""
+    """Return the GPU fraction of engines without a learner. Raises ConfigError if the setting exceeds the free memory, because
+    vLLM would not start."""
     asked = policy.engine.gpu_memory_utilization
     if not asked:
         return round(
@@ -478,7 +486,7 @@ def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float
 
 
 def _engines_per_gpu(policy: Policy, groups: int) -> int:
-    """Engines on each GPU, or on each few of them that share an engine's weights out."""
+    """Return the engines per GPU, or per tensor-parallel group of GPUs."""
     return max(1, -(-policy.engine.count // groups))
 
 

@@ -1,4 +1,4 @@
-"""The ports of a run's proxies and engines: those of the last start where they are free, so that clients find the run again."""
+"""Ports of a run's proxies and engines: the same at every start where they are free, so that clients find the run again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarmq.runtime.processes import is_port_free, reserve_port
 
 PORTS = msgspec.json.Decoder(dict[str, int])
 PORT_S = 5.0
-"""A proxy whose run was killed has given its port back by then."""
+"""Seconds within which a killed proxy's port becomes free."""
 LOOK_S = 0.1
 
 
@@ -27,7 +27,8 @@ def proxy_names(job: SwarmJob) -> list[str]:
 
 
 def assign_proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
-    """Proxy -> port: the job's and those after it, or free ones. `engines`: names of the engines whose ports are kept, too."""
+    """Return the port of each proxy: `proxy.port` and the ports after it, or free ones. `engines` names the engines whose ports
+    are stored in the same file."""
     names = proxy_names(job)
     if job.proxy.port:
         return {name: job.proxy.port + number for number, name in enumerate(names)}
@@ -36,9 +37,9 @@ def assign_proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
 
 
 async def wait_for_proxy_ports(job: SwarmJob) -> None:
-    """Return when the ports that the job names for its proxies are free; one of a run that was killed a moment ago soon is.
+    """Wait until the ports that the job names for its proxies are free; a run that was just killed releases its ports soon.
 
-    Raises ConfigError for one that somebody else has.
+    Raises ConfigError if another program holds a port.
     """
     for port in range(job.proxy.port, job.proxy.port + job.proxy.count) if job.proxy.port else ():
         until = time.monotonic() + PORT_S
@@ -56,7 +57,7 @@ async def wait_for_proxy_ports(job: SwarmJob) -> None:
 
 
 def assign_ports(job: SwarmJob, names: list[str]) -> dict[str, int]:
-    """A port for each name: that of the last start where it is free, else another one."""
+    """Return a port for each name: the last start's if it is free, else a new one."""
     path = job.run_folder.path / "ports.json"
     known = read_or_reset(path, PORTS.decode, dict[str, int](), consequence="proxies and engines get other ports")
     ports = {

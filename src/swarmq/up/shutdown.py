@@ -1,4 +1,4 @@
-"""How long the parts of a run have to stop, what people are told while a learner takes its time, and how the run goes on."""
+"""Stopping the parts of a run: how long each may take, and what the user is told about continuing."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from swarmq.learner.store.batch_log import scan_log
 from swarmq.up.supervision import Daemon
 
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
-"""By the role of a part. A learner has the time of its checkpoints on top."""
+"""Seconds to stop, by role; a learner gets the time for its checkpoints in addition."""
 SLOW_DISK_BYTES_PER_S = 100e6
-"""A disk that a checkpoint must be possible on."""
+"""Write speed of the slowest disk that a checkpoint must fit into the stop time on."""
 MAX_DRAIN_S = 1800.0
 
 
 async def stop_daemon(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
-    """Ask it to stop, and kill it after `grace_s` seconds. `report` gets a line of a learner, which takes its time."""
+    """Ask a daemon to stop, and kill it after `grace_s` seconds. `report` gets lines about a learner, which takes longest."""
     if daemon.process is None or daemon.process.returncode is not None or not daemon.is_learner:
         await daemon.stop(grace_s)
         return
-    report(f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint, Ctrl-C again ends it without")
+    report(
+        f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint; Ctrl-C again ends it without a checkpoint"
+    )
     if await daemon.stop(grace_s) == -signal.SIGKILL:
         report(f"{daemon.name}: not done in time; steps since its newest checkpoint are made again from the batch log")
 
 
 def drain_s(job: SwarmJob, name: str) -> float:
-    """How long the part `name` has to stop. A learner: long enough for two checkpoints on a slow disk, the one that is being written
-    and the last."""
+    """Return the seconds that the part `name` may take to stop. A learner gets time for two checkpoints on a slow disk: the one
+    being written and the last one."""
     role, _, policy = name.partition(".")
     if role != "learner":
         return DRAIN_S[role]
     parameters = 0
-    with contextlib.suppress(SwarmqError):  # the learner says so as well
+    with contextlib.suppress(SwarmqError):  # the learner reports it as well
         parameters = size_of(job.policies[policy].model)
     two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
     return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MAX_DRAIN_S)
 
 
 def describe_stopped_run(job: SwarmJob) -> str:
-    """What to say of a run that was stopped: how to go on with it, and after which step."""
+    """Return the message for a stopped run: how to continue it, and after which step."""
     if not job.run_folder.job.exists():
         return "stopped"
     steps = {policy: read_last_step(job, policy) for policy in job.trained}
@@ -66,7 +68,8 @@ def describe_stopped_run(job: SwarmJob) -> str:
 
 
 def describe_ended_policies(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
-    """For each policy that has made its last step, how it trains on. `steps` maps trained policies to the steps that they have made."""
+    """Return for each policy that has made its last step how to train it further. `steps` maps trained policies to the steps
+    they have made."""
     folder = job.run_folder
     changes = ledger.read_changes(folder.inbox)
     now, lifted = (
@@ -83,8 +86,8 @@ def describe_ended_policies(job: SwarmJob, steps: Mapping[str, int]) -> dict[str
 
 
 def read_last_step(job: SwarmJob, policy: str) -> int:
-    """0 where there is none yet, or its batch log cannot be read."""
-    with contextlib.suppress(SwarmqError):  # the next start says so
+    """Return a policy's last trained step; 0 if there is none or its batch log cannot be read."""
+    with contextlib.suppress(SwarmqError):  # the next start reports it
         indices = (place.index for place in reversed(scan_log(job.run_folder.batch_log(policy))))
         return next((index.version for index in indices if index.trained), 0)
     return 0

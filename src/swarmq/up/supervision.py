@@ -1,7 +1,7 @@
-"""What keeps the parts of a run running: each is started again when it dies, later each time.
+"""Supervision of a run's parts: each part that dies is restarted, with a growing delay.
 
-A part that keeps dying ends the run, with the last lines of its log; so does one that says that to start it again is of no use
-(a setting that can never work).
+A part that keeps dying ends the run with the last lines of its log. So does a part that exits with EX_CONFIG, because a restart
+cannot fix its settings.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.processes import DeathCounter, die_with_parent, read_final_message, read_tail, stop_group
 
 MAX_DEATHS = 5
-"""Within the window, after which a part is not started again."""
+"""Deaths within the window after which a part is not restarted."""
 DEATH_WINDOW_S = 120.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before the first, second, ... start after a death."""
+"""Seconds before the first, second, ... restart after a death."""
 CHECK_EVERY_S = 2.0
 MAX_FAILED_CHECKS = 15
-"""A broker that turns connections away at so many looks in a row does not come back by itself."""
+"""Failed checks in a row after which a broker that refuses connections is restarted."""
 FULL_BYTES = 10_000_000
-"""With less on its disk a broker is stopped: parts of one that cannot write end for good, while its process lives."""
+"""Free disk space below which a broker is stopped: parts of a broker that cannot write end for good, while its process lives."""
 START_BYTES = 100_000_000
-"""That it starts with."""
+"""Free disk space that a broker needs to start."""
 
 
 class DaemonFailedError(SwarmqError):
@@ -39,20 +39,20 @@ class DaemonFailedError(SwarmqError):
 
 @dataclasses.dataclass
 class Daemon:
-    """A process that swarmq started and keeps running, with the history of its deaths."""
+    """A process of the run that is kept running, with the history of its deaths."""
 
     name: str
     """`ROLE`, `ROLE.POLICY` or `ROLE.NUMBER`."""
     argv: list[str]
     log_path: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    """On top of this process's own."""
+    """Environment variables added to this process's own."""
     process: asyncio.subprocess.Process | None = None
     deaths: DeathCounter = dataclasses.field(default_factory=lambda: DeathCounter(DEATH_WINDOW_S))
     begins_at: int = 0
-    """Bytes of the log that earlier starts wrote."""
+    """Size of the log in bytes before the current start."""
     restarted: Callable[[], None] = lambda: None
-    """Called when it has another process id."""
+    """Callback after a restart, when the process id has changed."""
 
     @property
     def is_learner(self) -> bool:
@@ -72,8 +72,8 @@ class Daemon:
             )
 
     async def keep_running(self, warn: Callable[[str], None]) -> None:
-        """Return when the process ends with status 0; start it again when it dies. Raises DaemonFailedError when it keeps dying, or
-        says that to start it again is of no use."""
+        """Restart the process whenever it dies, and return when it ends with status 0. Raises DaemonFailedError if it keeps
+        dying or exits with EX_CONFIG."""
         while True:
             assert self.process is not None
             status = await self.process.wait()
@@ -96,7 +96,7 @@ class Daemon:
             self.restarted()
 
     async def stop(self, grace_s: float) -> int | None:
-        """The exit status."""
+        """Stop the process, and return its exit status; None if it was never started."""
         if self.process is None:
             return None
         await stop_group(self.process, grace_s=grace_s)
@@ -104,7 +104,8 @@ class Daemon:
 
 
 async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
-    """Start it again when it dies, on the same port. One that does not start is tried again: its learner may have the memory."""
+    """Restart an engine on the same port whenever it dies. A failed start is retried: the engine's learner may hold the memory
+    for a while."""
 
     async def ended() -> str:
         status = await engine.wait()
@@ -116,8 +117,8 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
 
 
 async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
-    """Start the private RabbitMQ again when it dies, and when it has a full disk or takes no connections, though it lives: same url,
-    same queues; everybody else waits and connects again."""
+    """Restart the private RabbitMQ when it dies, has a full disk, or refuses connections although its process lives. URL and
+    queues stay the same; all other parts wait and reconnect."""
 
     async def ended() -> str:
         turned_away = 0
@@ -127,7 +128,7 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
                     return f"died with status {await node.wait()}"
             except TimeoutError:
                 if _free_bytes(node.folder) < FULL_BYTES:
-                    return "has no room left on its disk"
+                    return "has a full disk"
                 turned_away = turned_away + 1 if await node.refuses_connections() else 0
         return f"has taken no connections for {MAX_FAILED_CHECKS * CHECK_EVERY_S:g} s, though its process lives"
 
@@ -140,12 +141,12 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
 
 
 async def _wait_for_disk_space(folder: Path, warn: Callable[[str], None]) -> None:
-    """Return when the disk has room for a broker that starts."""
+    """Wait until the disk has room for a broker to start."""
     told = False
     while (free := _free_bytes(folder)) < START_BYTES:
         if not told:
             warn(
-                f"the broker waits for room: {folder} has {free / 1e6:.0f} MB free, it starts with {START_BYTES / 1e6:.0f}"
+                f"the broker waits for disk space: {folder} has {free / 1e6:.0f} MB free and needs {START_BYTES / 1e6:.0f} MB"
             )
         told = True
         await asyncio.sleep(CHECK_EVERY_S)
@@ -154,7 +155,7 @@ async def _wait_for_disk_space(folder: Path, warn: Callable[[str], None]) -> Non
 def _free_bytes(folder: Path) -> int:
     try:
         return shutil.disk_usage(folder).free
-    except OSError:  # the folder is gone: the next start says so
+    except OSError:  # the folder is gone: the next start reports it
         return START_BYTES
 
 
@@ -165,11 +166,14 @@ async def _keep_restarting(
     ending: Callable[[], str],
     warn: Callable[[str], None],
 ) -> None:
-    """Restart whenever `ended`, which says why, returns. Raises DaemonFailedError with `ending()` when it keeps dying, and what `restart`
-    raises when it fails five times in a row."""
+    """Restart a part whenever `ended` returns the reason of its end.
+
+    Raises DaemonFailedError with `ending()` if the part keeps dying, and the error of `restart` if it fails five times in a
+    row.
+    """
     deaths = DeathCounter(DEATH_WINDOW_S)
     failed = 0
-    """Starts in a row."""
+    """Failed starts in a row."""
     while True:
         why = await ended()
         if deaths.record_death() >= MAX_DEATHS:

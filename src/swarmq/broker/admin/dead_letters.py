@@ -1,15 +1,15 @@
-"""The dead-letter queue for people: list, show, requeue, purge. Behind `swarmq dead`.
+"""Reading, requeueing and purging of the dead-letter queue: `swarmq dead`.
 
-Everything reads with `basic.get` and acknowledges only what was dealt with; the rest returns when the session closes, so
-looking loses nothing, and two people looking at once merely see fewer letters each.
+Letters are read with `basic.get` and only those requeued or purged are acknowledged. The rest returns to the queue when the session
+closes, so listing loses nothing; two concurrent readers each see only part of the letters.
 
-Where a letter came from is never taken from headers that its sender could have written:
+The origin of a letter is never taken from headers that its sender could have written:
 
-| it came by           | so it was parked by                       | queue        | sender                          |
+| exchange of the letter | parked by                                  | queue from       | sender from                       |
 |---|---|---|---|
-| exchange swarmq.dead | RabbitMQ: rejected, or delivered too often | its x-death  | its routing key, or our header  |
-| the default exchange | a process of ours                          | our header   | our header                      |
-| swarmq.clients       | a client, which older versions allowed     | its own word | its routing key                 |
+| swarmq.dead            | RabbitMQ: rejected, or delivered too often | its x-death      | its routing key, or our header    |
+| the default exchange   | a process of the run                       | our header       | our header                        |
+| swarmq.clients         | a client, which older versions allowed     | its headers      | its routing key                   |
 """
 
 from __future__ import annotations
@@ -31,50 +31,51 @@ from swarmq.messages import decode
 
 LIST_LIMIT = 1000
 SHOWN_BYTES = 400
-"""Of a body that cannot be read."""
+"""Bytes of an undecodable body to show."""
 
 CONNECTION = "swarmq.dead"
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A message that nobody could use."""
+    """A message in the dead-letter queue."""
 
     id: str
-    """Unique; what the functions here take."""
+    """Unique message id, as the functions here expect it."""
     key: str
     kind: str
     queue: str
-    """Where it was meant for; empty when unknown."""
+    """Queue that the message was meant for; empty if unknown."""
     reason: str
     body: bytes
     headers: dict[str, Any]
     sender: str = ""
-    """The invited client's user, `<run>.<client>`, as RabbitMQ has verified it; empty: a process of the run itself."""
+    """User of the invited client that sent the message (`<run>.<client>`), verified by RabbitMQ; empty for a process of the run
+    itself."""
 
 
 class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a requeue."""
+    """Result of a requeue."""
 
     sent: int
     left: dict[str, str]
-    """id -> why it stays dead."""
+    """Letters that stay dead: id -> reason."""
 
 
 async def find_letter(url: str, wanted: str) -> DeadLetter:
-    """The dead letter of this id. Raises BrokerError when there is none."""
+    """Return the dead letter with the id `wanted`. Raises BrokerError if there is none."""
     found = {letter.id: letter for letter in await list_letters(url)}
     _require_ids([wanted], found)
     return found[wanted]
 
 
 async def list_letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]:
-    """The oldest dead letters. Raises UnroutableError on a broker where no run was ever started."""
+    """Return the oldest dead letters. Raises UnroutableError on a broker where no run was ever started."""
     async with open_session(url, name=CONNECTION) as session:
         return [letter async for letter, _ in _read_letters(session, limit=limit)]
 
 
 def format_letter(letter: DeadLetter) -> str:
-    """The letter as text: its record as JSON, or the beginning of its bytes when it is none."""
+    """Format a letter as text: its record as JSON, or the first bytes of an undecodable body."""
     try:
         record = msgspec.msgpack.decode(letter.body)
         content = json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=str), indent=2)
@@ -85,9 +86,11 @@ def format_letter(letter: DeadLetter) -> str:
 
 
 async def requeue_letters(url: str, ids: Collection[str] | None = None) -> RequeueResult:
-    """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here.
+    """Send letters back to their queues; None means all. Each letter is removed only after its queue has confirmed it.
 
-    Those of an invited client go back as its own, and are checked as at their first arrival. Raises BrokerError for an id that no letter has; nothing was sent then."""
+    Letters of an invited client keep their sender and are checked again like new messages. Raises BrokerError if an id is
+    unknown, before anything is sent.
+    """
     sent, left = 0, {}
     async with open_session(url, name=CONNECTION) as session:
         chosen = [
@@ -105,8 +108,7 @@ async def requeue_letters(url: str, ids: Collection[str] | None = None) -> Reque
 
 
 async def purge_letters(url: str, ids: Collection[str] | None = None) -> int:
-    """Forget letters for good; None means all. Returns how many. Raises BrokerError for an id that no letter has; then none is
-    forgotten."""
+    """Delete letters and return how many; None means all. Raises BrokerError if an id is unknown, before anything is deleted."""
     async with open_session(url, name=CONNECTION) as session:
         if ids is None:
             queue = await session.channel.get_queue(topology.DEAD, ensure=False)
@@ -143,13 +145,13 @@ def _parse_letter(message: AbstractIncomingMessage) -> DeadLetter:
     reason = str(headers.get(REASON_HEADER, "no reason given"))
     if message.exchange == topology.DEAD:
         deaths: Any = headers.get("x-death")
-        death = deaths[0] if deaths else {}  # RabbitMQ puts its newest in front
+        death = deaths[0] if deaths else {}  # newest first
         queue, reason = str(death.get("queue", "")), _describe_death(str(death.get("reason", "")), message.body)
-        if key != queue:  # it was not published to its queue by name, as operators do
+        if key != queue:  # operators publish by queue name, so this is a client's routing key
             sender = topology.parse_sender(key)
     elif message.exchange == topology.CLIENTS:
         sender = topology.parse_sender(key)
-        reason = f"parked by {sender}, who says: {reason}"
+        reason = f"parked by {sender} with the reason: {reason}"
     return DeadLetter(
         id=message.message_id or "",
         key=str(headers.get(KEY_HEADER, "")),
@@ -171,11 +173,11 @@ def _describe_death(reason: str, body: bytes) -> str:
         decode(body)
     except MessageError as error:
         return f"refused by a client: {error}"
-    return "refused by a client, whose log and whose episode at this slot say why"
+    return "refused by a client: the reason is in the client's log and in the episode of this slot"
 
 
 async def _send_back(session: Session, letter: DeadLetter) -> str | None:
-    """None when it is confirmed in its queue, else why not."""
+    """Publish a letter to its queue. Return None when it is confirmed, else the reason why not."""
     queue = topology.client_destination(letter.sender, letter.queue) if letter.sender else letter.queue
     if not queue:
         return f"client {letter.sender} may not send to {letter.queue!r}" if letter.sender else "its queue is unknown"

@@ -1,4 +1,4 @@
-"""`swarmq invite`, `swarmq client add | list | remove`: who may take part in a run, from the side of who runs it."""
+"""Invites for clients of a run, created and revoked on the operator's host: `swarmq invite`, `swarmq client add | remove`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from swarmq.registries.clients import ClientRegistry, InvitedClient, read_client
 from swarmq.runtime.files import write_atomically
 
 HOST_CLIENT = "local"
-"""Name of the client whose invite lies in the run folder."""
+"""Client name in the invite in the run folder."""
 
 
 class ClientAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client gets to the run, where that is not how its own host does."""
+    """Addresses by which a client reaches the run, where they differ from the host's own."""
 
     amqp: str | None = None
-    """`amqps://host:port/vhost`, without user and password."""
+    """Broker URL without user and password: `amqps://host:port/vhost`."""
     proxy: str | None = None
-    """`https://host:port/v1`."""
+    """Proxy URL: `https://host:port/v1`."""
     ca: Path | None = None
-    """PEM certificate of the authority behind both, if machines do not know it."""
+    """PEM certificate of the authority behind both addresses, if it is not in the clients' system CA store."""
     http: bool = False
-    """Through the proxy alone: no RabbitMQ user."""
+    """Whether the client uses only the proxy and gets no RabbitMQ user."""
 
 
 def make_host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None = None) -> Invite:
-    """The host's own, with an operator's rights on the broker. `job` is resolved; `base_urls` are its proxies'."""
+    """Return the host's own invite, with an operator's rights on the broker. `job` has all addresses resolved; `base_urls` are
+    its proxies' URLs."""
     assert job.broker.url
     return Invite(
         run=job.run,
@@ -55,17 +56,23 @@ def make_host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | N
 
 
 def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = None) -> Invite:
-    """For a run whose parts were started one by one: what `swarmq up` would write into its folder, so that every command
-    finds broker and settings, and its invite. `amqp` and `proxy` are the addresses for clients, where they have others
-    than we. Raises ConfigError, BrokerError; then nothing is written."""
+    """Write the resolved settings and the invite of a run whose parts were started one by one, as `swarmq up` would.
+
+    With these files every command finds the broker. `amqp` and `proxy` are the addresses for clients, where they differ from
+    the host's. Raises ConfigError or BrokerError before anything is written.
+    """
     folder, url = job.run_folder, resolve_amqp_url(job.broker)
     if folder.endpoints.exists():
         raise ConfigError(f"{folder.path}: this run was started by `swarmq up`, whose invite is in {folder.invite}")
     if url is None:
-        raise ConfigError("broker.url: say which RabbitMQ the parts of this run use, there or in $SWARMQ_AMQP_URL")
+        raise ConfigError(
+            "broker.url is not set: set it, or $SWARMQ_AMQP_URL, to the RabbitMQ that the parts of this run use"
+        )
     if proxy is None and not job.proxy.port:
-        raise ConfigError("--proxy: say where clients find the proxy, or set proxy.port and proxy.host to where it is")
-    redact_url(url)  # which says what is wrong with it
+        raise ConfigError(
+            "--proxy is missing: give the URL by which clients reach the proxy, or set proxy.host and proxy.port"
+        )
+    redact_url(url)  # raises for a malformed URL
     _check_url("--amqp", amqp or "", ("amqp", "amqps"))
     _check_url("--proxy", proxy or "", ("http", "https"))
     make_folder(folder.path)
@@ -91,7 +98,8 @@ def add_client(
     max_connections: int = MAX_CONNECTIONS,
     max_channels: int = MAX_CHANNELS,
 ) -> Invite:
-    """The invite of a new client. `host` is that of the run itself. Raises ConfigError, BrokerError; nothing half-done."""
+    """Register a new client and return its invite. `host` is the run's own invite. Raises ConfigError or BrokerError; a failure
+    registers no client."""
     ca = keys.read_certificate(reach.ca) if reach.ca else host.ca
     amqp_url = "" if reach.http else reach.amqp or host.amqp_url
     _check_url("--amqp", amqp_url, ("amqp", "amqps"))
@@ -118,18 +126,19 @@ def add_client(
 
 
 def remove_client(folder: RunFolder, name: str, management: ManagementApi) -> None:
-    """From now on its keys are refused and its connections closed; what it ended before stays. Raises ConfigError."""
+    """Revoke a client's keys and close its connections; the episodes it has ended stay. Raises ConfigError if the client is
+    unknown."""
     with ClientRegistry.open(folder.clients) as members:
         member = members.entries.get(name)
         if member is None:
             raise ConfigError(f"no client {name!r}: this run has invited {', '.join(members.entries) or 'nobody'}")
-        members.remove(name, now=time.time())  # the keys first: they need nobody's help
+        members.remove(name, now=time.time())  # revoke the keys first: that cannot fail, unlike a call to RabbitMQ
         if member.broker_user:
             management.remove(member.broker_user)
 
 
 def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
-    """Give clients that were invited by an older version the rights of this one. Raises BrokerError."""
+    """Update the RabbitMQ rights of clients that an older version invited. Raises BrokerError."""
     for member in read_clients(folder.clients).values():
         if member.broker_user and member.removed_at is None:
             management.grant(member.broker_user)
@@ -137,7 +146,9 @@ def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
 
 def _check_url(what: str, url: str, schemes: tuple[str, ...]) -> None:
     if url and (urlsplit(url).scheme not in schemes or not urlsplit(url).hostname):
-        raise ConfigError(f"{what} {url!r}: give {' or '.join(f'{scheme}://' for scheme in schemes)} and a host")
+        raise ConfigError(
+            f"{what} {url!r} is not a valid address: give {' or '.join(f'{scheme}://' for scheme in schemes)} and a host"
+        )
 
 
 def _with_login(url: str, user: str, password: str) -> str:

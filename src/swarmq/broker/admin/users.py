@@ -1,12 +1,12 @@
-"""Who may do what in RabbitMQ, through its management API.
+"""Users and permissions in RabbitMQ, set through its management API.
 
-| user                      | configure | write            | read                            |
-|---|---|---|---|
-| operator (the run's url)  | .*        | .*               | .*                              |
-| client, `<run>.<client>`  | nothing   | `swarmq.clients` | tickets, tasks, eval of its run |
-| viewer                    | nothing   | nothing          | nothing; sees depths in the UI  |
+ user                      | configure | write            | read                            |
+---|---|---|---|
+ operator (the run's url)  | .*        | .*               | .*                              |
+ client, `<run>.<client>`  | nothing   | `swarmq.clients` | tickets, tasks, eval of its run |
+ viewer                    | nothing   | nothing          | nothing; sees depths in the UI  |
 
-and in `swarmq.clients` a client may use its own routing keys alone. Calls block: a person waits for them.
+In the exchange `swarmq.clients` a client may use only its own routing keys. Calls block: they serve commands of an operator.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from swarmq.errors import BrokerError
 ANSWER_S = 20.0
 MANAGEMENT_PORT = {"http": 15672, "https": 15671}
 DISABLED_USER = {"password_hash": "", "tags": ""}
-"""A new user: nobody can log in before all of its rights and limits stand."""
+"""Body that creates a user without a password, so that no login works before all permissions and limits are set."""
 MAX_CONNECTIONS = 256
 MAX_CHANNELS = 512
-"""A client uses one connection to publish and one for each queue it takes from; an invite may be used on many machines."""
+"""Channel limit of one user. A client opens a connection for publishing and one for each queue; many machines may share an
+invite."""
 
 
 class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
-    """The management API of a broker, and the virtual host that is meant. Raises BrokerError with what to do."""
+    """The management API of a broker and one virtual host. Methods raise BrokerError with what to do."""
 
     url: str
     user: str
@@ -45,7 +46,8 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, amqp_url: str, management_url: str | None = None, *, ca: bytes = b"") -> ManagementApi:
-        """With the credentials of `management_url`, or else those of `amqp_url`; its usual port unless it is given."""
+        """Build from URLs. The credentials come from `management_url` if it has any, else from `amqp_url`; without
+        `management_url` the host is the broker's and the port the API's default."""
         amqp = urlsplit(amqp_url)
         api = urlsplit(management_url or f"http://{amqp.hostname}:{MANAGEMENT_PORT['http']}/")
         if api.scheme not in MANAGEMENT_PORT or not api.hostname:
@@ -70,7 +72,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         max_connections: int = MAX_CONNECTIONS,
         max_channels: int = MAX_CHANNELS,
     ) -> str:
-        """Make the user of a client, with a client's rights and no more; returns its name."""
+        """Create a client's user with a client's permissions, and return the user's name."""
         user = topology.client_user(run, client)
         self._put(f"users/{quote(user)}", DISABLED_USER)
         self.grant(user)
@@ -80,7 +82,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         return user
 
     def grant(self, user: str) -> None:
-        """Give a client's user a client's rights, and take others that it had."""
+        """Set a client's permissions on its user, and remove any others."""
         run = user.partition(".")[0]
         self._rights(
             user, write=_exact_pattern(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
@@ -91,13 +93,13 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def add_viewer(self, name: str, password: str) -> None:
-        """Make a user for the management UI that sees how full queues are, and no message."""
+        """Create a user who sees queue depths in the management UI, but no messages."""
         self._put(f"users/{quote(name)}", DISABLED_USER)
         self._rights(name, write="^$", read="^$")
         self._put(f"users/{quote(name)}", {"password": password, "tags": "management"})
 
     def remove(self, user: str) -> None:
-        """Delete a user and close its connections; one that is gone already is no error."""
+        """Delete a user, if it exists, and close its connections."""
         self._ask("DELETE", f"users/{quote(user)}", missing_ok=True)
         for connection in self._ask("GET", "connections") or []:
             if connection.get("user") == user:
@@ -107,7 +109,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         return {one["name"] for one in self._ask("GET", "users")}
 
     def connections(self, user: str) -> int:
-        """How many it has open; the API learns of them some seconds late."""
+        """Return the number of open connections of `user`; the API reports them some seconds late."""
         return sum(one.get("user") == user for one in self._ask("GET", "connections") or [])
 
     def _rights(self, user: str, *, write: str, read: str) -> None:

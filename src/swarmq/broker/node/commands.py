@@ -1,4 +1,4 @@
-"""Other people's programs, run to get a RabbitMQ, and where what they bring is kept."""
+"""External commands that install or run a RabbitMQ, and the folder for an installed copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarmq.errors import BrokerError
 class CommandResult(msgspec.Struct, frozen=True):
     ok: bool
     tail: str
-    """The end of what it said."""
+    """Last lines of the command's output."""
 
 
 def run_command(
@@ -29,13 +29,13 @@ def run_command(
 
 
 def run_checked(command: Sequence[str], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
-    """Raises BrokerError with the end of what it said."""
+    """Run a command. Raises BrokerError with the end of its output if it fails."""
     answer = run_command(command, cwd=cwd, variables=variables)
     if not answer.ok:
         raise BrokerError(f"`{' '.join(command[:3])} ...` failed ({answer.tail})")
 
 
 def user_folder() -> Path:
-    """Where a server of the user's own is unpacked."""
+    """Return the folder for a RabbitMQ that is installed without root."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "swarmq" / "rabbitmq"

@@ -1,7 +1,7 @@
-"""One RabbitMQ in a docker container, for machines where no server can run as our child.
+"""One RabbitMQ in a docker container, for machines where no server can run as a child process.
 
-All runs of a user share it, as they share any broker that is named to them; docker starts it again with the machine. Its
-address and password are in a file that the user alone can read, its data in a volume of the same name.
+All runs of a user share the container, and docker restarts it with the machine. Address and password are in a file that only
+the user can read; the data is in a volume of the container's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK_S = 1.0
 
 
 class BrokerContainer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it listens, on loopback alone."""
+    """Credentials and ports of the container, which listens on loopback only."""
 
     user: str
     password: str
@@ -43,7 +43,8 @@ class BrokerContainer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_container() -> BrokerContainer | None:
-    """The container that was started for this user, running. Raises BrokerError when its file cannot be read."""
+    """Start this user's container if it was created before, and return it; None if there is none. Raises BrokerError if its
+    file cannot be read."""
     path = _container_file()
     if not path.exists() or shutil.which("docker") is None or not run_command(["docker", "start", NAME]).ok:
         return None
@@ -54,8 +55,8 @@ def find_container() -> BrokerContainer | None:
 
 
 def start_container(report: Callable[[str], None]) -> None:
-    """Returns when it takes clients. Raises BrokerError; then no container is left."""
-    if (path := _container_file()).exists():  # its queues are not thrown away
+    """Create the container and return when it accepts clients. Raises BrokerError and leaves no container."""
+    if (path := _container_file()).exists():  # never delete its queues
         raise BrokerError(
             f"container {NAME} does not start; `docker start {NAME}` says why. To do without it: rm {path}"
         )
@@ -67,9 +68,12 @@ def start_container(report: Callable[[str], None]) -> None:
     command += ["--volume", f"{NAME}:/var/lib/rabbitmq"]
     command += ["--publish", f"127.0.0.1:{made.amqp_port}:5672", "--publish", f"127.0.0.1:{made.management_port}:15672"]
     command += ["--env", "RABBITMQ_DEFAULT_USER", "--env", "RABBITMQ_DEFAULT_PASS", IMAGE]
-    given = {"RABBITMQ_DEFAULT_USER": made.user, "RABBITMQ_DEFAULT_PASS": made.password}  # not for `ps` to see
+    given = {
+        "RABBITMQ_DEFAULT_USER": made.user,
+        "RABBITMQ_DEFAULT_PASS": made.password,
+    }  # not on the command line, which `ps` shows
     run_command(["docker", "rm", "--force", NAME])
-    run_command(["docker", "volume", "rm", NAME])  # of a container whose password nobody knows any more
+    run_command(["docker", "volume", "rm", NAME])  # its container's password is lost
     try:
         run_checked(command, variables=given)
         _wait_until_ready()

@@ -1,4 +1,4 @@
-"""What a private node keeps in its folder: who it is, its settings, its logs, and a lock."""
+"""Files in the folder of a private node: identity, configuration, logs and a lock."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HOST = "127.0.0.1"
 LAST_LINES = 6
 
 DISK_LIMIT_BYTES = 2_000_000_000
-"""With less free on its disk, a private node takes no messages."""
+"""Free disk space below which a private node accepts no messages."""
 ALARM_TEXT = (
-    "RabbitMQ takes no messages: it is low on memory or disk, and all wait until it is not (one that `swarmq up` starts needs "
+    "RabbitMQ accepts no messages because it is low on memory or disk; the run waits until that is over (a RabbitMQ started by `swarmq up` needs "
     f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"
 )
 
@@ -50,7 +50,7 @@ disk_free_limit.absolute = {disk_limit}
 ADVANCED_CONFIG = (
     f'[{{rabbit, [{{server_properties, [{{<<"{topology.ACK_TIMEOUT_PROPERTY}">>, signedint, {ACK_TIMEOUT_MS}}}]}}]}}].'
 )
-"""Tells clients of consumer_timeout, which no RabbitMQ does by itself."""
+"""Makes the node state its `consumer_timeout` to clients, which RabbitMQ does not do by itself."""
 
 TLS_CONFIG = """\
 listeners.ssl.1 = 0.0.0.0:{port}
@@ -64,10 +64,10 @@ ssl_options.versions.2 = tlsv1.2
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same when the node is started again, except the last two ports, which only it needs."""
+    """Name, credentials and ports of a node. They survive restarts, except the last two ports, which only the node uses."""
 
     node: str
-    """Erlang's name; the data folder is named by it."""
+    """Erlang node name; names the data folder, too."""
     user: str
     password: str
     amqp_port: int
@@ -77,7 +77,7 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_disk(folder: Path) -> None:
-    """Raises BrokerError where a node in this folder would take no messages."""
+    """Raise BrokerError if a node in this folder would accept no messages for lack of disk space."""
     free = shutil.disk_usage(folder).free
     if free < DISK_LIMIT_BYTES:
         raise BrokerError(
@@ -87,7 +87,8 @@ def check_disk(folder: Path) -> None:
 
 
 def take_lock(folder: Path) -> IO[str]:
-    """The lock on a node's folder, held until it is closed. Raises BrokerError naming the holder."""
+    """Lock a node's folder and return the lock file, which holds the lock until it is closed. Raises BrokerError naming the
+    holder's process id."""
     lock = (folder / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,13 +106,14 @@ def take_lock(folder: Path) -> IO[str]:
 
 
 def load_identity(folder: Path, *, port: int) -> NodeIdentity:
-    """The node's identity, made at the first start; `port` 0 keeps or picks one. Raises BrokerError: port taken."""
+    """Load the node's identity, or create it at the first start. `port` 0 keeps the last port or picks one. Raises BrokerError
+    if the port is taken."""
     path = folder / "node.json"
     management, dist, epmd, amqp = _distinct_ports(4)
     fresh = NodeIdentity(
         node=f"swarmq-{secrets.token_hex(4)}@localhost",
         user="swarmq",
-        password=secrets.token_hex(18),  # which no program takes for an option
+        password=secrets.token_hex(18),  # hex never begins with "-", which programs would take for an option
         amqp_port=port or amqp,
         management_port=management,
         dist_port=dist,
@@ -140,8 +142,11 @@ def load_identity(folder: Path, *, port: int) -> NodeIdentity:
 
 
 def _recover(folder: Path, fresh: NodeIdentity) -> NodeIdentity:
-    """The node's name from its data folder; user, password and ports from the settings of its last start, and where these are damaged,
-    too, from `fresh`: `PrivateNode` then sets that password."""
+    """Rebuild a damaged identity from the node's other files.
+
+    The node name comes from the data folder; user, password and ports come from the last configuration or, where it is damaged
+    too, from `fresh`. `PrivateNode` then sets that password.
+    """
     names = [path.name for path in (folder / "mnesia").glob("swarmq-*@localhost")]
     with contextlib.suppress(OSError, UnicodeDecodeError):
         settings = dict(re.findall(r"^([\w.]+) = (.+)\n", (folder / "rabbitmq.conf").read_text(), re.MULTILINE))
@@ -155,8 +160,8 @@ def _recover(folder: Path, fresh: NodeIdentity) -> NodeIdentity:
 
 
 def is_password_new(folder: Path, identity: NodeIdentity) -> bool:
-    """Whether the node has data, and its users may have another password than this: its settings, before they are written anew, do
-    not have it."""
+    """Return whether the node has data whose user may have another password than `identity`: the last configuration does not
+    contain it. Call before `write_node_files`."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if f"default_pass = {identity.password}\n" in (folder / "rabbitmq.conf").read_text():
             return False
@@ -164,7 +169,8 @@ def is_password_new(folder: Path, identity: NodeIdentity) -> bool:
 
 
 def render_tls_listener(settings: BrokerSettings) -> str:
-    """Lines of rabbitmq.conf that let other machines in by amqps; none where it is not asked for."""
+    """Return the rabbitmq.conf lines of the amqps listener for other machines; "" without `tls_port`. Raises BrokerError if a
+    PEM file is missing."""
     if not settings.tls_port:
         return ""
     certificate, key = (Path(path or "").absolute() for path in (settings.certificate, settings.key))
@@ -175,7 +181,7 @@ def render_tls_listener(settings: BrokerSettings) -> str:
 
 
 def read_identity(folder: Path) -> NodeIdentity | None:
-    """Of the node whose folder this is; None where none was ever started."""
+    """Read the identity of the node in this folder; None if none was started or the file is damaged."""
     try:
         return msgspec.json.decode((folder / "node.json").read_bytes(), type=NodeIdentity)
     except (OSError, msgspec.MsgspecError):
@@ -183,7 +189,7 @@ def read_identity(folder: Path) -> NodeIdentity | None:
 
 
 def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advanced: str) -> None:
-    """Everything the node reads when it starts; its logs of the last start make room for the new ones."""
+    """Write all files that the node reads when it starts, and empty the log of the last start."""
     home, logs = folder / "home", folder / "log"
     home.mkdir(mode=0o700, exist_ok=True)
     logs.mkdir(exist_ok=True)
@@ -205,7 +211,8 @@ def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advan
 
 
 def build_environment(folder: Path, identity: NodeIdentity, erlang_bin: Path) -> dict[str, str]:
-    """Of the broker, its name server and `rabbitmqctl`: ours, with every RabbitMQ and Erlang variable replaced."""
+    """Return the environment for the broker, its name server and `rabbitmqctl`: this process's, with every RabbitMQ and Erlang
+    variable replaced."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
     return kept | {
         "PATH": f"{erlang_bin}:{os.environ.get('PATH', '/usr/bin:/bin')}",
@@ -235,7 +242,7 @@ def build_environment(folder: Path, identity: NodeIdentity, erlang_bin: Path) ->
 
 
 def extract_startup_error(output: str) -> str:
-    """Why a node has ended, from what it wrote: its first errors, not the long report that follows them."""
+    """Return why a node ended: the first errors in its output, without the long report after them."""
     before = output.partition("BOOT FAILED")[0].splitlines()
     errors = [found[1].strip() for line in before if (found := re.search(r"\[error\] <\S+> (.*\S)", line))]
     lines = errors[:LAST_LINES] or [line.strip() for line in output.splitlines() if line.strip()][-LAST_LINES:]

@@ -1,9 +1,9 @@
-"""Find a RabbitMQ server on this machine, or get one: `python -m swarmq.broker.node.install`.
+"""Find a RabbitMQ server on this machine or install one: `python -m swarmq.broker.node.install`.
 
-In this order: `$SWARMQ_RABBITMQ_HOME`, the system's package, Homebrew, a copy under the user's folder. Getting one means
-the system's package when we are root, else Debian's packages unpacked under the user's folder (33 MB, no root, no
-docker, and nothing of the system is touched), else `brew install rabbitmq`, else a container (container.py). A way that
-fails is reported, and the next one is tried.
+Search order: `$SWARMQ_RABBITMQ_HOME`, the system's package, Homebrew, a copy in the user's folder. Install order: the system's
+package if root, else Debian's packages unpacked into the user's folder (33 MB, without root or docker, the system stays
+unchanged), else `brew install rabbitmq`, else a container (container.py). If one way fails, the failure is reported and the
+next way is tried.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ERLANG_PARTS = [
 PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in ERLANG_PARTS))
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian asks this script whether a package may start its service; 101 means no."""
+"""Script that Debian asks whether a package may start its service; exit status 101 means no."""
 
 INSTALL_HINT = (
     "get RabbitMQ 3.10 or newer in one of these ways: `sudo apt-get install --no-install-recommends rabbitmq-server`; "
@@ -57,12 +57,12 @@ INSTALL_HINT = (
 
 
 class RabbitmqInstall(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the server's scripts and its Erlang are."""
+    """Paths of an installed RabbitMQ server and its Erlang."""
 
     home: Path
-    """Holds `sbin/rabbitmq-server`, the plain script and not the system's wrapper."""
+    """Folder with `sbin/rabbitmq-server`, the plain script and not the system's wrapper."""
     erlang_bin: Path
-    """Holds `erl`; goes first in PATH."""
+    """Folder with `erl`; put first in PATH."""
     epmd: Path
 
     @property
@@ -71,7 +71,7 @@ class RabbitmqInstall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_server() -> RabbitmqInstall | None:
-    """The first usable server in the order above. Raises BrokerError when $SWARMQ_RABBITMQ_HOME holds none."""
+    """Return the first usable server in the search order, or None. Raises BrokerError if $SWARMQ_RABBITMQ_HOME contains none."""
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
         server = _inspect_home(Path(chosen))
@@ -82,7 +82,7 @@ def find_server() -> RabbitmqInstall | None:
 
 
 def install(report: Callable[[str], None]) -> RabbitmqInstall | BrokerContainer:
-    """What was found, or was just installed. Raises BrokerError that names what failed and the other ways."""
+    """Return the RabbitMQ that is found or newly installed. Raises BrokerError with all failures and other ways to get one."""
     if (found := find_server() or find_container()) is not None:
         report(f"RabbitMQ is at {found.place}")
         return found
@@ -92,18 +92,19 @@ def install(report: Callable[[str], None]) -> RabbitmqInstall | BrokerContainer:
             get(report)
         except BrokerError as error:
             failures.append(str(error))
-            report(f"that did not work: {error}")
+            report(f"failed: {error}")
             continue
         if (found := find_server() or find_container()) is not None:
             report(f"RabbitMQ is at {found.place}")
             return found
-        failures.append("what was installed holds no usable server")
-    why = "; ".join(failures) or "no RabbitMQ here, and neither apt-get nor brew nor docker to get it"
+        failures.append("the installed packages contain no usable server")
+    why = "; ".join(failures) or "no RabbitMQ on this machine, and neither apt-get nor brew nor docker to install it"
     raise BrokerError(f"{why}: {INSTALL_HINT}")
 
 
 def _applicable_installers() -> Iterator[Callable[[Callable[[str], None]], None]]:
-    """How this machine could get a server, the best first: all but a container can be nodes of our own."""
+    """Yield the installers that can work on this machine, best first. A container comes last because it cannot run as a private
+    node."""
     if shutil.which("apt-get") and shutil.which("dpkg"):
         yield _install_as_root if os.geteuid() == 0 else _install_for_user
     if shutil.which("brew"):
@@ -120,7 +121,7 @@ def _candidate_homes() -> Iterator[Path]:
 
 
 def _find_package_homes(root: Path) -> list[Path]:
-    """Where Debian's package puts the server under `root`, newest first."""
+    """Return the server folders of Debian's package under `root`, newest first."""
     homes = (root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*")
     return sorted(homes, key=lambda home: [int(part) for part in re.findall(r"\d+", home.name)], reverse=True)
 
@@ -138,7 +139,8 @@ def _inspect_home(home: Path) -> RabbitmqInstall | None:
 
 
 def _find_packaged_erlang(home: Path) -> Path | None:
-    """The Erlang of the same packages, where `home` is `<root>/usr/lib/rabbitmq/lib/rabbitmq_server-*`."""
+    """Return the bin folder of the Erlang that was unpacked with `home`, if `home` is
+    `<root>/usr/lib/rabbitmq/lib/rabbitmq_server-*`."""
     if home.parts[-5:-1] != ("usr", "lib", "rabbitmq", "lib"):
         return None
     erlang_bin = home.parents[4] / "usr/lib/erlang/bin"
@@ -146,7 +148,7 @@ def _find_packaged_erlang(home: Path) -> Path | None:
 
 
 def _find_homebrew_erlang(home: Path) -> Path | None:
-    """Homebrew's, where `home` is `<prefix>/opt/rabbitmq`: it need not be in PATH."""
+    """Return the bin folder of Homebrew's Erlang, if `home` is `<prefix>/opt/rabbitmq`; it may be missing in PATH."""
     erlang_bin = home.parents[1] / "opt/erlang/bin"
     return erlang_bin if home.parent.name == "opt" and (erlang_bin / "erl").is_file() else None
 
@@ -161,7 +163,7 @@ def _find_epmd(erlang_bin: Path) -> Path | None:
 
 
 def _install_as_root(report: Callable[[str], None]) -> None:
-    """The system's package, without the node on all interfaces that it would start."""
+    """Install the system's package, without starting the service, which would listen on all interfaces."""
     report("installing rabbitmq-server with apt-get (its system service stays off)")
     ours = not POLICY.exists()
     if ours:
@@ -181,7 +183,7 @@ def _install_as_root(report: Callable[[str], None]) -> None:
 
 
 def _install_for_user(report: Callable[[str], None]) -> None:
-    """Debian's packages, unpacked into the user's folder, which appears only when it is complete."""
+    """Unpack Debian's packages into the user's folder, which appears only when it is complete."""
     folder = user_folder()
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
@@ -213,7 +215,7 @@ def _download(folder: Path, report: Callable[[str], None]) -> None:
     download = ["apt-get", "download", *PACKAGES]
     if run_command(download, cwd=folder).ok:
         return
-    report("the system's package lists are missing or old: fetching our own")
+    report("the system's package lists are missing or outdated: fetching separate ones")
     lists = folder.parent / "apt"
     (lists / "lists" / "partial").mkdir(parents=True)
     (lists / "cache" / "archives" / "partial").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Looks at a server, which has no way to tell us that it is up, or up no longer."""
+"""Probes of a server: it cannot report by itself that it is up or has stopped working."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def can_connect(host: str, port: int) -> bool:
 
 
 async def refuses_connections(host: str, port: int) -> bool:
-    """Whether a connection is refused, or ended at its first word. A server that is merely slow does neither."""
+    """Return whether a connection is refused, or closed after the protocol header. A slow server does neither."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -35,12 +35,12 @@ async def refuses_connections(host: str, port: int) -> bool:
 
 
 async def is_amqp_ready(host: str, port: int) -> bool:
-    """Whether a METHOD frame answers the protocol header: the broker is ready for clients."""
+    """Return whether the broker answers the protocol header with a METHOD frame, i.e. accepts clients."""
     return await _ask(host, port, PROTOCOL_HEADER, 1) == b"\x01"
 
 
 async def accepts_management_login(host: str, port: int, *, user: str, password: str) -> bool:
-    """Whether the management API knows this user."""
+    """Return whether the management API accepts this login."""
     login = base64.b64encode(f"{user}:{password}".encode()).decode()
     request = f"GET /api/whoami HTTP/1.0\r\nAuthorization: Basic {login}\r\n\r\n"
     return b" 200 " in await _ask(host, port, request.encode(), 16)

@@ -1,10 +1,10 @@
-"""A private RabbitMQ node: our child, on loopback, with its own name, cookie, ports, data and credentials.
+"""A private RabbitMQ node: a child process on loopback with its own name, cookie, ports, data and credentials.
 
-    PrivateNode ──child──> epmd      (Erlang's name server; ours alone, so that nothing stays behind)
+    PrivateNode ──child──> epmd      (Erlang's name server; private, so that no process stays behind)
                 └─child──> broker    (the script execs the virtual machine: the pid is the broker's)
 
-Both die with us, even by SIGKILL (on Linux). Data and credentials stay in the folder: started again there, it is the
-same broker at the same url. It lives beside a system RabbitMQ and other private nodes.
+Both children die with the parent, even after SIGKILL (on Linux). Data and credentials stay in the folder: a node started there
+again is the same broker at the same URL. It does not disturb a system RabbitMQ or other private nodes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ LOOK_S = 0.1
 
 
 class PrivateNode:
-    """`async with PrivateNode(folder) as node:` runs a broker at `node.amqp_url`."""
+    """A private broker in a folder: `async with PrivateNode(folder) as node:` runs it at `node.amqp_url`."""
 
     def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = ADVANCED_CONFIG) -> None:
-        """`port` 0 picks a free AMQP port once and keeps it. `config` are further lines of rabbitmq.conf."""
+        """`port` 0 picks a free AMQP port once and keeps it. `config` is appended to rabbitmq.conf."""
         self.folder = folder.absolute()
         self._port = port
         self._config = config
@@ -82,11 +82,12 @@ class PrivateNode:
 
     @property
     def pids(self) -> list[int]:
-        """Of the broker and its name server, while they run."""
+        """Process ids of the running broker and its name server."""
         return [child.pid for child in (self._broker, self._epmd) if child is not None and child.returncode is None]
 
     async def start(self) -> None:
-        """Return when it takes clients. Raises BrokerError: no server here, port taken, folder in use, last words."""
+        """Start the node and return when it accepts clients. Raises BrokerError if there is no server on this machine, the port
+        is taken, the folder is in use, or the node fails to start."""
         self._server = find_server()
         if self._server is None:
             raise BrokerError(
@@ -104,7 +105,7 @@ class PrivateNode:
             raise
 
     async def stop(self) -> None:
-        """End both children, the broker first, and wait for them."""
+        """Stop both children, the broker first, and wait for them."""
         for child in (self._broker, self._epmd):
             if child is not None:
                 await stop_group(child, grace_s=STOP_S)
@@ -113,7 +114,7 @@ class PrivateNode:
             self._lock = None
 
     async def kill(self) -> None:
-        """End the broker with SIGKILL; `start` brings it back with its data."""
+        """Kill the broker with SIGKILL; `start` brings it back with its data."""
         if self._broker is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._broker.kill()
@@ -121,20 +122,22 @@ class PrivateNode:
         await self.stop()
 
     async def wait(self) -> int:
-        """The broker's exit status, once it has ended."""
+        """Wait until the broker ends, and return its exit status."""
         assert self._broker is not None
         return await self._broker.wait()
 
     async def refuses_connections(self) -> bool:
-        """Whether it serves nobody: its process may outlive what makes it a broker. The management API is asked first, because a
-        broker logs every connection that is opened to look."""
+        """Return whether the broker serves no clients although its process may live.
+
+        The management API is asked first, because a broker logs every AMQP connection.
+        """
         known = self.identity
         return not await probe.accepts_management_login(
             HOST, known.management_port, user=known.user, password=known.password
         ) and await probe.refuses_connections(HOST, known.amqp_port)
 
     async def ctl(self, *arguments: str) -> str:
-        """Output of `rabbitmqctl`. Raises BrokerError when it fails."""
+        """Run `rabbitmqctl` and return its output. Raises BrokerError if it fails."""
         assert self._server is not None
         process = await asyncio.create_subprocess_exec(
             self._server.home / "sbin" / "rabbitmqctl",
@@ -165,7 +168,7 @@ class PrivateNode:
         with self._start_log.open("ab") as output:
             return await asyncio.create_subprocess_exec(
                 program,
-                cwd=self.folder,  # where Erlang drops its dumps
+                cwd=self.folder,  # Erlang writes its crash dumps here
                 env=build_environment(self.folder, self.identity, server.erlang_bin),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -176,12 +179,12 @@ class PrivateNode:
     async def _wait_until(
         self, is_up: Callable[[], Coroutine[Any, Any, bool]], child: asyncio.subprocess.Process
     ) -> None:
-        """Look until it is up; a starting server has no way to tell us."""
+        """Poll `is_up` until it returns True. Raises BrokerError if `child` ends first or `START_S` passes."""
         try:
             async with asyncio.timeout(START_S):
                 while not await is_up():
                     if child.returncode is not None:
-                        raise BrokerError(f"RabbitMQ has ended while starting: {self._describe_startup_error()}")
+                        raise BrokerError(f"RabbitMQ ended while starting: {self._describe_startup_error()}")
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise BrokerError(f"RabbitMQ is not up after {START_S:g} s: {self._describe_startup_error()}") from None
