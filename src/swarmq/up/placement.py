@@ -88,8 +88,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         engines = "engines on GPU " + " ".join("+".join(map(str, gpus)) for gpus in self.engines)
-        laid_out = ", sharing the model out" if self.sharding == "full" else ", the whole model on each"
-        learner = f"learner on GPU {' '.join(map(str, self.learner))}{laid_out if len(self.learner) > 1 else ''}, "
+        layout = ", sharding the model" if self.sharding == "full" else ", a full copy of the model on each"
+        learner = f"learner on GPU {' '.join(map(str, self.learner))}{layout if len(self.learner) > 1 else ''}, "
         return f"{self.kind}: {learner if self.learner else ''}{engines}; {self.reason}"
 
 
@@ -122,7 +122,9 @@ class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.share * size / self.total
 
     def __str__(self) -> str:
-        return _format_gib(self.total) + (f", {_format_gib(self.held)} of them held by others" if self.is_used else "")
+        return _format_gib(self.total) + (
+            f", {_format_gib(self.held)} of them held by other processes" if self.is_used else ""
+        )
 
 
 class LearnerNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,11 +233,9 @@ def _upper_bound(policy: Policy, model: Model) -> ContextLimit:
     made_for = model.max_length or MIN_CONTEXT
     budget = policy.train.micro_batch_tokens
     if policy.trained and budget < made_for:
-        why = f"as many as the learner computes in one pass (train.micro_batch_tokens); the model was made for {made_for:,}"
+        why = f"as many as the learner computes in one pass (train.micro_batch_tokens); the model's maximum is {made_for:,}"
         return ContextLimit(tokens=budget, reason=why)
-    whole = (
-        "all that the model was made for" if model.max_length else "since its config does not say what it was made for"
-    )
+    whole = "equal to the model's maximum" if model.max_length else "because the model's config states no maximum"
     return ContextLimit(tokens=made_for, reason=whole)
 
 
@@ -245,7 +245,7 @@ def _limit_on_cpu(policy: Policy, model: Model, host_cache: int) -> ContextLimit
     room = host_cache // entry if entry else bound.tokens
     if min(room, CONTEXT) >= bound.tokens:
         return bound
-    made_for = f"the model was made for {model.max_length:,}" if model.max_length else bound.reason
+    made_for = f"the model's maximum is {model.max_length:,}" if model.max_length else bound.reason
     if room < CONTEXT:
         tokens = max(room // CONTEXT_STEP * CONTEXT_STEP, min(room, CONTEXT_STEP), 1)
         return ContextLimit(tokens=tokens, reason=f"as many as the engine's cache in host memory holds; {made_for}")
@@ -283,7 +283,7 @@ def _limit_on_gpus(
         return bound
     shorter = range(bound.tokens // CONTEXT_STEP * CONTEXT_STEP, least, -CONTEXT_STEP) if wanted else ()
     tokens = next((tokens for tokens in shorter if plan(tokens) == wanted), least)
-    made_for = f"the model was made for {model.max_length:,}" if model.max_length else bound.reason
+    made_for = f"the model's maximum is {model.max_length:,}" if model.max_length else bound.reason
     why = f"since GPU memory has room for {MIN_CACHED_REQUESTS} such calls" + (
         " beside the learner" if policy.trained else ""
     )
@@ -345,7 +345,7 @@ def place(
         raise _context_parallel_error(policy, model, len(gpus))
     if not needs.learners:
         raise ConfigError(
-            f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it; take two GPUs or "
+            f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it: take two GPUs or "
             "more, or leave train.cpu_offload out"
         )
     may_split = policy.placement != "shared" and share == 1.0
@@ -366,7 +366,7 @@ def place(
 def _context_parallel_error(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
     ranks = policy.train.context_parallel
     return ConfigError(
-        f"train.context_parallel: {ranks} ranks share each pass of {model.name}, and its learner gets {num_gpus} GPU(s): give it a "
+        f"train.context_parallel: {ranks} ranks compute each pass of {model.name} together, and its learner gets {num_gpus} GPU(s): give it a "
         f"multiple of {ranks}, or set it to a number that divides them"
     )
 
@@ -480,7 +480,7 @@ def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float
     if share > free:
         raise ConfigError(
             f"engine.gpu_memory_utilization: {asked:g} of a GPU with {_engines_per_gpu(policy, groups)} engine(s) on it is more than the "
-            f"{free:.2f} that others leave of it; lower it, or free the GPU"
+            f"{free:.2f} that other processes leave free; lower it, or free the GPU"
         )
     return share
 
@@ -511,8 +511,8 @@ def _does_not_fit_error(
         f"the learner takes {_format_gib(learner.step)} ({_format_gib(learner.state)} between steps)" if learner else ""
     )
     both = f"{takes} and the engine {engine}" if learner else f"the engine takes {engine}"
-    lacking = f"{_format_gib(missing)} are missing of each GPU" if missing > 0 else "these are too few for both"
-    advice = ["take more GPUs", *(["free what others hold"] if memory.is_used else [])]
+    lacking = f"{_format_gib(missing)} are missing of each GPU" if missing > 0 else "these GPUs are too few for both"
+    advice = ["take more GPUs", *(["free the memory that other processes hold"] if memory.is_used else [])]
     advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
     advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]

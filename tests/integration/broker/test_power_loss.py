@@ -59,7 +59,7 @@ async def test_a_run_starts_again_after_a_power_loss_and_waits_for_what_still_re
         await check_run_is_down(broker, "r", forget_s=OLD_CONSUMERS_S, report=told.append)
         told.clear()
         left = await reading(node.amqp_url)  # what had begun to stop when its broker went away, and is not done yet
-        with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
+        with pytest.raises(SwarmqError, match="run 'r' is already up on this broker"):
             await check_run_is_down(broker, "r", report=told.append)
         starting = asyncio.create_task(check_run_is_down(broker, "r", forget_s=OLD_CONSUMERS_S, report=told.append))
         while not told:  # noqa: ASYNC110 - a list tells nobody
@@ -69,7 +69,7 @@ async def test_a_run_starts_again_after_a_power_loss_and_waits_for_what_still_re
         await left.wait()
         await starting
         assert told == [
-            f"broker: waiting until nobody from before reads swarmq.r.in any more (up to {OLD_CONSUMERS_S:.0f} s)"
+            f"broker: waiting until consumers of the previous start have left swarmq.r.in (up to {OLD_CONSUMERS_S:.0f} s)"
         ]
         async with broker.consume(topology.tickets("r", "math"), prefetch=5) as deliveries:
             assert (await anext(deliveries)).message.ticket_id == "t1"

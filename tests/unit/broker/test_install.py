@@ -216,7 +216,7 @@ def test_where_apt_fails_brew_is_asked_and_its_erlang_need_not_be_in_path(
     server = install.install(said.append)
     assert isinstance(server, install.RabbitmqInstall)
     assert (server.home, server.erlang_bin) == (machine / "brew/opt/rabbitmq", machine / "brew/opt/erlang/bin")
-    assert any("that did not work: Erlang does not start here" in line for line in said)
+    assert any("failed: Erlang does not start here" in line for line in said)
 
 
 DOCKER = """\

@@ -131,6 +131,6 @@ def test_a_disk_on_which_rabbitmq_would_take_no_messages_is_refused(
     check_disk(tmp_path)
     monkeypatch.setattr(files, "DISK_LIMIT_BYTES", 10**18)
     with pytest.raises(
-        BrokerError, match=rf"{tmp_path} has .* GB free, and RabbitMQ takes no messages below 1e\+09 GB"
+        BrokerError, match=rf"{tmp_path} has .* GB free, and RabbitMQ accepts no messages below 1e\+09 GB"
     ):
         check_disk(tmp_path)

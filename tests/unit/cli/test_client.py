@@ -87,11 +87,17 @@ def test_several_runs_must_be_told_apart(run):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "broker.url: say which RabbitMQ"),
+        ([], "broker.url is not set: set it"),
         (["--set", "broker.url=nonsense", "--proxy", "http://h/v1"], "the broker's url needs amqp:// or amqps://"),
-        (["--set", "broker.url=amqp://u:p@h/"], "--proxy: say where clients find the proxy"),
-        (["--set", "broker.url=amqp://u:p@h/", "--proxy", "h:8000"], "--proxy 'h:8000': give http:// or https://"),
-        (["--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1", "--amqp", "h"], "--amqp 'h': give amqp://"),
+        (["--set", "broker.url=amqp://u:p@h/"], "--proxy is missing: give the URL by which clients reach the proxy"),
+        (
+            ["--set", "broker.url=amqp://u:p@h/", "--proxy", "h:8000"],
+            "--proxy 'h:8000' is not a valid address: give http:// or https://",
+        ),
+        (
+            ["--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1", "--amqp", "h"],
+            "--amqp 'h' is not a valid address: give amqp://",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_opened_is_not_opened(tmp_path, monkeypatch, arguments, says):

@@ -107,7 +107,7 @@ async def test_a_board_says_that_the_broker_takes_no_messages(tmp_path: Path) ->
     broker.alarm(on=True)
     shown = io.StringIO()
     await draw_once(job(tmp_path), broker, console=Console(file=shown, width=120))
-    assert "RabbitMQ takes no messages" in shown.getvalue()
+    assert "RabbitMQ accepts no messages" in shown.getvalue()
 
 
 async def test_what_the_watcher_itself_has_to_warn_of_stands_in_the_picture(tmp_path: Path) -> None:

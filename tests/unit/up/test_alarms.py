@@ -13,8 +13,8 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_is_over() -> None:
     async with asyncio.timeout(30):
         teller = asyncio.create_task(report_alarms(broker, told.put_nowait, every_s=0.001))
         broker.alarm(on=True)
-        assert "RabbitMQ takes no messages: it is low on memory or disk" in await told.get()
+        assert "RabbitMQ accepts no messages: it is low on memory or disk" in await told.get()
         broker.alarm(on=False)
-        assert await told.get() == "RabbitMQ takes messages again"
+        assert await told.get() == "RabbitMQ accepts messages again"
         assert told.empty()
     teller.cancel()

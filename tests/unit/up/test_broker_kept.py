@@ -82,6 +82,6 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
         monkeypatch.setattr(supervision, "START_BYTES", 0)
         await node.started.wait()
     keeper.cancel()
-    assert told[0] == "the broker has no room left on its disk; starting it again"
-    assert told[1].startswith(f"the broker waits for room: {tmp_path} has ")
+    assert told[0] == "the broker has a full disk; starting it again"
+    assert told[1].startswith(f"the broker waits for disk space: {tmp_path} has ")
     assert len(told) == 2

@@ -220,7 +220,7 @@ def test_the_plan_decides_whether_ranks_share_the_model_out_and_their_learner_is
     for billions, sharding in ((3, "none"), (6, "full")):
         placement = place(beside, model(billions), [H200] * 2)
         assert (placement.sleep, placement.sharding) == (False, sharding)
-        assert ("sharing the model out" if sharding == "full" else "the whole model on each") in str(placement)
+        assert ("sharding the model" if sharding == "full" else "a full copy of the model on each") in str(placement)
         job = SwarmJob(run="r", policies={"main": beside})
         resolved = _resolve_job(job, "amqp://", {}, {"proxy": 1}, {"main": placement}).policies["main"]
         assert (resolved.train.sharding, resolved.engine.sleep) == (sharding, False)
@@ -234,7 +234,7 @@ def test_a_learner_with_its_state_in_host_memory_gets_two_gpus_or_says_why_not()
         place(offloaded, model(8), [H200])
     assert place(offloaded, model(8), [H200] * 2).kind == "shared"
     assert len(place(offloaded, model(8), [H200] * 4).learner) == 2
-    with pytest.raises(ConfigError, match="these are too few for both"):
+    with pytest.raises(ConfigError, match="these GPUs are too few for both"):
         place(msgspec.structs.replace(offloaded, placement="split"), model(8), [H200] * 2)
 
 
@@ -244,7 +244,7 @@ def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not(
     assert len(place(cut, model(1), [H200] * 6).learner) == 4
     for count, kind in ((1, "auto"), (3, "shared")):
         with pytest.raises(
-            ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m, and its learner gets {count} GPU"
+            ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m together, and its learner gets {count} GPU"
         ):
             place(msgspec.structs.replace(cut, placement=kind), model(1), [H200] * count)
     with pytest.raises(ConfigError, match="does not fit as split on 3 GPU"):
@@ -253,9 +253,11 @@ def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not(
 
 def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
     full = Gpu(total=139 * GIB, free=5 * GIB)
-    with pytest.raises(ConfigError, match=r"134\.0 GiB of them held by others.*free what others hold"):
+    with pytest.raises(
+        ConfigError, match=r"134\.0 GiB of them held by other processes.*free the memory that other processes hold"
+    ):
         place(policy(), model(1.7), [full])
-    with pytest.raises(ConfigError, match="held by others"):
+    with pytest.raises(ConfigError, match="held by other processes"):
         place(policy(trained=False), model(1.7), [full])
     assert not place(policy(), model(3), [H200]).sleep
     assert place(policy(), model(3), [BUSY]).sleep
@@ -281,7 +283,7 @@ def test_what_the_user_chose_and_does_not_fit_is_refused_by_name(
 def test_a_policy_that_has_half_of_a_gpu_is_refused_more_of_it() -> None:
     served = policy(engine=EngineSettings(gpu_memory_utilization=0.9), trained=False)
     with pytest.raises(
-        ConfigError, match=r"0\.9 of a GPU with 1 engine.s. on it is more than the 0\.50 that others leave"
+        ConfigError, match=r"0\.9 of a GPU with 1 engine.s. on it is more than the 0\.50 that other processes leave"
     ):
         place_all({"a": served, "b": served}, {"a": model(1), "b": model(1)}, [H200])
 
@@ -369,15 +371,15 @@ def context_of(
     ("own", "size", "gpus", "made_for", "tokens", "reason"),
     [
         (policy(), 1.7, [H200], 40960, 16384, "as many as the learner computes in one pass"),
-        (policy(), 4, [H200], 262144, 16384, "the model was made for 262,144"),
-        (policy(), 1.7, [H200], 8192, 8192, "all that the model was made for"),
-        (policy(), 1.7, [H200], None, MIN_CONTEXT, "its config does not say"),
-        (policy(trained=False), 1.7, [H200], 40960, 40960, "all that the model was made for"),
+        (policy(), 4, [H200], 262144, 16384, "the model's maximum is 262,144"),
+        (policy(), 1.7, [H200], 8192, 8192, "equal to the model's maximum"),
+        (policy(), 1.7, [H200], None, MIN_CONTEXT, "config states no maximum"),
+        (policy(trained=False), 1.7, [H200], 40960, 40960, "equal to the model's maximum"),
         (policy(), 5.5, [H200], 40960, 5120, "GPU memory has room for 8 such calls beside the learner"),
         (policy(trained=False), 1.7, [BUSY], 262144, 54272, "GPU memory has room for 8 such calls"),
         (policy(engine=EngineSettings(gpu_memory_utilization=0.1)), 1.7, [H200], 40960, 5120, "GPU memory"),
-        (policy(), 1.7, [], 40960, 4096, "a modest number, as there is no GPU; the model was made for 40,960"),
-        (policy(), 1.7, [], 512, 512, "all that the model was made for"),
+        (policy(), 1.7, [], 40960, 4096, "a modest number, as there is no GPU; the model's maximum is 40,960"),
+        (policy(), 1.7, [], 512, 512, "equal to the model's maximum"),
     ],
 )
 def test_the_longest_call_follows_from_the_model_the_learner_and_memory_and_says_which(

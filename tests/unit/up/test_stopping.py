@@ -67,7 +67,7 @@ def first_line(path: Path) -> str:
 
 async def test_people_are_told_how_long_a_stop_waits_for_a_learner(tmp_path: Path) -> None:
     assert await stopped(tmp_path, "learner.main", OBEDIENT, grace_s=30.0) == [
-        "learner.main: stopping; it has 30 s to write its checkpoint, Ctrl-C again ends it without"
+        "learner.main: stopping; it has 30 s to write its checkpoint; Ctrl-C again ends it without a checkpoint"
     ]
 
 

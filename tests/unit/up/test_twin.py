@@ -16,7 +16,7 @@ async def test_a_second_run_of_one_name_is_refused_while_the_first_is_up():
     await broker.declare("r", policies=["main"], kinds=["default"])
     await check_run_is_down(broker, "r", report=told.append)
     async with broker.consume(topology.inbox("r"), prefetch=1):
-        with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
+        with pytest.raises(SwarmqError, match="run 'r' is already up on this broker"):
             await check_run_is_down(broker, "r", report=told.append)
     assert told == []
 
@@ -25,12 +25,12 @@ async def test_a_reader_that_died_with_a_private_broker_is_waited_for_visibly_an
     broker, told = MemoryBroker(), list[str]()
     await broker.declare("r", policies=["main"], kinds=["default"])
     async with broker.consume(topology.inbox("r"), prefetch=1):
-        with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
+        with pytest.raises(SwarmqError, match="run 'r' is already up on this broker"):
             await check_run_is_down(broker, "r", forget_s=0.05, report=told.append, look_s=0.01)
         waiting = asyncio.create_task(check_run_is_down(broker, "r", forget_s=600, report=told.append, look_s=0.01))
         while len(told) < 2:  # noqa: ASYNC110 - a list tells nobody
             await asyncio.sleep(0.01)
         assert not waiting.done()
     await waiting
-    said = "broker: waiting until nobody from before reads swarmq.r.in any more (up to"
+    said = "broker: waiting until consumers of the previous start have left swarmq.r.in (up to"
     assert told == [f"{said} 0 s)", f"{said} 600 s)"]

@@ -64,4 +64,6 @@ def test_a_served_teacher_that_does_not_answer_is_named() -> None:
     lines: list[str] = []
     plan_run(SwarmJob(run="r", policies={"main": policy}), lines.append)
     (line,) = lines
-    assert line.startswith("warning: policies.main.train.teacher: the one at http://127.0.0.1:9/v1 does not answer (")
+    assert line.startswith(
+        "warning: policies.main.train.teacher: the server at http://127.0.0.1:9/v1 does not answer ("
+    )

@@ -26,7 +26,7 @@ LAST_LINES = 6
 DISK_LIMIT_BYTES = 2_000_000_000
 """Free disk space below which a private node accepts no messages."""
 ALARM_TEXT = (
-    "RabbitMQ accepts no messages because it is low on memory or disk; the run waits until that is over (a RabbitMQ started by `swarmq up` needs "
+    "RabbitMQ accepts no messages: it is low on memory or disk; the run waits until that is over (a RabbitMQ started by `swarmq up` needs "
     f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"
 )
 
@@ -81,7 +81,7 @@ def check_disk(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < DISK_LIMIT_BYTES:
         raise BrokerError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free, and RabbitMQ takes no messages below "
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, and RabbitMQ accepts no messages below "
             f"{DISK_LIMIT_BYTES / 1e9:g} GB: free some, or set `folder` to another disk"
         )
 
