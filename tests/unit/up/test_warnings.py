@@ -42,9 +42,15 @@ def told_of(**settings: object) -> list[str]:
     [
         ({}, None),
         ({"placement": "split"}, "policies.solver.placement = 'split' has no effect: there is no GPU here"),
-        ({"train": Train(sharding="full")}, "policies.solver.train.sharding = 'full' has no effect: one rank"),
+        (
+            {"train": Train(sharding="full")},
+            "policies.solver.train.sharding = 'full' has no effect: the learner has one rank",
+        ),
         ({"sampling": SamplingDefaults(max_tokens=1024)}, None),
-        ({"sampling": SamplingDefaults(max_tokens=1025)}, "policies.solver.sampling.max_tokens = 1025 is more than"),
+        (
+            {"sampling": SamplingDefaults(max_tokens=1025)},
+            "policies.solver.sampling.max_tokens = 1025 exceeds the engine's context",
+        ),
         (
             {"train": Train(loss=Loss(clip_low=0.1))},
             "policies.solver.train.loss.clip_low has no effect with loss.name = 'tis_mask', only with ppo_clip, gspo",
