@@ -4,13 +4,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from swarmq.proxy.http.tracing import watcher
+from swarmq.proxy.http.tracing import span_watcher
 
 
 async def test_every_recorded_call_is_a_span_that_ends_with_its_confirm(stages):
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    async with stages(watchers=[watcher(provider)]) as stage:
+    async with stages(watchers=[span_watcher(provider)]) as stage:
         stage.engine.say("hello")
         await stage.ask({"role": "user", "content": "hi"})
         await stage.refused({"model": "main", "messages": []})

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class ActiveCall(msgspec.Struct, kw_only=True):
-    """A call whose first tokens are here. Close `deltas` to cancel it."""
+    """A call whose first tokens have arrived. Close `deltas` to cancel it."""
 
     request: RequestContext
     memory: EpisodeState
@@ -27,25 +27,25 @@ class ActiveCall(msgspec.Struct, kw_only=True):
     chat: Json
     rendered: Rendered
     version: int
-    """Of the engine's weights before it was asked, as far as is known."""
+    """Version of the engine's weights before the call, as far as known."""
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
     reserved: Reservation | None
     pace: CoalescingPace
-    """Of what is parsed while it streams."""
+    """Pace at which a parsed stream is coalesced."""
     held: ExitStack = msgspec.field(default_factory=ExitStack)
-    """Its place inside, and its memory."""
+    """The call's slot and episode state."""
     recorded: list[str] = msgspec.field(default_factory=list)
     """Call ids of the choices whose turns may be in the queue."""
     failed: bool = False
-    """Its agent was told of an error instead of the end."""
+    """Whether the agent got an error in place of the end."""
     ended: int = 0
-    """Choices whose ends were written to a stream."""
+    """Number of choices whose ends were written to a stream."""
     closing: bool = False
-    """What a stream says next is the last."""
+    """Whether the stream's next event is its last."""
 
     async def close(self) -> None:
-        """Give everything back. Doing it again does nothing."""
+        """Release everything that the call holds. Closing it again does nothing."""
         if self.reserved:
             self.reserved.end()
         self.held.close()

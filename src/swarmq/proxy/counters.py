@@ -1,4 +1,4 @@
-"""What the proxy counts, for its `state` event, and when what it counts deserves a warning."""
+"""The proxy's counters for its `state` event, and the warnings that follow from them."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ REMEDIES = {
     "template_rewrote_history": "send reasoning back, or serve a chat template that keeps history as it was sampled",
     "tools_changed": "send the same tools and chat_template_kwargs in every call of a conversation",
 }
-"""Reason of a branch -> what avoids it."""
+"""Reason of a branch -> how to avoid it."""
 
 OFTEN = 0.5
-"""An agent that edits its history in a larger share of its turns than this rarely means to."""
+"""Share of turns above which an agent's edits of its history are warned of, because they are rarely intended."""
 
 
 @dataclasses.dataclass
 class Counters:
     alert: float = 1.0
-    """Share of lost continuations above which there is a warning; at 1 there is none, about edits neither."""
+    """Share of lost continuations above which there is a warning; 1: no warnings, also not about edits."""
     window: int = 100
-    """Of so many newest turns of a policy that had one to continue."""
+    """Number of newest turns of a policy, with an earlier turn to continue, that count."""
     open_calls: int = 0
     by_kind: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
-    """Task kind, as keys name it -> `calls`, `episodes`, `prompt_tokens`, `sampled_tokens`, `turns`."""
+    """Task kind -> `calls`, `episodes`, `prompt_tokens`, `sampled_tokens`, `turns`."""
     errors: int = 0
     unusable: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Answers of engines that nothing can be learned from, by reason."""
+    """Reason -> number of unusable answers of engines."""
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    """What was left out of requests -> of how many: tools that only a provider could run, parameters that nobody knows."""
+    """Tool type or parameter -> number of requests from which it was left out."""
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
-    """Called for each turn that is confirmed, with the seconds that took."""
+    """Called for each confirmed turn with the seconds of its confirm."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
     _left_out_told: set[str] = dataclasses.field(default_factory=set)
     _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
-    """Policy, engine, reason -> what was wrong, since the last look at alerts."""
+    """(policy, engine, reason) -> faults since the last alerts."""
     _cuts: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
-    """Policy and its longest answer -> the `max_tokens` that an agent asked for, since the last look at alerts."""
+    """(policy, most tokens of an answer) -> requested `max_tokens`, since the last alerts."""
     _cuts_told: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     def total(self, name: str) -> int:
-        """Over all kinds."""
+        """Return a count over all kinds."""
         return sum(counts[name] for counts in self.by_kind.values())
 
     def take(self, turn: Turn, confirm_s: float = 0.0, *, kind: str = "") -> None:
-        """Count a turn that is confirmed."""
+        """Count a confirmed turn."""
         for watch in self.watchers:
             watch(turn, confirm_s)
         one = Drift.of_turn(turn)
@@ -71,12 +71,12 @@ class Counters:
         self._flaws.setdefault((policy, engine, error.reason), []).append(str(error))
 
     def cut(self, policy: str, *, asked: int, limit: int) -> None:
-        """An agent asked for longer answers than the settings allow."""
+        """Count an agent's request for a longer answer than the settings allow."""
         if (policy, limit) not in self._cuts_told:
             self._cuts[policy, limit] = max(asked, self._cuts.get((policy, limit), 0))
 
     def leave_out(self, kinds: Iterable[str]) -> None:
-        """Count a request that these were left out of."""
+        """Count a request from which these tools or parameters were left out."""
         self.left_out.update({kind if kind.startswith("tools.") else "unknown parameters" for kind in kinds})
 
     def fields(self) -> dict[str, Any]:
@@ -96,9 +96,9 @@ class Counters:
         }
 
     def alerts(self) -> list[str]:
-        """A line for each engine whose answers could not be used since the last look, for each limit that cuts what agents ask
-        for and all that was left out of requests (once), and for each policy whose drift has come above the threshold; the
-        last again only after it was well below."""
+        """Return a line for each engine with unusable answers since the last call, for each limit that cuts answers and
+        everything left out of requests (once), and for each policy whose drift is above the threshold; the last again only
+        after it was well below."""
         lines = [
             f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
             "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
@@ -139,6 +139,6 @@ class Counters:
 
 
 def _remedy(drift: Drift) -> str:
-    """What to do about the most frequent branch."""
+    """Return how to avoid the most frequent reason of branches."""
     reason = max(LOST | EDITED, key=lambda name: (drift.branches.get(name, 0), name))
     return f"{reason}: {REMEDIES[reason]}"

@@ -1,4 +1,4 @@
-"""Deltas of tokens and of messages: adding them up, and cutting off a stop string. Pure."""
+"""Deltas of tokens and messages: merging, and cutting of stop strings. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
-    """Deltas of one choice that follow each other, as one."""
+    """Merge consecutive deltas of one choice."""
     last = deltas[-1]
     if len(deltas) == 1:
         return last
@@ -28,7 +28,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
 
 
 def extend(message: Json, delta: Json) -> None:
-    """Add a delta to the message that an agent holds after it."""
+    """Add a delta to the message that the agent has so far."""
     for key in ("content", "reasoning"):
         if delta.get(key):
             message[key] = (message.get(key) or "") + delta[key]
@@ -44,9 +44,9 @@ def extend(message: Json, delta: Json) -> None:
 
 
 class StopTrim:
-    """Cuts a stop string off parsed content, of which the engine gives the tokens whole.
+    """Cuts a stop string off parsed content, whose tokens the engine reports whole.
 
-    The tail that may turn out to be the beginning of a stop string is held back until more is known.
+    A tail that may be the beginning of a stop string is held back until more is known.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -69,11 +69,11 @@ class StopTrim:
 
 
 class LeadingBlanks:
-    """Keeps white space at the beginning of parsed content back until words follow; with tool calls alone it means nothing."""
+    """Holds back white space at the beginning of parsed content until text follows; before tool calls alone it means nothing."""
 
     def __init__(self) -> None:
         self._held: str | None = ""
-        """None once there were words."""
+        """White space held back; None once text has come."""
         self._calls = False
 
     def __call__(self, delta: Json, *, ended: bool) -> Json:

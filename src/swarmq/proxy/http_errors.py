@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: an honest status and `{"error": {message, type, param, code}}`."""
+"""Errors in the form that OpenAI's clients expect: an honest status and `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from swarmq.errors import (
 )
 
 RETRY_AFTER_S = 2
-"""What an agent's client library is told to wait when a part of ours is away."""
+"""Seconds that agents' client libraries are told to wait when the engine or the broker is away."""
 
 
 class RefusedError(SwarmqError):
-    """A request that cannot be answered, by no fault of ours."""
+    """A request that cannot be answered, for a reason on the agent's side."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RefusedError(SwarmqError):
 
 
 class DeadlineError(SwarmqError):
-    """A call has taken as long as calls may."""
+    """A call has exceeded its time limit."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
     retry_after_s: int = RETRY_AFTER_S
     final: bool = False
-    """Asking again would not help, though the fault is ours."""
+    """Whether a retry would not help, although the fault is not the agent's."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -67,7 +67,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def too_long(prompt_tokens: int, most: int, *, wanted: int = 0) -> RefusedError:
-    """In the words by which client libraries know that a conversation has to become shorter."""
+    """Return the error for a prompt that is too long, in the words by which client libraries know that a conversation must
+    become shorter."""
     answer = f" and {wanted} for the answer" if wanted else ""
     return RefusedError(
         f"This model's maximum context length is {most} tokens. However, the request has {prompt_tokens} in the prompt{answer}: "
@@ -83,7 +84,8 @@ def foreign_episode_error(episode_id: str) -> RefusedError:
 
 
 def to_refusal(error: Exception) -> Refusal:
-    """An agent's faults are told as they are; of ours only what to do: their details are for the log."""
+    """Map an error to a response. Faults of the agent are explained; for other faults only what to do is said, and the log has
+    the details."""
     match error:
         case RefusedError():
             refusal = _client_fault(error.status, str(error), error.code, error.param)

@@ -1,8 +1,8 @@
-"""The proxy as a process: broker and engines opened, one uvicorn serving, drained on the first signal.
+"""The proxy's process: opens broker and engines, runs one uvicorn server, and drains on the first signal.
 
-One that has joined a run that is up (`--join`) first lets clients know that it goes, and serves on for a while:
+A proxy that has joined a live run (`--join`) first leaves the list of proxies and serves on for a while:
 
-    listening ──> in proxies.json ──signal──> out of it ──no call for LEAVE_S──> drained
+  listening ──> in proxies.json ──signal──> out of it ──no call for LEAVE_S──> drained
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swarmq.messages import Turn
 from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app, follow
-from swarmq.proxy.http.connection_limits import Door, most_connections
+from swarmq.proxy.http.connection_limits import ConnectionLimits, max_connections
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime import logs
@@ -38,20 +38,20 @@ from swarmq.runtime.processes import raise_file_limit
 
 DRAIN_S = 10
 KEEP_S = 30
-"""A connection between two calls."""
+"""Seconds that an idle connection is kept between two calls."""
 LEAVE_S = 30.0
-"""Episodes that have begun at a proxy stay with it: one that leaves serves until it has not been asked for so long."""
+"""Seconds without any call after which a leaving proxy drains, because episodes that began at a proxy stay with it."""
 LOOK_S = 0.5
 BACKLOG = 2048
 YOUNG_OBJECTS = 10_000
-"""Between two looks of the garbage collector: a stream's events are gone by then, and not looked at at all."""
+"""Number of allocations between two young garbage collections; a stream's events are freed before and never scanned."""
 log = structlog.get_logger()
 
 
 def run(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT; with `join`, beside the proxies of a run that is up.
+    """Serve until SIGTERM or SIGINT; with `join`, beside the proxies of a live run.
 
-    Raises SwarmqError when the job names no broker, no engine or a taken port.
+    Raises SwarmqError if the job names no broker, no engine or a taken port.
     """
     logs.configure(role=f"proxy.{number}", run=job.run)
     gc.freeze()  # what is imported stays: not to be looked at again while agents wait
@@ -112,8 +112,10 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
 
 
 def server_config(app: Litestar, proxy: ProxySettings, *, most_connections: int) -> uvicorn.Config:
-    """How uvicorn is to serve the proxy."""
-    door = Door(most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=KEEP_S, read_s=proxy.request_timeout_s)
+    """Return the configuration of uvicorn for the proxy."""
+    door = ConnectionLimits(
+        most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=KEEP_S, read_s=proxy.request_timeout_s
+    )
     return uvicorn.Config(
         app,
         http=door.protocol(),
@@ -129,7 +131,7 @@ def server_config(app: Litestar, proxy: ProxySettings, *, most_connections: int)
 
 
 class Visit:
-    """The time of a proxy at a run that it has joined."""
+    """The membership of a proxy in a run that it has joined."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
@@ -147,8 +149,8 @@ class Visit:
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains, the second does not wait; neither is raised again afterwards, so we end with status 0.
-    With a visit, the first signal ends that, and drains when it is over."""
+    """Server that drains on the first signal and stops waiting on the second; neither is raised again afterwards, so the
+    process ends with status 0. With a visit, the first signal ends the visit, and the server drains when that is over."""
 
     visit: Visit | None = None
 
@@ -161,7 +163,7 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _stay(server: DrainingServer, visit: Visit, proxies: ProxyRegistry, url: str) -> None:
-    """Be one of the run's proxies until the visit is over, then serve those who have begun here."""
+    """Be one of the run's proxies until the visit is over, then serve the episodes that began here."""
     proxies.add(url)
     log.info("joined", url=url)
     try:
@@ -176,9 +178,9 @@ async def _stay(server: DrainingServer, visit: Visit, proxies: ProxyRegistry, ur
 
 
 def _most_connections(proxy: ProxySettings) -> int:
-    """As many as the calls that the proxy takes need, or as many as the host allows, with a warning."""
+    """Return the number of connections that the proxy's calls need, or what the host allows, with a warning."""
     files, calls = raise_file_limit(), proxy.max_open_calls + proxy.max_waiting_calls
-    most = most_connections(files, calls=calls)
+    most = max_connections(files, calls=calls)
     if most < calls:
         log.warning(
             "warning",
@@ -189,12 +191,12 @@ def _most_connections(proxy: ProxySettings) -> int:
 
 
 def _exporting(job: SwarmJob, number: int) -> AbstractContextManager[Callable[[Turn, float], None]]:
-    """Spans for OpenTelemetry. Raises MissingExtraError."""
+    """Return a context that exports OpenTelemetry spans. Raises MissingExtraError."""
     try:
-        from swarmq.proxy.http.tracing import exporting  # noqa: PLC0415 - an extra
+        from swarmq.proxy.http.tracing import export_spans  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise MissingExtraError(f"proxy.traces needs {error.name}: pip install 'swarmq[traces]'") from error
-    return exporting(job.run, number)
+    return export_spans(job.run, number)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What a dialect hands in and gets back, whatever its form, and what has come of a choice in between."""
+"""Records of a request on its way through the proxy, whatever its dialect, and of its choices."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ UNSUPPORTED = {
     "truncate_prompt_tokens": "a prompt is the whole conversation; send a shorter one",
     "echo": "the prompt is not sampled; the agent has it",
 }
-"""What would make another answer of it, and why it does not."""
+"""Parameters that would change the answer -> reason for which they are not supported."""
 IGNORED = (
     *("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "return_token_offsets"),
     *("mm_payload", "return_mm_kwargs"),
 )
-"""What makes no other answer, and does not count."""
+"""Parameters that would not change the answer and are ignored."""
 PROXY_FIELDS = frozenset(
     {
         *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "user", "metadata", "store"),
@@ -38,7 +38,7 @@ PROXY_FIELDS = frozenset(
         *IGNORED,
     }
 )
-"""Fields of a chat request that the proxy answers for itself or keeps from the engine."""
+"""Fields of a chat request that the proxy handles itself or keeps from the engine."""
 
 
 class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,21 +46,21 @@ class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[Json]
     name: Callable[[str, Json], str]
-    """Of the conversation through an answer, by the answer's call id and message."""
+    """Returns the conversation's name from an answer's call id and message."""
 
 
 class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dialect makes of a request."""
+    """A dialect's translation of a request."""
 
     chat: Json
-    """As in OpenAI's chat completions."""
+    """The request in the form of OpenAI's chat completions."""
     conversation: NamedConversation | None = None
     names: Mapping[str, str] = {}
-    """Field of `chat` -> what the agent calls it, where that is another name."""
+    """Field of `chat` -> the agent's name of it, if that differs."""
     cuts: bool = False
-    """Agents of the dialect have to say `max_tokens` and say more than there is: evaluation cuts it to the model's room."""
+    """Whether evaluation cuts `max_tokens` to the model's room, because agents of the dialect must set it."""
     left_out: tuple[str, ...] = ()
-    """Types of the tools that only a provider could run."""
+    """Types of tools that only a provider could run."""
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,12 +125,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """More of a choice, as a chat message delta."""
+    """A delta of a choice in the form of a chat message."""
 
     index: int
     delta: Json
     logprobs: list[Logprob]
-    """Where the agent asks for them."""
+    """Log-probabilities for the agent, if it asks for them."""
 
 
 class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +161,7 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceState:
-    """What has come of one choice so far."""
+    """The state of a choice that is being sampled."""
 
     def __init__(self, index: int, stops: Sequence[str]) -> None:
         self.index = index
@@ -173,7 +173,7 @@ class ChoiceState:
         self.stop_reason: str | int | None = None
         self.message: Json = {"role": "assistant", "content": ""}
         self.state: Any = None
-        """Of the engine's derender."""
+        """State of the engine's streaming parser."""
         self.trim = StopTrim(stops)
         self.hold_blanks = LeadingBlanks()
         self.first_token_s = 0.0
@@ -190,20 +190,20 @@ class ChoiceState:
 
 
 def strip_end_token(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
-    """Without the token that ended the turn, which vLLM's parsers would take for text."""
+    """Return the tokens without the token that ended the turn, which vLLM's parsers would take for text."""
     ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
     return list(token_ids[:-1] if ended_by_token else token_ids)
 
 
 def check_supported(body: Json) -> None:
-    """Raise RefusedError for what would make another answer than the one that is given."""
+    """Raise RefusedError for parameters that would change the answer and are not supported."""
     for name, why in UNSUPPORTED.items():
         if body.get(name) is not None and body[name] is not False:
             raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
 
 
 def list_ignored_parameters(body: Json) -> list[str]:
-    """What was asked for and does not count."""
+    """Return the names of requested parameters that are ignored."""
     streamed = body.get("stream_options")
     every = ["continuous_usage_stats"] if isinstance(streamed, dict) and streamed.get("continuous_usage_stats") else []
     every += ["truncation"] if body.get("truncation") == "auto" else []
@@ -211,6 +211,6 @@ def list_ignored_parameters(body: Json) -> list[str]:
 
 
 def stop_strings(chat: Json) -> tuple[str, ...]:
-    """Stop strings that are to be cut off."""
+    """Return the stop strings that are cut off from the answer."""
     stop = chat.get("stop") or ()
     return () if chat.get("include_stop_str_in_output") else (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,7 +1,7 @@
-"""Which sampling parameters are in effect. Pure.
+"""The sampling parameters in effect. Pure.
 
-Training needs every token sampled from the policy's own distribution at the run's temperature, so what an agent asks
-for beyond that is overridden and named; evaluation honours it, and takes the run's values where the agent is silent.
+Training needs every token sampled from the policy's own distribution at the run's temperature, so other wishes of an agent are
+overridden and named. Evaluation honours them, and uses the run's values otherwise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KEPT = frozenset(
         *("stream_interval", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
     }
 )
-"""What of the engine's parameters a training episode may choose: where an answer ends, what it is held to and how it is
-told. Everything else is the run's, so that no parameter which an engine learns some day changes what is trained."""
+"""Engine parameters that an agent may choose in training: where an answer ends, its grammar, and its presentation. All others
+are the run's, so that no future parameter of an engine changes what is trained."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_k": (0, -1),
@@ -52,29 +52,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "extra_args": ({},),
 }
-"""What changes the distribution, and the values at which it does not; for any other parameter false, 0 and nothing."""
+"""Parameter that changes the distribution -> values at which it does not; for any other parameter these are false, 0 and empty."""
 AS_ASKED = {"extra_args": "vllm_xargs"}
-"""What a request calls them, where that is another name."""
+"""Engine parameter -> its name in requests, if that differs."""
 MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
-"""Entries that are looked at for every token that is sampled."""
+"""Most entries of parameters that are examined for every sampled token."""
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = 2**24
-"""Of an answer, whatever the model: more is a slip, where less is cut to the room that there is."""
+"""Most tokens of an answer, whatever the model: more is a mistake, less is cut to the available room."""
 MAX_WORD = 1024
-"""Characters of a text among them."""
+"""Most characters of a text among them."""
 OWN = frozenset({"temperature", "max_tokens"})
-"""Set for every training episode, and told apart."""
+"""Parameters that are set for every training episode and reported separately."""
 RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
-"""By the names that the engine has for them."""
+"""Parameters that turns record, by the engine's names."""
 
 
 class Effective(msgspec.Struct, frozen=True, kw_only=True):
     params: Json
-    """For the engine."""
+    """Parameters for the engine."""
     record: Sampling
     overridden: tuple[str, ...]
     cut_from: int = 0
-    """The `max_tokens` that was asked for, where the run's settings allow fewer; else 0."""
+    """The requested `max_tokens`, if the run's settings allow fewer; else 0."""
 
 
 def resolve_sampling(
@@ -89,10 +89,11 @@ def resolve_sampling(
     names: Mapping[str, str] | None = None,
     cuts: bool = False,
 ) -> Effective:
-    """`room_left`: tokens that the episode's budget leaves for each choice. `names`: field of `chat` -> what the agent calls it.
-    `cuts`: a `max_tokens` beyond the model's room counts as far as there is room, in evaluation, too.
+    """Resolve the sampling parameters of a request.
 
-    Raises RefusedError where prompt and answer do not fit the model, or by the run's policy on conflicts.
+    `room_left`: tokens that the episode's budget leaves for each choice. `names`: field of `chat` -> the agent's name of it.
+    `cuts`: cut a `max_tokens` beyond the model's room, in evaluation, too. Raises RefusedError if prompt and answer do not fit
+    the model, or by the run's policy on conflicts.
     """
     names = names or {}
     room = max_model_len - prompt_tokens
@@ -132,11 +133,11 @@ def resolve_sampling(
     if limit < wanted and (name := names.get("max_tokens", "max_tokens")) not in overridden:
         overridden.append(name)
     params["max_tokens"] = limit
-    return Effective(params=params, record=record_of(params), overridden=tuple(overridden), cut_from=cut_from)
+    return Effective(params=params, record=to_sampling_record(params), overridden=tuple(overridden), cut_from=cut_from)
 
 
-def record_of(params: Json) -> Sampling:
-    """The engine's parameters as a turn records them. Raises RefusedError for what no engine samples by."""
+def to_sampling_record(params: Json) -> Sampling:
+    """Return the engine's parameters as a turn records them. Raises RefusedError for parameters that no engine samples by."""
     known = {name: params[name] for name in RECORDED if params.get(name) is not None}
     if isinstance(stop := known.get("stop"), str):
         known["stop"] = (stop,)
@@ -157,7 +158,7 @@ def record_of(params: Json) -> Sampling:
 
 
 def _grammar(outputs: Json | None) -> str:
-    """Its kind, and a digest by which two turns tell whether they were held to the same."""
+    """Return kind and digest of the grammar, by which two turns are compared."""
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     found = {kind: outputs[kind] for kind in kinds if outputs.get(kind) is not None} if outputs else {}
     if not found:
@@ -166,7 +167,7 @@ def _grammar(outputs: Json | None) -> str:
 
 
 def check_limits(chat: Json) -> None:
-    """Raise RefusedError for counts that make no sense, before anything is done for them."""
+    """Raise RefusedError for impossible counts, before anything is done."""
     for name, low, high in (("n", 1, 128), ("max_tokens", 1, MAX_TOKENS), ("max_completion_tokens", 1, MAX_TOKENS)):
         value = chat.get(name)
         if value is None:
@@ -187,7 +188,7 @@ def check_limits(chat: Json) -> None:
 
 
 def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:
-    """What was asked for and does not count. What nobody asked for is the engine's own way of writing a rendering."""
+    """Return the requested parameters that are overridden. Parameters that nobody requested are the engine's own."""
     wanted = chat.get("temperature")
     names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
     theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]

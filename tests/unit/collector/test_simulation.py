@@ -147,7 +147,7 @@ class _Edits(Shell):
     """Has the ends of episodes changed before they are taken."""
 
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
-        return super().decisions([self.edited(body) for body in batch])
+        return super().decisions([self.is_edited(body) for body in batch])
 
     def edited(self, body: bytes) -> bytes:
         end = decode(body)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swarmq.proxy.dialects import body_checks
-from swarmq.proxy.dialects.body_checks import MAX_CONTAINERS, MAX_DEPTH, check_arguments, object_of
+from swarmq.proxy.dialects.body_checks import MAX_CONTAINERS, MAX_DEPTH, check_arguments, decode_object
 from swarmq.proxy.http_errors import RefusedError
 
 
@@ -14,18 +14,18 @@ def test_too_many_parts_are_refused_before_they_are_decoded(part, monkeypatch):
     raw = f'{{"messages": [{", ".join([part] * (MAX_CONTAINERS + 1))}]}}'.encode()
     monkeypatch.setattr(body_checks.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
     with pytest.raises(RefusedError, match="objects and lists"):
-        object_of(raw)
+        decode_object(raw)
 
 
 @pytest.mark.parametrize("text", ["[{" * MAX_CONTAINERS, '"[\\' * MAX_CONTAINERS])
 def test_brackets_that_are_said_are_no_parts(text):
-    assert object_of(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert decode_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
 @pytest.mark.parametrize("raw", [b'"' + b"[" * 10**6, b'{"a": "' + b"\\" * 10**6 + b"[" * 10**5])
 def test_text_without_an_end_is_no_json(raw):
     with pytest.raises(RefusedError, match=r"JSON|objects and lists"):
-        object_of(raw)
+        decode_object(raw)
 
 
 def called(arguments):

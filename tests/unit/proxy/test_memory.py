@@ -11,8 +11,8 @@ import pytest
 from support.proxy import token
 from swarmq.messages import Event, new_id
 from swarmq.proxy.episodes.cache import MAX_GONE, OVERHEAD_BYTES, EpisodeCache
-from swarmq.proxy.episodes.conversation_graph import Node, Stitched, answer_of, digest, history_of, next_key
-from swarmq.proxy.http.agent_routes import GoneError, unless_gone
+from swarmq.proxy.episodes.conversation_graph import Node, Stitched, digest, hash_answer, history_of, next_key
+from swarmq.proxy.http.agent_routes import GoneError, cancel_if_gone
 from swarmq.proxy.http_errors import RefusedError
 
 HI = {"role": "user", "content": "hi"}
@@ -31,7 +31,7 @@ def converse(episodes, episode, *, turns=1, tokens=0):
         history, answer = history_of({"messages": said}), {"role": "assistant", "content": f"{episode} {number}"}
         parent = Node(
             call_id=f"{episode}.{number}", request_id=f"{episode}{number}", key=next_key(history.keys[-1], answer),
-            base=history.base, answer=answer_of(answer), depth=len(said) + 1, parent=parent, shared=0, prompt=b"",
+            base=history.base, answer=hash_answer(answer), depth=len(said) + 1, parent=parent, shared=0, prompt=b"",
             sampled=bytes(4 * tokens), repaired=False, fresh_bytes=0, fresh_digest=digest(said[-1]["content"].encode()), cut=False,
         )  # fmt: skip
         memory.graph("main").add(parent, Stitched(prompt=b""), history)
@@ -262,4 +262,4 @@ async def test_work_for_an_agent_that_is_gone_already_never_begins():
         raise AssertionError("it began")
 
     with pytest.raises(GoneError):
-        await unless_gone(receive, work())
+        await cancel_if_gone(receive, work())

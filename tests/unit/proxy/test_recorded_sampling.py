@@ -3,11 +3,11 @@
 import pytest
 
 from swarmq.proxy.http_errors import RefusedError
-from swarmq.proxy.sampling_params import record_of
+from swarmq.proxy.sampling_params import to_sampling_record
 
 
 def test_what_was_asked_in_several_forms_is_recorded_in_one():
-    made = record_of({"stop": "end", "top_k": -1, "logit_bias": {7: 2}, "temperature": 1})
+    made = to_sampling_record({"stop": "end", "top_k": -1, "logit_bias": {7: 2}, "temperature": 1})
     assert (made.stop, made.top_k, made.logit_bias, made.temperature) == (("end",), 0, {"7": 2.0}, 1.0)
 
 
@@ -25,4 +25,4 @@ def test_what_was_asked_in_several_forms_is_recorded_in_one():
 )
 def test_what_no_engine_samples_by_is_refused(wrong):
     with pytest.raises(RefusedError, match="sampling parameters"):
-        record_of(wrong)
+        to_sampling_record(wrong)

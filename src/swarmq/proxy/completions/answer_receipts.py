@@ -1,10 +1,11 @@
-"""Which recorded answers reached their agents. A turn is confirmed before its answer leaves, so that alone proves nothing.
+"""Delivery reports: which recorded answers reached their agents. A turn is confirmed before its answer is sent, so a turn alone
+is no proof.
 
-    turn confirmed ──> last byte written ──> left for the agent's host ──> sent ──────┐
-                  └──refused, cut, or the agent had gone ──> withdrawn ───────────────┴──> Served ──> in
+  turn confirmed ──> last byte written ──> left for the agent's host ──> sent ──────┐
+       └──refused, cut, or the agent disconnected ──> withdrawn ─────────┴──> DeliveryReport ──> in
 
-Nobody waits for this: it is told behind the answers, many at a time, until the broker has confirmed it. What a proxy that was
-killed had not told counts as not answered, so nothing depends on it but the turns that it is about.
+Nobody waits for this: reports follow the answers, many at a time, until the broker has confirmed them. Answers that a killed
+proxy did not report count as not received, so nothing but their own turns depends on the reports.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.recorder import TurnPublisher
 
 HAS_LEFT = "swarmq.has_left"
-"""In a request's scope: says whether its answer has left for the agent's host; None where that is not known yet."""
+"""Key in a request's scope of a function that says whether its answer has left for the agent's host; None: not known yet."""
 
 PAUSE_S = 0.05
-"""Answers that are told together."""
+"""Seconds over which answers are collected into one report."""
 LONGEST_PAUSE_S = 5.0
-"""Between two looks at an answer that does not leave, because its agent does not read."""
+"""Longest seconds between two checks of an answer that does not leave, because its agent does not read."""
 RETRY_S = 1.0
 DRAIN_S = 5.0
-"""How long a proxy that stops waits for the broker to confirm the last ones."""
+"""Seconds that a stopping proxy waits for the broker to confirm the last reports."""
 MOST_CALLS = 20_000
-"""Of one message, which bounds its size."""
+"""Most calls of one report, which bounds its size."""
 
 log = structlog.get_logger()
 
 
 class WrittenAnswer(msgspec.Struct):
-    """One that was written, and may not have left."""
+    """An answer that was written and may not have left."""
 
     episode_id: str
     calls: tuple[str, ...]
@@ -51,7 +52,7 @@ class WrittenAnswer(msgspec.Struct):
 
 
 class AnswerReceipts:
-    """Of one proxy. `tell` must run."""
+    """The delivery reports of one proxy. `tell` must run."""
 
     def __init__(self, run: str, broker: TurnPublisher, *, pause_s: float = PAUSE_S) -> None:
         self._run = run
@@ -59,13 +60,13 @@ class AnswerReceipts:
         self._pause_s = pause_s
         self._written: list[WrittenAnswer] = []
         self._known: list[tuple[str, tuple[str, ...], bool]] = []
-        """Episode, calls, and whether they were sent."""
+        """(episode id, call ids, whether they were sent) to report."""
         self._wake = asyncio.Event()
 
     @contextmanager
     def answering(self, begun: ActiveCall, scope: Mapping[str, Any]) -> Iterator[None]:
-        """Around everything that is done to answer a call. What is raised through it refuses the call, and so does `begun.failed`;
-        but an agent that hangs up after the end of each choice has all that it wanted of a stream."""
+        """Observe everything that answers a call. An exception through it, or `begun.failed`, withdraws the call; but an agent
+        that disconnects after the end of each choice has received all it wanted of a stream."""
         has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
         is_whole = False
         try:
@@ -80,7 +81,7 @@ class AnswerReceipts:
                 self._add(begun, has_left if is_whole else lambda: False)
 
     async def tell(self) -> None:
-        """Tell until cancelled; then what is left, for a while."""
+        """Publish reports until cancelled, then the remaining ones for a while."""
         try:
             while True:
                 await self._wake.wait()
@@ -103,7 +104,7 @@ class AnswerReceipts:
         self._wake.set()
 
     def _look(self, *, every: bool = False) -> None:
-        """Learn which answers have left."""
+        """Find out which answers have left."""
         now = asyncio.get_running_loop().time()
         written, self._written = self._written, []
         for answer in written:
@@ -117,7 +118,7 @@ class AnswerReceipts:
             self._written.append(answer)
 
     async def _publish(self) -> None:
-        """Tell what is known now; returns when the broker has confirmed it."""
+        """Publish what is known and return when the broker has confirmed it."""
         told, self._known = self._known[:MOST_CALLS], self._known[MOST_CALLS:]
         sent, withdrawn = defaultdict[str, tuple[str, ...]](tuple), defaultdict[str, tuple[str, ...]](tuple)
         for episode_id, calls, is_sent in told:

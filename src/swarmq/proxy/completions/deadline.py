@@ -1,4 +1,4 @@
-"""The time by which a call must be over: one timer, however many thousand times a stream waits for its next token."""
+"""Time limit of a call: one timer, however often a stream waits for its next token."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from swarmq.proxy.http_errors import DeadlineError
 
 
 class Deadline:
-    """`with deadline:` around every wait that it may cut off, of the task that made it; raises DeadlineError then.
+    """Time limit for the waits of the task that created it: `with deadline:` around every wait; raises DeadlineError when it is
+    over.
 
-    Between two waits it cuts nothing off, so an async generator may yield there. Close it in the end.
+    Between two waits nothing is cancelled, so an async generator may yield there. Close it at the end.
     """
 
     def __init__(self, began: float, timeout_s: float) -> None:
-        """`began`: of the call, on the monotonic clock."""
+        """`began`: begin of the call on the monotonic clock."""
         self._timeout_s = timeout_s
         task = asyncio.current_task()
         assert task

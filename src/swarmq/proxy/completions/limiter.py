@@ -1,4 +1,4 @@
-"""Bounded queueing: so many calls at a time, so many more that wait their turn, and the rest are told when to come back."""
+"""Bounded queueing of calls: a number at a time, a number that wait, and the rest are told when to come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_RETRY_AFTER_S = 60
 
 
 class CallLimiter:
-    """First come, first served."""
+    """Limiter of open and waiting calls, first come, first served."""
 
     def __init__(self, *, max_open: int, max_waiting: int) -> None:
         self._max_open = max_open
@@ -29,7 +29,7 @@ class CallLimiter:
         return len(self._waiting)
 
     async def enter(self) -> CallSlot:
-        """A pass, to be given back. Raises RefusedError (429) when too many wait already."""
+        """Wait for a slot, to be given back. Raises RefusedError (429) if too many calls wait already."""
         if self.open < self._max_open:
             self.open += 1
             return CallSlot(self)
@@ -62,12 +62,12 @@ class CallLimiter:
         self.open -= 1
 
     def _retry_after_s(self) -> int:
-        """When what waits now will have been let in, if calls go on as they have."""
+        """Return the seconds until the present waiters will have entered, at the recent rate."""
         return min(max(math.ceil(self.waiting * self._mean_s / self._max_open), 1), MAX_RETRY_AFTER_S)
 
 
 class CallSlot:
-    """A place inside; giving it back twice does nothing."""
+    """The slot of an open call; giving it back twice does nothing."""
 
     def __init__(self, gate: CallLimiter) -> None:
         self._gate: CallLimiter | None = gate

@@ -1,7 +1,7 @@
-"""How a policy is sampled now: the job's settings, and what was changed while the run is up.
+"""Sampling settings of a policy at present: the job's settings with the changes made while the run is up.
 
-The collector repeats the changes in its `state` event, so a proxy that missed one, or has just started, knows them
-within seconds. Nothing depends on the moment: every turn records the sampling it had.
+The collector repeats the changes in its `state` event, so a proxy that missed one, or has just started, learns them within
+seconds. Nothing depends on the moment, because every turn records its sampling parameters.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ log = structlog.get_logger()
 
 
 class LiveSampling:
-    """The settings in effect at this proxy."""
+    """The sampling settings in effect at this proxy."""
 
     def __init__(self, file: SwarmJob) -> None:
         self._file = self.job = file
         self.number = 0
 
     def sampling(self, policy: str, kind: str) -> SamplingDefaults:
-        """Of an episode of this kind; empty: the client did not say."""
+        """Return the sampling settings of an episode of this kind; "": the client did not name a kind."""
         setting, own = self.job.policies[policy].sampling, self.job.kinds.get(kind)
         limit = _least(setting.max_tokens, own.max_tokens if own else None)
         return msgspec.structs.replace(setting, max_tokens=limit or None)
 
     def episode_tokens(self, claims: Claims) -> int:
-        """Tokens that the episode may sample: the least of what its key and its kind allow; 0: no limit."""
+        """Return the most tokens that the episode may sample, the least of what key and kind allow; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_tokens, own.episode_tokens if own else None)
 
     def episode_calls(self, claims: Claims) -> int:
-        """Calls that the episode may make, in the same way."""
+        """Return the most calls that the episode may make, in the same way; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_calls, own.episode_calls if own else None)
 
     def hear(self, event: Event) -> None:
-        """An event of the run, to learn what was changed."""
+        """Take an event of the run, which may contain changes."""
         if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
             return
         changes = msgspec.convert(event.fields.get("changes", []), list[Change])

@@ -1,10 +1,10 @@
-"""The one way of every dialect: messages -> render -> stitch -> generate -> derender -> record -> answer.
+"""The path of every call: render -> stitch -> generate -> derender -> record -> answer.
 
-    begin()     renders, stitches and waits for the first token; until then a failed engine is replaced by another
-    stream()    yields what each choice gains; the end of a choice only when its turn is confirmed
-    whole()     the complete choices, all confirmed
+begin()     renders, stitches and waits for the first token; until then a failed engine is replaced by another
+stream()    yields what each choice gains; the end of a choice only when its turn is confirmed
+whole()     returns the complete choices, all confirmed
 
-A dialect translates a request into a `Call` and these answers into its own form.
+A dialect translates a request into a `RequestContext`, and these results into its own form.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = structlog.get_logger()
 
 
 class Completions:
-    """Answers calls of one run."""
+    """The calls of one run."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Completions:
         self._timeout_s = timeout_s
 
     async def begin(self, request: RequestContext) -> ActiveCall:
-        """Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError when no engine could start it."""
+        """Begin a call. Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError if no engine could start it."""
         with ExitStack() as held:
             memory = self._episodes.open_call(request.claims.episode_id, request.claims.client)
             held.callback(self._episodes.close_call, memory)
@@ -102,7 +102,7 @@ class Completions:
     async def _somewhere(
         self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
     ) -> T:
-        """On the engine that suits best; on another one where it fails, or when one is back where all are gone."""
+        """Attempt a call on the best engine, on others if it fails, and again when an engine is back if all are gone."""
         pool = self._pools[request.policy]
         while True:
             try:
@@ -132,7 +132,7 @@ class Completions:
         raise failure
 
     async def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
-        """Raises EngineError or BrokerError in the middle, and then nothing more comes of the call."""
+        """Yield deltas and complete choices. Raises EngineError or BrokerError in the middle, after which the call is over."""
         choices: dict[int, ChoiceState] = {}
         with self._occupied(begun.lane, begun.request.policy):
             async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
@@ -151,7 +151,7 @@ class Completions:
                         yield await self._end(begun, choice)
 
     async def whole(self, begun: ActiveCall) -> list[ChoiceResult]:
-        """Every choice, in order. Raises EngineError or BrokerError."""
+        """Return every choice, in order. Raises EngineError or BrokerError."""
         choices: dict[int, ChoiceState] = {}
         with self._occupied(begun.lane, begun.request.policy):
             async with _closing(begun):
@@ -166,7 +166,7 @@ class Completions:
                 return [ended, *await asyncio.gather(*(self._end(begun, choice) for choice in others))]
 
     async def count(self, request: RequestContext) -> int:
-        """Tokens of the prompt. Raises RefusedError, EngineRefusedError, DeadlineError or EngineError."""
+        """Return the number of tokens of the prompt. Raises RefusedError, EngineRefusedError, DeadlineError or EngineError."""
 
         async def attempt(lane: EngineLane) -> int:
             with self._occupied(lane, request.policy):
@@ -252,14 +252,14 @@ class Completions:
         )
 
     async def _escaped(self, lane: EngineLane, chat: Json) -> Json:
-        """The chat as the engine is to see it."""
+        """Return the chat with special tokens in its texts escaped, if the run wants that."""
         if self._tuning.job.proxy.special_tokens == "keep" or "prompt" in chat:
             return chat
         return await escape(chat, lane.is_token)
 
     @contextmanager
     def _occupied(self, lane: EngineLane, policy: str) -> Iterator[None]:
-        """An engine whose answers are of no use is asked last for a while, and told of."""
+        """Mark the lane as busy; an engine with an unusable answer is reported and avoided for a while."""
         try:
             with lane.occupied():
                 yield
@@ -269,11 +269,11 @@ class Completions:
             raise
 
     def _kind(self, request: RequestContext) -> str:
-        """What to count a call under: a key may name anything."""
+        """Return the kind under which a call is counted; a key may name any kind."""
         return request.claims.kind if request.claims.kind in self._tuning.job.task_kinds else ""
 
     def _with_images(self, request: RequestContext, rendered: Rendered, stitched: Stitched) -> Stitched:
-        """The prompt as rendered, since the engine finds images by their places in it. Raises RefusedError."""
+        """Return the prompt as rendered, because the engine finds images by their places in it. Raises RefusedError."""
         if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
             raise RefusedError(
                 "images are for evaluation and for policies that are not trained: learners read tokens alone",
@@ -318,7 +318,7 @@ class Completions:
     async def _taken(
         self, begun: ActiveCall, choices: dict[int, ChoiceState]
     ) -> AsyncGenerator[tuple[ChoiceState, Delta], None]:
-        """Every delta with its choice, which has taken it already. Raises EngineError when the last ones are missing."""
+        """Yield every delta with its choice, already updated. Raises EngineError if the last deltas are missing."""
         portion: list[Delta] | None = begun.first
         with closing(Deadline(begun.request.began, self._timeout_s)) as deadline:
             while portion is not None:
@@ -343,7 +343,7 @@ async def _closing(begun: ActiveCall) -> AsyncIterator[None]:
 
 
 async def _parsed(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
-    """What the engine's parsers make of a delta's tokens."""
+    """Return the engine parsers' delta for a delta of tokens."""
     with begun.pace.work():
         gain, choice.state = await begun.lane.engine.derender_delta(
             begun.chat,
@@ -358,8 +358,8 @@ async def _parsed(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
 
 
 async def _rest(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
-    """What the agent lacks of a choice that ends with this delta: what the whole of its tokens says, also where parsers of
-    streams took a broken or unfinished call for something else. Where they have told what the whole does not say, it is theirs."""
+    """Return the rest of a choice that ends with this delta, from a parse of all of its tokens, because streaming parsers may
+    misread broken or unfinished calls. If the stream already contained other text, the streaming parsers' result stands."""
     streamed = choice.message
     told = {name: streamed.get(name) or "" for name in ("reasoning", "content")}
     await _derender(begun, [choice])
@@ -372,7 +372,7 @@ async def _rest(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
 
 
 async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
-    """Put parsed messages in place of plain text. A choice that says nothing has nothing to parse."""
+    """Replace plain text by parsed messages. A choice without text has nothing to parse."""
     words = {c.index: strip_end_token(c.token_ids, c.finish_reason, c.stop_reason) for c in choices}
     talking = [choice for choice in choices if words[choice.index]]
     if not talking:

@@ -1,4 +1,4 @@
-"""Turns: every sampled choice is confirmed by the broker before its agent gets the end of it."""
+"""Recording of turns: the broker confirms every sampled choice before its agent gets the end of it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,17 @@ from swarmq.messages import (
     unpack_floats,
 )
 from swarmq.proxy.counters import Counters
-from swarmq.proxy.episodes.conversation_graph import (
-    ID_BYTES,
-    Graph,
-    Node,
-    Origin,
-    answer_of,
-    digest,
-    next_key,
-)
+from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, Node, Origin, digest, hash_answer, next_key
 from swarmq.proxy.requests import ChoiceResult, RequestContext
 
 Json = dict[str, Any]
 
 MAX_READABLE_BYTES = 1024 * 1024
-"""Messages beyond this (images) are left out of a turn; nothing computes with them."""
+"""Size beyond which messages (images) are left out of a turn; they are only for display."""
 
 
 class TurnPublisher(Protocol):
-    """What the proxy needs of a broker."""
+    """The broker, as far as the proxy uses it."""
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None: ...
 
@@ -52,7 +44,8 @@ class Recorder:
         self._confirm_timeout_s = confirm_timeout_s
 
     async def record(self, request: RequestContext, choice: ChoiceResult, graph: Graph, *, kind: str) -> None:
-        """Return once the turn is durable. Raises BrokerError when that takes too long, EngineAnswerError for a bad answer."""
+        """Record a choice and return once its turn is durable. Raises BrokerError if that takes too long, EngineAnswerError for
+        an unusable answer."""
         origin = graph.origin(request.stitched, request.history, request.request_id)
         turn = turn_of(request, choice, origin)
         _check(turn)
@@ -64,7 +57,7 @@ class Recorder:
 
 
 def _check(turn: Turn) -> None:
-    """Refuse now what a reader of the queue would have to refuse, and could tell nobody of."""
+    """Raise EngineAnswerError for a turn that readers of the queue would have to refuse, when nobody could be told any more."""
     if not turn.sampled_ids:
         raise EngineAnswerError("empty", f"turn {turn.call_id} was ended without a single token")
     try:
@@ -107,14 +100,14 @@ def turn_of(request: RequestContext, choice: ChoiceResult, origin: Origin) -> Tu
 
 
 def node_of(request: RequestContext, choice: ChoiceResult, turn: Turn, origin: Origin) -> Node:
-    """The turn as later requests may continue it."""
+    """Return the turn's node, which later requests may continue."""
     message = choice.message
     return Node(
         call_id=turn.call_id,
         request_id=turn.request_id,
         key=next_key(request.history.keys[-1], message),
         base=request.history.base,
-        answer=answer_of(message),
+        answer=hash_answer(message),
         depth=len(request.messages) + 1,
         parent=origin.node,
         shared=turn.shared,

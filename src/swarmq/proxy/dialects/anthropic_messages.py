@@ -1,6 +1,6 @@
 """Anthropic's messages: content blocks in, content blocks out.
 
-blocks ──> chat messages        tool results become messages of the tool, thoughts the message's reasoning
+blocks ──> chat messages        tool results become tool messages, thinking becomes the message's reasoning
 assistant message ──> blocks    thinking, then text, then one tool_use for each call
 """
 
@@ -16,13 +16,13 @@ from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects import openapi_schemas
 from swarmq.proxy.dialects.base import (
     answer_id,
-    flat,
-    listed,
-    named,
-    not_served,
+    flatten_parts,
+    named_event,
+    object_list,
     objects,
     options,
-    served_tools,
+    refuse_fields,
+    split_server_tools,
     string,
 )
 from swarmq.proxy.episodes.conversations import Conversations
@@ -32,14 +32,14 @@ from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest
 Json = dict[str, Any]
 
 ANTHROPIC = "anthropic-version"
-"""The header that its client libraries send with everything."""
+"""Header that Anthropic's client libraries always send."""
 ERROR = "Error: "
 SAME = (
     *("temperature", "top_p", "top_k", "stream"),
     *("seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("structured_outputs", "chat_template_kwargs", "ignore_eos", "min_tokens", "stop_token_ids", "bad_words"),
 )
-"""Fields with one meaning in both dialects; those that only vLLM knows among them."""
+"""Fields with the same meaning in both dialects, including those that only vLLM knows."""
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -51,9 +51,9 @@ ERRORS = {
     503: "overloaded_error",
 }
 KEEPING = ({"type": "clear_thinking_20251015", "keep": "all"},)
-"""Edits of a conversation that leave it as it is."""
+"""Context edits that leave a conversation unchanged."""
 MODEL: Json = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
-"""What is the same of all models; when a policy was released, nobody knows."""
+"""Fields that are the same for all models; a policy has no release date."""
 SERVED = "text, image, tool_use, tool_result, thinking"
 
 
@@ -73,7 +73,7 @@ class Messages:
             raise RefusedError("stop_sequences must be a list", param="stop_sequences")
         if stops:
             chat["stop"] = stops
-        _, left_out = served_tools(listed(body, "tools"))
+        _, left_out = split_server_tools(object_list(body, "tools"))
         return DialectRequest(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True, left_out=left_out)
 
     def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
@@ -110,12 +110,12 @@ class CountTokens(Messages):
     body = openapi_schemas.COUNT_TOKENS
 
     def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
-        _, left_out = served_tools(listed(body, "tools"))
+        _, left_out = split_server_tools(object_list(body, "tools"))
         return DialectRequest(chat=prompt_of(body), left_out=left_out)
 
 
 class MessageWriter:
-    """One block is open at a time. White space before a call is held back: it is the template's, not the agent's."""
+    """Writer with one open block at a time. White space before a call is held back, because it belongs to the template."""
 
     def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
@@ -127,7 +127,7 @@ class MessageWriter:
 
     def begin(self) -> bytes:
         message = _message(self._begun, []) | {"stop_reason": None, "stop_sequence": None}
-        return named({"type": "message_start", "message": message | {"usage": _usage(self._begun, 0)}})
+        return named_event({"type": "message_start", "message": message | {"usage": _usage(self._begun, 0)}})
 
     def gain(self, gain: ChoiceDelta) -> bytes:
         if thought := gain.delta.get("reasoning"):
@@ -154,7 +154,7 @@ class MessageWriter:
         return b""
 
     def fail(self, refusal: Refusal) -> bytes:
-        return named(Messages().refusal(refusal))
+        return named_event(Messages().refusal(refusal))
 
     def _text(self, text: str) -> None:
         if self._open != "text" and not text.strip():
@@ -190,7 +190,7 @@ class MessageWriter:
         self._tell({"type": "content_block_delta", "index": self._count, "delta": delta})
 
     def _tell(self, event: Json) -> None:
-        self._said.append(named(event))
+        self._said.append(named_event(event))
 
     def _flush(self) -> bytes:
         said, self._said = b"".join(self._said), []
@@ -198,8 +198,8 @@ class MessageWriter:
 
 
 def prompt_of(body: Json) -> Json:
-    """What of a request makes its prompt: messages, tools, and how they are to be used."""
-    not_served(body, "container", "mcp_servers", why="the agent runs its tools itself")
+    """Return the fields of a request that determine its prompt: messages, tools, and tool choice."""
+    refuse_fields(body, "container", "mcp_servers", why="the agent runs its tools itself")
     edits = objects(options(body, "context_management").get("edits") or [], "context_management")
     if any(edit not in KEEPING for edit in edits):
         raise RefusedError(
@@ -207,7 +207,7 @@ def prompt_of(body: Json) -> Json:
             code="unsupported_parameter", param="context_management",
         )  # fmt: skip
     chat: Json = {"messages": [*_system(body.get("system")), *_conversation(body.get("messages"))]}
-    tools, left_out = served_tools(listed(body, "tools"))
+    tools, left_out = split_server_tools(object_list(body, "tools"))
     if tools:
         chat["tools"] = [_tool(tool) for tool in tools]
     choice = _tool_choice(options(body, "tool_choice"))
@@ -255,7 +255,7 @@ def _conversation(messages: Any) -> list[Json]:
 
 
 def _spoken(blocks: Sequence[Json], where: str) -> Json:
-    """An assistant's message."""
+    """Return an assistant's message from content blocks."""
     message: Json = {"role": "assistant", "content": ""}
     calls: list[Json] = []
     for block in blocks:
@@ -286,7 +286,7 @@ def _heard(role: str, blocks: Sequence[Json], where: str) -> list[Json]:
             )
         else:
             parts.append(_part(block, where))
-    return [*results, {"role": role, "content": flat(parts)}] if parts else results
+    return [*results, {"role": role, "content": flatten_parts(parts)}] if parts else results
 
 
 def _result(block: Json, where: str) -> str | list[Json]:
@@ -296,7 +296,7 @@ def _result(block: Json, where: str) -> str | list[Json]:
     if block.get("is_error"):
         head = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
         parts.insert(0, {"type": "text", "text": ERROR + head.removeprefix(ERROR)})
-    return flat(parts)
+    return flatten_parts(parts)
 
 
 def _part(block: Json, where: str) -> Json:
@@ -374,13 +374,13 @@ def _ending(begun: ActiveCall, ended: ChoiceResult) -> Json:
 
 
 def _present(message: Json) -> Json:
-    """Without the white space between a thought and a call."""
+    """Return the message without white space between reasoning and a call."""
     blank = not (message.get("content") or "").strip() and (message.get("tool_calls") or message.get("reasoning"))
     return {**message, "content": ""} if blank else message
 
 
 def _input(arguments: str) -> Any:
-    """An object, as agents expect; arguments that are none come as they are."""
+    """Return a call's arguments as an object, as agents expect; other arguments are returned unchanged."""
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         if isinstance(parsed := msgspec.json.decode(arguments), dict):
             return parsed

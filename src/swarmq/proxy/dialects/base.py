@@ -1,9 +1,9 @@
-"""What a dialect is: a request of its own form -> a chat request, and an answer -> its own form, whole or streamed.
+"""The interface of a dialect: translates its requests into chat requests, and answers into its own form, whole or streamed.
 
-    body ──Dialect.ask──> chat request ──> Completions ──┬─> choices ──Dialect.answer──> body
-                                                         └─> gains   ──Writer──────────> server-sent events
+  body ──Dialect.ask──> chat request ──> Completions ──┬─> choices ──Dialect.answer──> body
+                                                       └─> deltas  ──Writer──────────> server-sent events
 
-Everything between is the same for all: render, stitch, generate, derender, record.
+Everything between is the same for all dialects: render, stitch, generate, derender, record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swarmq.keys import Claims
 from swarmq.messages import OBSERVED_HEADER, new_id
 from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.counters import Counters
-from swarmq.proxy.dialects.body_checks import check_arguments, check_results, object_of
+from swarmq.proxy.dialects.body_checks import check_arguments, check_results, decode_object
 from swarmq.proxy.dialects.grammar_checks import check_schemas
 from swarmq.proxy.dialects.known_parameters import refuse, unknown
 from swarmq.proxy.dialects.media_checks import check_media
@@ -49,52 +49,53 @@ MAX_TOP_LOGPROBS = 20
 SERVER_TOOLS = re.compile(
     r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|tool_search|advisor)"
 )
-"""How the types of tools begin that a provider runs, in OpenAI's and Anthropic's APIs."""
+"""Pattern of the types of tools that a provider runs, in OpenAI's and Anthropic's APIs."""
 AGENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
-"""What an agent may call itself."""
+"""Pattern of agent tags."""
 
 
 class Dialect(Protocol):
-    """One form of asking. `path` is where it is asked, `summary` and `body` are for the OpenAPI document."""
+    """One form of request. `path`: its route; `summary` and `body`: for the OpenAPI document."""
 
     path: str
     summary: str
     body: Json
     """JSON schema of a request."""
     fields: frozenset[str] | None
-    """All parameters that there are; None: any may come."""
+    """All known parameters; None: any parameter is accepted."""
 
     def ask(self, body: Json, told: Conversations) -> DialectRequest:
-        """The request as a chat request. `told`: what the episode has said. Raises RefusedError, naming the field."""
+        """Translate a request into a chat request. `told`: the episode's stored conversations. Raises RefusedError that names
+        the field."""
 
     def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
-        """The body of an answer that is not streamed."""
+        """Return the body of an unstreamed answer."""
 
     def writer(self, begun: ActiveCall) -> Writer:
-        """For an answer that is streamed."""
+        """Return the writer of a streamed answer."""
 
     def refusal(self, refusal: Refusal) -> Json:
-        """The body of an error."""
+        """Return the body of an error."""
 
 
 class Writer(Protocol):
-    """Server-sent events of one answer. Every method returns the bytes to send now, b"" for none."""
+    """Server-sent events of one answer. Every method returns the bytes to send now, or b""."""
 
     def begin(self) -> bytes: ...
 
     def gain(self, gain: ChoiceDelta) -> bytes: ...
 
     def end(self, ended: ChoiceResult) -> bytes:
-        """A choice is complete and recorded."""
+        """Return the events for a complete and recorded choice."""
 
     def close(self) -> bytes:
-        """All choices are."""
+        """Return the events after all choices."""
 
     def fail(self, refusal: Refusal) -> bytes:
-        """Nothing follows."""
+        """Return the events of an error, after which nothing follows."""
 
 
-def read(
+def read_request(
     dialect: Dialect,
     raw: bytes,
     claims: Claims,
@@ -106,12 +107,13 @@ def read(
     refuses_tools: bool = False,
     refuses_unknown: bool = True,
 ) -> RequestContext:
-    """`told`: the request's headers. `aliases`: policy -> other names that it goes by. `refuses_tools`: that a provider would run.
-    `refuses_unknown`: parameters, which are left out otherwise.
+    """Check a request's body and return its context.
 
-    Raises RefusedError for what cannot be meant, or a model that the key does not permit.
+    `told`: the request's headers. `aliases`: policy -> further model names. `refuses_tools`: whether to refuse tools that a
+    provider would run. `refuses_unknown`: whether to refuse unknown parameters, which are left out otherwise. Raises
+    RefusedError for an invalid request, or a model that the key does not permit.
     """
-    body = object_of(raw)
+    body = decode_object(raw)
     strange = unknown(body, dialect.fields) if dialect.fields else ()
     if strange and refuses_unknown:
         raise refuse(strange[0], dialect.fields or frozenset())
@@ -154,7 +156,7 @@ def read(
     )
 
 
-def headers(begun: ActiveCall) -> dict[str, str]:
+def response_headers(begun: ActiveCall) -> dict[str, str]:
     call = begun.request
     told = {
         **request_headers(call.request_id),
@@ -165,7 +167,7 @@ def headers(begun: ActiveCall) -> dict[str, str]:
 
 
 def request_headers(request_id: str) -> dict[str, str]:
-    """By which OpenAI's and Anthropic's libraries tell a request."""
+    """Return the headers by which OpenAI's and Anthropic's libraries identify a request."""
     return {"x-request-id": request_id, "request-id": request_id}
 
 
@@ -177,10 +179,10 @@ class AnswerStreams(Protocol):
         ...
 
 
-async def events(
+async def stream_events(
     dialect: Dialect, completions: AnswerStreams, begun: ActiveCall, meter: Counters
 ) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a streamed answer. What fails in the middle is an error event, the last one."""
+    """Yield the server-sent events of a streamed answer. An error in the middle is the last event."""
     writer = dialect.writer(begun)
     try:
         if opening := writer.begin():
@@ -201,30 +203,30 @@ async def events(
         yield writer.close()
 
 
-def data(value: Json) -> bytes:
-    """An event without a name."""
+def data_event(value: Json) -> bytes:
+    """Return an event without a name."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def named(value: Json) -> bytes:
-    """An event named as its `type`."""
-    return f"event: {value['type']}\n".encode() + data(value)
+def named_event(value: Json) -> bytes:
+    """Return an event named by the value's `type`."""
+    return f"event: {value['type']}\n".encode() + data_event(value)
 
 
 def answer_id(begun: ActiveCall) -> str:
-    """The call id where there is one, so that an agent can name the call it credits."""
+    """Return the id of an answer: the call id if there is one choice, so that an agent can name the call that it rewards."""
     request = begun.request
     return request.call_id(0) if request.num_choices == 1 else request.request_id
 
 
 def top_logprobs(begun: ActiveCall, logprobs: Sequence[Logprob]) -> list[Logprob]:
-    """With as many alternatives as were asked for."""
+    """Return log-probabilities with as many alternatives as requested."""
     top = begun.request.chat.get("top_logprobs") or 0
     return [msgspec.structs.replace(entry, top_logprobs=entry.top_logprobs[:top]) for entry in logprobs]
 
 
 def flag(body: Json, name: str) -> bool:
-    """A field that is true, false or absent. Raises RefusedError."""
+    """Return a field that is true, false or absent. Raises RefusedError."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise RefusedError(f"{name} must be true or false", param=name)
@@ -232,7 +234,7 @@ def flag(body: Json, name: str) -> bool:
 
 
 def count(body: Json, name: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
-    """A field that is a whole number in these bounds, or absent. Raises RefusedError."""
+    """Return a field that is a whole number within the bounds, or absent. Raises RefusedError."""
     value = body.get(name)
     if value is None:
         return None
@@ -246,7 +248,7 @@ def _short(value: Any) -> str:
 
 
 def options(body: Json, name: str) -> Json:
-    """A field that is an object or absent. Raises RefusedError."""
+    """Return a field that is an object or absent. Raises RefusedError."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise RefusedError(f"{name} must be an object", param=name)
@@ -254,47 +256,47 @@ def options(body: Json, name: str) -> Json:
 
 
 def objects(value: Any, param: str) -> list[Json]:
-    """A list of objects. Raises RefusedError."""
+    """Return a list of objects. Raises RefusedError."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RefusedError(f"{param} must be a list of objects", param=param)
     return value
 
 
-def served_tools(tools: Sequence[Json]) -> tuple[list[Json], tuple[str, ...]]:
-    """The tools without those that a provider would run, and the types of the latter."""
+def split_server_tools(tools: Sequence[Json]) -> tuple[list[Json], tuple[str, ...]]:
+    """Return the tools without those that a provider would run, and the types of the latter."""
     theirs = [SERVER_TOOLS.match(str(tool.get("type"))) for tool in tools]
     left_out = dict.fromkeys(match[0] for match in theirs if match)
     return [tool for tool, match in zip(tools, theirs, strict=True) if not match], tuple(left_out)
 
 
-def listed(body: Json, name: str) -> list[Json]:
-    """A field that is a list of objects or absent. Raises RefusedError."""
+def object_list(body: Json, name: str) -> list[Json]:
+    """Return a field that is a list of objects or absent. Raises RefusedError."""
     value = body.get(name)
     return [] if value is None else objects(value, name)
 
 
 def string(value: Json, name: str, where: str) -> str:
-    """A field that must be text. Raises RefusedError."""
+    """Return a field that must be text. Raises RefusedError."""
     text = value.get(name)
     if not isinstance(text, str):
         raise RefusedError(f"{where}.{name} must be text", param=where)
     return text
 
 
-def flat(parts: list[Json]) -> str | list[Json]:
-    """The parts of a chat message; text where they are only text, which every template understands."""
+def flatten_parts(parts: list[Json]) -> str | list[Json]:
+    """Return the parts of a chat message, as text if they are only text, which every template understands."""
     return "\n".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
 
 
-def not_served(body: Json, *names: str, why: str) -> None:
-    """Raise RefusedError when the body asks for one of these."""
+def refuse_fields(body: Json, *names: str, why: str) -> None:
+    """Raise RefusedError if the body has one of these fields."""
     for name in names:
         if body.get(name):
             raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
 
 
 def policy_of(model: str, policies: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> str | None:
-    """By its name, else by an alias; None for a model that is neither."""
+    """Return the policy with this name or alias, or None."""
     if model in policies:
         return model
     return next((one for one in policies if any(fnmatchcase(model, alias) for alias in aliases.get(one, ()))), None)

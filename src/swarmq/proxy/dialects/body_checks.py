@@ -1,7 +1,7 @@
-"""A request's body as an object, refused before anything expensive is done for it. Pure.
+"""Checks of a request's body before anything expensive is done with it. Pure.
 
-Whoever reads a body here holds up all others of the process, and templates and grammars of the engine recurse over what they
-are given; so brackets are counted before they are decoded, and those within each other afterwards.
+Decoding a body blocks all other calls of the process, and templates and grammars of the engine recurse over it; so brackets are
+counted before decoding, and nesting is checked afterwards.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from swarmq.proxy.http_errors import RefusedError
 Json = dict[str, Any]
 
 MAX_DEPTH = 64
-"""Of brackets within each other."""
+"""Most nested brackets."""
 MAX_CONTAINERS = 50_000
-"""Objects and lists of a body. A conversation of a thousand messages with tool calls has ten thousand."""
+"""Most objects and lists of a body. A conversation of a thousand messages with tool calls has ten thousand."""
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
-def object_of(raw: bytes) -> Json:
-    """Raises RefusedError."""
+def decode_object(raw: bytes) -> Json:
+    """Decode a body that is an object. Raises RefusedError."""
     if _containers(raw) > MAX_CONTAINERS and _containers(TEXT.sub(b"", raw)) > MAX_CONTAINERS:
         raise RefusedError(f"the body has more than {MAX_CONTAINERS} objects and lists", code="invalid_json")
     try:
@@ -38,7 +38,7 @@ def object_of(raw: bytes) -> Json:
 
 
 def check_arguments(messages: list[Json]) -> None:
-    """Raise RefusedError for arguments of a tool call, text that engines decode, whose brackets are too deep."""
+    """Raise RefusedError for arguments of a tool call, a text that engines decode, with too deeply nested brackets."""
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -52,7 +52,7 @@ def check_arguments(messages: list[Json]) -> None:
 
 
 def check_results(messages: list[Json]) -> None:
-    """Raise RefusedError for the result of a tool that was never called: templates put it anywhere, or nowhere."""
+    """Raise RefusedError for the result of a tool that was never called, which templates would put anywhere or nowhere."""
     called: set[Any] = set()
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the form that everything else is translated to."""
+"""OpenAI's chat completions: the form into which all other dialects are translated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
     count,
     flag,
-    listed,
-    not_served,
+    object_list,
     options,
-    served_tools,
+    refuse_fields,
+    split_server_tools,
     string,
     top_logprobs,
 )
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SAYING = ("tool_calls", "reasoning", "reasoning_content", "refusal", "function_call")
-"""What an assistant's message may have in place of content."""
+"""Fields that an assistant's message may have in place of content."""
 
 
 class ChatCompletions:
@@ -43,7 +43,7 @@ class ChatCompletions:
             raise RefusedError("messages must be a list of at least one message", param="messages")
         for at, message in enumerate(messages):
             _check_message(message, f"messages[{at}]")
-        tools, left_out = served_tools(listed(body, "tools"))
+        tools, left_out = split_server_tools(object_list(body, "tools"))
         for name in ("stream_options", "response_format"):
             options(body, name)
         if not isinstance(body.get("tool_choice"), str):
@@ -53,8 +53,8 @@ class ChatCompletions:
         count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
         if body.get("stream_options") is not None and not flag(body, "stream"):
             raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
-        not_served(body, "functions", "function_call", why="use tools and tool_choice")
-        not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
+        refuse_fields(body, "functions", "function_call", why="use tools and tool_choice")
+        refuse_fields(body, "audio", "web_search_options", why="the engine answers with text alone")
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise RefusedError("modalities must be ['text']", code="unsupported_parameter", param="modalities")
         names = {"max_tokens": "max_completion_tokens"} if body.get("max_completion_tokens") else {}
@@ -115,7 +115,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _check_message(message: Json, where: str) -> None:
-    """Raise RefusedError for a role that there is not, and for a message that says nothing at all."""
+    """Raise RefusedError for an unknown role, and for a message without any content."""
     role = string(message, "role", where)
     if role not in ROLES:
         raise RefusedError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r:.100}", param=f"{where}.role")

@@ -1,7 +1,7 @@
 """OpenAI's completions: a prompt of text or tokens, without a chat template.
 
-An agent that goes on from an answer sends prompt, answer and more as one text. That text is taken apart again where an
-earlier prompt and answer of the episode ended, so that the conversation is known for what it is.
+An agent that continues an answer sends prompt, answer and more as one text. The text is split where an earlier prompt and
+answer of the episode ended, so that the conversation is recognised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from swarmq.engine.client.protocol import Logprob
 from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.dialects import known_parameters, openapi_schemas
-from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, not_served, options
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, options, refuse_fields
 from swarmq.proxy.dialects.openai_chunks import ChunkWriter, head, usage
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.http_errors import Refusal, RefusedError
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 Prompt = str | list[int]
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own."""
+"""OpenAI's default of `max_tokens`."""
 
 
 class TextCompletions:
@@ -36,7 +36,7 @@ class TextCompletions:
         prompt = _prompt(body)
         if options(body, "stream_options") and not flag(body, "stream"):
             raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
-        not_served(body, "suffix", why="the model does not fill in")
+        refuse_fields(body, "suffix", why="the model does not fill in")
         if (count(body, "best_of") or 1) > (count(body, "n") or 1):
             raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")
         said = _said_before(prompt, told)
@@ -93,7 +93,7 @@ class TextWriter(ChunkWriter):
 
 
 def _prompt(body: Json) -> Prompt:
-    """Text or token ids; a list of one of them counts as that one."""
+    """Return the prompt as text or token ids; a list of one prompt counts as that prompt."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -107,7 +107,7 @@ def _prompt(body: Json) -> Prompt:
 
 
 def _said_before(prompt: Prompt, told: Conversations) -> list[Json]:
-    """The longest conversation of the episode whose text the prompt begins with."""
+    """Return the longest conversation of the episode whose text begins the prompt."""
     if not isinstance(prompt, str):
         return []
     lengths = {int(name.partition(":")[0]) for name in told if name[0].isdecimal() and ":" in name}

@@ -1,7 +1,7 @@
-"""JSON schemas and grammars that an engine would not survive, found before it sees them. Pure.
+"""Checks for JSON schemas and grammars that an engine would not survive. Pure.
 
-What compiles a schema follows its references, in C++ that recurses: a schema that stands for itself never ends, and one
-that leads down tens of thousands of steps takes the engine with it.
+vLLM's compiler of schemas follows references by recursion in C++: a schema that refers to itself never ends, and one with tens
+of thousands of steps crashes the engine.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Node = dict[str, Any] | list[Any]
 
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 MAX_PARTS = 10_000
-"""Objects and lists in all schemas of a request, and entries of the lists."""
+"""Most objects and lists in all schemas of a request, including entries of lists."""
 MAX_PROPERTIES = 1000
-"""Of one object: a grammar for optional ones takes the square of their number."""
+"""Most properties of one object: a grammar for optional ones takes the square of their number."""
 MAX_HELD_TOOLS = 128
-"""That are strict or forced; OpenAI takes no more tools in all."""
+"""Most tools that are strict or forced; OpenAI accepts no more tools in all."""
 MAX_STEPS = 1000
-"""That a schema may lead down, through references too."""
+"""Most steps down a schema, including references."""
 MAX_PATTERN = 8192
-"""Characters of a regular expression in a schema; its brackets recurse as well."""
+"""Most characters of a regular expression in a schema, whose brackets recurse as well."""
 MAX_GRAMMAR = 65_536
-"""Characters of a grammar or a regular expression; reading one takes the square of its rules."""
+"""Most characters of a grammar or a regular expression; parsing one takes the square of its rules."""
 
 
 def check_schemas(chat: Json) -> None:
-    """Raise RefusedError for a schema that never comes to an end, and for what is too large or too deep to compile."""
+    """Raise RefusedError for a schema without end, or too large or too deep to compile."""
     for kind in ("regex", "grammar"):
         if len(str(_field(chat, "structured_outputs").get(kind) or "")) > MAX_GRAMMAR:
             raise _refused("structured_outputs", f"the {kind} has more than {MAX_GRAMMAR} characters")
@@ -72,7 +72,7 @@ def check_schemas(chat: Json) -> None:
 
 
 def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
-    """Where a schema stands, and the schema. Raises RefusedError for text that is none."""
+    """Yield (place, schema) for every schema. Raises RefusedError for text that is not a schema."""
     wanted, outputs, tools = _field(chat, "response_format"), _field(chat, "structured_outputs"), chat.get("tools")
     places = [
         ("response_format", _field(wanted, "json_schema").get("schema")),
@@ -95,7 +95,7 @@ def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
 
 
 def _is_enforced(chat: Json) -> frozenset[str]:
-    """The places whose schemas an answer is held to; those of other tools are only shown to the model."""
+    """Return the places whose schemas constrain the answer; those of other tools are only shown to the model."""
     choice, tools = chat.get("tool_choice"), chat.get("tools")
     functions = (
         [_field(tool, "function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -105,7 +105,7 @@ def _is_enforced(chat: Json) -> frozenset[str]:
 
 
 def _num_held_tools(chat: Json) -> int:
-    """Tools whose schemas become a grammar."""
+    """Return the number of tools whose schemas become a grammar."""
     tools = chat.get("tools")
     functions = (
         [_field(tool, "function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -114,7 +114,7 @@ def _num_held_tools(chat: Json) -> int:
 
 
 def _elsewhere(node: Node) -> str | None:
-    """What the node refers to, where that is outside of the document."""
+    """Return the node's reference outside the document, or None."""
     reference = node.get("$ref") if isinstance(node, dict) else None
     return reference if isinstance(reference, str) and reference and not reference.startswith("#") else None
 
@@ -129,7 +129,7 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _tagged(tag: Any) -> Iterator[Any]:
-    """The schemas within a structural tag, each a document of its own."""
+    """Yield the schemas within a structural tag, each a document of its own."""
     if not isinstance(tag, (dict, list)):
         return
     for node, depth, _ in _descent(tag, _inner, set()):
@@ -140,10 +140,7 @@ def _tagged(tag: Any) -> Iterator[Any]:
 
 
 def _descent(start: Node, steps: Callable[[Node], Iterator[Node]], done: set[int]) -> Iterator[tuple[Node, int, bool]]:
-    """Depth first, every node once: the node, how deep it is, and whether we are there again while we are within it.
-
-    `done`: ids of the nodes that were left before.
-    """
+    """Yield (node, depth, whether it is its own ancestor) depth first, every node once. `done`: ids of finished nodes."""
     if id(start) in done:
         return
     way, within = [(start, steps(start))], {id(start)}
@@ -169,7 +166,7 @@ def _steps(node: Node, root: Node) -> Iterator[Node]:
 
 
 def _silent_steps(node: Node, root: Node) -> Iterator[Node]:
-    """References and alternatives alone: what they lead to stands for the node, with nothing written in between."""
+    """Yield references and alternatives, which stand for the node with nothing written in between."""
     yield from _referred(node, root)
     if isinstance(node, dict):
         for inner in map(node.get, ALTERNATIVES):
@@ -182,7 +179,7 @@ def _inner(node: Node) -> Iterator[Node]:
 
 
 def _referred(node: Node, root: Node) -> Iterator[Node]:
-    """Where the node's reference within the document leads; nowhere for others."""
+    """Yield the target of the node's reference within the document."""
     reference = node.get("$ref") if isinstance(node, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#"):
         return

@@ -1,6 +1,7 @@
-"""The parameters of OpenAI's dialects: what their owner documents, and what only vLLM knows. Any other is a slip of the agent's.
+"""Parameters of OpenAI's dialects: those that OpenAI documents, and those that only vLLM knows. Any other is an agent's
+mistake.
 
-Anthropic's messages are not among them: its clients send fields of betas that nobody documents.
+Anthropic's messages are not among them, because its clients send undocumented fields of betas.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _ENGINE = frozenset(
         *("truncate_prompt_tokens", "truncation_side", "routed_experts_prompt_start"),
     }
 )
-"""Of vLLM's requests. Those that the proxy does not serve are refused later, with the reason."""
+"""Parameters of vLLM's requests. Those that the proxy does not support are refused later, with the reason."""
 _ACCOUNT = frozenset(
     {
         *("metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),

@@ -1,4 +1,4 @@
-"""Images and other media that a request names by url: an engine would fetch them with its own rights, from inside. Pure."""
+"""Checks of images and other media that a request names by URL, which an engine would fetch from inside its network. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Json = dict[str, Any]
 
 
 def check_media(chat: Json, *, remote: bool) -> None:
-    """Raise RefusedError for a url that is not the content itself (`data:`), nor https where that is `remote`; for an image
-    that is not base64; and for a name under which an engine would look among what others have sent."""
+    """Raise RefusedError for a URL that is neither the content itself (`data:`) nor, with `remote`, https; for an image that is
+    not base64; and for a name under which an engine would find other agents' content."""
     served = ("data:", "https:") if remote else ("data:",)
     for at, message in enumerate(chat.get("messages") or ()):
         content = message.get("content")

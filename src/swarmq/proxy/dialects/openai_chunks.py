@@ -1,4 +1,4 @@
-"""What chat completions and completions have in common: the head of an answer, its usage, and a stream of chunks."""
+"""Common parts of chat completions and completions: the head of an answer, its usage, and a stream of chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from swarmq.proxy.active_call import ActiveCall
-from swarmq.proxy.dialects.base import answer_id, data, options
+from swarmq.proxy.dialects.base import answer_id, data_event, options
 from swarmq.proxy.http_errors import Refusal
 from swarmq.proxy.requests import ChoiceResult
 
@@ -33,14 +33,14 @@ def usage(begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
 
 
 class ChunkWriter:
-    """A `Writer` but for `gain` and `end`, which differ; `end` notes the choice in `ended`."""
+    """A `Writer` without `gain` and `end`, which differ; `end` stores the choice in `ended`."""
 
     def __init__(self, begun: ActiveCall, kind: str) -> None:
         self.begun = begun
         self.ended: list[ChoiceResult] = []
         self._head = head(begun, kind)
         self._opening = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":['
-        """What all chunks begin with."""
+        """Beginning of all chunks."""
 
     def begin(self) -> bytes:
         return b""
@@ -48,13 +48,13 @@ class ChunkWriter:
     def close(self) -> bytes:
         last = b"data: [DONE]\n\n"
         if options(self.begun.request.body, "stream_options").get("include_usage"):
-            return data({**self._head, "choices": [], "usage": usage(self.begun, self.ended)}) + last
+            return data_event({**self._head, "choices": [], "usage": usage(self.begun, self.ended)}) + last
         return last
 
     def fail(self, refusal: Refusal) -> bytes:
-        return data(refusal.body)
+        return data_event(refusal.body)
 
     def chunk(self, index: int, gained: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
-        """`gained`: the field that holds what the choice gained."""
+        """Return one chunk; `gained`: the field with what the choice gained."""
         choice = {"index": index, **gained, "logprobs": logprobs, "finish_reason": finish_reason, **more}
         return self._opening + msgspec.json.encode(choice) + b"]}\n\n"

@@ -1,4 +1,4 @@
-"""JSON schemas of the requests, for the OpenAPI document. What a field may hold beyond its type, the engine knows best."""
+"""JSON schemas of the requests, for the OpenAPI document. Beyond a field's type, the engine decides what is valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def nullable(*types: str, **more: Any) -> Json:
 
 
 def request(required: tuple[str, ...], **fields: Json) -> Json:
-    """Of OpenAI's dialects. What only vLLM knows may come as well (docs/dialects.md), nothing else."""
+    """Return the schema of a request of OpenAI's dialects. Parameters that only vLLM knows are accepted as well
+    (docs/dialects.md)."""
     return {
         "type": "object",
         "required": ["model", *required],

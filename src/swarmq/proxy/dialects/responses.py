@@ -1,6 +1,6 @@
 """OpenAI's responses: items in, items out, and conversations that are named instead of sent again.
 
-input items ──> chat messages       reasoning, message and function_call items in a row are one assistant message
+input items ──> chat messages       consecutive reasoning, message and function_call items are one assistant message
 assistant message ──> output items  reasoning, then message, then one function_call for each call
 """
 
@@ -21,13 +21,13 @@ from swarmq.proxy.dialects.base import (
     answer_id,
     count,
     flag,
-    flat,
-    listed,
-    named,
-    not_served,
+    flatten_parts,
+    named_event,
+    object_list,
     objects,
     options,
-    served_tools,
+    refuse_fields,
+    split_server_tools,
     string,
     top_logprobs,
 )
@@ -44,9 +44,9 @@ SAME = (
     *("seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("structured_outputs", "chat_template_kwargs", "ignore_eos", "min_tokens", "stop_token_ids", "bad_words"),
 )
-"""Fields with one meaning in both dialects; those that only vLLM knows among them."""
+"""Fields with the same meaning in both dialects, including those that only vLLM knows."""
 FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
-"""Of a chat request, as Responses call them."""
+"""Field of a chat request -> its name in the Responses API."""
 REPEATED: Json = {
     "instructions": None,
     "max_output_tokens": None,
@@ -65,11 +65,11 @@ REPEATED: Json = {
     "top_logprobs": 0,
     "user": None,
 }
-"""What a response repeats of its request, and what it says where the request is silent."""
+"""Fields of the request that a response repeats, with their defaults."""
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 PARTS = {"message": "content", "reasoning": "reasoning", "function_call": "tool_calls"}
-"""Fields of a chat message that become items."""
+"""Item type -> field of a chat message."""
 
 
 class Responses:
@@ -79,14 +79,14 @@ class Responses:
     fields: frozenset[str] | None = known_parameters.RESPONSE
 
     def ask(self, body: Json, told: Conversations) -> DialectRequest:
-        not_served(body, "background", why="an answer is waited for or streamed")
-        not_served(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
+        refuse_fields(body, "background", why="an answer is waited for or streamed")
+        refuse_fields(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
         chat = {key: body[key] for key in SAME if body.get(key) is not None}
         messages = [*_before(body, told), *_said(body.get("input"), told)]
         chat["messages"] = _instructed(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
-        given, left_out = served_tools(listed(body, "tools"))
+        given, left_out = split_server_tools(object_list(body, "tools"))
         if tools := [_tool(tool, namespace) for namespace, tool in _functions(given)]:
             chat["tools"] = tools
         choice = _tool_choice(body.get("tool_choice"))
@@ -129,21 +129,21 @@ class Responses:
 
 
 class Items:
-    """Output items as they grow. `tell` gets every event as it happens; without, nobody listens."""
+    """Growing output items. `tell`: called with every event."""
 
     def __init__(self, begun: ActiveCall, tell: Callable[[Json], None] = lambda _: None) -> None:
         self._begun = begun
         self._request_id = begun.request.request_id
         self._tell = tell
         self._open: int | None = None
-        """Index of the item that grows."""
+        """Index of the growing item."""
         self._calls: dict[int, int] = {}
         """Index of a call within the message -> index of its item."""
         self._names = _namespaced(begun.request.body)
         self.items: list[Json] = []
 
     def add(self, delta: Json, logprobs: Sequence[Logprob] = ()) -> None:
-        """More of the assistant's message."""
+        """Add a delta of the assistant's message."""
         if thought := delta.get("reasoning"):
             self._opened("reasoning")["content"][0]["text"] += thought
             self._tell({"type": "response.reasoning_text.delta", **self._where(content_index=0), "delta": thought})
@@ -158,13 +158,13 @@ class Items:
             self._call(call.get("index", position), call.get("id"), call.get("function") or {})
 
     def finish(self, *, cut: bool) -> None:
-        """The last item ends; there is at least one."""
+        """End the last item; there is at least one."""
         if not self.items:
             self._opened("message")
         self._close("incomplete" if cut else "completed")
 
     def parts(self) -> dict[str, tuple[str, int]]:
-        """What of the assistant's message each item is, by id: a field, and its place among the items of that field."""
+        """Return item id -> (field of the assistant's message, place among the items of that field)."""
         found: dict[str, tuple[str, int]] = {}
         fields: Counter[str] = Counter()
         for item in self.items:
@@ -174,7 +174,7 @@ class Items:
         return found
 
     def _opened(self, kind: str) -> Json:
-        """The item that grows, a new one unless it is of this kind."""
+        """Return the growing item, a new one unless it is of this kind."""
         if self._open is None or self.items[self._open]["type"] != kind:
             part = _text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
             more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -265,7 +265,7 @@ class ResponseWriter:
         return self._flush()
 
     def _tell(self, event: Json) -> None:
-        self._said.append(named({**event, "sequence_number": self._count}))
+        self._said.append(named_event({**event, "sequence_number": self._count}))
         self._count += 1
 
     def _flush(self) -> bytes:
@@ -315,7 +315,7 @@ def _text(text: str) -> Json:
 
 
 def _instructed(body: Json, messages: list[Json]) -> list[Json]:
-    """Under the instructions, which later responses do not inherit."""
+    """Return the messages below the instructions, which later responses do not inherit."""
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise RefusedError("instructions must be text", param="instructions")
@@ -331,7 +331,7 @@ def _instructed(body: Json, messages: list[Json]) -> list[Json]:
 
 
 def _before(body: Json, told: Conversations) -> list[Json]:
-    """The conversation that the request goes on from."""
+    """Return the conversation that the request continues."""
     name = body.get("previous_response_id")
     if name is None:
         return []
@@ -345,7 +345,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
 
 
 def _said(given: Any, told: Conversations) -> list[Json]:
-    """Items as chat messages. Consecutive ones of the assistant are one message, which ends with its calls."""
+    """Return items as chat messages. Consecutive items of the assistant are one message, which ends with its calls."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
@@ -373,7 +373,7 @@ def _is_reference(item: Json) -> bool:
 
 
 def _named(item: Json, told: Conversations) -> Json:
-    """An item of an earlier answer."""
+    """Return an item of an earlier answer by its id."""
     name = item.get("id")
     message = told.recall_part(name) if isinstance(name, str) else None
     if message is None:
@@ -415,10 +415,10 @@ def _message(item: Json, where: str) -> Json:
 
 
 def _content(content: Any, where: str) -> str | list[Json]:
-    """Text where it is only text, else a list of parts as in a chat message."""
+    """Return text if the content is only text, else a list of parts as in a chat message."""
     if isinstance(content, str):
         return content
-    return flat([_part(part, where) for part in objects(content, where)])
+    return flatten_parts([_part(part, where) for part in objects(content, where)])
 
 
 def _part(part: Json, where: str) -> Json:
@@ -434,7 +434,7 @@ def _part(part: Json, where: str) -> Json:
 
 
 def _functions(tools: Sequence[Json]) -> Iterator[tuple[str, Json]]:
-    """Every function with its namespace, "" for none. Raises RefusedError for tools that are no functions."""
+    """Yield every function with its namespace, "" for none. Raises RefusedError for tools that are not functions."""
     for tool in tools:
         namespace, inner = "", [tool]
         if tool.get("type") == "namespace":
@@ -450,13 +450,13 @@ def _functions(tools: Sequence[Json]) -> Iterator[tuple[str, Json]]:
 
 
 def _namespaced(body: Json) -> dict[str, Json]:
-    """Flat name -> fields by which the agent knows the function; of those in namespaces."""
+    """Return flat name -> fields by which the agent knows the function, for functions in namespaces."""
     named = _functions([tool for tool in body.get("tools") or () if tool.get("type") == "namespace"])
     return {_flat_name(space, tool["name"]): {"namespace": space, "name": tool["name"]} for space, tool in named}
 
 
 def _flat_name(namespace: Any, name: str) -> str:
-    """What the model calls a function: as vLLM does where it flattens namespaces itself."""
+    """Return the model's name of a function, as vLLM flattens namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 

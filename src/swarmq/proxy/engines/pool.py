@@ -1,12 +1,12 @@
-"""The engines of one policy, and which of them a call goes to. Probes tell who is well; calls tell it sooner.
+"""The engines of one policy, and the choice of an engine for each call. Probes measure health; failing calls reveal it sooner.
 
-An episode stays with the engine that has its prefix cached, unless far more is open there than elsewhere. New ones go
-where least is open; where that is the same, every proxy makes the same choice for an episode. An engine that is being
-drained gets nothing new; one that failed, or serves weights too old to train from, is asked last.
+An episode stays with the engine that has its prefix cached, unless far more calls are open there than elsewhere. New episodes
+go to the engine with the fewest open calls; among equals, every proxy makes the same choice for an episode. A draining engine
+gets nothing new; one that failed, or serves weights too old for training, is tried last.
 
-Calls wait where they would be in vain: while no engine answers (one that died is being started again), and while all that answer
-have weights too old to train from. An engine that was started again has the initial model until the learner has pushed to it, as
-all have where a run goes on: what they sample before would be dropped as stale.
+Calls wait when they would be in vain: while no engine answers (a dead one is being restarted), and while all that answer have
+weights too old for training. A restarted engine has the initial model until the learner has pushed to it, as all engines have
+when a run resumes; what they sample before would be dropped as stale.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from swarmq.errors import EngineError
 from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 
 SHUN_S = 5.0
-"""An engine that failed is asked last for this long."""
+"""Seconds for which an engine that failed is tried last."""
 PORTION_S = 0.03
-"""Streams of an engine that is quicker bring as many tokens at a time as it samples meanwhile: nobody sees the difference,
-and every portion costs the engine's server and this one as much as a token."""
+"""Time between two tokens below which a stream brings several tokens at a time: agents do not notice, and each portion costs
+the engine's server and this one as much as a token."""
 MOST_TOGETHER = 8
-"""Tokens."""
+"""Most tokens of a portion."""
 MOST_TEXTS = 4096
-"""Whose tokens are remembered."""
+"""Number of texts whose tokens are cached."""
 LATELY = 0.2
-"""Weight of the newest answer in an engine's pace."""
+"""Weight of the newest answer in an engine's measured pace."""
 CROWDED = 16
-"""An episode leaves its engine when so many calls more are open there than twice those of the idlest."""
+"""Number of open calls beyond twice those of the least busy engine, above which an episode leaves its engine."""
 
 WAIT_S = 540.0
-"""For so long calls wait for an engine that answers and has weights to train from; then they go on without, as where no learner
-comes. The collector gives an episode without a model call up a little later (`groups.idle_timeout_s`)."""
+"""Seconds that calls wait for an engine with weights for training; then they go on without, as in a run without a learner. The
+collector gives an episode without a model call up a little later (`groups.idle_timeout_s`)."""
 TELL_AFTER_S = 2.0
-"""People hear of an outage that lasts longer."""
+"""Seconds after which an outage is reported."""
 START_S = 60.0
-"""The same where a run goes on, which begins with one."""
+"""The same when a run resumes, which begins with an outage."""
 
 log = structlog.get_logger()
 
@@ -56,13 +56,13 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool
     draining: bool
     version: int | None
-    """Weights it serves; None where it does not say."""
+    """Version of its weights; None if it does not say."""
     open_calls: int
-    """Of this proxy."""
+    """Number of this proxy's open calls."""
 
 
 class EngineLane:
-    """One engine and what we know of it."""
+    """One engine with its measured state."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -72,9 +72,9 @@ class EngineLane:
         self.version: int | None = None
         self.failed_at = float("-inf")
         self.token_s: float | None = None
-        """Of a stream here, lately."""
+        """Seconds per token of recent streams."""
         self.idle = asyncio.Event()
-        """Nothing is open."""
+        """Set while no call is open."""
         self.idle.set()
         self._is_token: dict[str, bool] = {}
         self._finds_calls: bool | None = None
@@ -92,25 +92,25 @@ class EngineLane:
                 self.idle.set()
 
     def streamed(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens came after the first one of a stream, in that time."""
+        """Measure a stream: `num_tokens` tokens after the first took `seconds`."""
         if num_tokens > 0:
             newest = seconds / num_tokens
             self.token_s = newest if self.token_s is None else self.token_s + LATELY * (newest - self.token_s)
 
     @property
     def together(self) -> int:
-        """Tokens that a stream may bring at a time after its first one."""
+        """Number of tokens that a stream may bring at a time after its first one."""
         return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
 
     async def finds_calls(self) -> bool:
-        """Whether its parsers may be given streams in large portions; found out on first use."""
+        """Return whether its parsers accept streams in large portions; found out on first use."""
         async with self._rehearsing:
             if self._finds_calls is None:
                 self._finds_calls = await finds_tool_calls(self.engine)
             return self._finds_calls
 
     async def is_token(self, text: str) -> bool:
-        """Whether its tokenizer has one token for the text."""
+        """Return whether its tokenizer has a single token for the text."""
         if text not in self._is_token:
             if len(self._is_token) >= MOST_TEXTS:
                 self._is_token.clear()
@@ -143,15 +143,15 @@ class EnginePool:
     def __init__(
         self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0, wait_s: float = WAIT_S
     ) -> None:
-        """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice.
-        `resumed_at`: the version that the run goes on with; 0 for one that begins. `wait_s`: how long calls wait in an outage."""
+        """`max_behind`: number of weight versions by which a preferred engine may be behind the newest one. `resumed_at`:
+        version at which the run resumes; 0 for a new run. `wait_s`: seconds that calls wait in an outage."""
         self.lanes = [EngineLane(engine) for engine in engines]
         self._max_behind = max_behind
         self._oldest = resumed_at
-        """The first version that can be trained from."""
+        """First version that can be trained from."""
         self._wait_s = wait_s
         self._out_since = time.monotonic()
-        """Of the present outage, or the newest one."""
+        """Begin of the present outage, or of the newest one."""
         self._ready = asyncio.Event()
         if not resumed_at:
             self._ready.set()
@@ -162,7 +162,7 @@ class EnginePool:
         self._probed_at = float("-inf")
 
     def order(self, favourite: EngineLane | None, episode_id: str = "") -> list[EngineLane]:
-        """Lanes in the order to try them; none that is draining."""
+        """Return the lanes in the order in which to try them, without draining ones."""
         lanes = [lane for lane in self.lanes if not lane.draining]
         now = time.monotonic()
         newest = max((lane.version or 0 for lane in lanes), default=0)
@@ -184,7 +184,7 @@ class EnginePool:
         return sum(lane.healthy and not lane.draining for lane in self.lanes)
 
     async def ready(self) -> bool:
-        """Whether an engine answers that has weights to train from; waits for one in an outage, which may last `wait_s` in all."""
+        """Return whether an engine with weights for training answers, after waiting in an outage for up to `wait_s` in all."""
         if not self._ready.is_set():
             self._waiting += 1
             try:
@@ -197,7 +197,7 @@ class EnginePool:
         return self._ready.is_set()
 
     async def out(self) -> bool:
-        """Whether there is an outage, as of now: asks the engines, together for all who ask at the same time."""
+        """Return whether there is an outage at present: probes the engines, once for all concurrent callers."""
         asked_at = time.monotonic()
         async with self._probing:
             if self._probed_at < asked_at:
@@ -216,7 +216,7 @@ class EnginePool:
             self._out_since, self._tell_after_s = time.monotonic(), TELL_AFTER_S
 
     def news(self) -> str:
-        """What people should hear of an outage that has begun or ended since this was last asked; empty for nothing."""
+        """Return a message about an outage that began or ended since the last call, or ""."""
         out_s = time.monotonic() - self._out_since
         if self._ready.is_set():
             told, self._told = self._told, False

@@ -1,7 +1,7 @@
 """The engines of all policies, as they come and go while the proxy serves.
 
-roster (run folder) ──look──> add: open, probe, use
-                              remove: drain ──nothing open──> closed, forgotten
+engine registry (run folder) ──look──> add: open, probe, use
+                                       remove: drain ──nothing open──> closed, forgotten
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class EnginePools:
-    """`async with fleet.kept():` probes and follows the roster."""
+    """The pools of all policies; `async with pools.kept():` probes them and follows the registry."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class EnginePools:
         resumed_at: Mapping[str, int] | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """`engines` are opened and closed by the caller, those that come later with `opener`. `resumed_at`: policy -> the
-        version that it goes on with, where it was trained before. `wait_s`: how long calls wait for an engine in an outage."""
+        """`engines` are opened and closed by the caller, later ones with `opener`. `resumed_at`: policy -> version at which it
+        resumes. `wait_s`: seconds that calls wait for an engine in an outage."""
         versions = resumed_at or {}
         self.pools = {
             name: EnginePool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
@@ -67,11 +67,11 @@ class EnginePools:
         return {name: [lane.view for lane in pool.lanes] for name, pool in self.pools.items()}
 
     def news(self) -> list[str]:
-        """A line for each policy whose engines went away or came back since this was last asked."""
+        """Return a line for each policy whose engines went away or came back since the last call."""
         return [f"policy {name}: {line}" for name, pool in self.pools.items() if (line := pool.news())]
 
     async def follow(self) -> None:
-        """Make the pools what the roster says. Raises EngineError for a roster that cannot be read."""
+        """Update the pools from the registry. Raises EngineError if the registry cannot be read."""
         async with self._following:  # one after another: to open an engine takes a while
             for policy, urls in self.roster.urls().items():
                 pool = self.pools[policy]
@@ -86,7 +86,7 @@ class EnginePools:
                         self._drain(policy, lane)
 
     async def change(self, policy: str, *, add: str | None = None, remove: str | None = None) -> None:
-        """Write it into the roster and follow. Raises RefusedError for what makes no sense."""
+        """Change the registry and follow it. Raises RefusedError for a change that is impossible."""
         pool = self.pools.get(policy)
         if pool is None:
             raise RefusedError(f"policy {policy!r}: those of the run are {', '.join(self.pools)}", param="policy")
@@ -103,7 +103,7 @@ class EnginePools:
         await self.follow()
 
     async def _check_tokenizer(self, pool: EnginePool, url: str) -> None:
-        """Who does not answer is not judged. Raises RefusedError."""
+        """Raise RefusedError if the engine's tokenizer differs. An engine that does not answer passes."""
         if not self._opener:
             return
         async with self._opener(url) as engine:

@@ -1,10 +1,10 @@
-"""Streams that the engine has to parse: few portions, so that parsing costs little, soon enough that nobody minds.
+"""Coalescing of streams that the engine must parse, so that parsing is cheap and agents notice no delay.
 
-vLLM keeps nothing between two portions of a stream: for each it parses anew all that went before, on the thread that also
-renders the prompts of other calls. So after each portion a stream rests, for `PATIENCE` times as long as that one took, at
-most `LONGEST_S`; what is sampled meanwhile makes one portion. The first tokens of a call rest never, the last ones neither.
+vLLM keeps no state between two portions of a stream: for each it parses everything before again, on the thread that also
+renders the prompts of other calls. So after each portion a stream pauses for `PATIENCE` times as long as its parsing took, at
+most `LONGEST_S`; tokens sampled meanwhile form one portion. The first and the last tokens of a call never wait.
 
-    engine --token, token, token--> paced() --one portion when the rest is over--> derender --> agent
+  engine --token, token, token--> coalesce() --one portion after the pause--> derender --> agent
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from swarmq.engine.client.protocol import Delta
 from swarmq.proxy.deltas import merge
 
 PATIENCE = 9.0
-"""A stream is parsed for a tenth of its time."""
+"""Factor of the pause: a stream is parsed for a tenth of its time."""
 LONGEST_S = 1.0
-"""The longest rest, which only answers of many thousand tokens reach: the longest pause that an agent notices."""
+"""Longest pause in seconds, reached only by answers of many thousand tokens."""
 
 
 class CoalescingPace:
-    """How long one stream is to rest. What waits behind other streams takes longer, and rests longer."""
+    """Pace of one stream. Portions that wait behind other streams take longer, and pause longer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class CoalescingPace:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """Around the parsing of a portion; that of several choices adds up."""
+        """Measure the parsing of a portion; that of several choices adds up."""
         began = self._clock()
         try:
             yield
@@ -49,7 +49,7 @@ class CoalescingPace:
 async def coalesce(
     portions: AsyncGenerator[list[Delta], None], pace: CoalescingPace
 ) -> AsyncGenerator[list[Delta], None]:
-    """What a stream brings, merged per choice while `pace` has it rest. Closing it closes `portions`."""
+    """Yield a stream's deltas, merged per choice while `pace` pauses. Closing it closes `portions`."""
     waiting: dict[int, list[Delta]] = {}
     reading = asyncio.create_task(_next(portions))
     try:

@@ -1,7 +1,7 @@
-"""Whether an engine's parsers may be given a stream in large portions: tried once, on tool calls as its model writes them.
+"""Probe whether an engine's tool parsers accept a stream in large portions, tried once on tool calls in the model's own format.
 
-Most parsers find the same calls however a stream is cut. Some look for one thing in each portion and lose what else it holds
-(vLLM's `llama3_json`): theirs has to come as it was sampled.
+Most parsers find the same calls however a stream is cut. Some look for one thing in each portion and lose the rest (vLLM's
+`llama3_json`); their streams must stay as they were sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUTS = (1000, 16, 5)
 
 
 async def finds_tool_calls(engine: Engine) -> bool:
-    """False also where the model's template does not show how it would write two calls."""
+    """Return whether the parsers find all calls; False also if the model's template does not show how two calls are written."""
     chat = {"messages": [_ASKED], "tools": _TOOLS}
     try:
         prompt = (await engine.render(chat)).token_ids

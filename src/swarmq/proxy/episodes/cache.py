@@ -1,10 +1,10 @@
-"""What the proxy remembers of running episodes, within bounds. Forgetting costs a turn its parent, never its exactness.
+"""Bounded memory of running episodes. Forgetting costs a turn its parent, never its exactness.
 
-    first call ──> remembered ──ended──> its id: calls that come later are refused
-                       ├──idle──> forgotten ──> its id and budget: the next call starts a branch, `memory_lost`
-                       └──no room, the least recently used first──> the same
+  first call ──> remembered ──ended──> its id: later calls are refused
+                     ├──idle──> forgotten ──> its id and budget: the next call starts a branch, `memory_lost`
+                     └──no room, the least recently used first──> the same
 
-An episode has ended when the collector says so; whoever missed that (events may be lost) goes idle.
+The collector says when an episode has ended; if that event was lost, the episode becomes idle.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from swarmq.registries.proxies import ProxyRegistry
 
 LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
-"""Of a memory without any turns, by tracemalloc."""
+"""Bytes of an episode's state without turns, measured by tracemalloc."""
 MAX_CALLS = 256
-"""Of an episode at a time."""
+"""Most concurrent calls of an episode."""
 MAX_GONE = 10_000
-"""Ids of ended episodes, and of forgotten ones, that are kept."""
+"""Most ids of ended and of forgotten episodes that are kept."""
 ENDINGS = frozenset({"episode", "eval"})
-"""Events of the collector that tell of an episode's end."""
+"""Events of the collector about an episode's end."""
 
 NOT_RECEIVED = ("orphan_turns", "unseen_turns", "rewards_uncredited")
 
@@ -44,18 +44,18 @@ Kept = TypeVar("Kept")
 
 
 class OpenEpisodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """What this proxy knows of an episode."""
+    """An open episode as this proxy knows it."""
 
     episode_id: str
     policies: tuple[str, ...]
-    """That it has called here."""
+    """Policies that it has called here."""
     calls: int
     sampled_tokens: int
     idle_s: float
 
 
 class EpisodeState:
-    """Of one episode."""
+    """State of one episode."""
 
     __slots__ = (
         "budget",
@@ -71,18 +71,18 @@ class EpisodeState:
 
     def __init__(self, *, client: str = "", lost: bool = False, budget: TokenBudget | None = None) -> None:
         self.client = client
-        """Whose keys it was called with."""
+        """Client of the keys with which it was called."""
         self.lost = lost
-        """There may have been calls that we know nothing of."""
+        """Whether there may have been calls that are unknown here."""
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, EngineLane] = {}
-        """Policy -> the engine that answered last."""
+        """Policy -> engine that answered last."""
         self.conversations = Conversations()
         self.budget = budget or TokenBudget()
         self.open_calls = 0
         self.used_at = 0.0
         self.counted_bytes = 0
-        """Its share of what all of them are said to take."""
+        """Share of the episode in the cache's size."""
 
     def graph(self, policy: str) -> Graph:
         if policy not in self.graphs:
@@ -95,7 +95,7 @@ class EpisodeState:
 
 
 class EpisodeCache:
-    """Memories by episode, in the order of their last use."""
+    """Episode states in the order of their last use."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class EpisodeCache:
         clock: Callable[[], float] = time.monotonic,
         is_home: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_home` says of an episode's id whether its first call was to come here, and not before we were there."""
+        """`is_home`: returns whether an episode's first call was sent here, while this proxy was up."""
         self._idle_s = idle_s
         self._limit_bytes = limit_bytes
         self._max_calls = max_calls
@@ -115,18 +115,18 @@ class EpisodeCache:
         self._memories: OrderedDict[str, EpisodeState] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._forgotten: OrderedDict[str, tuple[str, TokenBudget]] = OrderedDict()
-        """Client and budget."""
+        """Episode id -> client and budget."""
         self.size_bytes = 0
-        """Tokens, keys and messages of all memories together."""
+        """Bytes of the tokens, keys and messages of all states."""
         self.counts: Counter[str] = Counter()
-        """How often memory went because its episode had `ended`, was `idle`, or others needed the `room`."""
+        """Number of states removed because their episode had `ended`, was `idle`, or others needed the `room`."""
         self.not_received: dict[str, int] = dict.fromkeys(NOT_RECEIVED, 0)
-        """What the collector counts, in the whole run."""
+        """The collector's counts of undelivered answers in the whole run."""
         self._told = 0
 
     @classmethod
     def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> EpisodeCache:
-        """Those of the proxy that clients find at `url`, or of this number where they were told of no other, from now on."""
+        """Create the cache of the proxy that clients reach at `url`, or of this number if there is only one URL."""
         started_at, proxies = now(), ProxyRegistry(job.run_folder.proxies)
 
         def is_home(episode_id: str) -> bool:
@@ -145,7 +145,7 @@ class EpisodeCache:
         return len(self._memories)
 
     def of(self, episode_id: str, client: str = "") -> EpisodeState:
-        """Raises RefusedError when the episode is known to have ended, or to be another client's."""
+        """Return the state of an episode. Raises RefusedError if the episode has ended or belongs to another client."""
         memory = self._memories.get(episode_id)
         if memory is None:
             memory = self._memories[episode_id] = self._begun(episode_id, client)
@@ -156,7 +156,7 @@ class EpisodeCache:
         return memory
 
     def open_call(self, episode_id: str, client: str = "") -> EpisodeState:
-        """The memory, not to be forgotten before `close_call` as long as its episode goes on. Raises RefusedError."""
+        """Return the state, protected from eviction until `close_call` while its episode goes on. Raises RefusedError."""
         memory = self.of(episode_id, client)
         if memory.open_calls >= self._max_calls:
             raise RefusedError(
@@ -174,7 +174,7 @@ class EpisodeCache:
 
     @contextmanager
     def arriving(self, claims: keys.Claims) -> Iterator[EpisodeState]:
-        """The memory of a call whose body is still to come. Raises RefusedError."""
+        """Yield the state of a call whose body is still to come. Raises RefusedError."""
         memory = self.open_call(claims.episode_id, claims.client)
         try:
             yield memory
@@ -182,14 +182,14 @@ class EpisodeCache:
             memory.open_calls -= 1  # and no room is made yet: the call goes on in a moment
 
     def hear(self, event: Event) -> None:
-        """An event of the run, to learn which episodes have ended, and how many turns their agents did not receive."""
+        """Take an event of the run about ended episodes and undelivered turns."""
         if event.name == "state" and event.source == "collector":
             self.not_received = {name: event.fields.get(name, 0) for name in NOT_RECEIVED}
         if event.name in ENDINGS and event.source == "collector":
             self.end(event.fields["episode_id"])
 
     def end(self, episode_id: str) -> None:
-        """The episode is over: all that is kept of it is that."""
+        """Mark an episode as ended and remove its state."""
         memory = self._memories.pop(episode_id, None)
         if memory:
             self._uncount(memory)
@@ -204,7 +204,7 @@ class EpisodeCache:
         self._make_room()
 
     def alerts(self) -> list[str]:
-        """A line when open episodes lose their memory to others: at the first one, and whenever their number has doubled."""
+        """Return a line when open episodes lose their state to others: at the first one, and whenever their number has doubled."""
         if (num := self.counts["room"]) < max(1, 2 * self._told):
             return []
         self._told = num
@@ -217,11 +217,11 @@ class EpisodeCache:
     # ----------------------------------------------------------------------------------------------- looking
 
     def fields(self) -> dict[str, Any]:
-        """For the `state` event."""
+        """Return fields for the `state` event."""
         return {"episodes": len(self), "memory_bytes": self.size_bytes, "forgotten": dict(self.counts)}
 
     def views(self, limit: int) -> list[OpenEpisodeView]:
-        """The most recently used first."""
+        """Return the episodes, the most recently used first."""
         return [self._view(name, memory) for name, memory in islice(reversed(self._memories.items()), limit)]
 
     def view(self, episode_id: str) -> OpenEpisodeView | None:
@@ -254,7 +254,7 @@ class EpisodeCache:
             self._forget("room", lambda _: self.size_bytes > self._limit_bytes)
 
     def _forget(self, reason: str, is_due: Callable[[EpisodeState], bool]) -> None:
-        """The least recently used as long as they are due, except those with open calls: these are in use."""
+        """Remove the least recently used episodes without open calls while they are due."""
         for _ in range(len(self)):
             episode_id, memory = next(iter(self._memories.items()))
             if not is_due(memory):

@@ -1,12 +1,12 @@
-"""What was said in an episode and the exact tokens that said it. Pure: no clock, no I/O.
+"""The graph of an episode's messages with the exact tokens of each. Pure: no clock, no I/O.
 
-    messages   m1 ─ m2 ─ [answer a] ─ m3 ─ [answer b]        keys: a hash chain over canonical messages
-    nodes               node a ────────── node b             tokens: prompt after the shared ones, then sampled
+  messages   m1 ─ m2 ─ [answer a] ─ m3 ─ [answer b]        keys: a hash chain over canonical messages
+  nodes               node a ────────── node b             tokens: prompt after the shared ones, then sampled
 
-A request names messages. The node of its longest known prefix has the tokens which the engine saw and sampled; the
-next prompt is to begin with exactly these. A fresh rendering may spell the same text in other tokens (drift), so a
-node also remembers, as length and digest, what rendering its prompt freshly gave: where a later rendering begins
-with that and goes on with the sampled tokens, the two spell the same without comparing any text.
+The node of a request's longest known prefix has the tokens that the engine saw and sampled, with which the next prompt should
+begin. A fresh rendering may spell the same text in other tokens (drift), so a node also stores length and digest of the fresh
+rendering of its prompt: if a later rendering begins with that and continues with the sampled tokens, the two are equal without
+comparing any text.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ Reason = Literal[
     "drift",
     "memory_lost",
 ]
-"""Why a conversation that we know could not be continued token by token:
+"""Reason for which a known conversation could not be continued token by token:
 
-- `history_edited`: an answer came back other than it was given, what precedes it was changed (the clock in a system
-  prompt), or the history was cut or summarised;
-- `template_rewrote_history`: the chat template writes history other than it was sampled (thoughts that it leaves out,
-  white space that it trims, tool calls in another form, an empty thought that only the newest prompt has);
-- `tools_changed`: so did the tools or the template's arguments, and with them the text before the answer;
+- `history_edited`: an answer came back changed, what precedes it was changed (a clock in the system prompt), or the history was cut
+  or summarised;
+- `template_rewrote_history`: the chat template renders history otherwise than it was sampled (without thoughts, with trimmed white
+  space, with tool calls in another form, with an empty thought in the newest prompt alone);
+- `tools_changed`: the tools or the template's arguments changed, and with them the text before the answer;
 - `answer_cut`: the agent got less than was sampled, because a stop string was cut off;
 - `token_dropped`: a special token was sampled within the answer, which no text shows; `character_cut`: the answer ended within a
-  character. Both are continued where the agent sends the answer back as it got it and the template writes it so;
-- `drift`: the text is the same, but the tokens that were sampled cannot begin it;
-- `memory_lost`: the answers were given by another proxy, or before this one was started again or ran out of memory.
+  character. Both are continued if the agent sends the answer back unchanged and the template renders it so;
+- `drift`: the text is the same, but the sampled tokens cannot begin it;
+- `memory_lost`: the answers were given by another proxy, or before a restart or shortage of memory of this one.
 """
 
 ID_BYTES = 4
-"""Tokens are packed little-endian int32 everywhere here, so that prefixes compare at memory speed."""
+"""Bytes of a token id: packed little-endian int32, so that prefixes are compared at memory speed."""
 
 WORTH_TOKENS = 64
-"""Fewer tokens than these are sent again: naming where they are takes about as much."""
+"""Number of shared tokens below which they are sent again, because a reference costs about as much."""
 
 NODE_BYTES, KEY_BYTES = 832, 128
-"""What a turn and a key take besides tokens, by tracemalloc."""
+"""Bytes of a turn and of a key besides tokens, measured by tracemalloc."""
 
 _hash_json = msgspec.json.Encoder(order="deterministic")
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The messages of a request, as keys to look up."""
+    """The messages of a request as keys to look up."""
 
     base: bytes
-    """Hash of what the template gets besides messages: tools and template arguments."""
+    """Hash of the template's other inputs: tools and template arguments."""
     keys: tuple[bytes, ...]
-    """keys[i] identifies messages 0..i."""
+    """Keys; keys[i] identifies messages 0..i."""
     answered: int
-    """How many messages there are through the last one of the assistant; 0 without one."""
+    """Number of messages through the assistant's last one; 0 without one."""
     answers: tuple[bytes, ...]
-    """The assistant's messages that say something, each identified whatever precedes it."""
+    """Hashes of the assistant's messages with content, whatever precedes them."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -73,26 +73,26 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     call_id: str
     request_id: str
     key: bytes
-    """Of the request's messages and the answer."""
+    """Key of the request's messages and the answer."""
     base: bytes
     answer: bytes | None
-    """Identifies the answer whatever precedes it; None for one that says nothing."""
+    """Hash of the answer, whatever precedes it; None for an empty one."""
     depth: int
-    """Number of messages, the answer included."""
+    """Number of messages, including the answer."""
     parent: Node | None
-    """Where its first tokens are: what it continues, or only begins like."""
+    """The node with its first tokens: the continued turn, or one that only begins alike."""
     shared: int
-    """Leading tokens taken from the parent's sequence."""
+    """Number of leading tokens in the parent's sequence."""
     prompt: bytes
     """Prompt tokens after the shared ones."""
     sampled: bytes
     repaired: bool
-    """The prompt is not what rendering gave."""
+    """Whether the prompt differs from its rendering."""
     fresh_bytes: int
     fresh_digest: bytes
-    """Of what rendering gave for the prompt."""
+    """Digest of the prompt's fresh rendering."""
     cut: bool
-    """The agent got less of the answer than was sampled."""
+    """Whether the agent got less of the answer than was sampled."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -103,7 +103,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.prompt_tokens + len(self.sampled) // ID_BYTES
 
     def tokens(self, count: int | None = None) -> bytes:
-        """The first `count` tokens of the sequence; all of them without."""
+        """Return the first `count` tokens of the sequence, or all of them."""
         pieces: list[bytes] = []
         node: Node | None = self
         need = self.num_tokens if count is None else count
@@ -115,20 +115,20 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             node = node.parent
         return b"".join(reversed(pieces))
 
-    def rendered_in(self, fresh: bytes) -> bool:
-        """Whether a rendering begins with what rendering this node's prompt gave."""
+    def begins_rendering(self, fresh: bytes) -> bool:
+        """Return whether a rendering begins with the fresh rendering of this node's prompt."""
         return len(fresh) >= self.fresh_bytes and digest(fresh[: self.fresh_bytes]) == self.fresh_digest
 
 
 class Stitched(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt to sample from, and where it comes from."""
+    """A prompt to sample from, and how it continues earlier turns."""
 
     prompt: bytes
     parent: Node | None = None
     shared: int = 0
-    """Its first tokens are the first tokens of the parent's sequence."""
+    """Number of first tokens that are the first tokens of the parent's sequence."""
     depth: int = 0
-    """Messages that the shared tokens speak of."""
+    """Number of messages that the shared tokens cover."""
     repaired: bool = False
     branch: Reason | None = None
 
@@ -138,14 +138,14 @@ EMPTY_PROMPT = Stitched(prompt=b"")
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the first tokens of a prompt are already, so that they need not travel again."""
+    """The confirmed turn that holds the first tokens of a prompt, so that they are not sent again."""
 
     node: Node | None = None
     shared: int = 0
     depth: int = 0
-    """Messages that are there too."""
+    """Number of messages that the turn holds, too."""
     begins: bool = False
-    """The prompt continues nothing: it only has the same first tokens."""
+    """Whether the prompt continues nothing and only shares first tokens."""
 
 
 class Graph:
@@ -157,24 +157,24 @@ class Graph:
         self._answers: dict[bytes, list[Node]] = {}
         """Key of an answer -> its twins: one per equal request that was answered in the same words."""
         self._claims: dict[str, str] = {}
-        """Id of a twin -> the request that continues it."""
+        """Call id of a twin -> the request that continues it."""
         self._seen: set[bytes] = set()
         self._given: set[bytes] = set()
-        """Answers, whatever precedes them."""
+        """Hashes of given answers, whatever precedes them."""
         self._edited: set[bytes] = set()
-        """Keys of last answers that are not as we gave them."""
+        """Keys of last answers that came back changed."""
         self._prompts: dict[tuple[bytes, str], Node] = {}
-        """Digest of a prompt and what it continues -> the first node that has it."""
+        """(digest of a prompt, continued call id) -> first node with it."""
         self._newest: dict[bytes, Node] = {}
         """First key of a conversation -> its newest node; b"" -> the newest of all."""
         self.size_bytes = 0
 
     def known(self, history: History) -> list[list[Node]]:
-        """Nodes of known prefixes of the messages, the longest first, twins together, the newest first."""
+        """Return the nodes of known prefixes of the messages, the longest first, twins together, the newest first."""
         return [self._answers[key][::-1] for key in reversed(history.keys) if key in self._answers]
 
     def claim(self, node: Node, request_id: str) -> None:
-        """The request continues this node, so that others prefer a twin that nothing continues yet."""
+        """Mark a node as continued by the request, so that other requests prefer a twin that nothing continues yet."""
         if len(self._answers[node.key]) > 1 and node.call_id not in self._claims:
             self._claims[node.call_id] = request_id
             self.size_bytes += KEY_BYTES
@@ -184,14 +184,14 @@ class Graph:
             del self._claims[node.call_id]
             self.size_bytes -= KEY_BYTES
 
-    def claimed(self, node: Node, request_id: str) -> bool:
-        """Another request continues this node."""
+    def is_claimed(self, node: Node, request_id: str) -> bool:
+        """Return whether another request continues this node."""
         return self._claims.get(node.call_id, request_id) != request_id
 
-    def edited(self, history: History) -> bool:
-        """The conversation is one of ours, but its last answer is not as we gave it, or not where we gave it.
+    def is_edited(self, history: History) -> bool:
+        """Return whether the conversation is known, but its last answer was changed or moved.
 
-        Examples that stand before every question are no answers of ours: they are seen again as they were.
+        Examples that stand before every question are not given answers: they recur unchanged.
         """
         if not history.answered or (key := history.keys[history.answered - 1]) in self._answers:
             return False
@@ -200,10 +200,11 @@ class Graph:
         return history.keys[0] in self._seen or not self._given.isdisjoint(history.answers)
 
     def origin(self, stitched: Stitched, history: History, request_id: str) -> Origin:
-        """The confirmed turn from which most of the prompt is known: an equal request, what is continued, or one like it.
+        """Return the confirmed turn with most of the prompt's tokens: an equal request, the continued turn, or one that begins
+        alike.
 
-        An equal request counts only where both continue the same, so that every turn that is continued is seen to be.
-        Only another choice of the same request also spares the messages: an earlier sending may be left out as lost.
+        An equal request counts only if both continue the same turn, so that every continued turn is recognised as such. Only
+        another choice of the same request also covers the messages: an earlier sending may be dropped as lost.
         """
         begins = stitched.parent is None and stitched.branch is None
         same = self._prompts.get(_prompt_key(digest(stitched.prompt), stitched.parent))
@@ -217,8 +218,8 @@ class Graph:
         return Origin(node=near, shared=shared, begins=begins) if shared >= WORTH_TOKENS else Origin()
 
     def add(self, node: Node, stitched: Stitched, history: History) -> None:
-        """Remember a turn that is confirmed, so that later ones may refer to it."""
-        if self.edited(history):
+        """Add a confirmed turn, so that later ones may refer to it."""
+        if self.is_edited(history):
             self._edited.add(history.keys[history.answered - 1])
         self._answers.setdefault(node.key, []).append(node)
         if node.answer:
@@ -243,12 +244,12 @@ def history_of(chat: dict[str, Any]) -> History:
         base=base,
         keys=tuple(keys),
         answered=answered[-1] if answered else 0,
-        answers=tuple(found for i in answered if (found := answer_of(messages[i - 1]))),
+        answers=tuple(found for i in answered if (found := hash_answer(messages[i - 1]))),
     )
 
 
-def answer_of(message: dict[str, Any]) -> bytes | None:
-    """Identifies an answer whatever precedes it; None for one that says nothing."""
+def hash_answer(message: dict[str, Any]) -> bytes | None:
+    """Return the hash of an answer, whatever precedes it, or None for an empty one."""
     return next_key(b"answer", message) if message.get("content") or message.get("tool_calls") else None
 
 
@@ -257,9 +258,9 @@ def next_key(key: bytes, message: dict[str, Any]) -> bytes:
 
 
 def canonical(message: dict[str, Any]) -> list[Any]:
-    """What of a message makes it the same message when it comes back.
+    """Return the part of a message by which it is recognised when it comes back.
 
-    Generous on purpose, because agents drop reasoning, ids and empty fields: what is stitched is compared as text.
+    It is generous on purpose, because agents drop reasoning, ids and empty fields; stitched prompts are compared as text.
     """
     calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
     content = _canonical_content(message.get("content"))
@@ -268,21 +269,21 @@ def canonical(message: dict[str, Any]) -> list[Any]:
     return [message.get("role"), message.get("name"), content, calls]
 
 
-def continued(node: Node, fresh: bytes) -> Stitched | None:
-    """Go on after the node's answer, when tokens alone show that the rendering spells the same."""
+def continue_node(node: Node, fresh: bytes) -> Stitched | None:
+    """Continue after the node's answer if tokens alone show that the rendering spells the same text, else return None."""
     rest = fresh[node.fresh_bytes :]
-    if not rest.startswith(node.sampled) or not node.rendered_in(fresh):
+    if not rest.startswith(node.sampled) or not node.begins_rendering(fresh):
         return None
     prompt = node.tokens() + rest[len(node.sampled) :] if node.repaired else fresh
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
 
 
-def branched(known: Sequence[Sequence[Node]], fresh: bytes, reason: Reason) -> Stitched:
-    """Leave the recorded way, as late as tokens alone allow. `known`: twins of known prefixes, longest first."""
+def branch_off(known: Sequence[Sequence[Node]], fresh: bytes, reason: Reason) -> Stitched:
+    """Branch off the recorded conversation, as late as tokens alone allow. `known`: twins of known prefixes, longest first."""
     for twins in known:
-        if found := next((found for node in twins if (found := continued(node, fresh))), None):
+        if found := next((found for node in twins if (found := continue_node(node, fresh))), None):
             return msgspec.structs.replace(found, branch=reason)
-        if node := next((node for node in twins if node.rendered_in(fresh)), None):
+        if node := next((node for node in twins if node.begins_rendering(fresh)), None):
             prompt = node.tokens(node.prompt_tokens) + fresh[node.fresh_bytes :]
             return Stitched(
                 prompt=prompt,
@@ -297,15 +298,15 @@ def branched(known: Sequence[Sequence[Node]], fresh: bytes, reason: Reason) -> S
     return Stitched(prompt=fresh, parent=newest if shared else None, shared=shared, branch=reason)
 
 
-def why_not(node: Node, history: History) -> Reason:
-    """Why a rendering does not begin with the text of what was recorded."""
+def branch_reason(node: Node, history: History) -> Reason:
+    """Return why a rendering does not begin with the text of the node."""
     if history.base != node.base:
         return "tools_changed"
     return "answer_cut" if node.cut else "template_rewrote_history"
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
-    """Length of the common prefix, in tokens."""
+    """Return the length of the common prefix, in tokens."""
     low, high = 0, min(len(one), len(other)) // ID_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,5 @@
-"""The messages of an episode, each kept once, for agents that name a conversation, or parts of it, instead of sending it again."""
+"""The messages of an episode, each stored once, for agents that name a conversation, or parts of it, instead of sending it
+again."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class Conversations:
-    """A trie of messages: conversations that begin alike share what they have in common."""
+    """A trie of messages: conversations share their common beginnings."""
 
     def __init__(self) -> None:
         self._steps: dict[bytes, tuple[bytes, bytes]] = {}
-        """Key of a conversation -> key of all but its last message, and that message."""
+        """Key of a conversation -> (key without its last message, that message)."""
         self._ends: dict[str, bytes] = {}
         self._parts: dict[str, tuple[bytes, str, int]] = {}
-        """Name of a part -> key of the conversation whose last message has it, the field it is, and where in that."""
+        """Name of a part -> (key of the conversation whose last message has it, field, index within the field)."""
         self.size_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -38,7 +39,7 @@ class Conversations:
         self.size_bytes += len(name) + 100
 
     def recall(self, name: str) -> list[Json] | None:
-        """The messages of the conversation of that name; None when there is none."""
+        """Return the messages of the named conversation, or None."""
         key = self._ends.get(name)
         if key is None:
             return None
@@ -49,13 +50,13 @@ class Conversations:
         return messages[::-1]
 
     def keep_parts(self, name: str, parts: Mapping[str, tuple[str, int]]) -> None:
-        """`parts`: name -> field of the conversation's last message, and which entry; all of a text is its first."""
+        """Store `parts`: name -> (field of the conversation's last message, index); a whole text has index 0."""
         for part, where in parts.items():
             self._parts[part] = (self._ends[name], *where)
             self.size_bytes += len(part) + 200
 
     def recall_part(self, name: str) -> Json | None:
-        """The message with that part alone; None when there is none of that name."""
+        """Return the message with the named part alone, or None."""
         if name not in self._parts:
             return None
         key, field, at = self._parts[name]

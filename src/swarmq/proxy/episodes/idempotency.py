@@ -1,6 +1,6 @@
-"""Episodes that were begun or ended over HTTP, so that a repeated request gets the first one's answer.
+"""Episodes begun or ended over HTTP, so that a repeated request gets the first one's answer.
 
-What is forgotten, or was said to another proxy, the collector recognises: an equal begin or end is a duplicate there.
+The collector recognises duplicates that were forgotten here or sent to another proxy.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class RecordedEnd(NamedTuple):
 
 
 class EpisodeEntry:
-    """Of one episode. Whoever begins or ends it holds `lock`, so that a repeat waits for the first."""
+    """Entry of one episode. A begin or end holds `lock`, so that a repeated request waits for the first."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.begin: EpisodeBegin | None = None
         self.ends: list[RecordedEnd] = []
-        """At most one of each client: whose episode it is, this proxy may not know."""
+        """Recorded ends, at most one per client, because this proxy may not know whose episode it is."""
 
     def end_of(self, client_id: str) -> RecordedEnd | None:
-        """The end by this client or, as far as it is known here, in its place."""
+        """Return the end by this client, or, if the episode's client is known here, by that one."""
         return next((one for one in self.ends if not is_foreign(client_id, one.end.client_id)), None)
 
 
 class IdempotencyStore:
-    """Entries by episode; the oldest go first."""
+    """Entries by episode; the oldest are discarded first."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit

@@ -1,9 +1,9 @@
-"""The prompt of a request: the exact tokens of what was said before, freshly rendered tokens for the rest.
+"""Building of prompts from the exact tokens of earlier turns and freshly rendered tokens for the rest.
 
-Tokens alone decide nearly always. Where a rendering spells the last answer in other tokens, texts are compared: the
-engine decodes both, the rest of the text is encoded apart, and the result must decode to the rendering's text. Tokenizers
-that begin every text with a space (SentencePiece) encode the rest otherwise when it stands alone; there it is the rendering's
-own tokens, from where what was said ends.
+Tokens alone decide nearly always. If a rendering spells the last answer in other tokens, texts are compared: the engine decodes
+both, the rest of the text is encoded separately, and the result must decode to the rendering's text. Tokenizers that begin
+every text with a space (SentencePiece) would encode the rest differently on its own; for them it is the rendering's own tokens
+after the earlier turns.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from swarmq.proxy.episodes.conversation_graph import (
     Node,
     Reason,
     Stitched,
-    branched,
-    continued,
-    why_not,
+    branch_off,
+    branch_reason,
+    continue_node,
 )
 from swarmq.proxy.episodes.special_tokens import MARKUP
 
 Json = dict[str, Any]
 
 REPLACED = "\ufffd"
-"""What a decoder writes for bytes that are no whole character."""
+"""Character that a decoder writes for bytes that are no whole character."""
 
 
 async def stitch(
@@ -45,19 +45,20 @@ async def stitch(
     lost: bool = False,
     messages: Sequence[Json] = (),
 ) -> Stitched:
-    """`lost`: earlier answers of this episode may be unknown here. `messages`: those of the history.
+    """Build the prompt of a request.
 
-    Raises EngineError when the engine cannot be asked about texts.
+    `lost`: whether earlier answers of this episode may be unknown here. `messages`: those of the history. Raises EngineError if
+    the engine cannot be asked about texts.
     """
     fresh = pack_ids(fresh_ids)
     known = graph.known(history)
-    edited: Reason | None = "history_edited" if graph.edited(history) else None
+    edited: Reason | None = "history_edited" if graph.is_edited(history) else None
     if not known:
         return Stitched(prompt=fresh, branch=edited or ("memory_lost" if lost and history.answered else None))
     found = await _continuation(graph, known[0], history, fresh, engine, request_id, messages)
     if isinstance(found, Stitched):
         return msgspec.structs.replace(found, branch=edited) if edited else found
-    return branched(known, fresh, edited or found)
+    return branch_off(known, fresh, edited or found)
 
 
 async def _continuation(
@@ -69,15 +70,15 @@ async def _continuation(
     request_id: str,
     messages: Sequence[Json],
 ) -> Stitched | Reason:
-    """What continues the first of the twins that can be continued, or why the first cannot.
+    """Return what continues the first of the twins that can be continued, or why the first cannot.
 
-    Those come first that no other request continues: of answers in the same words each is to be continued once.
+    Twins that no other request continues come first: of answers in the same words, each is continued once.
     """
     reasons: list[Reason] = []
-    taken = [node for node in twins if graph.claimed(node, request_id)]
+    taken = [node for node in twins if graph.is_claimed(node, request_id)]
     for some in ([node for node in twins if node not in taken], taken):
         for node in some:
-            if found := continued(node, fresh):
+            if found := continue_node(node, fresh):
                 graph.claim(node, request_id)
                 return found
         for node in some:
@@ -96,7 +97,7 @@ async def _by_text(
     recorded = node.tokens()
     said, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
     if not rendered.startswith(said):
-        reason = why_not(node, history)
+        reason = branch_reason(node, history)
         given = messages[node.depth - 1] if node.depth <= len(messages) else {}
         return reason if reason != "template_rewrote_history" else await _by_key(node, given, fresh, engine)
     rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
@@ -109,8 +110,8 @@ async def _by_text(
 
 
 async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
-    """Continue an answer whose text lacks something that was sampled: the agent has sent it back as it got it, so the
-    recorded tokens stand for it, where the rendering shows nothing else of it. `given`: the message that the answer was."""
+    """Continue an answer whose text lacks something that was sampled: the agent sent it back unchanged, so the recorded tokens
+    stand for it if the rendering shows nothing else. `given`: the answer's message."""
     content = given.get("content")
     if not isinstance(content, str) or not content or given.get("tool_calls"):
         return "template_rewrote_history"
@@ -119,7 +120,7 @@ async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stit
     if sampled == content + end or _shown(sampled) != _shown(content):
         return "template_rewrote_history"
     lost: Reason = "character_cut" if REPLACED in sampled else "token_dropped"
-    tail = await _text(engine, fresh[node.fresh_bytes :]) if node.rendered_in(fresh) else ""
+    tail = await _text(engine, fresh[node.fresh_bytes :]) if node.begins_rendering(fresh) else ""
     if not tail.startswith(content + end):
         return lost
     text = tail[len(content + end) :]
@@ -130,12 +131,12 @@ async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stit
 
 
 def _shown(text: str) -> str:
-    """What of a text a message has: no special tokens, no halves of characters."""
+    """Return the part of a text that a message has: no special tokens, no partial characters."""
     return MARKUP.sub("", text).replace(REPLACED, "")
 
 
 async def _after(said: str, fresh: bytes, engine: Engine) -> bytes:
-    """The tokens of `fresh` that come after the text `said`, found by bisection."""
+    """Return the tokens of `fresh` after the text `said`, found by bisection."""
     low, high = 0, len(fresh) // ID_BYTES
     while low < high:
         middle = (low + high) // 2

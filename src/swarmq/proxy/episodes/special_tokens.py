@@ -1,7 +1,8 @@
-"""Special tokens within what agents send: a tokenizer takes the text `<|im_end|>` for the token that ends a turn, whoever wrote it.
+"""Escaping of special tokens in agents' messages. Pure.
 
-What a tool has fetched from somewhere could so forge turns of the conversation. Where a run escapes such text, a space comes
-between its first two characters: the model still reads it, and it is no special token any more. Pure.
+A tokenizer takes the text `<|im_end|>` for the token that ends a turn, whoever wrote it, so that fetched content could forge
+turns of the conversation. If a run escapes such text, a space is put between its first two characters: the model can still read
+it, and it is no special token any more.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any
 Json = dict[str, Any]
 
 MARKUP = re.compile(r"<[|\uff5c][^<>\s]{1,64}[|\uff5c]>|</?[A-Za-z_][\w.:-]{0,63}>|\[/?[A-Z_]{2,32}\]")
-"""How special tokens look: `<|im_end|>`, `</s>`, `<start_of_turn>`, `[INST]`. Which of them a model has, its tokenizer says."""
+"""Pattern of possible special tokens: `<|im_end|>`, `</s>`, `<start_of_turn>`, `[INST]`. The tokenizer says which of them a
+model has."""
 SPOKEN = "assistant"
-"""Whose messages stay as they are: they are answers of the model, whose tokens are known."""
+"""Role whose messages stay unchanged: they are the model's answers, whose tokens are known."""
 
 
 async def escape(chat: Json, is_token: Callable[[str], Awaitable[bool]]) -> Json:
-    """The chat with every special token in its messages spelled as text. `is_token`: a text is one token of the model's."""
+    """Return the chat with every special token in its messages as plain text. `is_token`: returns whether a text is a single
+    token."""
     found = {match for message in chat["messages"] for text in _texts(message) for match in MARKUP.findall(text)}
     special = {text for text in found if await is_token(text)}
     if not special:

@@ -1,6 +1,6 @@
-"""What an episode may still sample. Held exactly within one proxy, calls side by side included.
+"""Budgets of episodes: calls and tokens that they may still use, exact within one proxy, also for concurrent calls.
 
-An episode that changes its proxy is counted anew there; one stays at its proxy as long as that lives.
+An episode that changes its proxy is counted anew there; it stays with its proxy as long as that lives.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from swarmq.proxy.http_errors import RefusedError
 
 
 class TokenBudget:
-    """Calls and tokens of one episode."""
+    """Budget of calls and tokens of one episode."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.sampled_tokens = 0
         self.reserved_tokens = 0
-        """That open calls may yet sample."""
+        """Number of tokens that open calls may still sample."""
 
     def take_call(self, *, max_calls: int, max_tokens: int) -> None:
-        """Raises RefusedError when the episode has made all its calls, or sampled all its tokens; 0: no limit."""
+        """Count a call. Raises RefusedError if the episode has used all its calls or tokens; 0: no limit."""
         if max_calls and self.calls >= max_calls:
             raise RefusedError(
                 f"the episode has made its {max_calls} calls", status=403, code="episode_calls_exhausted"
@@ -30,11 +30,11 @@ class TokenBudget:
         self.calls += 1
 
     def give_call_back(self) -> None:
-        """It was not answered, by no fault of the agent's."""
+        """Uncount a call that was not answered through no fault of the agent."""
         self.calls -= 1
 
     def room(self, max_tokens: int, choices: int) -> int | None:
-        """Tokens that each of so many choices may have; None: no limit. Raises RefusedError when there are none."""
+        """Return the tokens available for each of so many choices; None: no limit. Raises RefusedError if there are none."""
         if not max_tokens:
             return None
         room = (max_tokens - self.sampled_tokens - self.reserved_tokens) // choices
@@ -53,7 +53,7 @@ class TokenBudget:
 
 
 class Reservation:
-    """The tokens that an open call may yet sample."""
+    """The tokens that an open call may still sample."""
 
     def __init__(self, budget: TokenBudget, choices: int, each: int) -> None:
         self._budget = budget
@@ -62,12 +62,12 @@ class Reservation:
         budget.reserved_tokens += self._left
 
     def sampled(self, count: int) -> None:
-        """A choice is complete."""
+        """Record that a choice is complete."""
         self._budget.sampled_tokens += count
         self._release(self._each)
 
     def end(self) -> None:
-        """The call is over. Doing it again does nothing."""
+        """Release the reservation at the end of the call. Releasing it again does nothing."""
         self._release(self._left)
 
     def _release(self, count: int) -> None:

@@ -1,7 +1,7 @@
-"""What agents ask over HTTP: a route for each dialect, counting tokens, models, and honest words for the rest.
+"""The agents' routes: one for each dialect, counting of tokens, the list of models, and clear errors for everything else.
 
-agent ──POST──> key ──> body ──> read ──> Completions.begin ──┬─> whole ──> JSON
-                                                              └─> stream ──> server-sent events
+agent ──POST──> key ──> body ──> read_request ──> Completions.begin ──┬─> whole ──> JSON
+                                                                      └─> stream ──> server-sent events
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from swarmq.proxy.dialects import (
     Dialect,
     anthropic_messages,
     chat_completions,
-    events,
-    headers,
     openapi_schemas,
-    read,
+    read_request,
+    response_headers,
+    stream_events,
 )
 from swarmq.proxy.dialects.base import policy_of
 from swarmq.proxy.engines.pool import EnginePool
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 MODELS = "/v1/models"
 PATTERN = frozenset("*?[")
-"""An alias with one of these is no name that could be listed."""
+"""Characters of alias patterns, which cannot be listed as model names."""
 AGENT_KEY = "agentKey"
-"""The keys of `begin_episode()` in the OpenAPI document."""
+"""Name of the episode keys' security scheme in the OpenAPI document."""
 STATUSES = {
     400: "The request is wrong, or the model cannot do it; the message names the field.",
     401: "No key, or one that is forged, expired or of another run.",
@@ -62,7 +62,7 @@ STATUSES = {
 
 
 class GoneError(Exception):
-    """The agent hung up."""
+    """The agent has disconnected."""
 
 
 def agent_routes(
@@ -79,7 +79,7 @@ def agent_routes(
     refuses_tools: bool,
     refuses_unknown: bool,
 ) -> list[HTTPRouteHandler]:
-    """`claims_of` reads a request's key, or raises RefusedError."""
+    """Return the routes. `claims_of` reads a request's key, or raises RefusedError."""
 
     async def body_of(request: Request[Any, Any, Any]) -> bytes:
         try:
@@ -94,7 +94,7 @@ def agent_routes(
         claims = claims_of(request)
         with episodes.arriving(claims) as memory:
             raw = await body_of(request)
-            call = read(
+            call = read_request(
                 dialect,
                 raw,
                 claims,
@@ -118,23 +118,25 @@ def agent_routes(
             try:
                 with serving.answering(begun, scope):
                     if call.stream:
-                        await _send_events(send, begun, events(dialect, completions, begun, meter), headers(begun))
+                        await _send_events(
+                            send, begun, stream_events(dialect, completions, begun, meter), response_headers(begun)
+                        )
                     else:
                         body = dialect.answer(begun, await completions.whole(begun))
-                        await _whole(request, body, headers(begun))(scope, receive, send)
+                        await _whole(request, body, response_headers(begun))(scope, receive, send)
             finally:
                 await begun.close()  # where the agent was gone before the first event
 
         return watched(respond)
 
     def watched(respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> ASGIApp:
-        """Counted as open, and cancelled when the agent hangs up."""
+        """Count a response as open, and cancel it when the agent disconnects."""
 
         async def respond_unless_gone(scope: Scope, receive: Receive, send: Send) -> None:
             meter.open_calls += 1
             try:
                 with suppress(GoneError):  # who could be told?
-                    await unless_gone(receive, respond(scope, receive, send))
+                    await cancel_if_gone(receive, respond(scope, receive, send))
             finally:
                 meter.open_calls -= 1
 
@@ -193,8 +195,8 @@ def not_served(method: str, path: str) -> RefusedError:
     )
 
 
-def key_of(request: Request[Any, Any, Any]) -> str:
-    """From where either of the two client libraries puts it. Raises RefusedError."""
+def read_key(request: Request[Any, Any, Any]) -> str:
+    """Return the API key from the header that OpenAI's or Anthropic's library uses. Raises RefusedError if there is none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:
         return key.strip()
@@ -210,8 +212,8 @@ def _whole(request: Request[Any, Any, Any], body: Json, told: Mapping[str, str])
     return Response(body, headers=told).to_asgi_response(app=None, request=request)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the agent hangs up before it is there. Raises GoneError then."""
+async def cancel_if_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled if the agent disconnects first; GoneError is then raised."""
     outcome: list[T] = []
     failure: list[Exception] = []
 
@@ -242,8 +244,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _send_events(
     send: Send, begun: ActiveCall, said: AsyncGenerator[bytes, None], told: Mapping[str, str]
 ) -> None:
-    """The answer as server-sent events, with what is `told` as headers. The last event ends the body at once: agents that hang up
-    after it are to have read all there is."""
+    """Send the answer as server-sent events with the headers `told`. The last event ends the body at once, because agents may
+    disconnect after it."""
     named = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-cache",
@@ -266,7 +268,7 @@ def _no_model(name: str, served: Iterable[str]) -> RefusedError:
 
 
 def _operation(told: str, body: Json | None = None) -> type[Operation]:
-    """How a route stands in the OpenAPI document. Bodies are read by hand: their errors are a dialect's."""
+    """Return the OpenAPI operation of a route. Bodies are read by the routes, because errors have the dialect's form."""
 
     class Documented(Operation):
         def __init__(self, **facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP side of the proxy put together: routes, keys, errors, and the `state` event."""
+"""The proxy's HTTP application: routes, keys, errors, and the `state` event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from swarmq.proxy.dialects import dialect_of, request_headers
 from swarmq.proxy.engines.pool import WAIT_S
 from swarmq.proxy.engines.pools import EnginePools, Opener
 from swarmq.proxy.episodes.cache import EpisodeCache
-from swarmq.proxy.http.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
+from swarmq.proxy.http.agent_routes import AGENT_KEY, agent_routes, not_served, read_key
 from swarmq.proxy.http.control_routes import FAULTS, SECURITY, Authority, ProxyStatus, control_routes
 from swarmq.proxy.http.episode_control import EpisodeControl
 from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
@@ -43,9 +43,9 @@ from swarmq.version import __version__
 
 STATE_EVERY_S = 2.0
 EPISODE = "swarmq_episode"
-"""Where a request keeps whose it is."""
+"""Key of a request's episode in its state."""
 AT_FAULT = frozenset({400, 404, 408, 413})
-"""Statuses of calls that an agent has to change before it gets an answer."""
+"""Statuses of calls that an agent must change before it can get an answer."""
 MAX_KNOWN, MAX_WHY = 4096, 300
 log = structlog.get_logger()
 
@@ -65,12 +65,12 @@ def create_app(
     watchers: Sequence[Callable[[Turn, float], None]] = (),
     engine_wait_s: float = WAIT_S,
 ) -> Litestar:
-    """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
+    """Create the proxy of a run.
 
-    `number` is its own among the run's proxies. `opener` opens engines that are added while it serves. With `tuning` and
-    `episodes`, which are to hear the run's events (`follow`), settings can change meanwhile and ended episodes are forgotten.
-    `watchers` are told of every turn that is confirmed, with the seconds that took. `engine_wait_s`: how long calls wait where no
-    engine can answer.
+    `engines`: those of every policy, opened and closed by the caller, like the broker. `number`: index among the run's proxies.
+    `opener`: opens engines that are added later. With `tuning` and `episodes`, which get the run's events (`follow`), settings
+    can change and ended episodes are forgotten. `watchers`: called with every confirmed turn and the seconds of its confirm.
+    `engine_wait_s`: seconds that calls wait while no engine can answer.
     """
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     source = f"proxy.{number}"
@@ -99,15 +99,15 @@ def create_app(
     removed = RevokedNames(job.run_folder.clients)
 
     def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
-        claims = keys.verify(root, key_of(request), run=job.run, now=now(), removed=removed)
+        claims = keys.verify(root, read_key(request), run=job.run, now=now(), removed=removed)
         request.state[EPISODE] = claims.episode_id
         return claims
 
-    refused = Refused()
+    refused = RefusalEvents()
 
     @get("/health")
     async def health() -> Response[dict[str, Any]]:
-        """200 when every policy has an engine that answers."""
+        """Answer 200 if every policy has an engine that answers."""
         alive = {name: pool.num_healthy for name, pool in pools.items()}
         status = 200 if all(alive.values()) else 503
         return Response({"status": "ok" if status == 200 else "degraded", "engines": alive}, status_code=status)
@@ -137,7 +137,7 @@ def create_app(
         security=[{SECURITY: []}],
     )
     async def show_metrics() -> bytes:
-        """For Prometheus, with an operator token whose role is read."""
+        """Return metrics for Prometheus; needs an operator token with the role read."""
         return metrics.text()
 
     @asynccontextmanager
@@ -214,8 +214,9 @@ def create_app(
     )
 
 
-class Refused:
-    """Episodes that a call was refused of, told to the collector once each: an episode without a turn has a reason then."""
+class RefusalEvents:
+    """Events that tell the collector once for each episode that a call of it was refused, as a reason if it ends without a
+    turn."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -236,7 +237,7 @@ class Refused:
 
 
 async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], None]]) -> None:
-    """Tell `hearers` of the run's events until cancelled."""
+    """Pass the run's events to `hearers` until cancelled."""
     async with broker.events(run) as events:
         async for event in events:
             for hear in hearers:

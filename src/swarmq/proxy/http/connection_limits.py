@@ -1,11 +1,11 @@
-"""Connections that dawdle: whoever takes too long to ask, or to read the answer, makes room for others.
+"""Limits for connections: slow clients time out, and idle connections are evicted at capacity.
 
-    connected ──head in time──> asked ──body in time──> answered ──read in time──┐
-        ▲ └──late──> 408, closed  └──late──> closed           └──late──> closed  │
-        └──────────────────────────────── kept open for the next one ────────────┘
+  connected ──head in time──> asked ──body in time──> answered ──read in time──┐
+    ▲ └──late──> 408, closed  └──late──> closed           └──late──> closed    │
+    └──────────────────────────────── kept open for the next one ──────────────┘
 
-Above the most connections that there may be, the one that has longest waited for a request is closed for the newest;
-where each of them has one in work, the newest is told to come back.
+Above the largest number of connections, the one that has waited longest for a request is closed for the newest; if each has a
+request in work, the newest is told to come back.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from swarmq.proxy.http_errors import Refusal
 
 MAX_HEAD_BYTES = 64 * 1024
 BODY_GRACE = 2.0
-"""Agents' bodies are waited for by their routes, which answer 408. Of anything else we wait so many times as long."""
+"""Factor of the time limit for bodies outside the agents' routes, which time out by themselves with 408."""
 LINGER_S = 5.0
-"""For the last words to be read."""
+"""Seconds for a final response to be read."""
 OWN_FILES = 256
-"""That a proxy has open besides its connections, generously."""
+"""Upper bound of the proxy's open files besides its connections."""
 SPARE = 1024
-"""Connections that are kept open between two calls, beyond those with a call."""
+"""Number of idle connections that are kept open beyond those with a call."""
 
 
-class Door:
-    """Who is connected to a proxy."""
+class ConnectionLimits:
+    """The connections of a proxy and their limits."""
 
     def __init__(self, *, most: int, receive_s: float, keep_s: float, read_s: float) -> None:
-        """`receive_s`: for a head to arrive, and a body; `keep_s`: until the next one; `read_s`: without reading."""
+        """`receive_s`: seconds for a head to arrive, and for a body; `keep_s`: until the next request; `read_s`: without
+        reading."""
         self.most = most
         self.receive_s, self.keep_s, self.read_s = receive_s, keep_s, read_s
         self.inside: set[Connection] = set()
         self.waiting: OrderedDict[Connection, None] = OrderedDict()
-        """Without a request, longest first."""
+        """Connections without a request, the longest waiting first."""
 
     def enter(self, connection: Connection) -> bool:
-        """Whether there is room, which somebody may have to make."""
+        """Admit a connection, evicting another one if necessary. Returns whether there is room."""
         if len(self.inside) >= self.most and self.waiting:
             next(iter(self.waiting)).leave()
         if len(self.inside) >= self.most:
@@ -56,19 +57,19 @@ class Door:
         return True
 
     def protocol(self) -> type[Connection]:
-        """For uvicorn, which makes one of each connection."""
+        """Return the protocol class with which uvicorn handles connections."""
         return type("DoorConnection", (Connection,), {"door": self})
 
 
 class Connection(HttpToolsProtocol):
-    door: Door
+    door: ConnectionLimits
     _timer: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _begun = False
-    """A request has begun to arrive."""
+    """Whether a request has begun to arrive."""
     _lost = _broken = False
-    """The connection is over; and not in peace: whatever was written last may not have left."""
+    """Whether the connection is over, and whether it broke, so that the last bytes may not have left."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -129,7 +130,7 @@ class Connection(HttpToolsProtocol):
         super().eof_received()
 
     def leave(self) -> None:
-        """For others: it has not asked for anything yet."""
+        """Close an idle connection to make room for others."""
         self._forget()
         self._end()
 
@@ -146,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self.leave()
 
     def _refuse(self, status: int, reason: str, message: str, code: str) -> None:
-        """Answer by hand: there is no request to answer yet."""
+        """Write an error response without a request."""
         kind = "server_error" if status >= 500 else "invalid_request_error"
         body = msgspec.json.encode(Refusal(status=status, message=message, type=kind, code=code).body)
         again = b"retry-after: 2\r\n" if status == 503 else b""
@@ -167,7 +168,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _has_left(self, cycle: RequestResponseCycle) -> bool | None:
-        """Whether the whole answer has left for the agent's host; None as long as it is on its way."""
+        """Return whether the whole answer has left for the agent's host; None while it is on its way."""
         if self.cycle is not cycle:
             return True  # nobody asks again on a connection before the answer is there
         if self._broken or not cycle.response_complete:
@@ -198,7 +199,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
-    """Bytes that the system has taken and the other host has not acknowledged; 0 where it does not say."""
+    """Return the bytes that the other host has not acknowledged; 0 if the system does not say."""
     try:
         waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
     except (OSError, AttributeError):
@@ -206,6 +207,6 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
     return int.from_bytes(waiting, sys.byteorder)
 
 
-def most_connections(files: int, *, calls: int) -> int:
-    """That a proxy may have with so many open files and so many calls, each of which has an engine's as well."""
+def max_connections(files: int, *, calls: int) -> int:
+    """Return the number of connections for so many open files and calls, each of which has a connection to an engine, too."""
     return min(calls + SPARE, max((files - OWN_FILES) // 2, 1))

@@ -1,4 +1,4 @@
-"""The routes of `control.py`, and who may call them: operator tokens with the roles rollout, read and admin."""
+"""The control routes and their authorization: operator tokens with the roles rollout, read and admin."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPERATOR = "swarmq_operator"
 BY_CLIENT = "swarmq_by_client"
 
 NO_END, NO_WORDS = EndRequest(), AbortRequest()
-"""What an empty body says."""
+"""The requests that empty bodies stand for."""
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 Guard = Callable[[Connection, BaseRouteHandler], None]
@@ -55,20 +55,20 @@ class Fault(msgspec.Struct):
 
 
 class FaultBody(msgspec.Struct):
-    """What every error looks like, as OpenAI's."""
+    """The form of every error, as in OpenAI's API."""
 
     error: Fault
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine of a policy; the learner on its host must reach it as well, to give it weights."""
+    """An engine of a policy. The learner on its host must reach it as well, to push weights."""
 
     policy: str
     url: Annotated[str, Meta(pattern=r"^[a-z]+://[^\s]{1,200}$")]
 
 
 class ProxyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Of this proxy alone."""
+    """The state of this proxy alone."""
 
     run: str
     source: str
@@ -77,7 +77,7 @@ class ProxyStatus(msgspec.Struct, frozen=True, kw_only=True):
     open_calls: int
     waiting_calls: int
     episodes: int
-    """Of which calls are remembered."""
+    """Number of episodes that the proxy remembers."""
     counts: dict[str, Any]
 
 
@@ -93,7 +93,7 @@ UNKNOWN = ResponseSpec(FaultBody, description="This proxy does not know the epis
 
 
 class BodyMayLack(Operation):
-    """In the OpenAPI document, an operation whose empty body means `{}`."""
+    """OpenAPI operation whose empty body means `{}`."""
 
     def __init__(self, **facts: Any) -> None:
         super().__init__(**facts)
@@ -102,7 +102,7 @@ class BodyMayLack(Operation):
 
 
 class Authority:
-    """Knows who may do what in a run."""
+    """Authorization of operator tokens for one run."""
 
     def __init__(
         self, root: bytes, run: str, now: Callable[[], float] = time.time, removed: Container[str] = ()
@@ -113,7 +113,7 @@ class Authority:
         self._removed = removed
 
     def needs(self, role: keys.Role) -> Guard:
-        """A guard that leaves the operator in the request's state."""
+        """Return a guard for a role, which stores the operator in the request's state."""
 
         def guard(connection: Connection, _: BaseRouteHandler) -> None:
             scheme, _space, token = connection.headers.get("authorization", "").partition(" ")
@@ -143,7 +143,7 @@ def control_routes(
     fleet: EnginePools,
     status: Callable[[], ProxyStatus],
 ) -> list[HTTPRouteHandler]:
-    """Everything below `PATH`."""
+    """Return the router of everything below `PATH`."""
     common: dict[str, Any] = {
         "exception_handlers": {ValidationException: _refuse_invalid, ClientException: _refuse_malformed},
         "security": [{SECURITY: []}],
@@ -152,12 +152,12 @@ def control_routes(
 
     @get(PATH + "/status", guards=[authority.needs("read")], responses=FAULTS, operation_id="status", **common)
     async def show_status() -> ProxyStatus:
-        """What this proxy is doing, and the engines it knows."""
+        """Show the state of this proxy and its engines."""
         return status()
 
     @get(PATH + "/episodes", guards=[authority.needs("read")], responses=FAULTS, operation_id="listEpisodes", **common)
     async def list_episodes(limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[OpenEpisodeView]:
-        """Episodes whose calls this proxy remembers, the most recently used first."""
+        """List the episodes that this proxy remembers, the most recently used first."""
         return episodes.views(limit)
 
     @get(
@@ -168,7 +168,7 @@ def control_routes(
         **common,
     )
     async def show_episode(episode_id: EpisodeId) -> OpenEpisodeView:
-        """One of them."""
+        """Show one episode."""
         if view := episodes.view(episode_id):
             return view
         raise RefusedError(
@@ -177,7 +177,7 @@ def control_routes(
 
     @route(PATH + "/episodes", http_method="OPTIONS", include_in_schema=False, status_code=204)
     async def allow() -> Response[None]:
-        """Stands before the others: the answer that Litestar makes for itself knows the first handler of a path alone."""
+        """Answer OPTIONS for a path's methods; Litestar's own answer would only know the first handler."""
         return Response(None, status_code=204, headers={"allow": "GET, OPTIONS, POST"})
 
     @post(
@@ -221,7 +221,7 @@ def control_routes(
     async def abort(
         episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[AbortRequest, Body()] = NO_WORDS
     ) -> EndResponse:
-        """Give an episode up: never trained, never a reward of 0. Repeatable."""
+        """Abort an episode: it is never trained and never counts as a reward of 0. Repeatable."""
         return await control.abort(episode_id, data, client_id=_client_id(request))
 
     @post(
@@ -233,7 +233,7 @@ def control_routes(
         **common,
     )
     async def add_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
-        """Let an engine serve a policy, at every proxy that shares this run folder."""
+        """Add an engine of a policy, at every proxy that shares this run folder."""
         await fleet.change(data.policy, add=data.url)
         return fleet.views()
 
@@ -246,7 +246,7 @@ def control_routes(
         **common,
     )
     async def remove_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
-        """Drain an engine: nothing new goes to it, what is open there ends, then it is forgotten."""
+        """Drain an engine: it gets no new calls, finishes its open ones, and is then forgotten."""
         await fleet.change(data.policy, remove=data.url)
         return fleet.views()
 
@@ -258,12 +258,12 @@ def _operator(request: Request[Any, Any, Any]) -> str:
 
 
 def _client_id(request: Request[Any, Any, Any]) -> str:
-    """Of whom an end is; an operator's is marked as such."""
+    """Return the client that an end belongs to; an operator's is marked as such."""
     return _operator(request) if request.state[BY_CLIENT] else NAME_SEPARATOR + _operator(request)
 
 
 def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
-    """A client's token speaks for that client alone."""
+    """Raise RefusedError if a client's token names another client."""
     operator = _operator(request)
     if request.state[BY_CLIENT] and client_id and client_id.partition(NAME_SEPARATOR)[0] != operator:
         raise RefusedError(
@@ -272,7 +272,7 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
 
 
 def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
-    """Which field is wrong, and how."""
+    """Answer an invalid body with the wrong field and what is wrong with it."""
     flaws = error.extra if isinstance(error.extra, list) else []
     told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
     words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail
@@ -281,7 +281,7 @@ def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException)
 
 
 def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) -> Response[Any]:
-    """A body that is not JSON is refused as by the other routes."""
+    """Answer a body that is not JSON like the other routes."""
     malformed = isinstance(error.__cause__, SerializationException)
     refusal = to_refusal(
         RefusedError(f"the body is not JSON: {error.detail}", code="invalid_json") if malformed else error
@@ -290,7 +290,7 @@ def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) 
 
 
 def _field_and_flaw(key: str, flaw: str, request: Request[Any, Any, Any]) -> tuple[str, str]:
-    """Litestar calls the body `data`, and says of one that is missing nothing but that."""
+    """Return field and fault of a validation error; Litestar calls the body `data` and gives no details if it is missing."""
     if key != "data":
         return key, flaw
     body = request.route_handler.parsed_fn_signature.parameters["data"].annotation
@@ -303,7 +303,7 @@ def _field_and_flaw(key: str, flaw: str, request: Request[Any, Any, Any]) -> tup
 
 
 def _flaw_of_nothing(body: type) -> str:
-    """What is wrong with an empty body, which counts as `{}`."""
+    """Return what is wrong with an empty body, which counts as `{}`."""
     try:
         msgspec.convert({}, body)
     except msgspec.ValidationError as error:

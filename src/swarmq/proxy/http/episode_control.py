@@ -1,10 +1,10 @@
-"""Episodes over HTTP, for clients in other languages: begin, end and abort, with the guarantees of the AMQP client.
+"""Begin, end and abort of episodes over HTTP, for clients in other languages, with the guarantees of the AMQP client.
 
-    begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> api key minted ──> 201
-    end     checked ──> EpisodeEnd confirmed ──> 200
+begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> API key minted ──> 201
+end     checked ──> EpisodeEnd confirmed ──> 200
 
-An answer leaves when the broker has confirmed the record. A request that is repeated, because its answer was lost, is
-answered again and changes nothing: a begin is known by its episode id, an end by its episode id and outcome id.
+An answer is sent when the broker has confirmed the record. A request that is repeated because its answer was lost is answered
+again and changes nothing: a begin is identified by its episode id, an end by its episode id and outcome id.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swarmq.proxy.episodes.idempotency import EpisodeEntry, IdempotencyStore, Re
 from swarmq.proxy.http_errors import RefusedError, foreign_episode_error
 
 OPERATORS = NAME_SEPARATOR + "http"
-"""In whose name the keys of episodes are signed that operators begin; no client can have it."""
+"""Client name in the keys of episodes that operators begin; no client can have it."""
 MAX_WAIT_S = 120.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -38,41 +38,41 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One attempt at a slot (task, repeat, epoch) is to begin."""
+    """Begin of one attempt at a slot (task, repeat, epoch)."""
 
     task_id: Name
     repeat: Limit = 0
-    """Attempts that are each other's baseline are numbered 0 to group_size - 1."""
+    """Number of the attempt within its group, 0 to group_size - 1."""
     epoch: Limit = 0
     kind: str | None = None
-    """The run's only one where there is no choice."""
+    """Task kind; may be left out if the run has only one."""
     mode: Mode = "train"
     policies: tuple[str, ...] | None = None
-    """All of the run without."""
+    """Policies of the episode; all of the run by default."""
     group_size: Count | None = None
-    """The run's without."""
+    """Attempts that form a group; the run's by default."""
     episode_id: EpisodeId | None = None
-    """Give one to make the request repeatable; a UUIDv7 is best."""
+    """Episode id, given to make the request repeatable; a UUIDv7 is best."""
     attempt: Limit = 0
     client_id: Name | None = None
-    """The operator's name without."""
+    """Client name; the operator's name by default."""
     code_version: Annotated[str, Meta(max_length=256)] = ""
     idle_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="silence_s")
-    """The collector gives the episode up after so long without a model call; the run's without."""
+    """Seconds without a model call after which the collector gives the episode up; the run's by default."""
     lifetime_s: Annotated[float, Meta(gt=0)] | None = None
-    """Of the api key; the run's without."""
+    """Seconds for which the API key is valid; the run's by default."""
     max_calls: Limit = 0
-    """Model calls; 0 is no limit."""
+    """Most model calls; 0: no limit."""
     max_tokens: Limit = 0
-    """Sampled tokens; 0 is no limit."""
+    """Most sampled tokens; 0: no limit."""
     agent: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,64}$")] | None = None
-    """Tag of all calls with this key."""
+    """Agent tag of all calls with this key."""
     wait_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 30.0
-    """How long to wait for a ticket, in seconds."""
+    """Seconds to wait for a ticket."""
 
 
 class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent needs, and what `end` needs."""
+    """What an agent, and later `end`, needs of the episode."""
 
     episode_id: str
     slot_id: str
@@ -81,27 +81,26 @@ class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
     policies: tuple[str, ...]
     model: str
-    """The first policy."""
+    """Name of the first policy."""
     base_url: str
-    """For any OpenAI client; this proxy."""
+    """Base URL of this proxy for any OpenAI client."""
     api_key: str
-    """Valid for this episode alone."""
+    """API key of this episode."""
     expires_at: float
     """Unix time."""
     repeated: bool
-    """The episode had begun before."""
+    """Whether the episode had begun before."""
     group_size: int
-    """Attempts that make a group of this kind now: so many `repeat`s the next task is to have."""
+    """Present group size of the kind, and so the number of `repeat`s of the next task."""
     proxies: tuple[str, ...]
-    """Base urls of all proxies of the run now, as its host reaches them; empty where no ticket has said. Whatever this
-    one does not answer, another one may."""
+    """Base URLs of all proxies of the run, as its host reaches them, usable if this one does not answer; empty if unknown."""
 
 
 class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The episode has finished and was scored."""
+    """End of an episode with a reward."""
 
     reward: float | None = None
-    """For every policy of the episode."""
+    """Reward of every policy of the episode."""
     rewards: dict[str, float] | None = None
     """Policy -> reward, in place of `reward`."""
     success: bool | None = None
@@ -112,23 +111,23 @@ class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     call_rewards: dict[str, float] = {}
     """Call id -> reward."""
     calls: tuple[str, ...] | None = None
-    """Ids of the calls whose answers the agent received, where it knows all of them: no other is trained."""
+    """Call ids whose answers the agent received, if it knows all of them; no other call is trained."""
     received: tuple[str, ...] | None = None
-    """Ids of those calls with the header `x-swarmq-observed` whose answers the agent received: no other with it is trained."""
+    """Call ids with the header `x-swarmq-observed` whose answers the agent received; no other call with it is trained."""
     policies: tuple[str, ...] | None = None
-    """As `begin` answered them. Needed beside `reward` where another proxy began the episode."""
+    """Policies as `begin` returned them; needed beside `reward` if another proxy began the episode."""
     outcome_id: Annotated[str, Meta(max_length=128)] | None = None
-    """Two ends with one id are the same end; a digest of the content without."""
+    """Id of the outcome: two ends with one id are the same end; a digest of the content by default."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The episode has no reward: it is never trained and never counts as a 0."""
+    """End of an episode without a reward: it is never trained and never counts as a 0."""
 
     status: Literal["aborted", "failed"] = "aborted"
-    """aborted: given up on purpose; failed: something broke."""
+    """`aborted`: given up on purpose; `failed`: something broke."""
     reason: str = ""
     final: bool = False
-    """No further attempt at the slot will come: its group does not wait for one."""
+    """Whether no further attempt at the slot will come, so that its group does not wait for one."""
     outcome_id: Annotated[str, Meta(max_length=128)] | None = None
 
 
@@ -137,7 +136,7 @@ class EndResponse(msgspec.Struct, frozen=True, kw_only=True):
     outcome_id: str
     status: str
     repeated: bool
-    """It had ended in this way before."""
+    """Whether the episode had ended in this way before."""
 
 
 class EpisodeControl:
@@ -158,7 +157,7 @@ class EpisodeControl:
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
-        """Hands out tickets as long as it is open."""
+        """Take tickets and hand them out while the context is open."""
         async with asyncio.TaskGroup() as tasks:
             desks = [tasks.create_task(desk.serve()) for desk in self._desks.values()]
             try:
@@ -168,7 +167,7 @@ class EpisodeControl:
                     desk.cancel()
 
     async def begin(self, asked: BeginRequest, *, operator: str, by_client: bool, base_url: str) -> BegunEpisode:
-        """Raises RefusedError, BrokerError."""
+        """Begin an episode. Raises RefusedError, BrokerError."""
         begin = self._begin_of(asked, operator)
         entry = self._ledger.of(begin.episode_id)
         async with entry.lock:
@@ -207,7 +206,7 @@ class EpisodeControl:
         )
 
     async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndResponse:
-        """Raises OutcomeError for what is no reward, RefusedError, BrokerError."""
+        """End an episode. Raises OutcomeError for an invalid reward, RefusedError, BrokerError."""
         entry = self._owned(episode_id, client_id)
         outcome = Outcome(
             reward=asked.reward,
@@ -224,7 +223,7 @@ class EpisodeControl:
         )
 
     async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndResponse:
-        """Raises RefusedError, BrokerError."""
+        """Abort an episode. Raises RefusedError, BrokerError."""
         entry = self._owned(episode_id, client_id)
         who = EpisodeRef(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
         return await self._end(
@@ -232,7 +231,8 @@ class EpisodeControl:
         )
 
     def _owned(self, episode_id: str, client_id: str) -> EpisodeEntry:
-        """Raises RefusedError for an episode that another client began; where another proxy began it, the collector looks."""
+        """Return the entry of an episode. Raises RefusedError if another client began it; if another proxy began it, the
+        collector checks."""
         entry = self._ledger.of(episode_id)
         if entry.begin and is_foreign(client_id, entry.begin.client_id):
             raise foreign_episode_error(episode_id)
@@ -306,11 +306,11 @@ class EpisodeControl:
         )
 
     def _size(self, kind: str) -> int:
-        """Attempts that make a group now, as far as tickets have told."""
+        """Return the group size of a kind, as far as tickets have told."""
         return self._desks[kind].group_size or self._job.group_size(kind)
 
     def _ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
-        """Whose end it is. What it says must not depend on which proxy was asked, or a repeat would be another end."""
+        """Return the episode of an end. It must not depend on the proxy, or a repeated end would be a different one."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
         policies = entry.begin.policies if entry.begin else asked.policies or policies
         if policies is None and asked.rewards is not None:
@@ -328,7 +328,7 @@ def _conflict(message: str) -> RefusedError:
 
 
 def _same(one: EpisodeBegin, other: EpisodeBegin, *, sized: bool) -> bool:
-    """`sized`: the size of the group was asked for; else it is whatever it was when the first of them came."""
+    """Return whether two begins are equal; `sized`: including the group size, if that was requested."""
     size = other.group_size if sized else one.group_size
     return msgspec.structs.replace(one, ticket_id=None) == msgspec.structs.replace(
         other, ticket_id=None, group_size=size

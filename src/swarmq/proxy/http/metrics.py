@@ -1,4 +1,4 @@
-"""What Prometheus reads at `/metrics`: the counts of the meter, the engines as the proxy sees them, and three durations."""
+"""Prometheus metrics at `/metrics`: the proxy's counters, its engines, and three durations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BY_KIND = {
 
 
 class Metrics(Collector):
-    """Of one proxy, in a registry of its own."""
+    """The metrics of one proxy, in a registry of its own."""
 
     def __init__(self, meter: Counters, gate: CallLimiter, fleet: EnginePools, episodes: EpisodeCache) -> None:
         self._meter, self._gate, self._fleet, self._episodes = meter, gate, fleet, episodes

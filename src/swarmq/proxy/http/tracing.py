@@ -1,7 +1,7 @@
-"""OpenTelemetry, where `proxy.traces` asks for it: a span for each model call, with its first token and confirm as events.
+"""OpenTelemetry tracing (`proxy.traces`): a span for each model call, with first token and confirm as events.
 
-Where spans go is told by OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, ...). The names of
-attributes are those of its conventions for generative models where there are any.
+The exporter is configured by OpenTelemetry's environment variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, ...). Attributes follow its
+conventions for generative models where there are any.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Watcher = Callable[[Turn, float], None]
 
 
 @contextmanager
-def exporting(run: str, number: int) -> Iterator[Watcher]:
-    """A watcher whose spans are exported; what is left goes out at the end."""
+def export_spans(run: str, number: int) -> Iterator[Watcher]:
+    """Yield a watcher whose spans are exported, and flush at the end."""
     resource = Resource.create({SERVICE_NAME: "swarmq-proxy", "swarmq.run": run, "swarmq.proxy": number})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     try:
-        yield watcher(provider)
+        yield span_watcher(provider)
     finally:
         provider.shutdown()
 
 
-def watcher(provider: TracerProvider) -> Watcher:
-    """Makes a span of every turn that is confirmed."""
+def span_watcher(provider: TracerProvider) -> Watcher:
+    """Return a watcher that makes a span of every confirmed turn."""
     tracer = provider.get_tracer("swarmq.proxy")
 
     def watch(turn: Turn, confirm_s: float) -> None:
