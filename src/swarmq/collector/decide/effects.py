@@ -1,6 +1,6 @@
 """The effects that the core asks its shell to carry out.
 
-Most effects are rows, whose fields stand in the order of the placeholders of their SQL statement (`store.py`). `Forward`,
+Most effects are rows, whose fields are named by the placeholders of their SQL statement (`store.SQL`). `Forward`,
 `IssueTicket`, `IssueEval` and `SendControl` are rows of an outbox and are published after the commit; repeating one publishes
 it again. `Emit` and `SendDeadLetter` are not rows.
 """
