@@ -125,7 +125,7 @@ def collect(bodies: list[bytes]) -> Pass:
         while inbox or confirmed:
             effects: list[do.Effect] = []
             with store.transaction():
-                steps = [core.forwarded(item.episode_id, item.policy) for item in confirmed]
+                steps = [core.confirm_forward(item.episode_id, item.policy) for item in confirmed]
                 for effect in (effect for step in steps for effect in step):
                     store.write(effect)
                 for body in [inbox.popleft() for _ in range(min(BATCH, len(inbox)))]:

@@ -29,15 +29,15 @@ def state_fields(core: Core) -> dict[str, Any]:
     dropped = {name.removeprefix("dropped."): n for name, n in counts.items() if name.startswith("dropped.")}
     return {
         **{name: counts[name] for name in HEADLINE},
-        "open": sum(1 for episode in core.open.values() if episode.begin and episode.begin.mode == "train"),
+        "open": sum(1 for episode in core.episodes.open.values() if episode.begin and episode.begin.mode == "train"),
         "waiting": sum(len(group.winners) for group in core.groups.open.values()),
         "in_learners": len(core.groups.place),
         "dropped": dropped,
         "groups_open": len(core.groups.open),
         "groups_ready": dict(core.groups.ready),
-        "tickets_out": {kind: len(ids) for kind, ids in core.credit.out.items()},
-        "versions": dict(core.versions),
-        **(_control(core.steering.state, is_drained=core.is_drained) if core.steering else {}),
+        "tickets_out": {kind: len(ids) for kind, ids in core.tickets.out.items()},
+        "versions": dict(core.run.versions),
+        **(_control(core.control.state, is_drained=core.is_drained) if core.control else {}),
         "absorbed": {name: n for name, n in counts.items() if name not in HEADLINE and not name.startswith("dropped.")},
     }
 
@@ -108,17 +108,17 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
     for group_id, group in core.groups.open.items():
         if group.winners:
             yield ("group", group_id, len(group.winners)), _of_group(core, group_id, now)
-    for policy in core.learning():
+    for policy in core.run.learning():
         if (num := core.groups.ready[policy]) >= rules.groups_per_batch:
-            version = core.versions[policy]
+            version = core.run.versions[policy]
             yield (
                 ("learner", policy, version, num),
                 f"{num} groups wait for the learner of {policy} at version {version}",
             )
-    if core.open:
-        yield ("turns", counts["turns"]), f"no turns: {len(core.open)} episodes are open, none calls the model"
-    busy = {episode.begin.kind for episode in core.open.values() if episode.begin}
-    for kind, tickets in core.credit.out.items():
+    if core.episodes.open:
+        yield ("turns", counts["turns"]), f"no turns: {len(core.episodes.open)} episodes are open, none calls the model"
+    busy = {episode.begin.kind for episode in core.episodes.open.values() if episode.begin}
+    for kind, tickets in core.tickets.out.items():
         if tickets and kind not in busy:
             why = f"no client takes tickets of kind {kind}, or its tasks are all done"
             yield (

@@ -86,7 +86,7 @@ class Collector:
         await self._restore(at_start=True)
         # Learners keep the control state in a file of their own, which a power loss may have damaged: they hear it again.
         controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
-        await self._decide(lambda core: core.lost(controls))
+        await self._decide(lambda core: core.resend_lost(controls))
         self._outgoing.clear()
         self._send(self._store.outbox())
         log.info("collecting", **state_fields(self._loaded()))
@@ -229,7 +229,7 @@ class Collector:
         if not self._outgoing and not depths[topology.inbox(self.job.run)].ready:
             kinds = {kind: topology.tickets(self.job.run, kind) for kind in self.job.task_kinds}
             waiting = {kind: depths[queue].ready for kind, queue in kinds.items()}
-            await self._decide(lambda core: core.tickets_seen(waiting, self._clock()))
+            await self._decide(lambda core: core.check_tickets(waiting, self._clock()))
 
     async def _sender(self) -> None:
         """Publish decided messages in order, a window at a time."""
@@ -280,7 +280,7 @@ class Collector:
         effects: list[Effect] = []
         with self._store.transaction():
             for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
-                self._store.write(effect)  # at once: the next piece asks the store about this one
+                self._store.write(effect)  # at once: the next message asks the store about this one
                 effects.append(effect)
         del self._confirmed[: len(confirmed)]
         self._send(effects)
@@ -355,7 +355,9 @@ class Collector:
         async with self._restoring:
             depths = await self._broker.depths(sorted(self._queues))
             if gone := self._queues - depths.keys():
-                await self._decide(lambda core: core.lost(gone))  # before they are there: a crash would hide the loss
+                await self._decide(
+                    lambda core: core.resend_lost(gone)
+                )  # before they are there: a crash would hide the loss
                 await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds)
                 if not at_start:
                     names = ", ".join(sorted(gone))
@@ -383,13 +385,13 @@ def build_eval_task(store: Store, item: IssueEval, *, run: str, secret: bytes | 
 def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
     for item in items:
         if isinstance(item, IssueTicket):
-            yield from core.ticket_sent(item.ticket_id)
+            yield from core.confirm_ticket(item.ticket_id)
         elif isinstance(item, SendControl):
-            yield from core.told(item.policy, item.number)
+            yield from core.confirm_control(item.policy, item.number)
         elif isinstance(item, IssueEval):
-            yield from core.eval_sent(item.slot_id)
+            yield from core.confirm_eval(item.slot_id)
         else:
-            yield from core.forwarded(item.episode_id, item.policy)
+            yield from core.confirm_forward(item.episode_id, item.policy)
 
 
 def _settle(core: Core) -> Iterator[Effect]:

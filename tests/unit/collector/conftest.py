@@ -124,7 +124,7 @@ class Bench:
         return self.store._one("SELECT count(*) FROM turns")[0]
 
     def state(self, episode: str = "e") -> tuple[str, str]:
-        ended = self.core.past.ended(episode)
+        ended = self.core.run.past.ended(episode)
         return (ended.state, ended.reason) if ended else ("open", "")
 
 

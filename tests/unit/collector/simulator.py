@@ -156,14 +156,16 @@ class Shell:
     def memory(self) -> tuple[object, ...]:
         """What a restart must not change."""
         core = self.core
-        credit = {kind: (k.allocated, k.trained, k.debt) for kind, k in core.credit.kinds.items()}
+        credit = {kind: (k.allocated, k.trained, k.debt) for kind, k in core.tickets.kinds.items()}
         groups = {
             gid: (g.kind, g.size, g.running, sorted(g.winners), g.given_up) for gid, g in core.groups.open.items()
         }
         published = {gid: (g.pending, g.trained, g.members) for gid, g in core.groups.published.items()}
-        opened = {e.episode_id: (e.begin, e.end, e.calls, e.taint, e.sent, e.withdrawn) for e in core.open.values()}
+        opened = {
+            e.episode_id: (e.begin, e.end, e.calls, e.taint, e.sent, e.withdrawn) for e in core.episodes.open.values()
+        }
         ready = {policy: n for policy, n in core.groups.ready.items() if n}
-        return state_fields(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
+        return state_fields(core) | {"groups_ready": ready}, credit, core.tickets.out, groups, published, opened
 
     def work(self) -> Iterator[str]:
         """One thing after another, for ever; each yield is a place to die."""
@@ -188,10 +190,10 @@ class Shell:
         effects: list[do.Effect] = []
         confirmed = len(self.confirmed)
         gone = frozenset(self.world.gone)
-        issued_before = self.core.credit.serial
+        issued_before = self.core.tickets.serial
         self.deciding = True
         with self.store.transaction():
-            for effect in chain(self.core.lost(gone) if gone else (), self.decisions(batch)):
+            for effect in chain(self.core.resend_lost(gone) if gone else (), self.decisions(batch)):
                 self.store.write(effect)
                 effects.append(effect)
             yield "written"
@@ -210,16 +212,16 @@ class Shell:
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
         for item in self.confirmed:
             if isinstance(item, do.IssueTicket):
-                yield from self.core.ticket_sent(item.ticket_id)
+                yield from self.core.confirm_ticket(item.ticket_id)
             else:
-                yield from self.core.forwarded(item.episode_id, item.policy)
+                yield from self.core.confirm_forward(item.episode_id, item.policy)
         for body in batch:
             yield from self.core.take(self.world.decoded(body), body, self.world.now)
         if self.decided_at != self.world.now:
             yield from self.core.tick(self.world.now)
             if self.world.chaos.meddling and not self.outgoing and not self.world.inbox:
                 waiting = {kind: len(self.world.tickets[kind]) for kind in self.world.scene.rules.mix}
-                yield from self.core.tickets_seen(waiting, self.world.now)
+                yield from self.core.check_tickets(waiting, self.world.now)
         yield from self.core.settle()
         self.decided_at = self.world.now
 
@@ -557,7 +559,13 @@ class World:
             for learner in self.learners:
                 learner.step()
             if not self.moved and not self.inbox:
-                if self.done and not self.busy and not self.shell.core.open and not self.waiting and not self.astray:
+                if (
+                    self.done
+                    and not self.busy
+                    and not self.shell.core.episodes.open
+                    and not self.waiting
+                    and not self.astray
+                ):
                     return
                 for learner in self.learners if self.chaos.meddling else ():
                     learner.ask()
@@ -631,7 +639,7 @@ class World:
         """Somebody's meddling is not made good yet."""
         core = self.shell.core
         pending = ((learner, group) for learner in self.learners for group in core.groups.published.values())
-        return any(self.nowhere(kind) for kind in core.credit.out) or any(
+        return any(self.nowhere(kind) for kind in core.tickets.out) or any(
             learner.lacks(episode_id)
             for learner, group in pending
             for episode_id in group.pending.get(learner.policy, ())
@@ -640,7 +648,7 @@ class World:
     def nowhere(self, kind: str) -> set[str]:
         """Tickets that are out and that nobody can take. They are missed when the queue is empty: not while others lie in it
         and there is nothing to take them for."""
-        queue, out = set(self.tickets[kind]), self.shell.core.credit.out[kind]
+        queue, out = set(self.tickets[kind]), self.shell.core.tickets.out[kind]
         return set() if queue and not self.slots[kind] else out - queue
 
     def _slots(self) -> dict[str, deque[tuple[Slot, int]]]:
@@ -661,14 +669,14 @@ class World:
         """Tickets are issued within the window; beyond it only for a group that lacks members while learners starve,
         and only when the kind has no ticket out and nothing running."""
         usage = core.groups.usage()
-        starved = bool(core.short_of(owed=1))
+        starved = bool(core.groups.short_of(owed=1))
         for kind, num in issued.items():
-            used, out = usage.get(kind, Usage()), len(core.credit.out[kind])
-            if out + used.running + used.waiting + used.published > core.credit.window(kind):
+            used, out = usage.get(kind, Usage()), len(core.tickets.out[kind])
+            if out + used.running + used.waiting + used.published > core.tickets.window(kind):
                 self.overdrafts += 1
                 if not starved or used.running or out > num or num >= self.scene.rules.group_size:
                     raise BrokenError(
-                        f"{kind}: {num} tickets issued, {out} out, {used}, window {core.credit.window(kind)}"
+                        f"{kind}: {num} tickets issued, {out} out, {used}, window {core.tickets.window(kind)}"
                     )
 
     def reckon(self) -> None:
@@ -741,15 +749,15 @@ class World:
         """With nobody running, what is not in learners' hands is out as tickets, and every such ticket can be taken."""
         usage = core.groups.usage()
         for kind in self.scene.rules.mix:
-            out = core.credit.out[kind]
+            out = core.tickets.out[kind]
             published = usage[kind].published if kind in usage else 0
-            if len(out) + published < core.credit.window(kind):
+            if len(out) + published < core.tickets.window(kind):
                 raise BrokenError(
-                    f"{kind}: {len(out)} tickets out, {published} in learners, of {core.credit.window(kind)}"
+                    f"{kind}: {len(out)} tickets out, {published} in learners, of {core.tickets.window(kind)}"
                 )
             if missing := self.nowhere(kind):
                 raise BrokenError(f"{kind}: tickets {missing} are out, but nobody can take them")
-        num_groups = sum(core.credit.window(kind) for kind in self.scene.rules.mix) / self.scene.rules.group_size
+        num_groups = sum(core.tickets.window(kind) for kind in self.scene.rules.mix) / self.scene.rules.group_size
         if num_groups < (self.scene.rules.max_staleness + 1) * self.scene.rules.groups_per_batch:
             raise BrokenError(f"the window is {num_groups} groups")
 

@@ -294,7 +294,7 @@ def test_reports_of_learners_fill_the_ledger_and_free_the_turns(bench, say):
     assert bench.state("e") == ("trained", "")
     assert bench.state("f") == ("dropped", "zero_variance")
     assert bench.num_turns() == 0
-    assert bench.core.versions == {"main": 3}
+    assert bench.core.run.versions == {"main": 3}
     assert bench.core.counts["consumed_unknown"] == 2
     assert not set(bench.sent) & set(bench.store.outbox())
 
@@ -321,8 +321,8 @@ def test_every_unconfirmed_message_is_in_the_outbox_after_a_restart(bench, say):
     bench.take(say.begin(), say.turn(), say.end())
     waiting = bench.store.outbox()
     assert bench.sent[0] in waiting
-    bench.run(bench.core.forwarded("e", "main"))
-    bench.run(bench.core.ticket_sent("math.1"))
+    bench.run(bench.core.confirm_forward("e", "main"))
+    bench.run(bench.core.confirm_ticket("math.1"))
     assert set(waiting) - set(bench.store.outbox()) == {bench.sent[0], waiting[0]}
 
 

@@ -80,7 +80,9 @@ def test_another_number_of_steps_counts_from_the_newest_round(bench, say, every,
         for item in issued(bench)[-2:]:
             attempt(bench, say, item, number=version)
         if version == 3:
-            bench.core.rules = msgspec.structs.replace(bench.core.rules, eval=Eval(every=every))  # as `swarmq set` does
+            bench.core.run.rules = msgspec.structs.replace(
+                bench.core.rules, eval=Eval(every=every)
+            )  # as `swarmq set` does
         step(bench, say, version)
     versions = [item.version for item in issued(bench)[::2]]
     assert versions[:2] == [0, 2]
@@ -113,7 +115,7 @@ def test_a_round_survives_a_restart_and_counts_each_attempt_once(bench, say):
     attempt(bench, say, first, success=True)
     bench.restart()
     assert bench.store.outbox()[-2:] == [first, second] or second in bench.store.outbox()
-    bench.run(bench.core.eval_sent(second.slot_id))
+    bench.run(bench.core.confirm_eval(second.slot_id))
     assert second not in bench.store.outbox()
     attempt(bench, say, second, success=False)
     bench.wait(1)
@@ -208,7 +210,7 @@ def test_another_try_at_what_is_given_up_is_waited_for(bench, say, tick, round_o
     tick()
     assert not bench.events("evaluated"), "somebody is still at it"
     if ending == "falls silent":
-        bench.core.rules = bench.rules = msgspec.structs.replace(bench.rules, idle_timeout_s=100.0)
+        bench.core.run.rules = bench.rules = msgspec.structs.replace(bench.rules, idle_timeout_s=100.0)
         bench.wait(100)
     else:
         bench.take(say.end(twin, "finished" if ending == "finishes" else "failed"))
@@ -233,7 +235,7 @@ def test_of_a_deleted_queue_what_is_given_up_is_not_sent_again(bench, say, round
     done, hopeless, open_ = round_of("a", repeats=3)
     attempt(bench, say, done)
     fail(bench, say, hopeless)
-    again = bench.core.lost({topology.evals("r", "math")})
+    again = bench.core.resend_lost({topology.evals("r", "math")})
     assert [effect.slot_id for effect in again] == [open_.slot_id]
 
 

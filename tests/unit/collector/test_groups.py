@@ -195,7 +195,7 @@ def test_another_attempt_at_a_slot_that_is_given_up_is_waited_for(bench, say, en
     elif ending == "fails":
         bench.take(say.end("twin", "failed"))
     else:
-        bench.core.groups.rules = msgspec.structs.replace(bench.rules, deadline_s=1e9)
+        bench.core.run.rules = msgspec.structs.replace(bench.rules, deadline_s=1e9)
         bench.wait(600)
     assert len(bench.sent) == (4 if ending == "wins" else 3)
 

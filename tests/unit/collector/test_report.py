@@ -24,10 +24,10 @@ def finish(bench, say, number):
 
 
 def test_a_group_that_waits_is_named_with_what_will_become_of_it(bench, say):
-    bench.core.credit.out["math"].clear()
+    bench.core.tickets.out["math"].clear()
     for number in range(6):
         finish(bench, say, number)
-    bench.core.credit.out["math"].clear()
+    bench.core.tickets.out["math"].clear()
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line == (
         "group t17/0 waits 120 s for 2 of 8 members, 0 of them running; goes on with 6 at 600 s; "
@@ -39,7 +39,7 @@ def test_a_group_is_said_to_wait_for_those_who_may_still_come(bench, say):
     for number in range(6):
         finish(bench, say, number)
     bench.take(say.begin("x", "t17", 6, group_size=8), say.end("x", "failed", final=True))
-    bench.core.credit.out["math"].clear()
+    bench.core.tickets.out["math"].clear()
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line.startswith("group t17/0 waits 120 s for 1 of 8 members, 0 of them running; goes on with 6 at 600 s")
 

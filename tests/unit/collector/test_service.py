@@ -11,7 +11,8 @@ import pytest
 from swarmq.broker import topology
 from swarmq.broker.deliveries import REASON_HEADER
 from swarmq.collector import service
-from swarmq.collector.decide import core
+from swarmq.collector.decide import episodes
+from swarmq.collector.decide import tickets as ticket_window
 from swarmq.collector.decide.effects import Forward
 from swarmq.collector.decide.state import TurnMeta
 from swarmq.collector.service import Collector
@@ -172,15 +173,15 @@ async def test_an_episode_with_a_turn_that_cannot_be_used_is_dropped_and_the_tur
 
 
 async def test_an_episode_with_a_turn_that_breaks_the_core_is_dropped(job, broker, say, monkeypatch):
-    monkeypatch.setattr(core, "TurnMeta", _Breaks)
+    monkeypatch.setattr(episodes, "TurnMeta", _Breaks)
     forwarded, reason = await episodes_beside_a_spoilt_one(job, broker, say, say.turn("b"))
     assert forwarded == ["f"]
     assert reason == "the collector failed on it: KeyError('b')"
 
 
 async def test_a_turn_whose_refusal_breaks_the_core_as_well_is_parked_alone(job, broker, say, monkeypatch):
-    monkeypatch.setattr(core, "TurnMeta", _Breaks)
-    monkeypatch.setattr(core, "_tainted", lambda episode, _: {}[episode.episode_id])
+    monkeypatch.setattr(episodes, "TurnMeta", _Breaks)
+    monkeypatch.setattr(episodes, "_taint", lambda episode, _: {}[episode.episode_id])
     for piece in (say.begin(), say.turn("b"), say.begin("f", "u"), say.turn(episode="f"), say.end("f")):
         await broker.publish(IN, piece)
     async with collecting(job, broker, Store(None, run="r")):
@@ -243,7 +244,7 @@ async def test_what_deleted_queues_held_is_sent_again(job, broker, say, monkeypa
 async def test_queues_that_the_broker_cannot_bring_up_are_made_again_with_what_they_held(job, broker, say, monkeypatch):
     monkeypatch.setattr(service, "LOOK_S", 0.01)
     monkeypatch.setattr(service, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(core, "LOST_S", 0.0)
+    monkeypatch.setattr(ticket_window, "LOST_S", 0.0)
     tickets = topology.tickets("r", "math")
     async with collecting(job, broker, Store(None, run="r")):
         await arrivals(broker, tickets, 2)
@@ -270,7 +271,7 @@ async def test_a_queue_that_was_deleted_while_no_collector_ran_is_filled_by_the_
 
 async def test_tickets_that_are_in_no_queue_and_used_by_nobody_are_issued_again(job, broker, monkeypatch):
     monkeypatch.setattr(service, "LOOK_S", 0.01)
-    monkeypatch.setattr(core, "LOST_S", 0.0)
+    monkeypatch.setattr(ticket_window, "LOST_S", 0.0)
     tickets = topology.tickets("r", "math")
     async with collecting(job, broker, Store(None, run="r")):
         await arrivals(broker, tickets, 2)

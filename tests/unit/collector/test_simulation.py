@@ -12,7 +12,7 @@ from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import EndedEpisode, Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
-from swarmq.messages import DeliveryReport, EpisodeEnd, RefusedTurn, Turn, decode, encode
+from swarmq.messages import DeliveryReport, EpisodeEnd, Message, RefusedTurn, Turn, decode, encode
 from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
 
 
@@ -209,7 +209,7 @@ class MarksBeforePublishing(Shell):
 class KnowsNoSlots(Shell):
     def make_core(self) -> Core:
         core = super().make_core()
-        core.past = _WithoutSlots(core.past)
+        core.run.past = _WithoutSlots(core.run.past)
         return core
 
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
@@ -233,10 +233,10 @@ class TakesTurnsTwice(Shell):
 
 
 class _TakesTurnsTwice(Core):
-    def _turn(self, turn: Turn, body: bytes, now: float) -> list[do.Effect]:
-        if episode := self.open.get(turn.episode_id):
-            episode.calls.pop(turn.call_id, None)
-        return super()._turn(turn, body, now)
+    def take(self, message: Message, body: bytes, now: float) -> list[do.Effect]:
+        if isinstance(message, Turn) and (episode := self.episodes.open.get(message.episode_id)):
+            episode.calls.pop(message.call_id, None)
+        return super().take(message, body, now)
 
 
 class KeepsOrphans(Shell):
@@ -284,7 +284,7 @@ class TrainsWithoutWhatWasRefused(Shell):
 class ForgetsEnds(Shell):
     def make_core(self) -> Core:
         core = super().make_core()
-        core.past = _WithoutEnds(core.past)
+        core.run.past = _WithoutEnds(core.run.past)
         return core
 
 
@@ -331,7 +331,7 @@ class SendsNothingAgain(Shell):
 
 
 class _SendsNothingAgain(Core):
-    def lost(self, queues: Collection[str]) -> list[do.Effect]:
+    def resend_lost(self, queues: Collection[str]) -> list[do.Effect]:
         return []
 
 

@@ -45,8 +45,8 @@ def test_steps_while_one_kind_is_nearly_solved(when_dry, least, most, make_bench
     limits = BatchLimits(groups_per_batch=4, mix=job.mix, max_staleness=2, group_size=2, vocab_size=100)
     intake, version, forwarded, trained = Batcher(limits), 0, 0, dict.fromkeys(FAILS, 0)
     for number in range(GROUPS):
-        kind = dice.choice([kind for kind, out in bench.core.credit.out.items() if out])
-        for repeat, ticket in enumerate(sorted(bench.core.credit.out[kind])[:2]):
+        kind = dice.choice([kind for kind, out in bench.core.tickets.out.items() if out])
+        for repeat, ticket in enumerate(sorted(bench.core.tickets.out[kind])[:2]):
             name = f"{number}.{repeat}"
             bench.take(
                 say.begin(name, f"{kind}-{number}", repeat, kind=kind, group_size=2, ticket_id=ticket),

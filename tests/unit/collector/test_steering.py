@@ -59,7 +59,7 @@ def train(bench, say, version: int, **counts: int) -> None:
     """A batch of so many groups of each kind, attempted with tickets that are out, and trained."""
     names = []
     for kind, count in counts.items():
-        for ticket in sorted(bench.core.credit.out[kind], key=lambda t: int(t.split(".")[1]))[:count]:
+        for ticket in sorted(bench.core.tickets.out[kind], key=lambda t: int(t.split(".")[1]))[:count]:
             bench.take(
                 say.begin(ticket, ticket, kind=kind, ticket_id=ticket), say.turn(episode=ticket), say.end(ticket)
             )
@@ -80,7 +80,7 @@ def test_a_setting_is_acknowledged_remembered_and_told_to_the_learner(steered):
     assert do.SendControl("main", 1) in bench.store.outbox(), "told again by the next collector, until it is confirmed"
     bench.restart()
     assert bench.core.rules.idle_timeout_s == 60.0
-    bench.run(bench.core.told("main", 1))
+    bench.run(bench.core.confirm_control("main", 1))
     assert do.SendControl("main", 1) not in bench.store.outbox()
 
 
@@ -111,9 +111,9 @@ def test_a_run_that_is_to_stop_ends_after_the_present_step_or_a_later_one(steere
     bench = steered()
     train(bench, say, 1, a=2, b=2)
     bench.take(command(1, "stop", main=7))
-    assert (bench.core.rules.last_steps, bench.core.learning()) == ({"main": 7}, ("main",))
+    assert (bench.core.rules.last_steps, bench.core.run.learning()) == ({"main": 7}, ("main",))
     bench.take(command(2, "stop", main=None))
-    assert (bench.core.rules.last_steps, bench.core.learning()) == ({"main": 1}, ())
+    assert (bench.core.rules.last_steps, bench.core.run.learning()) == ({"main": 1}, ())
     replies = bench.events("control")
     assert [(reply["action"], reply["changes"][0]["path"], reply["learners"]) for reply in replies] == [
         ("stop", LAST, ["main"])
@@ -139,13 +139,13 @@ def test_a_run_that_was_stopped_trains_on_when_it_is_resumed(steered, say):
     bench = steered()
     train(bench, say, 1, a=2, b=2)
     bench.take(command(1, "stop", main=None))
-    assert bench.core.learning() == ()
+    assert bench.core.run.learning() == ()
     bench.take(command(2, "resume"))
-    assert bench.core.learning() == ("main",)
+    assert bench.core.run.learning() == ("main",)
     assert bench.events("control")[-1]["changes"] == [{"path": LAST, "before": 1, "value": 0}]
     assert state(bench).changes == ()
     bench.restart()
-    assert bench.core.learning() == ("main",)
+    assert bench.core.run.learning() == ("main",)
 
 
 def test_a_last_step_that_is_ahead_outlives_a_pause(steered, say):
@@ -225,7 +225,7 @@ def test_a_kind_can_join_and_leave_the_mix(steered, say):
 def test_a_dry_kind_lends_its_share_until_it_is_back(steered, say):
     bench = steered(when_dry="lend", dry_after_s=60.0)
     train(bench, say, 1, a=2, b=2)  # b's clients die; tickets of both kinds are out
-    bench.take(say.begin("x", "x", kind="a", ticket_id=min(bench.core.credit.out["a"])))
+    bench.take(say.begin("x", "x", kind="a", ticket_id=min(bench.core.tickets.out["a"])))
     bench.wait(30)
     bench.wait(60)
     assert state(bench).lent == ("b",)
@@ -234,12 +234,12 @@ def test_a_dry_kind_lends_its_share_until_it_is_back(steered, say):
     bench.settle()
     assert bench.tickets["a"] > before - 1
     bench.restart()
-    assert bench.core.credit.lent == {"b"}
+    assert bench.core.tickets.lent == {"b"}
     granted_a = bench.tickets["a"]
     train(bench, say, 2, a=2)
     assert bench.tickets["a"] > granted_a, "the others go on"
     issued_b = bench.tickets["b"]
-    bench.take(say.begin("back", "back", kind="b", ticket_id=min(bench.core.credit.out["b"])))
+    bench.take(say.begin("back", "back", kind="b", ticket_id=min(bench.core.tickets.out["b"])))
     bench.wait(1)
     assert state(bench).lent == ()
     assert any("kind b is back" in w["text"] for w in bench.events("warning"))
@@ -262,12 +262,12 @@ def flat(bench, say, *kinds: str, groups: int) -> None:
     for _ in range(groups):
         names = []
         for kind in kinds:
-            ticket = min(bench.core.credit.out[kind], key=lambda t: int(t.split(".")[1]))
+            ticket = min(bench.core.tickets.out[kind], key=lambda t: int(t.split(".")[1]))
             bench.take(
                 say.begin(ticket, ticket, kind=kind, ticket_id=ticket), say.turn(episode=ticket), say.end(ticket)
             )
             names.append(ticket)
-        version = bench.core.versions["main"]
+        version = bench.core.run.versions["main"]
         bench.take(say.consumed(version=version, dropped=dict.fromkeys(names, "equal_rewards")))
 
 

@@ -13,9 +13,10 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.ledger import read_fates
-from swarmq.collector.store import Store
+from swarmq.collector.store import PLACEHOLDER, SQL, Store
 from swarmq.errors import CollectorError
 from swarmq.messages import Slot, encode
+from unit.collector.memory_store import WRITERS
 
 
 @pytest.fixture
@@ -156,3 +157,12 @@ def test_the_ledger_can_be_read_beside_a_running_collector(path, say):
         "c": ("", "open", ""),
     }
     store.close()
+
+
+@pytest.mark.parametrize("effect", SQL, ids=lambda effect: effect.__name__)
+def test_every_field_of_an_effect_has_a_placeholder_of_its_name(effect):
+    assert sorted(set(PLACEHOLDER.findall(SQL[effect]))) == sorted(effect.__struct_fields__)
+
+
+def test_every_row_of_the_twin_has_a_statement_and_the_reverse():
+    assert SQL.keys() == WRITERS.keys()

@@ -84,7 +84,7 @@ def test_tickets_follow_the_weight_version(make_bench, say):
 def test_what_a_learner_drops_is_granted_to_the_same_kind_again(make_bench, say):
     bench = make_bench(mix={"a": 0.75, "b": 0.25}, groups_per_batch=4, max_staleness=0)
     assert bench.tickets == {"a": 3, "b": 1}
-    (ticket,) = bench.core.credit.out["b"]
+    (ticket,) = bench.core.tickets.out["b"]
     bench.take(say.begin(kind="b", ticket_id=ticket), say.turn(), say.end())
     assert bench.tickets == {"a": 3, "b": 1}
     bench.take(say.consumed(dropped={"e": "zero_variance"}))
@@ -93,7 +93,7 @@ def test_what_a_learner_drops_is_granted_to_the_same_kind_again(make_bench, say)
 
 def test_what_expires_is_granted_to_the_same_kind_again(make_bench, say):
     bench = make_bench(mix={"a": 0.5, "b": 0.5}, groups_per_batch=2, max_staleness=0)
-    (ticket,) = bench.core.credit.out["b"]
+    (ticket,) = bench.core.tickets.out["b"]
     bench.take(say.begin(kind="b", ticket_id=ticket))
     assert bench.tickets == {"a": 1, "b": 1}
     bench.wait(600)
@@ -221,31 +221,31 @@ def test_a_kind_that_is_short_gets_its_tickets_though_learners_have_plenty_of_an
     for number in range(2):
         for repeat in range(2):
             name = f"a{number}{repeat}"
-            ticket = min(bench.core.credit.out["a"])
+            ticket = min(bench.core.tickets.out["a"])
             bench.take(say.begin(name, f"a{number}", repeat, kind="a", group_size=2, ticket_id=ticket))
             bench.take(say.turn(episode=name), say.end(name))
     for number in range(4):
-        name, ticket = f"b{number}", min(bench.core.credit.out["b"])
+        name, ticket = f"b{number}", min(bench.core.tickets.out["b"])
         bench.take(
             say.begin(name, name, kind="b", group_size=2, ticket_id=ticket), say.turn(episode=name), say.end(name)
         )
     assert bench.core.groups.ready["main"] == 2, "as many as a batch, and none of b"
-    assert len(bench.core.credit.out["b"]) == 1
+    assert len(bench.core.tickets.out["b"]) == 1
 
 
 def test_a_kind_gets_tickets_for_what_rounding_owes_it(make_bench, say):
     """Of a third of two groups a batch holds one, or none, or what earlier ones owe: the learner alone knows which."""
     bench = make_bench(mix={"a": 1 / 3, "b": 2 / 3}, group_size=2, groups_per_batch=3, max_staleness=1)
     for repeat in range(2):
-        ticket = min(bench.core.credit.out["a"])
+        ticket = min(bench.core.tickets.out["a"])
         bench.take(say.begin(f"a{repeat}", "a", repeat, kind="a", group_size=2, ticket_id=ticket))
         bench.take(say.turn(episode=f"a{repeat}"), say.end(f"a{repeat}"))
     for number in range(2):
-        name, ticket = f"half{number}", min(bench.core.credit.out["a"])
+        name, ticket = f"half{number}", min(bench.core.tickets.out["a"])
         bench.take(say.begin(name, name, kind="a", group_size=2, ticket_id=ticket), say.turn(episode=name))
         bench.take(say.end(name))
     assert bench.core.groups.ready_of["main"] == {"a": 1}
-    assert len(bench.core.credit.out["a"]) == 1
+    assert len(bench.core.tickets.out["a"]) == 1
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -254,7 +254,7 @@ def test_a_policy_at_its_last_step_keeps_no_tickets_from_the_others(make_bench, 
     bench = make_bench(trained=both, known=both, groups_per_batch=1, max_staleness=0, last_steps={"a": 1, "b": 9})
 
     def play(number: int) -> None:
-        name, ticket = f"e{number}", min(bench.core.credit.out["math"])
+        name, ticket = f"e{number}", min(bench.core.tickets.out["math"])
         bench.take(say.begin(name, name, policies=both, ticket_id=ticket))
         bench.take(say.turn("1", name, policy="a"), say.turn("2", name, policy="b"))
         bench.take(say.end(name, rewards={"a": 1.0, "b": 0.0}))
@@ -285,9 +285,9 @@ def test_half_open_groups_get_no_tickets_for_slots_that_are_given_up(make_bench,
     bench = make_bench(group_size=4, groups_per_batch=1, max_staleness=0)
     bench.take(say.begin("x", "e0", 3, group_size=4), say.end("x", "failed", final=True))
     for number in range(4):
-        name, ticket = f"e{number}", min(bench.core.credit.out["math"])
+        name, ticket = f"e{number}", min(bench.core.tickets.out["math"])
         bench.take(say.begin(name, name, group_size=4, ticket_id=ticket), say.turn(episode=name), say.end(name))
-    assert len(bench.core.credit.out["math"]) == 2, "the nearest group lacks two, and one will never come"
+    assert len(bench.core.tickets.out["math"]) == 2, "the nearest group lacks two, and one will never come"
 
 
 def test_a_slot_that_is_given_up_binds_no_credit(make_bench, say):
@@ -297,14 +297,14 @@ def test_a_slot_that_is_given_up_binds_no_credit(make_bench, say):
     assert bench.tickets["math"] == 4
     bench.take(say.end("e1", "failed", final=True))
     assert bench.tickets["math"] == 6, "that of the slot, and that of the only member it left"
-    assert len(bench.core.credit.out["math"]) == 4
+    assert len(bench.core.tickets.out["math"]) == 4
 
 
 def test_a_kind_whose_groups_lack_hopeless_slots_keeps_no_learner_waiting(make_bench, say):
     bench = make_bench(mix={"a": 0.5, "b": 0.5}, group_size=3, groups_per_batch=2, max_staleness=0)
 
     def attempt(name, task, repeat, kind, **end):
-        ticket = min(bench.core.credit.out[kind])
+        ticket = min(bench.core.tickets.out[kind])
         bench.take(say.begin(name, task, repeat, kind=kind, group_size=3, ticket_id=ticket), say.turn(episode=name))
         bench.take(say.end(name, **end))
 
@@ -316,5 +316,5 @@ def test_a_kind_whose_groups_lack_hopeless_slots_keeps_no_learner_waiting(make_b
         ready = {item.episode_id for item in bench.sent if item.episode_id[1] == str(step)}
         assert len(ready) == 5
         bench.take(say.consumed(*ready, version=step))
-    assert bench.core.credit.kinds["a"].trained == bench.core.credit.kinds["b"].trained == 5
-    assert {kind: len(out) for kind, out in bench.core.credit.out.items()} == {"a": 3, "b": 3}
+    assert bench.core.tickets.kinds["a"].trained == bench.core.tickets.kinds["b"].trained == 5
+    assert {kind: len(out) for kind, out in bench.core.tickets.out.items()} == {"a": 3, "b": 3}

@@ -218,7 +218,7 @@ class Pipeline(RuleBasedStateMachine):
 
     def _decisions(self, bodies: list[bytes]) -> Iterator[do.Effect]:
         for item in self.sent:
-            yield from self.core.forwarded(item.episode_id, item.policy)
+            yield from self.core.confirm_forward(item.episode_id, item.policy)
         for body in bodies:
             yield from self.core.take(decode(body), body, self.now)
         yield from self.core.tick(self.now)

@@ -49,7 +49,7 @@ class RunControl:
         """Kinds that are dry, whether their share is lent or not."""
         self._signals: dict[tuple[str, str], KindSignal] = {}
         """(policy, kind) -> groups received."""
-        self._told_flat: set[str] = set()
+        self._reported_flat: set[str] = set()
         """Kinds already reported as only occasionally informative."""
         self.adopt(state)
 
@@ -85,8 +85,8 @@ class RunControl:
             )
             kept = [old for old in state.changes if old.path in live_settings.MIX or old.path not in settings]
             state = msgspec.structs.replace(state, changes=(*kept, *changes))
-            told = [{"path": one.path, "before": one.before, "value": one.value} for one in changes]
-            reply: dict[str, Any] = {"changes": told, "learners": sorted(_learners(settings, versions))}
+            applied = [{"path": one.path, "before": one.before, "value": one.value} for one in changes]
+            reply: dict[str, Any] = {"changes": applied, "learners": sorted(_learners(settings, versions))}
         elif command.action == "checkpoint":
             state = msgspec.structs.replace(state, checkpoints=state.checkpoints + 1)
             reply = {"learners": sorted(versions)}
@@ -147,11 +147,11 @@ class RunControl:
             for kind in fresh & idle
         } | {
             kind: f"teaches nothing now: rewards were equal in each of its last {self._too_many(kind, shares)} groups"
-            for kind in fresh - idle - self._told_flat
+            for kind in fresh - idle - self._reported_flat
         }
         texts = [f"kind {kind} {cause}; {self._then(kind in lent)}" for kind, cause in sorted(causes.items())]
-        self._told_flat = (self._told_flat | fresh) - idle
-        texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._told_flat)]
+        self._reported_flat = (self._reported_flat | fresh) - idle
+        texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._reported_flat)]
         if lent == set(self.state.lent):
             return None, texts
         state = msgspec.structs.replace(

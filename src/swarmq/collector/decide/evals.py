@@ -12,13 +12,18 @@ attempts.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from swarmq.messages import EpisodeEnd, Slot
+from swarmq.collector.decide import effects as do
+from swarmq.config import Eval
+from swarmq.messages import EpisodeEnd, Slot, Task
+
+EVAL_ROUND = "eval_round"
+"""Name of the counter that holds the weight version of the newest evaluation round plus one; 0 before the first round."""
 
 Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
@@ -59,6 +64,43 @@ class Evals:
     def __init__(self, tasks: Iterable[EvalTask] = (), slots: Iterable[EvalSlot] = ()) -> None:
         self.tasks = {task.task_id: task for task in tasks}
         self.slots = {one.slot.id: one for one in slots}
+
+    def add_task(self, task: Task) -> list[do.Effect]:
+        """Store a task, used from the next round on."""
+        if task.mode != "eval" or task.group_size < 1:
+            return [
+                do.SendDeadLetter(
+                    f"task {task.slot.id}: only tasks of mode eval with at least one repeat are kept here"
+                )
+            ]
+        kept = EvalTask(task_id=task.slot.task_id, kind=task.kind, repeats=task.group_size)
+        self.tasks[kept.task_id] = kept
+        return [do.SaveEvalTask(kept.task_id, kept.kind, kept.repeats, bytes(task.payload))]
+
+    def advance(
+        self,
+        now: float,
+        settings: Eval,
+        *,
+        running: Collection[str],
+        version: int,
+        counts: Counter[str],
+        can_begin: bool,
+    ) -> list[do.Effect]:
+        """Close a round that is over, and begin one that is due. `running`: slots being worked on. `version`: the newest weights."""
+        effects: list[do.Effect] = []
+        if self.is_over(now, settings.deadline_s, running=running):
+            effects += [do.Emit("evaluated", self.close(now, settings.k)), do.CloseRound()]
+        every = settings.every
+        is_due = every and version // every > (counts[EVAL_ROUND] - 1) // every
+        if is_due and self.tasks and not self.slots and can_begin:
+            counts[EVAL_ROUND] = version + 1
+            effects += [_issue(one) for one in self.begin(version, now)]
+        return effects
+
+    def reissue(self, kind: str) -> list[do.Effect]:
+        """Return the attempts of a kind that may still get a result, to be published again."""
+        return [_issue(one) for one in self.slots.values() if one.kind == kind and one.lacks]
 
     def begin(self, version: int, now: float) -> list[EvalSlot]:
         """Begin a round and return its attempts, with siblings apart, so that an early look is fair to all tasks."""
@@ -116,6 +158,10 @@ class Evals:
                 kind: figures([s for s in slots if s.kind == kind], ks) for kind in sorted({s.kind for s in slots})
             },
         }
+
+
+def _issue(one: EvalSlot) -> do.IssueEval:
+    return do.IssueEval(one.slot.id, msgspec.msgpack.encode(one.slot), one.kind, one.version, one.began_at)
 
 
 def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:

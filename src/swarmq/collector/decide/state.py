@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, Protocol
 
@@ -150,10 +151,10 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     taint: str = ""
     """One of `TAINTS`."""
 
-    def hear(self, served: DeliveryReport) -> tuple[list[str], list[str]]:
+    def hear(self, report: DeliveryReport) -> tuple[list[str], list[str]]:
         """Remember a delivery report on this episode, and return the newly sent and the newly withdrawn calls."""
-        sent = [call for call in served.sent.get(self.episode_id, ()) if call not in self.sent]
-        withdrawn = [call for call in served.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]
+        sent = [call for call in report.sent.get(self.episode_id, ()) if call not in self.sent]
+        withdrawn = [call for call in report.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]
         self.sent.update(sent)
         self.withdrawn.update(withdrawn)
         return sent, withdrawn
@@ -184,6 +185,26 @@ class PastEpisodes(Protocol):
     def winner(self, slot_id: str) -> str | None: ...
     def group_closed(self, group_id: str) -> bool: ...
     def reply(self, command_id: str) -> dict[str, Any] | None: ...
+
+
+class RunState(msgspec.Struct, kw_only=True):
+    """What all aggregates of a core share."""
+
+    rules: Rules
+    """Rules in effect; commands change them."""
+    past: PastEpisodes
+    counts: Counter[str]
+    """Counters of the `state` event, and those that continue after a restart."""
+    versions: dict[str, int]
+    """Policy -> newest weight version that its learner reported."""
+
+    def trained_versions(self) -> dict[str, int]:
+        return {policy: self.versions[policy] for policy in self.rules.trained}
+
+    def learning(self) -> tuple[str, ...]:
+        """Return the trained policies with steps to go. Groups held for other policies are kept and block nothing."""
+        last = self.rules.last_steps
+        return tuple(policy for policy in self.rules.trained if not 0 < last.get(policy, 0) <= self.versions[policy])
 
 
 class KindWindow(msgspec.Struct, kw_only=True):

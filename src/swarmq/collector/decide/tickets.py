@@ -31,6 +31,9 @@ from swarmq.collector.decide.effects import Effect, IssueTicket, SaveCredit, Tic
 from swarmq.collector.decide.state import KindWindow, Rules, Usage
 from swarmq.task_mix import deal
 
+LOST_S = 15.0
+"""Seconds after which tickets that are out, in no queue and unused, count as lost: a client uses a ticket within a moment."""
+
 
 class TicketWindow:
     """The ticket window of a run: credit of all kinds."""
@@ -45,6 +48,8 @@ class TicketWindow:
         """Dry kinds whose share is lent to the others."""
         self.is_open = True
         """Whether tickets are issued; False while the run is paused or drained."""
+        self._unaccounted: dict[str, tuple[frozenset[str], float]] = {}
+        """Kind -> (tickets that are out while its queue is empty, time since when they are the same)."""
         self._stored = {name: self._row(name) for name in kinds}
         for ticket_id, kind in tickets.items():
             self.out.setdefault(kind, set()).add(ticket_id)
@@ -69,6 +74,27 @@ class TicketWindow:
             return []
         self.out[kind].remove(ticket_id)
         return [TicketUsed(ticket_id)]
+
+    def reissue(self, kind: str) -> list[Effect]:
+        """Return all tickets of a kind that are out, to be published again."""
+        return [IssueTicket(ticket_id, kind) for ticket_id in sorted(self.out.get(kind, ()))]
+
+    def find_lost(self, waiting: Mapping[str, int], now: float) -> list[str]:
+        """Return the kinds whose tickets are lost: out, in no queue (`waiting`: kind -> tickets in its queue), unused for LOST_S."""
+        before, self._unaccounted = self._unaccounted, {}
+        lost = []
+        for kind, num in waiting.items():
+            out = frozenset(self.out.get(kind, ()))
+            if num or not out:
+                continue
+            known, since = before.get(kind, (out, now))
+            if known != out:
+                since = now
+            elif now - since >= LOST_S:
+                lost.append(kind)
+                since = now
+            self._unaccounted[kind] = (out, since)
+        return lost
 
     def train(self, kind: str) -> None:
         """Record that a group was trained. A lent kind is not granted another group for it."""
