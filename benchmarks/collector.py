@@ -1,6 +1,6 @@
 """Finished episodes that one core's collector takes from bytes on `in` to bytes for `ready`, commits to disk included.
 
-The broker is left out: pieces are decoded and checked, decided, committed in batches as the service does it, and every
+The broker is left out: messages are decoded and checked, decided, committed in batches as the service does it, and every
 episode is put together, encoded, marked, reported on and forgotten. Counted per CPU second of the process, which a
 busy machine changes little; wall-clock stands beside it. Example:
 
@@ -54,17 +54,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a turn, half of them sampled")
     arguments = parser.parse_args()
-    bodies = [encode(piece) for piece in traffic(arguments.episodes, arguments.turns, arguments.tokens // 2)]
+    bodies = [encode(message) for message in traffic(arguments.episodes, arguments.turns, arguments.tokens // 2)]
     passes = [collect(bodies) for _ in range(REPEATS)]
     assert all(one.forwarded == arguments.episodes for one in passes)
     cpu, wall = (
         report.Spread.of(arguments.episodes / seconds for seconds in column)
         for column in ([one.cpu_s for one in passes], [one.wall_s for one in passes])
     )
-    pieces = len(bodies) / arguments.episodes
+    num_messages = len(bodies) / arguments.episodes
     figures = {
         "episodes_per_cpu_s": cpu.median,
-        "pieces_per_cpu_s": cpu.median * pieces,
+        "pieces_per_cpu_s": cpu.median * num_messages,
         "episodes_per_wall_s": wall.median,
     }
     print(report.table(["", "median", "low", "high"], [["episodes per CPU s", *cpu[:3]], ["per wall s", *wall[:3]]]))
@@ -73,17 +73,17 @@ def main() -> None:
 
 
 def traffic(episodes: int, turns: int, tokens: int) -> list[Message]:
-    """Groups of episodes, the pieces of a group interleaved as agents running side by side send them; behind each row of
-    answers the proxy says that they were sent, of the last ones when the ends are there."""
-    pieces: list[Message] = []
+    """Return groups of episodes. The messages of a group are interleaved, as concurrent agents send them; each row of turns is
+    followed by the delivery report of the row before."""
+    messages: list[Message] = []
     for number in range(episodes // GROUP_SIZE):
         members = [list(episode(f"t{number}", repeat, turns, tokens)) for repeat in range(GROUP_SIZE)]
-        told: list[Message] = []
+        reports: list[Message] = []
         for row in zip(*members, strict=True):
-            pieces += [*row, *told]
-            sent = {piece.episode_id: (piece.call_id,) for piece in row if isinstance(piece, Turn)}
-            told = [DeliveryReport(run=RUN, served_id=new_id(), sent=sent)] if sent else []
-    return pieces
+            messages += [*row, *reports]
+            sent = {message.episode_id: (message.call_id,) for message in row if isinstance(message, Turn)}
+            reports = [DeliveryReport(run=RUN, served_id=new_id(), sent=sent)] if sent else []
+    return messages
 
 
 def episode(task: str, repeat: int, turns: int, tokens: int) -> list[Message]:
@@ -92,7 +92,7 @@ def episode(task: str, repeat: int, turns: int, tokens: int) -> list[Message]:
     begin = EpisodeBegin(
         run=RUN, episode_id=name, slot=slot, kind="math", group_size=GROUP_SIZE, policies=("main",), client_id="c"
     )
-    pieces: list[Message] = [begin]
+    messages: list[Message] = [begin]
     for _ in range(turns):
         turn = Turn(
             run=RUN,
@@ -110,13 +110,13 @@ def episode(task: str, repeat: int, turns: int, tokens: int) -> list[Message]:
             messages=b"x" * 4 * tokens,
             receipt=True,
         )
-        pieces.append(turn)
+        messages.append(turn)
         parent, shared = turn.call_id, shared + 2 * tokens
-    return [*pieces, EpisodeEnd(run=RUN, episode_id=name, status="finished", rewards={"main": 1.0})]
+    return [*messages, EpisodeEnd(run=RUN, episode_id=name, status="finished", rewards={"main": 1.0})]
 
 
 def collect(bodies: list[bytes]) -> Pass:
-    """Everything once through a fresh store."""
+    """Send all messages once through a core with a fresh store."""
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "collector.sqlite", run=RUN)
         core = Core(RULES, store, store.snapshot(), now=0.0)

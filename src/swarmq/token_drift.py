@@ -1,4 +1,4 @@
-"""How well turns continue earlier turns token by token. Pure.
+"""Token drift: a measure of how well turns continue earlier turns, token by token. Pure.
 
 A turn with an earlier turn to continue either begins with exactly its tokens, or is a branch for a named reason. If a fresh
 rendering gives other tokens for the same text, that is drift: repaired if the recorded tokens were kept, a branch with the

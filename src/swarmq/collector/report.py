@@ -61,8 +61,8 @@ class StandstillWatch:
         present = {}
         lines = []
         for key, text in _standstills(core, now):
-            since, told = present[key] = self._since.get(key, (now, now))
-            if now - told >= PATIENCE_S:
+            since, warned_at = present[key] = self._since.get(key, (now, now))
+            if now - warned_at >= PATIENCE_S:
                 present[key] = (since, now)
                 lines.append(f"{text}; nothing has moved for {now - since:.0f} s")
         self._since = present
@@ -103,7 +103,7 @@ class NoTurnsWarnings:
 
 
 def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
-    """Yield what waits at present. The key contains the values that would have changed if it had moved."""
+    """Yield (key, text) for everything that waits at present. The key contains the values that change when it moves."""
     rules, counts = core.rules, core.counts
     for group_id, group in core.groups.open.items():
         if group.winners:

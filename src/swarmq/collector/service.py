@@ -253,7 +253,7 @@ class Collector:
             core = self._loaded()
             await self._tell("state", state_fields(core))
             for line in watch.look(core, self._clock()):
-                log.warning("no_progress", why=line)
+                log.warning("no_progress", reason=line)
                 await self._tell("warning", {"text": line})
 
     # ------------------------------------------------------------------------------------------- deciding
@@ -267,10 +267,10 @@ class Collector:
                     return
                 except CollectorError as error:
                     self._core = None
-                    log.warning("store_unavailable", error=str(error), retry_s=RETRY_S)
+                    log.warning("store_unavailable", reason=str(error), retry_s=RETRY_S)
                     await self._tell("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
                 except BaseException:
-                    self._core = None  # it may have gone on where the store has not
+                    self._core = None  # the core may be ahead of the store
                     raise
                 await asyncio.sleep(RETRY_S)
 
@@ -336,7 +336,7 @@ class Collector:
             emit = self._events.popleft()
             await self._tell(emit.name, emit.fields)
             if emit.name == "episode" and (line := self._no_turns.look(emit.fields, self._clock())):
-                log.warning("no_turns", why=line)
+                log.warning("no_turns", reason=line)
                 await self._tell("warning", {"text": line})
 
     async def _tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
@@ -347,7 +347,7 @@ class Collector:
         """Declare a queue again that RabbitMQ could not recover and that only the collector fills; its content is sent again."""
         async with self._reviving:  # one after another, or the second takes away what the first has made again
             if await self._broker.delete_if_dead(queue):
-                log.warning("queue_dead", queue=queue, why="RabbitMQ could not bring it up after a crash; see its log")
+                log.warning("queue_dead", queue=queue, reason="RabbitMQ could not bring it up after a crash; see its log")
                 await self._restore()
 
     async def _restore(self, *, at_start: bool = False) -> dict[str, Depth]:

@@ -7,7 +7,7 @@ reports, deleted when the episode is settled), `slots` (winners), `given_up` (sl
 `versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `telling` (learners without the
 newest control state), `eval_tasks` and `eval_slots` (the current evaluation round).
 
-Only one collector may run: its process locks the file, and a second one is told which process holds it.
+Only one collector may run: its process locks the file, and the error of a second one names the process that holds the lock.
 """
 
 from __future__ import annotations

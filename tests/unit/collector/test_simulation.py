@@ -147,9 +147,9 @@ class _Edits(Shell):
     """Has the ends of episodes changed before they are taken."""
 
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
-        return super().decisions([self.is_edited(body) for body in batch])
+        return super().decisions([self.edit_if_end(body) for body in batch])
 
-    def edited(self, body: bytes) -> bytes:
+    def edit_if_end(self, body: bytes) -> bytes:
         end = decode(body)
         return encode(self.edit(end)) if isinstance(end, EpisodeEnd) else body
 

@@ -1,4 +1,4 @@
-"""Which turns of a finished episode are trained, and the rollout made of them.
+"""The decision which turns of a finished episode are trained, and the rollout built from them.
 
 Exactly those calls are trained whose answers the agent received. A recorded turn is no proof, because its proxy may have been
 killed, or may have answered 503, before the last byte. A turn is kept if one of these proofs holds, tried in this order:
