@@ -347,7 +347,9 @@ class Collector:
         """Declare a queue again that RabbitMQ could not recover and that only the collector fills; its content is sent again."""
         async with self._reviving:  # one after another, or the second takes away what the first has made again
             if await self._broker.delete_if_dead(queue):
-                log.warning("queue_dead", queue=queue, reason="RabbitMQ could not bring it up after a crash; see its log")
+                log.warning(
+                    "queue_dead", queue=queue, reason="RabbitMQ could not bring it up after a crash; see its log"
+                )
                 await self._restore()
 
     async def _restore(self, *, at_start: bool = False) -> dict[str, Depth]:
