@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import swarmq
 from swarmq.client.runners.attempts import Attempted
 from swarmq.client.runners.report import Tally, figure, headline
 from swarmq.errors import SwarmqError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 30.0
 MAX_DISTINCT = 100
 """Tracebacks shown at most, in case every one is different."""
-OURS = f"{Path(swarmq.__file__).parent}{os.sep}"
+OURS = f"{Path(__file__).parents[2]}{os.sep}"
 DEMO = f"{OURS}demo{os.sep}"
 """An agent like anybody's."""
 INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
