@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarmq.keys import Claims
 from swarmq.messages import Timings, pack_ids, unpack_ids
-from swarmq.proxy.completions.recorder import node_of, turn_of
+from swarmq.proxy.completions.recorder import build_node, build_turn
 from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, canonical, common_tokens, history_of
 from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.proxy.requests import ChoiceResult, RequestContext
@@ -71,8 +71,8 @@ class Episode:
             timings=Timings(),
         )
         origin = self.graph.origin(stitched, history, request_id)
-        turn = turn_of(request, result, origin)
-        self.graph.add(node_of(request, result, turn, origin), stitched, history)
+        turn = build_turn(request, result, origin)
+        self.graph.add(build_node(request, result, turn, origin), stitched, history)
         prompt = unpack_ids(stitched.prompt).tolist()
         parent = self.sequences[turn.parent] if turn.parent else []
         assert prompt == [*parent[: turn.shared], *unpack_ids(turn.prompt_ids)], "a reader finds another prompt"

@@ -82,14 +82,14 @@ class Completions:
             held.callback(self._episodes.close_call, memory)
             allowed = self._tuning.episode_tokens(request.claims)
             memory.budget.take_call(max_calls=self._tuning.episode_calls(request.claims), max_tokens=allowed)
-            counts, is_first = self._meter.by_kind[self._kind(request)], memory.budget.calls == 1
+            counts, is_first = self._meter.by_kind[self._counted_kind(request)], memory.budget.calls == 1
             counts["calls"] += 1
             try:
                 with closing(Deadline(request.began, self._timeout_s)) as deadline, deadline:
                     await self._pools[request.policy].ready()
                     held.callback((await self._gate.enter()).give_back)
-                    begun = await self._somewhere(
-                        request, memory, partial(self._begin_on, request=request, memory=memory)
+                    begun = await self._try_engines(
+                        request, memory, partial(self._begin_on_lane, request=request, memory=memory)
                     )
             except BaseException:
                 memory.budget.give_call_back()
@@ -99,21 +99,21 @@ class Completions:
             begun.held = held.pop_all()
             return begun
 
-    async def _somewhere(
+    async def _try_engines(
         self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
     ) -> T:
         """Attempt a call on the best engine, on others if it fails, and again when an engine is back if all are gone."""
         pool = self._pools[request.policy]
         while True:
             try:
-                return await self._somewhere_now(request, memory, attempt)
+                return await self._try_ready_engines(request, memory, attempt)
             except EngineRefusedError:
                 raise
             except EngineError:
                 if not await pool.out() or not await pool.ready():
                     raise
 
-    async def _somewhere_now(
+    async def _try_ready_engines(
         self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
     ) -> T:
         failure = EngineError(f"policy {request.policy} has no engine")
@@ -134,13 +134,13 @@ class Completions:
     async def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
         """Yield deltas and complete choices. Raises EngineError or BrokerError in the middle, after which the call is over."""
         choices: dict[int, ChoiceState] = {}
-        with self._occupied(begun.lane, begun.request.policy):
-            async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
+        with self._use_lane(begun.lane, begun.request.policy):
+            async with _closing(begun), aclosing(self._iterate_deltas(begun, choices)) as taken:
                 async for choice, delta in taken:
                     if begun.rendered.parsed and delta.finish_reason:
-                        gain = await _rest(begun, choice, delta)
+                        gain = await _finish_message(begun, choice, delta)
                     elif begun.rendered.parsed:
-                        gain = await _parsed(begun, choice, delta)
+                        gain = await _parse_delta(begun, choice, delta)
                         extend(choice.message, gain)
                         gain.pop("tool_calls", None)  # they come at the end: what is begun cannot be taken back
                     else:
@@ -148,43 +148,49 @@ class Completions:
                         choice.message["content"] += delta.text
                     yield ChoiceDelta(index=choice.index, delta=gain, logprobs=delta.entries)
                     if delta.finish_reason:
-                        yield await self._end(begun, choice)
+                        yield await self._finish_choice(begun, choice)
 
     async def whole(self, begun: ActiveCall) -> list[ChoiceResult]:
         """Return every choice, in order. Raises EngineError or BrokerError."""
         choices: dict[int, ChoiceState] = {}
-        with self._occupied(begun.lane, begun.request.policy):
+        with self._use_lane(begun.lane, begun.request.policy):
             async with _closing(begun):
-                async with aclosing(self._taken(begun, choices)) as taken:
+                async with aclosing(self._iterate_deltas(begun, choices)) as taken:
                     async for choice, delta in taken:
                         choice.message["content"] += delta.text
                 ordered = [choices[index] for index in sorted(choices)]
                 if begun.rendered.parsed:
                     await _derender(begun, ordered)
                 first, *others = ordered
-                ended = await self._end(begun, first)  # before the others, which then need not carry the prompt again
-                return [ended, *await asyncio.gather(*(self._end(begun, choice) for choice in others))]
+                ended = await self._finish_choice(
+                    begun, first
+                )  # before the others, which then need not carry the prompt again
+                return [ended, *await asyncio.gather(*(self._finish_choice(begun, choice) for choice in others))]
 
     async def count(self, request: RequestContext) -> int:
         """Return the number of tokens of the prompt. Raises RefusedError, EngineRefusedError, DeadlineError or EngineError."""
 
         async def attempt(lane: EngineLane) -> int:
-            with self._occupied(lane, request.policy):
-                return len((await lane.engine.render(await self._escaped(lane, _for_engine(request.chat)))).token_ids)
+            with self._use_lane(lane, request.policy):
+                return len(
+                    (
+                        await lane.engine.render(await self._escape_special_tokens(lane, _for_engine(request.chat)))
+                    ).token_ids
+                )
 
         with ExitStack() as held:
             memory = self._episodes.open_call(request.claims.episode_id, request.claims.client)
             held.callback(self._episodes.close_call, memory)
             with closing(Deadline(request.began, self._timeout_s)) as deadline, deadline:
                 held.callback((await self._gate.enter()).give_back)
-                return await self._somewhere(request, memory, attempt)
+                return await self._try_engines(request, memory, attempt)
 
-    async def _begin_on(self, lane: EngineLane, request: RequestContext, memory: EpisodeState) -> ActiveCall:
+    async def _begin_on_lane(self, lane: EngineLane, request: RequestContext, memory: EpisodeState) -> ActiveCall:
         chat = _for_engine(request.chat)
-        choices = request.chat.get("n") or 1
+        choices = request.num_choices
         allowed = self._tuning.episode_tokens(request.claims)
-        with self._occupied(lane, request.policy):
-            shown = await self._escaped(lane, chat)
+        with self._use_lane(lane, request.policy):
+            shown = await self._escape_special_tokens(lane, chat)
             rendered = await lane.engine.render(shown)
             rests = request.stream and rendered.parsed and (not chat.get("tools") or await lane.finds_calls())
             history = history_of(chat)
@@ -198,7 +204,7 @@ class Completions:
                 messages=chat["messages"],
             )
             if "features" in rendered.carried:
-                stitched = self._with_images(request, rendered, stitched)
+                stitched = self._keep_image_positions(request, rendered, stitched)
             setting = self._tuning.sampling(request.policy, request.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = resolve_sampling(
@@ -251,14 +257,14 @@ class Completions:
             pace=pace,
         )
 
-    async def _escaped(self, lane: EngineLane, chat: Json) -> Json:
+    async def _escape_special_tokens(self, lane: EngineLane, chat: Json) -> Json:
         """Return the chat with special tokens in its texts escaped, if the run wants that."""
         if self._tuning.job.proxy.special_tokens == "keep" or "prompt" in chat:
             return chat
         return await escape(chat, lane.is_token)
 
     @contextmanager
-    def _occupied(self, lane: EngineLane, policy: str) -> Iterator[None]:
+    def _use_lane(self, lane: EngineLane, policy: str) -> Iterator[None]:
         """Mark the lane as busy; an engine with an unusable answer is reported and avoided for a while."""
         try:
             with lane.occupied():
@@ -268,11 +274,11 @@ class Completions:
             self._meter.refuse_answer(policy, lane.engine.url, error)
             raise
 
-    def _kind(self, request: RequestContext) -> str:
+    def _counted_kind(self, request: RequestContext) -> str:
         """Return the kind under which a call is counted; a key may name any kind."""
         return request.claims.kind if request.claims.kind in self._tuning.job.task_kinds else ""
 
-    def _with_images(self, request: RequestContext, rendered: Rendered, stitched: Stitched) -> Stitched:
+    def _keep_image_positions(self, request: RequestContext, rendered: Rendered, stitched: Stitched) -> Stitched:
         """Return the prompt as rendered, because the engine finds images by their places in it. Raises RefusedError."""
         if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
             raise RefusedError(
@@ -281,7 +287,7 @@ class Completions:
             )  # fmt: skip
         return Stitched(prompt=pack_ids(rendered.token_ids), branch="drift") if stitched.repaired else stitched
 
-    async def _end(self, begun: ActiveCall, choice: ChoiceState) -> ChoiceResult:
+    async def _finish_choice(self, begun: ActiveCall, choice: ChoiceState) -> ChoiceResult:
         assert choice.finish_reason
         memory = begun.memory
         if begun.reserved:
@@ -309,13 +315,13 @@ class Completions:
         call_id = begun.request.call_id(choice.index)
         begun.recorded.append(call_id)
         graph = memory.graph(begun.request.policy)
-        await self._recorder.record(begun.request, result, graph, kind=self._kind(begun.request))
+        await self._recorder.record(begun.request, result, graph, kind=self._counted_kind(begun.request))
         if conversation := begun.request.conversation:
             name = conversation.name(call_id, choice.message)
             memory.conversations.keep(name, [*conversation.messages, choice.message])
         return result
 
-    async def _taken(
+    async def _iterate_deltas(
         self, begun: ActiveCall, choices: dict[int, ChoiceState]
     ) -> AsyncGenerator[tuple[ChoiceState, Delta], None]:
         """Yield every delta with its choice, already updated. Raises EngineError if the last deltas are missing."""
@@ -342,7 +348,7 @@ async def _closing(begun: ActiveCall) -> AsyncIterator[None]:
         await begun.close()
 
 
-async def _parsed(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
+async def _parse_delta(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     """Return the engine parsers' delta for a delta of tokens."""
     with begun.pace.work():
         gain, choice.state = await begun.lane.engine.derender_delta(
@@ -357,7 +363,7 @@ async def _parsed(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     return choice.hold_blanks(choice.trim(gain, met=met, ended=ended), ended=ended)
 
 
-async def _rest(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
+async def _finish_message(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     """Return the rest of a choice that ends with this delta, from a parse of all of its tokens, because streaming parsers may
     misread broken or unfinished calls. If the stream already contained other text, the streaming parsers' result stands."""
     streamed = choice.message
@@ -365,7 +371,7 @@ async def _rest(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     await _derender(begun, [choice])
     if not all((choice.message.get(name) or "").startswith(text) for name, text in told.items()):
         choice.message = streamed
-        extend(streamed, await _parsed(begun, choice, delta))
+        extend(streamed, await _parse_delta(begun, choice, delta))
     gain = {name: more for name, text in told.items() if (more := (choice.message.get(name) or "")[len(text) :])}
     calls = choice.message.get("tool_calls") or ()
     return {**gain, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else gain

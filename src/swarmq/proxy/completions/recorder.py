@@ -47,11 +47,11 @@ class Recorder:
         """Record a choice and return once its turn is durable. Raises BrokerError if that takes too long, EngineAnswerError for
         an unusable answer."""
         origin = graph.origin(request.stitched, request.history, request.request_id)
-        turn = turn_of(request, choice, origin)
+        turn = build_turn(request, choice, origin)
         _check(turn)
         sampled_at = time.monotonic()
         await self._broker.publish(topology.inbox(request.claims.run), turn, deadline_s=self._confirm_timeout_s)
-        node = node_of(request, choice, turn, origin)
+        node = build_node(request, choice, turn, origin)
         graph.add(node, request.stitched, request.history)  # only now: a parent must exist for the collector
         self._meter.take(turn, time.monotonic() - sampled_at, kind=kind)
 
@@ -67,7 +67,7 @@ def _check(turn: Turn) -> None:
         raise EngineAnswerError("logprobs" if impossible else "malformed", str(error)) from error
 
 
-def turn_of(request: RequestContext, choice: ChoiceResult, origin: Origin) -> Turn:
+def build_turn(request: RequestContext, choice: ChoiceResult, origin: Origin) -> Turn:
     stitched = request.stitched
     return Turn(
         run=request.claims.run,
@@ -99,7 +99,7 @@ def turn_of(request: RequestContext, choice: ChoiceResult, origin: Origin) -> Tu
     )
 
 
-def node_of(request: RequestContext, choice: ChoiceResult, turn: Turn, origin: Origin) -> Node:
+def build_node(request: RequestContext, choice: ChoiceResult, turn: Turn, origin: Origin) -> Node:
     """Return the turn's node, which later requests may continue."""
     message = choice.message
     return Node(
