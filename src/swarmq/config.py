@@ -547,7 +547,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         try:
             return msgspec.convert(whole, cls)
         except msgspec.ValidationError as error:
-            blamed = _blamed(str(error), tree, sets)
+            blamed = _find_blamed(str(error), tree, sets)
             where = ", ".join(f"--set {text!r}" for text in blamed) or origin
             raise ConfigError(f"{where}: {explain(str(error), whole, cls)}") from error
 
@@ -762,7 +762,7 @@ def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[
             raise ConfigError(f"--set {text!r}: there is no policy {name!r}; the job has {', '.join(known)}")
 
 
-def _blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[str]:
+def _find_blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[str]:
     """Return the `sets` that caused msgspec's complaint, or none if the file alone causes it, too."""
     try:
         msgspec.convert(tree, SwarmJob)

@@ -74,17 +74,17 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
     there = msgspec.inspect.type_info(root)
     for step in STEPS.findall(place):
         there = _within(there, step)
-    path = _joined(steps)
+    path = _join_steps(steps)
     if isinstance(there, msgspec.inspect.StructType) and (wrong := re.fullmatch("Object contains .*`(.*)`", what)):
         meant = suggest_settings(wrong[1], steps, tree, root)
         names = f"there are {', '.join(field.encode_name for field in there.fields)}"
-        return f"{_joined([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
+        return f"{_join_steps([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
     value = _at(tree, steps)
     if isinstance(there, msgspec.inspect.LiteralType) and what.startswith("Invalid enum value"):
         what = f"{value!r} is none of {', '.join(map(str, there.values))}" + _hint_of_value(value, steps, tree, root)
     elif what.startswith("Expected"):
         what = what.replace("`object | null`", "a table").replace("`object`", "a table")
-        what = f"{what}{'' if ', got ' in what else ', got'} {_shown(value)}"
+        what = f"{what}{'' if ', got ' in what else ', got'} {_format_short(value)}"
     return f"{path}: {what}" if path else what
 
 
@@ -114,8 +114,8 @@ def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], 
         lambda: _nearest(wrong, others, name, most=1 if len(wrong) > WORD else 0),
     )
     found: list[str] = next((some for stage in stages if (some := stage())), [])
-    found = sorted(found, key=lambda path: -_shared(path, section))[:MOST_HINTS]
-    return " or ".join(name(path) if path in own else _filled(path, steps, tree) for path in found)
+    found = sorted(found, key=lambda path: -_count_shared(path, section))[:MOST_HINTS]
+    return " or ".join(name(path) if path in own else _fill_pattern(path, steps, tree) for path in found)
 
 
 @functools.cache
@@ -149,8 +149,8 @@ def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], ro
     own = [str(one) for path, values in where if path == pattern for one in values]
     others = [path for path, values in where if path != pattern and value in values]
     if others:
-        best = max(others, key=lambda path: _shared(path, pattern))
-        return f"; {value} is a value of {_filled(best, steps, tree)}"
+        best = max(others, key=lambda path: _count_shared(path, pattern))
+        return f"; {value} is a value of {_fill_pattern(best, steps, tree)}"
     near = _nearest(str(value), own, str, most=max(1, len(str(value)) // 3)) or _of_like_words(str(value), own, str)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -214,7 +214,7 @@ def _initials(name: str) -> str:
     return "".join(word[0] for word in words) if len(words) > 1 else name
 
 
-def _shared(path: str, other: str) -> int:
+def _count_shared(path: str, other: str) -> int:
     """Return how many first steps two paths share, counting steps with user-chosen names less."""
     common = 0
     for one, two in zip(path.split("."), other.split("."), strict=False):
@@ -234,7 +234,7 @@ def _pattern(steps: Sequence[str], root: type) -> str:
     return path.lstrip(".")
 
 
-def _filled(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -> str:
+def _fill_pattern(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -> str:
     """Replace each `*` in a path by the name that the user wrote, or else by the only name that exists."""
     found: list[str] = []
     for depth, step in enumerate(pattern.split(".")):
@@ -296,11 +296,11 @@ def _at(tree: Any, steps: Sequence[str]) -> Any:
     return tree
 
 
-def _joined(steps: Sequence[str]) -> str:
+def _join_steps(steps: Sequence[str]) -> str:
     return "".join(step if step.startswith("[") else f".{step}" for step in steps).lstrip(".")
 
 
-def _shown(value: Any) -> str:
+def _format_short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 

@@ -87,7 +87,7 @@ def make_finished_end(
         status="finished",
         rewards=_rewards(begin, outcome, frozen),
         agent_rewards={
-            _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent, to_reward)
+            _check_policy(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent, to_reward)
             for policy, by_agent in outcome.agent_rewards.items()
         },
         call_rewards=_numbers(
@@ -167,11 +167,11 @@ def _rewards(begin: EpisodeBegin | EpisodeRef, outcome: Outcome, frozen: Collect
             f"rewards has nothing for {', '.join(missing)}: every trained policy of the episode needs one"
         )
     for policy in outcome.rewards:
-        _known(begin, "rewards", policy)
+        _check_policy(begin, "rewards", policy)
     return _numbers("rewards", outcome.rewards, to_reward)
 
 
-def _known(begin: EpisodeBegin | EpisodeRef, field: str, policy: str) -> str:
+def _check_policy(begin: EpisodeBegin | EpisodeRef, field: str, policy: str) -> str:
     if policy not in begin.policies:
         raise OutcomeError(f"{field} names {policy!r}; this episode's policies are {', '.join(begin.policies)}")
     return policy

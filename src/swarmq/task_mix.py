@@ -48,7 +48,7 @@ def kinds_of(stretches: Sequence[Stretch]) -> tuple[str, ...]:
 def shares(stretches: Sequence[Stretch], step: int, lent: Collection[str] = ()) -> Shares:
     """Return the shares of the batch that makes the weights of `step`; the shares of `lent` kinds go to the others."""
     current = [stretch for stretch in stretches if stretch.from_step <= step][-1]
-    mix = _scheduled(current, step)
+    mix = _scheduled_mix(current, step)
     active = {kind: share for kind, share in mix.items() if share > 0 and kind not in lent}
     total = sum(active.values())
     return {kind: share / total for kind, share in active.items()} if active else mix
@@ -70,7 +70,7 @@ def deal(mix: Mapping[str, float], carry: Mapping[str, float], groups: int) -> D
     return Dealt(counts, {kind: round(wanted[kind] - counts[kind], ROUNDING) for kind in wanted})
 
 
-def _scheduled(stretch: Stretch, step: int) -> Shares:
+def _scheduled_mix(stretch: Stretch, step: int) -> Shares:
     schedule = stretch.schedule
     if schedule is None:
         return stretch.mix

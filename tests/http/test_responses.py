@@ -7,7 +7,7 @@ import pytest
 
 from swarmq.messages import unpack_ids
 from swarmq.proxy.deltas import extend
-from swarmq.proxy.dialects.responses import Items, _said
+from swarmq.proxy.dialects.responses import Items, _items_to_messages
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.testing.scripted_engine import decode, encode
 
@@ -142,7 +142,9 @@ def test_a_text_around_a_call_is_one_message_again():
     before = conversations.size_bytes
     conversations.keep_parts("r.0", told.parts())
     assert conversations.size_bytes > before
-    assert _said([{"type": "item_reference", "id": item["id"]} for item in told.items], conversations) == [message]
+    assert _items_to_messages([{"type": "item_reference", "id": item["id"]} for item in told.items], conversations) == [
+        message
+    ]
 
 
 @pytest.mark.parametrize("other", ["another episode's", "never given", "not stored"])

@@ -89,7 +89,7 @@ class Collector:
         await self._decide(lambda core: core.resend_lost(controls))
         self._outgoing.clear()
         self._send(self._store.outbox())
-        log.info("collecting", **state_fields(self._loaded()))
+        log.info("collecting", **state_fields(self._load_core()))
         async with asyncio.TaskGroup() as tasks:
             sender = tasks.create_task(self._sender())
             others = [
@@ -110,8 +110,8 @@ class Collector:
                     await self._idle.wait()
             sender.cancel()
         await self._decide(lambda _: [])
-        await self._tell("state", state_fields(self._loaded()))
-        log.info("stopped", unsent=len(self._outgoing), **state_fields(self._loaded()))
+        await self._tell("state", state_fields(self._load_core()))
+        log.info("stopped", unsent=len(self._outgoing), **state_fields(self._load_core()))
 
     # ---------------------------------------------------------------------------------------------- loops
 
@@ -250,7 +250,7 @@ class Collector:
         watch = StandstillWatch()
         while True:
             await asyncio.sleep(STATE_S)
-            core = self._loaded()
+            core = self._load_core()
             await self._tell("state", state_fields(core))
             for line in watch.look(core, self._clock()):
                 log.warning("no_progress", reason=line)
@@ -275,7 +275,7 @@ class Collector:
                 await asyncio.sleep(RETRY_S)
 
     def _commit(self, step: Step) -> None:
-        core = self._loaded()
+        core = self._load_core()
         confirmed = list(self._confirmed)
         effects: list[Effect] = []
         with self._store.transaction():
@@ -286,7 +286,7 @@ class Collector:
         self._send(effects)
         self._events += [effect for effect in effects if isinstance(effect, Emit)]
 
-    def _loaded(self) -> Core:
+    def _load_core(self) -> Core:
         """Return the core, built from the store at the start and after a failed commit."""
         if self._core is None:
             self._core = Core(self._rules, self._store, self._store.snapshot(), now=self._clock(), job=self.job)
@@ -305,7 +305,7 @@ class Collector:
         message: Message | None
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
-            size = self._loaded().rules.size_of(item.kind)
+            size = self._load_core().rules.size_of(item.kind)
             message = Ticket(
                 run=self.job.run,
                 ticket_id=item.ticket_id,

@@ -71,11 +71,13 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """Run the demo. Raises SwarmqError if a process cannot start, or if an episode is lost or trained twice."""
     began = time.monotonic()
     report = _reporter(console, began)
-    check_settings(plain := _named(options, options.run, ""))  # what is wrong is said before a model is made
+    check_settings(plain := _name_run(options, options.run, ""))  # what is wrong is said before a model is made
     make_folder(Path(plain.folder))
     model = options.model or await ensure_model(options.cache, report)
     model_s = time.monotonic() - began
-    plan_run(_named(options, options.run, model), lambda _: None)  # nor is a folder made for one that cannot be trained
+    plan_run(
+        _name_run(options, options.run, model), lambda _: None
+    )  # nor is a folder made for one that cannot be trained
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:
@@ -120,7 +122,7 @@ def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
     """Return the demo's job under an unused run name, and create its folder."""
     number = 1
     while True:
-        job = _named(options, options.run if number == 1 else f"{options.run}-{number}", model)
+        job = _name_run(options, options.run if number == 1 else f"{options.run}-{number}", model)
         try:
             job.run_folder.path.mkdir(parents=True)
         except FileExistsError:
@@ -129,7 +131,7 @@ def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
             return job
 
 
-def _named(options: DemoOptions, run: str, model: str) -> SwarmJob:
+def _name_run(options: DemoOptions, run: str, model: str) -> SwarmJob:
     tree = msgspec.to_builtins(demo_job(model, run="demo", seed=options.seed, size=options.size))
     return SwarmJob.build(tree | {"run": run, "folder": options.folder}, sets=options.sets, origin="demo")
 

@@ -82,7 +82,7 @@ def warm_up(
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * _pace(step, steps, recipe.rise)
             batch = [next(stream) for _ in range(recipe.batch)]
-            loss = _set_gradient(model, _padded(words, batch, recipe.similar), cores)
+            loss = _set_gradient(model, _pad_batch(words, batch, recipe.similar), cores)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             report(WarmupProgress(step=step + 1, steps=steps, loss=loss))
@@ -157,7 +157,7 @@ def _set_gradient(model: Qwen3ForCausalLM, parts: Sequence[WarmupMicroBatch], co
     return math.fsum(losses)
 
 
-def _padded(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration], similar: int) -> list[WarmupMicroBatch]:
+def _pad_batch(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration], similar: int) -> list[WarmupMicroBatch]:
     """Return the batch sorted by length in padded parts of `similar` demonstrations; only assistant tokens have labels."""
     rows = []
     for demonstration in batch:

@@ -88,7 +88,7 @@ def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
     if not episodes:
         raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
     with _draft(plan.out) as draft:
-        trainer = Trainer(plan.model, _supervised(plan.train), max_model_len=plan.max_model_len)
+        trainer = Trainer(plan.model, _supervise(plan.train), max_model_len=plan.max_model_len)
         if is_main():
             _check_room(draft, 4 * trainer.num_parameters)
         _train(trainer, episodes, plan, report if is_main() else lambda _: None)
@@ -166,7 +166,7 @@ def _train(
         )
 
 
-def _supervised(train: Train) -> Train:
+def _supervise(train: Train) -> Train:
     return msgspec.structs.replace(
         train,
         loss=Loss(name="sft"),

@@ -68,7 +68,7 @@ class RevokedNames:
     """The set of revoked names, kept up to date with the registry file: `name in revoked`."""
 
     def __init__(self, path: Path) -> None:
-        self._sheet = CachedFile(path, lambda: _removed(path), frozenset[str]())
+        self._sheet = CachedFile(path, lambda: _read_revoked(path), frozenset[str]())
         self._names: frozenset[str] = frozenset()
         self._looked_at = -LOOK_EVERY_S
 
@@ -80,7 +80,7 @@ class RevokedNames:
         return name in self._names
 
 
-def _removed(path: Path) -> frozenset[str]:
+def _read_revoked(path: Path) -> frozenset[str]:
     return frozenset(one.name for one in read_clients(path).values() if one.removed_at is not None)
 
 

@@ -95,7 +95,7 @@ def plan_layouts(
     unfolded, longest = sum(lengths), max(lengths, default=0)
     if only == "tree":
         return _plan(folded.tree.layouts(budget), "tree", because, unfolded)
-    rows = _packed(folded.rows, budget if row_pass is None else min(budget, max(row_pass, longest)))
+    rows = _pack_rows(folded.rows, budget if row_pass is None else min(budget, max(row_pass, longest)))
     if only == "rows":
         return _plan(rows, "rows", because, unfolded)
     trees = folded.tree.layouts(budget)
@@ -107,10 +107,10 @@ def plan_layouts(
 
 def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
     """Return the folded timelines of all episodes as packed rows."""
-    return _packed(Folded(episodes).rows, budget)
+    return _pack_rows(Folded(episodes).rows, budget)
 
 
-def _packed(rows: Sequence[tuple[int, Timeline]], budget: int) -> list[Layout]:
+def _pack_rows(rows: Sequence[tuple[int, Timeline]], budget: int) -> list[Layout]:
     return [lay_rows([rows[i] for i in members]) for members in pack([len(row) for _, row in rows], budget)]
 
 

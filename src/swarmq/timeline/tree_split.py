@@ -69,11 +69,15 @@ def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[
     (`over_budget`) if a single sequence is too long.
     """
     tree = Tree(lengths, parents)
-    ways = (cut(tree, budget), packed(tree, budget, short=0), packed(tree, budget, short=int(SHORT * budget)))
+    ways = (
+        cut(tree, budget),
+        pack_from_leaves(tree, budget, short=0),
+        pack_from_leaves(tree, budget, short=int(SHORT * budget)),
+    )
     return min(ways, key=lambda passes: sum(map(tree.size, passes)))
 
 
-def packed(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
+def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
     """Split by first-fit decreasing from the leaves up; nodes of at most `short` tokens are repeated for every child."""
     small, whom = _without(tree, short)
     passes: dict[int, Bins] = {}

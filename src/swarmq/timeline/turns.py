@@ -57,7 +57,7 @@ def resolve(
     sequences = _sequences(turns, parents, lengths)
     return [
         ResolvedTurn(
-            token_ids=_checked_ids(turn, sequence, vocab_size),
+            token_ids=_check_ids(turn, sequence, vocab_size),
             prompt_length=len(sequence) - turn.num_sampled,
             logprobs=_logprobs(turn),
             versions=_versions(turn),
@@ -147,7 +147,7 @@ def _sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[
     return sequences
 
 
-def _checked_ids(turn: Turn, sequence: IntArray, vocab_size: int | None) -> IntArray:
+def _check_ids(turn: Turn, sequence: IntArray, vocab_size: int | None) -> IntArray:
     own = sequence[turn.shared :]
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if own.min() < 0 or own.max() > top:

@@ -92,7 +92,7 @@ class Groups:
         effects: list[do.Effect] = []
         for group_id in self._overdue(now):
             effects += self._publish(group_id)
-        for group_id in self._abandoned(now):
+        for group_id in self._is_abandoned(now):
             effects += self._forget(group_id)
         return effects
 
@@ -170,7 +170,7 @@ class Groups:
         deadline_s = self.run.rules.deadline_s
         return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
 
-    def _abandoned(self, now: float) -> list[str]:
+    def _is_abandoned(self, now: float) -> list[str]:
         """Return groups that consist of given-up slots only, the last of which was given up a deadline ago."""
         return [
             gid

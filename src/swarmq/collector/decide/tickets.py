@@ -126,14 +126,14 @@ class TicketWindow:
         learner has the groups of a batch waiting. `idle`: number of groups that wait for learners at their last step.
         """
         if not self.is_open:
-            return [*self._changed()]
-        self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch + idle - self._granted())
+            return [*self._list_changed()]
+        self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch + idle - self._count_granted())
         effects = self._issue(usage, lacking)
         idle = not any(tickets for kind, tickets in self.out.items() if kind not in self.lent)
         if starved and idle and not any(used.running for used in usage.values()):
             self._grant(1)
             effects += self._issue(usage, {})
-        return [*effects, *self._changed()]
+        return [*effects, *self._list_changed()]
 
     def _issue(self, usage: Mapping[str, Usage], lacking: Mapping[str, int]) -> list[Effect]:
         """Issue tickets for the rest of each kind's window, or for the slots that its most complete group lacks."""
@@ -150,7 +150,7 @@ class TicketWindow:
                 effects.append(IssueTicket(ticket_id, kind))
         return effects
 
-    def _granted(self) -> int:
+    def _count_granted(self) -> int:
         """Return the number of groups granted and not yet trained; groups held by a lent kind do not count."""
         held = [self.of(kind) for kind in self._kinds if kind not in self.lent]
         return sum(credit.allocated - credit.trained for credit in held)
@@ -185,7 +185,7 @@ class TicketWindow:
             self.kinds[kind].allocated = self.kinds[kind].trained
             self.kinds[kind].debt, self.kinds[kind].due = 0.0, 0
 
-    def _changed(self) -> Iterable[Effect]:
+    def _list_changed(self) -> Iterable[Effect]:
         for kind in self.kinds:
             row = self._row(kind)
             if self._stored.get(kind) != row:

@@ -43,13 +43,13 @@ def leave_one_out(rewards: Of) -> Of:
 
 def center(rewards: Of) -> Of:
     """Return (k - 1)/k of `leave_one_out` for k episodes: with one value each, the difference to the mean of all (2503.20783)."""
-    return _scaled(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
+    return _scale(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
 
 
 def standardize(rewards: Of) -> Of:
     """Return centred values divided by their standard deviation, with n - 1 in its denominator (2402.03300)."""
     deviation = statistics.stdev(reward for of in rewards.values() for reward in of.values())
-    return _scaled(center(rewards), 1 / (deviation + GRPO_EPSILON))
+    return _scale(center(rewards), 1 / (deviation + GRPO_EPSILON))
 
 
 WITHIN_GROUP: dict[str, Callable[[Of], Of]] = {
@@ -86,7 +86,7 @@ def _by_method(
         values = _against_the_past(baselines or {}, groups, rewards)
     else:
         within = WITHIN_GROUP[train.advantage]
-        values = [{tag: _compared(of, within) for tag, of in by_tag.items()} for by_tag in rewards]
+        values = [{tag: _compare(of, within) for tag, of in by_tag.items()} for by_tag in rewards]
     deviation = _deviation(values) if train.advantage == "batch_norm" else 1.0
     nothing = None if train.needs_baseline else 0.0
     return {
@@ -112,7 +112,7 @@ def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[R
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
     """Return whether any turn of the group would get an advantage other than 0, or needs none."""
-    return not train.needs_baseline or any(_compared(of, center) for of in _rewards(group, train).values())
+    return not train.needs_baseline or any(_compare(of, center) for of in _rewards(group, train).values())
 
 
 def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -133,7 +133,7 @@ def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
     return [level for _, keys in _credits(group, train) for (level, _), _ in keys]
 
 
-def _compared(of: Of, within: Callable[[Of], Of]) -> Of:
+def _compare(of: Of, within: Callable[[Of], Of]) -> Of:
     """Apply a method within the group; empty if only one episode has such rewards or all are equal."""
     rewards = _all(of)
     return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL else {}
@@ -143,7 +143,7 @@ def _all(of: Of) -> list[float]:
     return [value for own in of.values() for value in own.values()]
 
 
-def _scaled(of: Of, factor: float) -> Of:
+def _scale(of: Of, factor: float) -> Of:
     return {episode: {call: value * factor for call, value in own.items()} for episode, own in of.items()}
 
 
@@ -157,7 +157,7 @@ def _against_the_past(
 ) -> list[Values]:
     """Return the differences to the baselines. Values without a past are centred within the batch, because A = R would teach
     only to be rewarded."""
-    first = {name: _compared(of, center) for name, of in _by_name(groups, rewards).items() if name not in baselines}
+    first = {name: _compare(of, center) for name, of in _by_name(groups, rewards).items() if name not in baselines}
 
     def against(name: str, of: Of) -> Of:
         if name in first:
@@ -193,7 +193,7 @@ def _name(group: Sequence[Rollout], tag: Tag) -> str:
 def _rewards(group: Sequence[Rollout], train: Train) -> Values:
     """Return all rewards that credit a turn of the group."""
     rewards: dict[Tag, dict[str, dict[str, float]]] = {}
-    discounted = _discounted(group, train)
+    discounted = _find_discounted(group, train)
     for episode in group:
         for tag, call, reward in _all_rewards(episode, discounted, train):
             rewards.setdefault(tag, {}).setdefault(episode.episode_id, {})[call] = reward
@@ -211,7 +211,7 @@ def _all_rewards(episode: Rollout, discounted: Sequence[str | None], train: Trai
         yield from ((("call", agent), call, value) for call, value in _returns(episode, agent, train))
 
 
-def _discounted(group: Sequence[Rollout], train: Train) -> list[str | None]:
+def _find_discounted(group: Sequence[Rollout], train: Train) -> list[str | None]:
     """Return the agents whose calls are credited with returns, because a call of theirs in the group has a reward of its own."""
     if train.call_discount is None:
         return []
@@ -242,7 +242,7 @@ def _requests(episode: Rollout, agent: str | None) -> list[list[Turn]]:
 
 def _credits(group: Sequence[Rollout], train: Train) -> list[tuple[Rollout, list[tuple[Tag, str]]]]:
     """Return for each turn the tag and call under which its reward is found."""
-    discounted = _discounted(group, train)
+    discounted = _find_discounted(group, train)
     return [(episode, [_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
 
 

@@ -88,7 +88,7 @@ def cispo(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Clipped importance weight that leaves every token a gradient (2506.13585)."""
     ratio = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
     high = 1 + _or(loss.clip_high, CISPO_HIGH)
-    return _weighted(tokens, ratio, high)
+    return _weight_by_ratio(tokens, ratio, high)
 
 
 def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
@@ -107,7 +107,7 @@ def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 def reinforce(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """The policy gradient with a truncated importance weight."""
-    return _weighted(tokens, _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs), loss.ratio_cap)
+    return _weight_by_ratio(tokens, _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs), loss.ratio_cap)
 
 
 def sft(tokens: LossInputs, _: Loss) -> TokenLoss:
@@ -161,7 +161,7 @@ def divergence(tokens: LossInputs, loss: Loss) -> Tensor:
     return weight * (d.exp() - d - 1)
 
 
-def _weighted(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss:
+def _weight_by_ratio(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss:
     """Return the policy gradient weighted by the ratio up to `cap`."""
     a = tokens.advantages
     return TokenLoss(-ratio.clamp(max=cap) * a * tokens.logprobs, (ratio > cap) * LossEffect.TRUNCATED, a)

@@ -108,10 +108,10 @@ def build_rank_batch(
     """
     resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
     folded = Folded(resolved)
-    whole = _planned(folded, train, traits, train.micro_batch_tokens)
+    whole = _plan_layouts(folded, train, traits, train.micro_batch_tokens)
     if world > 1:
-        whole = _planned(folded, train, traits, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
-    mine = _dealt(whole.layouts, world)
+        whole = _plan_layouts(folded, train, traits, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
+    mine = _deal_layouts(whole.layouts, world)
     weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
     passes += [idle_micro_batch()] * (max(map(len, mine)) - len(passes))
@@ -209,7 +209,7 @@ class Weigher:
         )
 
 
-def _planned(folded: Folded, train: Train, traits: ModelProfile, budget: int) -> Plan:
+def _plan_layouts(folded: Folded, train: Train, traits: ModelProfile, budget: int) -> Plan:
     if train.layout != "auto":
         return plan_layouts(
             folded,
@@ -245,7 +245,7 @@ def _in_step(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) ->
     ]
 
 
-def _dealt(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:
+def _deal_layouts(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:
     """Give layouts to ranks, the largest first, each to the rank with the fewest tokens so far."""
     loads = [0] * world
     parts: list[list[Layout]] = [[] for _ in range(world)]

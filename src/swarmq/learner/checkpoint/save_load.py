@@ -132,13 +132,13 @@ def draft_checkpoint(
     if draft.whole:
         return draft
     writing: list[Callable[[], None]] = []
-    with _agreed(accelerator, draft):
+    with _fail_together(accelerator, draft):
         state = _optimizer(trainer).state_dict()
         save_accelerator_state(str(draft.path / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
         if accelerator.is_main_process:
             writing += _optimizer_written(state, draft.path / STATE / OPTIMIZER, trainer, copies)
         del state
-    with _agreed(accelerator, draft):
+    with _fail_together(accelerator, draft):
         writing += _model_written(draft.path, trainer, copies, before=writing)
         if accelerator.is_main_process:
             copy_tokenizer(model, draft.path)
@@ -150,7 +150,7 @@ def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accel
     too."""
     path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
     draft = Draft(path=path, identity=identity, version=version)
-    with _agreed(accelerator, draft):
+    with _fail_together(accelerator, draft):
         if accelerator.is_main_process:
             remove_drafts(folder)
             draft = msgspec.structs.replace(draft, whole=_is_whole(draft))
@@ -227,7 +227,7 @@ def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = la
     Raises LearnerError if it cannot be written, DiskFullError if it can be tried again; earlier checkpoints are then unchanged.
     """
     try:
-        with _told(draft):
+        with _explain_write_errors(draft):
             if not draft.whole:
                 _write(draft, check)
     except LearnerError:
@@ -276,11 +276,11 @@ def copy_tokenizer(model: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _agreed(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
+def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
     """Raise on every rank what fails on one, and remove the draft: otherwise the other ranks would go on and wait forever."""
     own: LearnerError | None = None
     try:
-        with _told(draft):
+        with _explain_write_errors(draft):
             yield
     except LearnerError as error:
         own = error
@@ -293,7 +293,7 @@ def _agreed(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(draft: Draft) -> Iterator[None]:
+def _explain_write_errors(draft: Draft) -> Iterator[None]:
     """Raise LearnerError for errors of writing a draft, including those of torch and safetensors, which do not tell a full disk
     from others."""
     with map_os_errors(draft.path.parent):
@@ -360,7 +360,7 @@ def _prune(folder: Path, version: int, keep: int) -> int:
     were skipped as damaged."""
     paths = [path for path in list_checkpoints(folder) if version_of(path) <= version]
     for path in paths[:-keep]:
-        with _left(path):
+        with _keep_on_failure(path):
             _remove(_aside(path))
     return version_of(paths[-keep:][0])
 
@@ -372,14 +372,14 @@ def _aside(path: Path) -> Path:
 
 def _remove(path: Path) -> None:
     """Remove as much of the folder as possible; it may contain foreign files."""
-    with _left(path):
+    with _keep_on_failure(path):
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
             shutil.rmtree(path)
 
 
 @contextlib.contextmanager
-def _left(path: Path) -> Iterator[None]:
+def _keep_on_failure(path: Path) -> Iterator[None]:
     """Ignore errors of removal."""
     try:
         yield

@@ -39,13 +39,13 @@ def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) 
     """Yield findings about the newest `batches` that can be replayed, or a finding that there are none. Writes nothing."""
     try:
         with map_gpu_errors("the replay"):
-            yield from _replayed(job, policy, folder, batches)
+            yield from _replay_batches(job, policy, folder, batches)
     except LearnerError as error:
         aside = "; beside a running engine or learner: --device cpu" if torch.cuda.is_available() else ""
         yield Finding(level="error", check="replay", text=f"stored batches could not be examined: {error}{aside}")
 
 
-def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> Iterator[Finding]:
+def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> Iterator[Finding]:
     """Yield the findings of a replay. Raises LearnerError without stored batches, or if the model does not fit."""
     identity, settings = RunIdentity.of(job, policy), job.policies[policy]
     places = [p for p in batch_log.scan_log(folder.batch_log(policy), identity) if p.index.trained]

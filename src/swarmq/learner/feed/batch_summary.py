@@ -67,21 +67,21 @@ def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict
         "truncated": _share(turn.finish_reason == "length" for turn in turns),
         "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
         "drifted": Drift.of(turns).rate,
-        "credited": _credited(episodes, record.settings or Train()),
-        "reward_credited": _reward_credited(episodes),
+        "credited": _credit_shares(episodes, record.settings or Train()),
+        "reward_credited": _mean_credited_rewards(episodes),
         "repaired": _share(turn.repaired for turn in turns),
         "code_versions": dict(Counter(e.code_version for e in episodes if e.code_version)),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
     }
 
 
-def _credited(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
+def _credit_shares(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
     """Return the shares of turns that are credited with the reward of their call, of their agent tag, or of their episode."""
     counts = Counter(level for group in group_by_slot(episodes) for level in count_credited(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 
-def _reward_credited(episodes: Sequence[Rollout]) -> dict[str, float]:
+def _mean_credited_rewards(episodes: Sequence[Rollout]) -> dict[str, float]:
     """Return the mean rewards by agent tag and by call, for rewards that credit a turn."""
     given: dict[str, list[float]] = {"agent": [], "call": []}
     for episode in episodes:

@@ -176,7 +176,7 @@ def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
             text="no step is recorded in the run's events.jsonl, which its learner writes: nothing to read",
         )
         return
-    yield from _judged([{**step, "max_staleness": max_staleness} for step in steps])
+    yield from _judge_sign([{**step, "max_staleness": max_staleness} for step in steps])
     yield from find_trends(steps)
 
 
@@ -197,14 +197,14 @@ class SignWatch:
         self._steps.append({**fields, "max_staleness": max_staleness})
         if len(self._steps) > WINDOW + LONGEST:
             del self._steps[WINDOW]
-        found = [*_judged(self._steps), *find_trends(self._steps, only_signs=True)]
+        found = [*_judge_sign(self._steps), *find_trends(self._steps, only_signs=True)]
         found = [f for f in found if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
         fresh = [f for f in found if self._count - self._showed.get(f.check, -WINDOW) > WINDOW]
         self._showed |= {f.check: self._count for f in found}
         return fresh
 
 
-def _judged(steps: Steps) -> Iterator[Finding]:
+def _judge_sign(steps: Steps) -> Iterator[Finding]:
     for sign in SIGNS:
         if (value := sign.measure(steps)) is None:
             continue

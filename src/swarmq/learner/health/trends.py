@@ -127,10 +127,10 @@ def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
         looks = [(window, look) for window in windows if (look := _look(trend, window)) is not None]
         shown = next((fit for window, look in looks if (fit := _sign(trend, window, *look))), None)
         if shown:
-            yield _told(trend, shown, is_sign=True)
+            yield _describe_trend(trend, shown, is_sign=True)
         elif looks and not only_signs:
             window, (values, z) = looks[0]
-            yield _told(trend, _fit(trend, window, values, z), is_sign=False)
+            yield _describe_trend(trend, _fit(trend, window, values, z), is_sign=False)
 
 
 def reward_rises(steps: Steps) -> bool:
@@ -255,7 +255,7 @@ def _newest_code(steps: Steps) -> int:
     return place
 
 
-def _told(trend: Trend, fit: Fit, *, is_sign: bool) -> Finding:
+def _describe_trend(trend: Trend, fit: Fit, *, is_sign: bool) -> Finding:
     """Describe a trend. The line is fitted, so its ends are close to the first and last value and seldom equal to them."""
     seen = f"{trend.measured} {fit.begin:.3g} -> {fit.end:.3g} from step {fit.first} to {fit.last}"
     limit = f"{trend.change:+.0%} and z {'below -' if trend.change < 0 else 'above '}{Z:g}"

@@ -88,7 +88,7 @@ def layer_bytes(units: int, ranks: int = 1) -> int:
 def whole_bytes(shape: ModelShape, train: Train) -> int:
     """Return the bytes that gathered layers need besides a shard: all weights in the compute dtype, gradients in FP32."""
     computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
-    return shape.parameters * computed_with + _trained(shape, train) * WHOLE_BYTES
+    return shape.parameters * computed_with + _num_trained(shape, train) * WHOLE_BYTES
 
 
 def state_bytes(
@@ -104,7 +104,7 @@ def state_bytes(
         return 0
     whole = HALF_BYTES * shape.parameters if parts == 1 else 0
     if ranks > parts:
-        whole += BUCKET_BYTES * _trained(shape, train)
+        whole += BUCKET_BYTES * _num_trained(shape, train)
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(list_frozen_models(train, "")))
     return (_own_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
 
@@ -139,10 +139,10 @@ def _loaded_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
 def _own_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
     """Return the bytes of the policy between steps."""
     under = _loaded_bytes(shape, train, cuda=cuda) if train.lora else 0
-    return under + STATE_BYTES * _trained(shape, train)
+    return under + STATE_BYTES * _num_trained(shape, train)
 
 
-def _trained(shape: ModelShape, train: Train) -> int:
+def _num_trained(shape: ModelShape, train: Train) -> int:
     """Return the number of trained parameters; with adapters, as if every matrix in the layers had one, whatever
     `train.lora.modules` names."""
     return train.lora.rank * shape.fans if train.lora else shape.parameters

@@ -76,7 +76,7 @@ def find_refusal(
     """
     here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
-    padded = [_shared(layout, device, length, ranks) for length in padded_lengths(longest)]
+    padded = [_visibilities_by_rank(layout, device, length, ranks) for length in padded_lengths(longest)]
     limit = TOLERANCE.get(dtype, ROUNDED)
     for call in calls:
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
@@ -119,7 +119,7 @@ def _error(values: Tensor, expected: Tensor) -> float:
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))
 
 
-def _shared(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
+def _visibilities_by_rank(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
     """Return the visibility on every rank."""
     if ranks == 1:
         return [Visibility(layout, device, compiled=True, least=least)]

@@ -101,7 +101,7 @@ def build_batches(
     batches = []
     answers = np.empty(max(end for _, end in nodes), np.int64)
     done = 0
-    for members in _grouped(pieces):
+    for members in _group_by_size(pieces):
         batches.append(_batch(members, window, device))
         width = batches[-1].queries.shape[1]
         for piece in members:
@@ -171,7 +171,7 @@ def _middle(path: Sequence[Run], first: int, last: int) -> list[Run]:
     return kept
 
 
-def _grouped(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
+def _group_by_size(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
     """Yield groups of pieces of similar size that can be padded to one size without much waste."""
     members: list[QueryPiece] = []
     real = widest = 0

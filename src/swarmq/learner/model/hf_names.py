@@ -24,7 +24,7 @@ def to_hf_names(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
     when they are requested; all others are passed on unchanged."""
     together: dict[tuple[str, ...], Sources] = {}
     for name, tensor in named:
-        parts = _reverted(lm, {name: _outline(tensor)})
+        parts = _revert_names(lm, {name: _outline(tensor)})
         together.setdefault(tuple(parts), {})[name] = tensor
     for sources in together.values():
         yield from _parts(lm, sources)
@@ -36,7 +36,7 @@ def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
     apart, bases = SplitTensors(lm, sources), [held(tensor) for tensor in sources.values()]
     unchanged = all(base is not tensor for base, tensor in zip(bases, sources.values(), strict=True))
     tensors = tuple(base for base in bases if isinstance(base, Tensor))
-    for name, part in _reverted(lm, outlines).items():
+    for name, part in _revert_names(lm, outlines).items():
         if id(part) in known:
             yield name, known[id(part)]
         else:
@@ -53,11 +53,11 @@ class SplitTensors:
 
     def part(self, name: str) -> Tensor:
         if name not in self._parts:
-            self._parts = _reverted(self._lm, {name: made(tensor) for name, tensor in self._sources.items()})
+            self._parts = _revert_names(self._lm, {name: made(tensor) for name, tensor in self._sources.items()})
         return self._parts.pop(name)
 
 
-def _reverted(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _revert_names(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts: dict[str, Tensor] = revert_weight_conversion(lm, dict(tensors))
     return parts
 

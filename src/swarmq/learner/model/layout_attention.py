@@ -74,7 +74,7 @@ class Visibility:
         self._layout = layout
         self._device = device
         length = padded_lengths(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
-        self._exits, self._positions = _lengthened(layout, length)
+        self._exits, self._positions = _lengthen(layout, length)
         self._block_masks: dict[int | None, BlockMask] = {}
         self._batches: dict[int | None, AttentionBatches] = {}
         self.kept = KeptActivations()
@@ -99,7 +99,10 @@ class Visibility:
                 partly, wholly = (_longer(x[rows], self.padded_queries // BLOCK) for x in (partly, wholly))
                 sees = _from(to_device(_longer(tokens, self.padded_queries), self._device), sees)
             self._block_masks[window] = BlockMask.from_kv_blocks(
-                *_ordered(partly, self._device), *_ordered(wholly, self._device), BLOCK_SIZE=BLOCK, mask_mod=sees
+                *_order_blocks(partly, self._device),
+                *_order_blocks(wholly, self._device),
+                BLOCK_SIZE=BLOCK,
+                mask_mod=sees,
             )
         return self._block_masks[window]
 
@@ -206,7 +209,7 @@ def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
     return paths
 
 
-def _lengthened(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
+def _lengthen(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
     """Return exits and positions, padded with tokens that see nothing but themselves."""
     extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
@@ -217,7 +220,7 @@ def _longer(values: NDArray[Any], length: int) -> NDArray[Any]:
     return np.pad(values, [(0, length - len(values)), *[(0, 0)] * (values.ndim - 1)])
 
 
-def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+def _order_blocks(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return FlexAttention's form of a block mask [Q, K]: the number of key blocks per query block, and their indices first."""
     which = np.argsort(~blocks, axis=1, kind="stable")
     return tuple(to_device(x.astype(np.int32)[None, None], device) for x in (blocks.sum(1), which))  # type: ignore[return-value]

@@ -194,7 +194,7 @@ class LayoutModel(nn.Module):
         batches."""
         turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
-        calls = [] if self.model.device.type == "meta" else self._tried(rows, tree)
+        calls = [] if self.model.device.type == "meta" else self._try_layouts(rows, tree)
         self.head_apart, self.rows_only, self._windows, self._own, calls = broadcast_from_rank0(
             (self.head_apart, self.rows_only, self._windows, self._own, calls)
         )
@@ -217,7 +217,7 @@ class LayoutModel(nn.Module):
                 attention=self.model.config._attn_implementation,  # noqa: SLF001 - it has no public name
             )
 
-    def _tried(self, rows: Layout, tree: Layout) -> list[AttentionCall]:
+    def _try_layouts(self, rows: Layout, tree: Layout) -> list[AttentionCall]:
         """Find out what can be computed, and return the calls of attention."""
         few, forked = (PlacedLayout.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = RecordingVisibility(tree, self.model.device)
@@ -232,7 +232,7 @@ class LayoutModel(nn.Module):
             if self.rows_only is None:
                 self._attend_over_layouts()
                 self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
-                self.rows_only = self.rows_only or _kept_back(self.model, recorded.windows)
+                self.rows_only = self.rows_only or _find_hidden_window(self.model, recorded.windows)
                 self._windows = [] if self.rows_only else recorded.windows
         if any(call.form.softcap is not None or call.form.sinks is not None for call in recorded.calls):
             self._own = EAGER  # only eager attention has both; an example this small need not show it
@@ -296,7 +296,7 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _kept_back(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
+def _find_hidden_window(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
     """Return why a model cannot compute trees because it has a sliding window that only its own masks know, or None: the
     example is too short to show it. `windows`: the windows that layers passed to attention."""
     config = model.config.get_text_config()

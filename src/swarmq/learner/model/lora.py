@@ -106,12 +106,12 @@ def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tu
             continue
         layer, plain = _layer_of(name, layers), name.replace(WRAPPED, "")
         if layer is not None:
-            yield plain, _adapted(tensor, layer)
+            yield plain, _adapt_weight(tensor, layer)
         else:
             yield plain, FromFolder(tensor) if name in frozen else tensor.detach()
 
 
-def _adapted(weight: Tensor, layer: Any) -> Weight:
+def _adapt_weight(weight: Tensor, layer: Any) -> Weight:
     """Return a weight with its adapter. Only plain linear layers have an adapter of two matrices and a factor; stacked experts
     and transposed layers do not."""
     if type(layer) is not Linear or layer.fan_in_fan_out:

@@ -195,7 +195,9 @@ def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int |
                 log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=torn)
     for before, place in pairwise(places):
         if place.index.record != before.index.record + 1:
-            raise _damaged(place.segment, place.offset, f"record {place.index.record} follows {before.index.record}")
+            raise _damage_error(
+                place.segment, place.offset, f"record {place.index.record} follows {before.index.record}"
+            )
     return places
 
 
@@ -204,7 +206,9 @@ def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) 
     error."""
     last = max((place.index.version for place in places if place.index.trained), default=0)
     if last < needed:
-        raise _damaged(segment, end, f"the log is sound up to version {last}, but a checkpoint is of version {needed}")
+        raise _damage_error(
+            segment, end, f"the log is sound up to version {last}, but a checkpoint is of version {needed}"
+        )
     with segment.open("rb+") as file:
         file.seek(end)
         aside = segment.with_name(f"{segment.name}.{end}.torn")
@@ -220,12 +224,12 @@ def read_record(place: RecordPlace) -> BatchRecord:
         file.seek(place.offset)
         data = file.read(place.size)
     if len(data) < place.size or not _sound(data):
-        raise _damaged(place.segment, place.offset, "wrong checksum")
+        raise _damage_error(place.segment, place.offset, "wrong checksum")
     _, _, index_size, *_ = RECORD.unpack_from(data)
     try:
         return decode_record(zstandard.decompress(data[RECORD.size + index_size :]))
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-        raise _damaged(place.segment, place.offset, str(error)) from error
+        raise _damage_error(place.segment, place.offset, str(error)) from error
 
 
 def read_records(folder: Path) -> Iterator[BatchRecord]:
@@ -249,7 +253,7 @@ def _scan_segment(segment: Path, identity: RunIdentity | None, places: list[Reco
             if lengths is None or not whole or not _sound(data, body=is_last):
                 if is_last and not _later_record(file, offset + 1, size):
                     return offset
-                raise _damaged(segment, offset, "wrong checksum in the middle of the log")
+                raise _damage_error(segment, offset, "wrong checksum in the middle of the log")
             index = _decode_index(data[RECORD.size : RECORD.size + lengths[0]], segment, offset)
             places.append(RecordPlace(segment, offset, RECORD.size + sum(lengths), index))
             offset += RECORD.size + sum(lengths)
@@ -261,10 +265,10 @@ def _check_head(data: bytes, segment: Path, identity: RunIdentity | None) -> int
         magic, size, checksum = SEGMENT.unpack_from(data)
         raw = data[SEGMENT.size : SEGMENT.size + size]
         if magic != SEGMENT_MAGIC or zlib.crc32(raw) != checksum:
-            raise _damaged(segment, 0, "not a segment of a batch log")
+            raise _damage_error(segment, 0, "not a segment of a batch log")
         head = msgspec.msgpack.decode(raw, type=SegmentHeader)
     except (struct.error, msgspec.MsgspecError) as error:
-        raise _damaged(segment, 0, f"its head cannot be read: {error}") from error
+        raise _damage_error(segment, 0, f"its head cannot be read: {error}") from error
     if head.schema > SCHEMA:
         raise SetUpError(
             f"{segment}: written by a newer swarmq (schema {head.schema}, ours is {SCHEMA}): upgrade swarmq"
@@ -324,7 +328,7 @@ def _decode_index(raw: bytes, segment: Path, offset: int) -> BatchIndex:
     try:
         return msgspec.msgpack.decode(raw, type=BatchIndex)
     except msgspec.MsgspecError as error:
-        raise _damaged(segment, offset, str(error)) from error
+        raise _damage_error(segment, offset, str(error)) from error
 
 
 def _segments(folder: Path) -> list[Path]:
@@ -341,7 +345,7 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _damaged(segment: Path, offset: int, what: str) -> LearnerError:
+def _damage_error(segment: Path, offset: int, what: str) -> LearnerError:
     return LearnerError(
         f"{segment}: damaged at byte {offset} ({what}). Bring the file back from a copy; what follows cannot be trusted"
     )

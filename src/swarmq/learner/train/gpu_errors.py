@@ -25,12 +25,12 @@ def map_gpu_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # of which all of torch's are
-        if (told := _told(error)) is None:
+        if (told := _explain(error)) is None:
             raise
         raise LearnerError(f"{doing}: {told}") from error
 
 
-def _told(error: RuntimeError) -> str | None:
+def _explain(error: RuntimeError) -> str | None:
     """Return the explanation, or None for an error that does not come from a GPU."""
     text = str(error)
     if isinstance(error, DistError) or APART.search(text):

@@ -39,7 +39,7 @@ class TextCompletions:
         refuse_fields(body, "suffix", why="the model does not fill in")
         if (count(body, "best_of") or 1) > (count(body, "n") or 1):
             raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")
-        said = _said_before(prompt, told)
+        said = _find_continued(prompt, told)
         text = prompt if isinstance(prompt, str) else str(prompt)
         rest = text[sum(len(message["content"]) for message in said) :]
         messages = [*said, {"role": "user", "content": rest}] if rest or not said else said
@@ -106,7 +106,7 @@ def _prompt(body: Json) -> Prompt:
     raise RefusedError("prompt must be text or a list of token ids, not empty", param="prompt")
 
 
-def _said_before(prompt: Prompt, told: Conversations) -> list[Json]:
+def _find_continued(prompt: Prompt, told: Conversations) -> list[Json]:
     """Return the longest conversation of the episode whose text begins the prompt."""
     if not isinstance(prompt, str):
         return []

@@ -82,8 +82,8 @@ class Responses:
         refuse_fields(body, "background", why="an answer is waited for or streamed")
         refuse_fields(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
         chat = {key: body[key] for key in SAME if body.get(key) is not None}
-        messages = [*_before(body, told), *_said(body.get("input"), told)]
-        chat["messages"] = _instructed(body, messages)
+        messages = [*_before(body, told), *_items_to_messages(body.get("input"), told)]
+        chat["messages"] = _with_instructions(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
         given, left_out = split_server_tools(object_list(body, "tools"))
@@ -139,7 +139,7 @@ class Items:
         """Index of the growing item."""
         self._calls: dict[int, int] = {}
         """Index of a call within the message -> index of its item."""
-        self._names = _namespaced(begun.request.body)
+        self._names = _functions_by_flat_name(begun.request.body)
         self.items: list[Json] = []
 
     def add(self, delta: Json, logprobs: Sequence[Logprob] = ()) -> None:
@@ -238,7 +238,7 @@ class ResponseWriter:
     def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
         self._items = Items(begun, self._tell)
-        self._said: list[bytes] = []
+        self._items_to_messages: list[bytes] = []
         self._count = 0
 
     def begin(self) -> bytes:
@@ -265,11 +265,11 @@ class ResponseWriter:
         return self._flush()
 
     def _tell(self, event: Json) -> None:
-        self._said.append(named_event({**event, "sequence_number": self._count}))
+        self._items_to_messages.append(named_event({**event, "sequence_number": self._count}))
         self._count += 1
 
     def _flush(self) -> bytes:
-        said, self._said = b"".join(self._said), []
+        said, self._items_to_messages = b"".join(self._items_to_messages), []
         return said
 
 
@@ -314,7 +314,7 @@ def _text(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _instructed(body: Json, messages: list[Json]) -> list[Json]:
+def _with_instructions(body: Json, messages: list[Json]) -> list[Json]:
     """Return the messages below the instructions, which later responses do not inherit."""
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
@@ -344,7 +344,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     return messages
 
 
-def _said(given: Any, told: Conversations) -> list[Json]:
+def _items_to_messages(given: Any, told: Conversations) -> list[Json]:
     """Return items as chat messages. Consecutive items of the assistant are one message, which ends with its calls."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -352,7 +352,7 @@ def _said(given: Any, told: Conversations) -> list[Json]:
     growing = False
     for at, item in enumerate(objects(given if given is not None else [], "input")):
         where = f"input[{at}]"
-        said = _named(item, told) if _is_reference(item) else _message(item, where)
+        said = _recall_item(item, told) if _is_reference(item) else _message(item, where)
         if said["role"] == "assistant":
             last = messages[-1] if growing else {}
             begins = said["content"] or "reasoning" in said
@@ -372,7 +372,7 @@ def _is_reference(item: Json) -> bool:
     return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
 
 
-def _named(item: Json, told: Conversations) -> Json:
+def _recall_item(item: Json, told: Conversations) -> Json:
     """Return an item of an earlier answer by its id."""
     name = item.get("id")
     message = told.recall_part(name) if isinstance(name, str) else None
@@ -449,7 +449,7 @@ def _functions(tools: Sequence[Json]) -> Iterator[tuple[str, Json]]:
             yield namespace, function
 
 
-def _namespaced(body: Json) -> dict[str, Json]:
+def _functions_by_flat_name(body: Json) -> dict[str, Json]:
     """Return flat name -> fields by which the agent knows the function, for functions in namespaces."""
     named = _functions([tool for tool in body.get("tools") or () if tool.get("type") == "namespace"])
     return {_flat_name(space, tool["name"]): {"namespace": space, "name": tool["name"]} for space, tool in named}
