@@ -18,6 +18,7 @@ from litestar.params import FromPath
 from litestar.response import Response
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from swarmq.config import ProxySettings
 from swarmq.keys import Claims
 from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.answer_receipts import AnswerReceipts
@@ -65,119 +66,70 @@ class GoneError(Exception):
     """The agent has disconnected."""
 
 
-def agent_routes(
-    completions: Completions,
-    *,
-    claims_of: Callable[[Request[Any, Any, Any]], Claims],
-    pools: Mapping[str, EnginePool],
-    aliases: Mapping[str, Sequence[str]],
-    episodes: EpisodeCache,
-    meter: Counters,
-    serving: AnswerReceipts,
-    body_timeout_s: float,
-    remote_images: bool,
-    refuses_tools: bool,
-    refuses_unknown: bool,
-) -> list[HTTPRouteHandler]:
-    """Return the routes. `claims_of` reads a request's key, or raises RefusedError."""
+class AgentRoutes:
+    """Handlers of the agents' requests. `claims_of` reads a request's key, or raises RefusedError."""
 
-    async def body_of(request: Request[Any, Any, Any]) -> bytes:
-        try:
-            async with asyncio.timeout(body_timeout_s):
-                return await request.body()
-        except TimeoutError as error:
-            raise RefusedError(
-                f"the body did not arrive within {body_timeout_s:g} s", status=408, code="request_timeout"
-            ) from error
+    def __init__(
+        self,
+        completions: Completions,
+        settings: ProxySettings,
+        *,
+        claims_of: Callable[[Request[Any, Any, Any]], Claims],
+        pools: Mapping[str, EnginePool],
+        aliases: Mapping[str, Sequence[str]],
+        episodes: EpisodeCache,
+        meter: Counters,
+        receipts: AnswerReceipts,
+    ) -> None:
+        self._completions = completions
+        self._settings = settings
+        self._claims_of = claims_of
+        self._pools = pools
+        self._aliases = aliases
+        self._episodes = episodes
+        self._meter = meter
+        self._receipts = receipts
 
-    async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> RequestContext:
-        claims = claims_of(request)
-        with episodes.arriving(claims) as memory:
-            raw = await body_of(request)
-            call = read_request(
-                dialect,
-                raw,
-                claims,
-                request.headers,
-                memory.conversations,
-                aliases=aliases,
-                remote_images=remote_images,
-                refuses_tools=refuses_tools,
-                refuses_unknown=refuses_unknown,
-            )
-        meter.leave_out(call.left_out)
-        if call.policy not in pools:
-            raise _no_model(call.policy, [name for name in claims.policies if name in pools])
-        return call
+    def handlers(self) -> list[HTTPRouteHandler]:
+        """Return the route handlers for the application."""
+        counting = _operation(CountTokens.summary, CountTokens.body)
+        listing = _operation("The policies that the key may call, under all of their names")
+        return [
+            *map(self._dialect_handler, DIALECTS),
+            post(CountTokens.path, status_code=200, operation_class=counting)(self.count_tokens),
+            get(MODELS, operation_class=listing)(self.models),
+            get(MODELS + "/{model:path}", operation_class=_operation("One of them"))(self.model),
+        ]
 
-    async def answer(request: Request[Any, Any, Any], dialect: Dialect) -> ASGIApp:
-        call = await read_call(request, dialect)
-
-        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            begun = await completions.begin(call)
-            try:
-                with serving.answering(begun, scope):
-                    if call.stream:
-                        await _send_events(
-                            send, begun, stream_events(dialect, completions, begun, meter), response_headers(begun)
-                        )
-                    else:
-                        body = dialect.answer(begun, await completions.whole(begun))
-                        await _whole(request, body, response_headers(begun))(scope, receive, send)
-            finally:
-                await begun.close()  # where the agent was gone before the first event
-
-        return watched(respond)
-
-    def watched(respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> ASGIApp:
-        """Count a response as open, and cancel it when the agent disconnects."""
-
-        async def respond_unless_gone(scope: Scope, receive: Receive, send: Send) -> None:
-            meter.open_calls += 1
-            try:
-                with suppress(GoneError):  # who could be told?
-                    await cancel_if_gone(receive, respond(scope, receive, send))
-            finally:
-                meter.open_calls -= 1
-
-        return respond_unless_gone
-
-    def route(dialect: Dialect) -> HTTPRouteHandler:
+    def _dialect_handler(self, dialect: Dialect) -> HTTPRouteHandler:
         @post(
             dialect.path, status_code=200, name=dialect.path, operation_class=_operation(dialect.summary, dialect.body)
         )
         async def ask(request: Request[Any, Any, Any]) -> ASGIApp:
-            return await answer(request, dialect)
+            return await self._answer(request, dialect)
 
         return ask
 
-    counting = CountTokens()
-
-    @post(counting.path, status_code=200, operation_class=_operation(counting.summary, counting.body))
-    async def count_tokens(request: Request[Any, Any, Any]) -> ASGIApp:
-        call = await read_call(request, counting)
+    async def count_tokens(self, request: Request[Any, Any, Any]) -> ASGIApp:
+        call = await self._read_call(request, CountTokens())
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            await _whole(request, {"input_tokens": await completions.count(call)}, {})(scope, receive, send)
+            body = {"input_tokens": await self._completions.count(call)}
+            await _whole(request, body, {})(scope, receive, send)
 
-        return watched(respond)
+        return self._watch(respond)
 
-    def served(request: Request[Any, Any, Any]) -> list[str]:
-        return [name for name in claims_of(request).policies if name in pools]
-
-    @get(MODELS, operation_class=_operation("The policies that the key may call, under all of their names"))
-    async def models(request: Request[Any, Any, Any]) -> Json:
-        policies = served(request)
-        others = (alias for policy in policies for alias in aliases.get(policy, ()) if not PATTERN & set(alias))
+    async def models(self, request: Request[Any, Any, Any]) -> Json:
+        policies = self._served_policies(request)
+        others = (alias for policy in policies for alias in self._aliases.get(policy, ()) if not PATTERN & set(alias))
         names = list(dict.fromkeys([*policies, *others]))
         if anthropic_messages.ANTHROPIC in request.headers:
             return anthropic_messages.model_cards(names)
         return {"object": "list", "data": [chat_completions.model_card(name) for name in names]}
 
-    @get(MODELS + "/{model:path}", operation_class=_operation("One of them"))
-    async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
-        name = model.removeprefix("/")  # the names of others' models have slashes
-        if policy_of(name, policies := served(request), aliases) is None:
+    async def model(self, request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
+        name = model.removeprefix("/")  # model names of other providers have slashes
+        if policy_of(name, policies := self._served_policies(request), self._aliases) is None:
             raise _no_model(name, policies)
         return (
             anthropic_messages.model_card(name)
@@ -185,7 +137,69 @@ def agent_routes(
             else chat_completions.model_card(name)
         )
 
-    return [*map(route, DIALECTS), count_tokens, models, model]
+    async def _answer(self, request: Request[Any, Any, Any], dialect: Dialect) -> ASGIApp:
+        call = await self._read_call(request, dialect)
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = await self._completions.begin(call)
+            try:
+                with self._receipts.answering(begun, scope):
+                    if call.stream:
+                        events = stream_events(dialect, self._completions, begun, self._meter)
+                        await _send_events(send, begun, events, response_headers(begun))
+                    else:
+                        body = dialect.answer(begun, await self._completions.whole(begun))
+                        await _whole(request, body, response_headers(begun))(scope, receive, send)
+            finally:
+                await begun.close()  # where the agent was gone before the first event
+
+        return self._watch(respond)
+
+    async def _read_call(self, request: Request[Any, Any, Any], dialect: Dialect) -> RequestContext:
+        claims = self._claims_of(request)
+        with self._episodes.arriving(claims) as memory:
+            call = read_request(
+                dialect,
+                await self._read_body(request),
+                claims,
+                request.headers,
+                memory.conversations,
+                aliases=self._aliases,
+                remote_images=self._settings.remote_images,
+                refuses_tools=self._settings.server_tools == "refuse",
+                refuses_unknown=self._settings.unknown_parameters == "refuse",
+            )
+        self._meter.leave_out(call.left_out)
+        if call.policy not in self._pools:
+            raise _no_model(call.policy, [name for name in claims.policies if name in self._pools])
+        return call
+
+    async def _read_body(self, request: Request[Any, Any, Any]) -> bytes:
+        timeout_s = self._settings.receive_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request.body()
+        except TimeoutError as error:
+            raise RefusedError(
+                f"the body did not arrive within {timeout_s:g} s", status=408, code="request_timeout"
+            ) from error
+
+    def _served_policies(self, request: Request[Any, Any, Any]) -> list[str]:
+        """Return the key's policies that have an engine pool."""
+        return [name for name in self._claims_of(request).policies if name in self._pools]
+
+    def _watch(self, respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> ASGIApp:
+        """Return a response that counts as open, and that is cancelled when the agent disconnects."""
+
+        async def respond_unless_gone(scope: Scope, receive: Receive, send: Send) -> None:
+            self._meter.open_calls += 1
+            try:
+                with suppress(GoneError):  # nobody is left to receive an error
+                    await cancel_if_gone(receive, respond(scope, receive, send))
+            finally:
+                self._meter.open_calls -= 1
+
+        return respond_unless_gone
 
 
 def not_served(method: str, path: str) -> RefusedError:

@@ -32,7 +32,7 @@ from swarmq.proxy.dialects import dialect_of, request_headers
 from swarmq.proxy.engines.pool import WAIT_S
 from swarmq.proxy.engines.pools import EnginePools, Opener
 from swarmq.proxy.episodes.cache import EpisodeCache
-from swarmq.proxy.http.agent_routes import AGENT_KEY, agent_routes, not_served, read_key
+from swarmq.proxy.http.agent_routes import AGENT_KEY, AgentRoutes, not_served, read_key
 from swarmq.proxy.http.control_routes import FAULTS, SECURITY, Authority, ProxyStatus, control_routes
 from swarmq.proxy.http.episode_control import EpisodeControl
 from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
@@ -181,21 +181,18 @@ def create_app(
             )
         return Response(dialect_of(path, request.headers).refusal(refusal), status_code=refusal.status, headers=told)
 
-    asked = agent_routes(
+    agent_routes = AgentRoutes(
         completions,
+        job.proxy,
         claims_of=claims_of,
         pools=pools,
         aliases={name: policy.aliases for name, policy in job.policies.items()},
         episodes=episodes,
         meter=meter,
-        serving=serving,
-        body_timeout_s=job.proxy.receive_timeout_s,
-        remote_images=job.proxy.remote_images,
-        refuses_tools=job.proxy.server_tools == "refuse",
-        refuses_unknown=job.proxy.unknown_parameters == "refuse",
+        receipts=serving,
     )
     return Litestar(
-        [*asked, health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],
+        [*agent_routes.handlers(), health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],
         lifespan=[reporting, controlling],
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",
