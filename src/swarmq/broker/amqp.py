@@ -19,12 +19,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Self, TypeVar
 
 from aio_pika import ExchangeType
-from aio_pika.abc import AbstractConnection
-from aio_pika.exceptions import ChannelNotFoundEntity
 
-from swarmq.broker import topology
+from swarmq.broker import dead_queues, topology
 from swarmq.broker.batch_publisher import open_receipts
 from swarmq.broker.consumer import DEFAULT_ACK_S, open_consumer
+from swarmq.broker.dead_queues import read_depths
 from swarmq.broker.deliveries import (
     KEY_HEADER,
     QUEUE_HEADER,
@@ -39,7 +38,7 @@ from swarmq.broker.events import EventEmitter, open_event_feed
 from swarmq.broker.protocol import Depth, Receipts
 from swarmq.broker.publisher import Publisher
 from swarmq.broker.reconnect import BrokerLink
-from swarmq.broker.session import Session, open_session
+from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.messages import Event, Message, encode, idempotency_key
 from swarmq.runtime.logs import log
@@ -49,9 +48,6 @@ OPEN_S = 10.0
 BROKER_ANSWERED_ENV = "SWARMQ_BROKER_ANSWERED"
 """Environment variable that `swarmq up` sets for its daemons: the broker has answered at this URL, so wait for it without a
 deadline."""
-PROBES = 2
-PROBE_S = 5.0
-"""Seconds to wait for an answer; a live empty queue answers at once."""
 MAX_REASON_CHARS = 500
 """Characters of a reason kept in a header."""
 
@@ -196,22 +192,15 @@ class AmqpBroker:
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         async def look(session: Session) -> dict[str, Depth]:
-            return await session.call(_read_depths(session.connection, queues))
+            return await session.call(read_depths(session.connection, queues))
 
         return await self._until_done(look)
 
     async def delete_if_dead(self, queue: str) -> bool:
-        async def look(session: Session) -> bool:
-            depth = (await session.call(_read_depths(session.connection, [queue]))).get(queue)
-            if depth != Depth(0, 0):
-                return False
-            for _ in range(PROBES):  # a broken connection does not prove a dead queue
-                if await serves(self._url, queue, name=f"{self._name}.probe"):
-                    return False
-            await session.call(session.channel.queue_delete(queue))
-            return True
+        async def delete(session: Session) -> bool:
+            return await dead_queues.delete_if_dead(session, self._url, queue, name=f"{self._name}.probe")
 
-        return await self._until_done(look)
+        return await self._until_done(delete)
 
     async def _bury(self, arrival: Arrival, reason: str) -> None:
         """Park a message that cannot be decoded.
@@ -253,30 +242,3 @@ class AmqpBroker:
             session = await self._control.session()
             with suppress(BrokerLostError):
                 return await work(session)
-
-
-async def serves(url: str, queue: str, *, name: str) -> bool:
-    """Return whether a queue answers `basic.get`. For a dead queue, RabbitMQ 3.10 closes the connection and 4.0 stays silent."""
-    try:
-        async with open_session(url, name=name) as session:
-            source = await session.channel.get_queue(queue, ensure=False)
-            await session.call(source.get(fail=False, timeout=None), answer_s=PROBE_S)
-    except BrokerLostError:
-        return False
-    except BrokerError:  # a refusal, e.g. of a second consumer, comes from a live queue
-        return True
-    return True
-
-
-async def _read_depths(connection: AbstractConnection, queues: Sequence[str]) -> dict[str, Depth]:
-    found: dict[str, Depth] = {}
-    channel = await connection.channel(publisher_confirms=False)
-    for name in queues:
-        try:
-            answer = (await channel.declare_queue(name, passive=True)).declaration_result
-        except ChannelNotFoundEntity:  # which closes the channel
-            channel = await connection.channel(publisher_confirms=False)
-        else:
-            found[name] = Depth(answer.message_count or 0, answer.consumer_count or 0)
-    await channel.close()
-    return found
