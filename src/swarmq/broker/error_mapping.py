@@ -38,7 +38,7 @@ def map_error(error: Exception, where: str) -> BrokerError:
             return error
         case amqp.AuthenticationError() | amqp.ProbableAuthenticationError():
             return LoginRefusedError(f"RabbitMQ at {where} refused user or password: check the broker's url")
-        case amqp.InvalidFrameError() if "Connection.OpenOk" in text:  # the driver keeps the broker's words to itself
+        case amqp.InvalidFrameError() if "Connection.OpenOk" in text:  # the driver does not pass on the broker's text
             return BrokerError(
                 f"RabbitMQ at {where} refused the connection: the virtual host at the end of the url does not exist, "
                 "or its user may not use it or has too many connections"
@@ -53,8 +53,8 @@ def map_error(error: Exception, where: str) -> BrokerError:
             return BrokerError(f"RabbitMQ at {where}: {text}")
         case ConnectionInternalError():
             return BrokerLostError(
-                f"RabbitMQ at {where} failed itself ({text}), its log says how; a queue that it could not bring up after a "
-                "crash has to be deleted in the management UI, and is then made again"
+                f"RabbitMQ at {where} had an internal error ({text}), see its log; a queue that it cannot recover after a "
+                "crash has to be deleted in the management UI and is then declared again"
             )
         case TimeoutError():
             return BrokerLostError(f"RabbitMQ at {where} does not answer: is it running, and is the port right?")

@@ -157,7 +157,7 @@ class BrokerLink:
 
     def _connected(self, session: Session) -> None:
         if self._refused_before:
-            log.info("broker takes it again", connection=self._name, broker=session.where)
+            log.info("broker accepts the connection again", connection=self._name, broker=session.where)
         self._outage.end(self)
         self.trouble, self._refused_before = None, False
         self._session = session

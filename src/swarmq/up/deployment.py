@@ -98,10 +98,10 @@ class Deployment:
     def welcome(self) -> list[str]:
         """Return lines on how to join and watch the run, without invite and password, since output ends up in logs."""
         folder = shlex.quote(str(self.job.run_folder.path))
-        own = f"the host's own, with an operator's rights, is {self.job.run_folder.invite}"
+        host_invite = f"the host's own, with an operator's rights, is {self.job.run_folder.invite}"
         lines = [
             f"up. On this machine clients join after: export SWARMQ_INVITE={folder}",
-            f"for others, `swarmq client add NAME --run {folder}` prints an invite; {own}",
+            f"for others, `swarmq client add NAME --run {folder}` prints an invite; {host_invite}",
         ]
         if self.node:
             lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` makes a login")
@@ -136,7 +136,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     """
     raise_file_limit()
     survive_full_disk()
-    given, (job, placements) = job, plan_run(job, report)
+    requested, (job, placements) = job, plan_run(job, report)
     folder = job.run_folder
     make_folder(folder.path)
     folder.path.chmod(0o700)  # the folder contains prompts and completions
@@ -154,7 +154,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             resolved = _resolve_job(job, url, engines, proxies, placements)
             invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
-            _write_run_files(given, deployment)
+            _write_run_files(requested, deployment)
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _start_daemons(deployment, proxies, stack, report)
@@ -221,16 +221,16 @@ async def check_run_is_down(
     its clients may restore their consumers with its queues and notice after 90 s that they are gone; and parts that lost
     `swarmq up` first finish their work.
     """
-    inbox, until, told = topology.inbox(run), time.monotonic() + forget_s, False
+    inbox, until, is_reported = topology.inbox(run), time.monotonic() + forget_s, False
     while (depth := (await broker.depths([inbox])).get(inbox)) and depth.consumers:
         if time.monotonic() >= until:
             raise SwarmqError(
                 f"run {run!r} is already up on this broker: {inbox} has a consumer. Choose another name, or stop the other run "
                 "(the broker forgets a run that has just died within two minutes)"
             )
-        if not told:
+        if not is_reported:
             report(f"broker: waiting until consumers of the previous start have left {inbox} (up to {forget_s:.0f} s)")
-        told = True
+        is_reported = True
         await asyncio.sleep(look_s)
 
 
@@ -259,16 +259,16 @@ async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[
 
 async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> None:
     """Wait until the collector reports that a policy which had made its last step has more steps to make."""
-    made = await asyncio.to_thread(read_last_step, job, policy)
+    last_step = await asyncio.to_thread(read_last_step, job, policy)
     try:
         async with broker.events(job.run) as events:
             async for event in events:
                 if event.source == "collector" and event.name == "state" and "changes" in event.fields:
                     changes = msgspec.convert(event.fields["changes"], list[Change])
-                    if not live_settings.has_ended(live_settings.apply_changes(job, changes), policy, made):
+                    if not live_settings.has_ended(live_settings.apply_changes(job, changes), policy, last_step):
                         return
     except BrokerError as error:
-        log.warning("further_steps_not_heard_of", policy=policy, error=str(error))
+        log.warning("further_steps_not_heard_of", policy=policy, reason=str(error))
     await asyncio.Event().wait()  # the run continues, but a learner with more steps needs a restart of `swarmq up`
 
 
@@ -294,18 +294,18 @@ async def _start_engines(
     job: SwarmJob, placements: Mapping[str, Placement], stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> dict[str, EngineProcess]:
     """Start all engines concurrently, and return them by name."""
-    wanted: dict[str, tuple[Policy, tuple[int, ...] | None]] = {}
+    planned_engines: dict[str, tuple[Policy, tuple[int, ...] | None]] = {}
     for name, policy in job.policies.items():
         if policy.engine.urls:
             report(f"engine {name}: the configured URLs")
             for line in await warn_of_open(policy.engine.urls, EngineRegistry(job).secret()):
                 report(f"warning: {line}")
         elif name in placements:
-            own, gpus = placements[name].apply_to_engines(policy)
-            wanted |= {f"{name}.{index}": (own, group) for index, group in enumerate(gpus)}
+            engine_policy, gpus = placements[name].apply_to_engines(policy)
+            planned_engines |= {f"{name}.{index}": (engine_policy, group) for index, group in enumerate(gpus)}
         else:
-            wanted |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
-    ports = assign_ports(job, [*wanted, *proxy_names(job)])
+            planned_engines |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
+    ports = assign_ports(job, [*planned_engines, *proxy_names(job)])
     engines = {
         name: EngineProcess(
             policy,
@@ -315,11 +315,11 @@ async def _start_engines(
             progress=partial(_report_engine_stage, report, name),
             gpus=gpus,
         )
-        for name, (policy, gpus) in wanted.items()
+        for name, (policy, gpus) in planned_engines.items()
     }
     async with asyncio.TaskGroup() as tasks:
         for name, engine in engines.items():
-            report(f"engine {name}: loading {wanted[name][0].model}")
+            report(f"engine {name}: loading {planned_engines[name][0].model}")
             tasks.create_task(stack.enter_async_context(engine))
     for name in engines:
         report(f"engine {name}: serving")
@@ -420,7 +420,7 @@ def _resolve_job(
 ) -> SwarmJob:
     """Return the job with every address filled in, as the daemons read it."""
     urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
-    planned = {
+    policies = {
         name: placements[name].apply_to_policy(policy) if name in placements else policy
         for name, policy in job.policies.items()
     }
@@ -433,7 +433,7 @@ def _resolve_job(
             name: msgspec.structs.replace(
                 policy, engine=msgspec.structs.replace(policy.engine, urls=urls[name] or policy.engine.urls)
             )
-            for name, policy in planned.items()
+            for name, policy in policies.items()
         },
     )
 

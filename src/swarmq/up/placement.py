@@ -77,14 +77,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         width = len(self.engines[0])
         arguments = ("--tensor-parallel-size", str(width)) if width > 1 else ()
         share = self.gpu_memory_utilization / _engines_per_gpu(policy, len(self.engines))
-        own = self.apply_to_policy(policy)
+        own_policy = self.apply_to_policy(policy)
         engine = msgspec.structs.replace(
-            own.engine,
+            own_policy.engine,
             gpu_memory_utilization=policy.engine.gpu_memory_utilization or share,
             arguments=(*arguments, *policy.engine.arguments),
         )
         gpus = tuple(self.engines[number % len(self.engines)] for number in range(count))
-        return msgspec.structs.replace(own, engine=engine), gpus
+        return msgspec.structs.replace(own_policy, engine=engine), gpus
 
     def __str__(self) -> str:
         engines = "engines on GPU " + " ".join("+".join(map(str, gpus)) for gpus in self.engines)
@@ -152,8 +152,8 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
         """Compute the needs. `judged_by` are the parameter counts of the frozen models that the learner holds besides its own."""
         train, shape = policy.train, to_learner_shape(model)
         weights = HALF_BYTES * model.parameters
-        asked = policy.engine.max_model_len or MIN_CONTEXT
-        length = min(asked, model.max_length or asked)
+        requested = policy.engine.max_model_len or MIN_CONTEXT
+        length = min(requested, model.max_length or requested)
         cache = MIN_CACHED_REQUESTS * length * HALF_BYTES * model.cached_values
         ways = (
             [(n, full) for n in range(1, num_gpus + 1) for full in _sharding_options(train, n)]
@@ -265,17 +265,17 @@ def _limit_on_gpus(
 
     def plan(tokens: int) -> tuple[object, ...] | None:
         """Return the properties of the plan that longer requests must not change; None if requests of `tokens` do not fit."""
-        own = ContextLimit(tokens=tokens, reason="").apply_to(policy)
+        own_policy = ContextLimit(tokens=tokens, reason="").apply_to(policy)
         try:
-            made = place(own, model, gpus, first=first, share=share, judged_by=judged_by)
+            placement = place(own_policy, model, gpus, first=first, share=share, judged_by=judged_by)
         except ConfigError:
             return None
-        asked = policy.engine.gpu_memory_utilization
-        needs = PolicyNeeds.of(own, model, num_gpus=len(gpus), judged_by=judged_by)
+        requested = policy.engine.gpu_memory_utilization
+        needs = PolicyNeeds.of(own_policy, model, num_gpus=len(gpus), judged_by=judged_by)
         fixed = needs.engine - needs.weights
-        if asked and needs.weights / len(made.engines[0]) + fixed > asked * min(gpu.total for gpu in gpus):
+        if requested and needs.weights / len(placement.engines[0]) + fixed > requested * min(gpu.total for gpu in gpus):
             return None
-        return made.kind, made.learner, made.engines, made.sleep, made.sharding
+        return placement.kind, placement.learner, placement.engines, placement.sleep, placement.sharding
 
     least = min(MIN_CONTEXT, bound.tokens)
     wanted = plan(least)
@@ -294,12 +294,12 @@ def _assign_gpus(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, 
     """Divide the GPUs evenly among the policies, which share GPUs if there are too few. Returns for each policy its GPUs, the
     number of the first GPU, and its fraction of each."""
     share = 1 / -(-len(models) // len(gpus))
-    dealt = {}
+    assigned = {}
     for number, name in enumerate(models):
         first = number * len(gpus) // len(models)
         after = max((number + 1) * len(gpus) // len(models), first + 1)
-        dealt[name] = (gpus[first:after], first, share)
-    return dealt
+        assigned[name] = (gpus[first:after], first, share)
+    return assigned
 
 
 def place_all(
@@ -315,10 +315,10 @@ def place_all(
     """
     if not gpus or not models:
         return {}
-    dealt = _assign_gpus(models, gpus)
+    assigned = _assign_gpus(models, gpus)
     return {
-        name: place(policies[name], model, own, first=first, share=share, judged_by=(judges or {}).get(name))
-        for name, (own, first, share), model in ((name, dealt[name], model) for name, model in models.items())
+        name: place(policies[name], model, own_gpus, first=first, share=share, judged_by=(judges or {}).get(name))
+        for name, (own_gpus, first, share), model in ((name, assigned[name], model) for name, model in models.items())
     }
 
 
@@ -401,13 +401,15 @@ def _place_shared(
     policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement:
     """Place the learner and an engine on every GPU. Prefers side by side to taking turns, and a full copy per GPU to sharding."""
-    crowd, asked = _engines_per_gpu(policy, len(numbers)), policy.engine.gpu_memory_utilization
-    least = int(asked * crowd * memory.total / memory.share) if asked else crowd * needs.engine
+    engines_per_gpu, requested = _engines_per_gpu(policy, len(numbers)), policy.engine.gpu_memory_utilization
+    least = (
+        int(requested * engines_per_gpu * memory.total / memory.share) if requested else engines_per_gpu * needs.engine
+    )
     learners = [way for way in needs.learners if way.ranks == len(numbers)]
     turns = (False, True) if policy.engine.sleep is None else (policy.engine.sleep,)
     plans = [(way, sleep) for sleep in turns for way in learners]
     taken = [
-        max(way.step + crowd * SLEEPING_ENGINE_BYTES, way.state + least) if sleep else way.step + least
+        max(way.step + engines_per_gpu * SLEEPING_ENGINE_BYTES, way.state + least) if sleep else way.step + least
         for way, sleep in plans
     ]
     (learner, sleep), most = next(
@@ -420,7 +422,11 @@ def _place_shared(
     wished = max(
         memory.share_of_gpu(least), (ENGINE_ALONE_SHARE if sleep else ENGINE_BESIDE_LEARNER_SHARE) * memory.share
     )
-    utilization = crowd * asked if asked else round(min(wished, _round_down(memory.share_of_gpu(room))), SHARE_DIGITS)
+    utilization = (
+        engines_per_gpu * requested
+        if requested
+        else round(min(wished, _round_down(memory.share_of_gpu(room))), SHARE_DIGITS)
+    )
     both = f"learner {_format_gib(learner.step)} and engine {_format_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
     why = (
         "take turns, as engine.sleep asks: the engine" if policy.engine.sleep else "do not fit together, so the engine"
@@ -471,15 +477,15 @@ def _max_engine_bytes(memory: PlacementMemory) -> int:
 def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float:
     """Return the GPU fraction of engines without a learner. Raises ConfigError if the setting exceeds the free memory, because
     vLLM would not start."""
-    asked = policy.engine.gpu_memory_utilization
-    if not asked:
+    requested = policy.engine.gpu_memory_utilization
+    if not requested:
         return round(
             min(ENGINE_ALONE_SHARE * memory.share, _round_down(memory.share_of_gpu(memory.usable))), SHARE_DIGITS
         )
-    share, free = _engines_per_gpu(policy, groups) * asked, memory.share_of_gpu(memory.total - memory.held)
+    share, free = _engines_per_gpu(policy, groups) * requested, memory.share_of_gpu(memory.total - memory.held)
     if share > free:
         raise ConfigError(
-            f"engine.gpu_memory_utilization: {asked:g} of a GPU with {_engines_per_gpu(policy, groups)} engine(s) on it is more than the "
+            f"engine.gpu_memory_utilization: {requested:g} of a GPU with {_engines_per_gpu(policy, groups)} engine(s) on it is more than the "
             f"{free:.2f} that other processes leave free; lower it, or free the GPU"
         )
     return share
@@ -504,16 +510,16 @@ def _does_not_fit_error(
     learner: LearnerNeeds | None,
     missing: int,
 ) -> ConfigError:
-    asked, engine = policy.engine.gpu_memory_utilization, _format_gib(needs.engine)
-    if asked:
-        engine = f"{_format_gib(int(asked * memory.total / memory.share))} (engine.gpu_memory_utilization = {asked:g})"
+    requested, engine = policy.engine.gpu_memory_utilization, _format_gib(needs.engine)
+    if requested:
+        engine = f"{_format_gib(int(requested * memory.total / memory.share))} (engine.gpu_memory_utilization = {requested:g})"
     takes = (
         f"the learner takes {_format_gib(learner.step)} ({_format_gib(learner.state)} between steps)" if learner else ""
     )
     both = f"{takes} and the engine {engine}" if learner else f"the engine takes {engine}"
     lacking = f"{_format_gib(missing)} are missing of each GPU" if missing > 0 else "these GPUs are too few for both"
     advice = ["take more GPUs", *(["free the memory that other processes hold"] if memory.is_used else [])]
-    advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
+    advice += ["lower engine.gpu_memory_utilization or leave it out"] if requested else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
     advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]
     advice += [suggest_less(policy.train)] if learner else []

@@ -76,13 +76,15 @@ def describe_ended_policies(job: SwarmJob, steps: Mapping[str, int]) -> dict[str
         live_settings.apply_changes(job, changes),
         {one.path for one in live_settings.find_reached_limits(job, changes, steps)},
     )
-    told = {}
+    messages = {}
     for policy, step in steps.items():
         path = f"policies.{policy}.train.max_steps"
         command = f"swarmq resume {folder.path}" if path in lifted else f"swarmq set {folder.path} {path}=0"
         if live_settings.has_ended(now, policy, step):
-            told[policy] = f"{policy} has made its last step, {step}: while the run is up, `{command}` lets it train on"
-    return told
+            messages[policy] = (
+                f"{policy} has made its last step, {step}: while the run is up, `{command}` lets it train on"
+            )
+    return messages
 
 
 def read_last_step(job: SwarmJob, policy: str) -> int:

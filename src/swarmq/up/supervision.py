@@ -89,8 +89,8 @@ class Daemon:
                     f"the end of {self.log_path}:\n{read_tail(self.log_path)}"
                 )
             delay_s = BACKOFF_S[deaths - 1]
-            said = f" ({why})" if why else ""
-            warn(f"{self.name} died with status {status}{said}; starting it again in {delay_s:g} s")
+            detail = f" ({why})" if why else ""
+            warn(f"{self.name} died with status {status}{detail}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             await self.start()
             self.restarted()
@@ -142,13 +142,13 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
 
 async def _wait_for_disk_space(folder: Path, warn: Callable[[str], None]) -> None:
     """Wait until the disk has room for a broker to start."""
-    told = False
+    is_reported = False
     while (free := _free_bytes(folder)) < START_BYTES:
-        if not told:
+        if not is_reported:
             warn(
                 f"the broker waits for disk space: {folder} has {free / 1e6:.0f} MB free and needs {START_BYTES / 1e6:.0f} MB"
             )
-        told = True
+        is_reported = True
         await asyncio.sleep(CHECK_EVERY_S)
 
 

@@ -87,9 +87,10 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         self._rights(
             user, write=_exact_pattern(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
         )
-        own = rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$"
+        own_keys = rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$"
         self._put(
-            f"topic-permissions/{self._vhost}/{quote(user)}", {"exchange": topology.CLIENTS, "write": own, "read": "^$"}
+            f"topic-permissions/{self._vhost}/{quote(user)}",
+            {"exchange": topology.CLIENTS, "write": own_keys, "read": "^$"},
         )
 
     def add_viewer(self, name: str, password: str) -> None:
@@ -135,14 +136,14 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
             with error:
                 if error.code == 404 and missing_ok:
                     return None
-                said = error.read(300).decode(errors="replace")
-            hint = "its user needs the tag administrator" if error.code in (401, 403) else said
+                body_text = error.read(300).decode(errors="replace")
+            hint = "give its user the tag administrator" if error.code in (401, 403) else body_text
             raise BrokerError(
                 f"the management API at {self.url} answered {error.code} to {method} {path}: {hint}"
             ) from error
         except (OSError, ValueError) as error:
             raise BrokerError(
-                f"the management API at {self.url} cannot be reached ({error}): name it with --management URL, or invite "
+                f"the management API at {self.url} cannot be reached ({error}): give its address with --management URL, or invite "
                 "the client with --http, which needs no RabbitMQ user"
             ) from error
         return json.loads(text) if text else None

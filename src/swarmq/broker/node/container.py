@@ -61,27 +61,32 @@ def start_container(report: Callable[[str], None]) -> None:
             f"container {NAME} does not start; `docker start {NAME}` says why. To do without it: rm {path}"
         )
     report(f"starting {IMAGE} with docker, as {NAME}")
-    made = BrokerContainer(
+    container = BrokerContainer(
         user="swarmq", password=secrets.token_hex(24), amqp_port=_pick_port(5672), management_port=_pick_port(15672)
     )
     command = ["docker", "run", "--detach", "--name", NAME, "--hostname", NAME, "--restart", "unless-stopped"]
     command += ["--volume", f"{NAME}:/var/lib/rabbitmq"]
-    command += ["--publish", f"127.0.0.1:{made.amqp_port}:5672", "--publish", f"127.0.0.1:{made.management_port}:15672"]
+    command += [
+        "--publish",
+        f"127.0.0.1:{container.amqp_port}:5672",
+        "--publish",
+        f"127.0.0.1:{container.management_port}:15672",
+    ]
     command += ["--env", "RABBITMQ_DEFAULT_USER", "--env", "RABBITMQ_DEFAULT_PASS", IMAGE]
-    given = {
-        "RABBITMQ_DEFAULT_USER": made.user,
-        "RABBITMQ_DEFAULT_PASS": made.password,
+    credentials = {
+        "RABBITMQ_DEFAULT_USER": container.user,
+        "RABBITMQ_DEFAULT_PASS": container.password,
     }  # not on the command line, which `ps` shows
     run_command(["docker", "rm", "--force", NAME])
     run_command(["docker", "volume", "rm", NAME])  # its container's password is lost
     try:
-        run_checked(command, variables=given)
+        run_checked(command, variables=credentials)
         _wait_until_ready()
     except BrokerError:
         run_command(["docker", "rm", "--force", NAME])
         raise
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.encode(made))
+    write_atomically(path, msgspec.json.encode(container))
 
 
 def _wait_until_ready() -> None:

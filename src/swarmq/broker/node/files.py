@@ -97,7 +97,7 @@ def take_lock(folder: Path) -> IO[str]:
         holder = lock.read().strip() or "unknown"
         lock.close()
         raise BrokerError(
-            f"the RabbitMQ data in {folder} is in use by process {holder}: stop that run, or name another folder"
+            f"the RabbitMQ data in {folder} is in use by process {holder}: stop its run, or choose another folder"
         ) from None
     lock.truncate(0)
     lock.write(str(os.getpid()))
@@ -125,7 +125,9 @@ def load_identity(folder: Path, *, port: int) -> NodeIdentity:
         identity = fresh
     except msgspec.MsgspecError as error:
         identity = _recover(folder, fresh)
-        log.warning("file_damaged", file=str(path), error=str(error), meaning="made again from the node's other files")
+        log.warning(
+            "file_damaged", file=str(path), reason=str(error), consequence="rebuilt from the node's other files"
+        )
     identity = msgspec.structs.replace(
         identity,
         amqp_port=port or identity.amqp_port,

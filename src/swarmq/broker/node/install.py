@@ -52,7 +52,7 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 INSTALL_HINT = (
     "get RabbitMQ 3.10 or newer in one of these ways: `sudo apt-get install --no-install-recommends rabbitmq-server`; "
     "`brew install rabbitmq`; `docker compose up -d rabbitmq` with this project's docker-compose.yml and "
-    "SWARMQ_AMQP_URL set to it; or set SWARMQ_AMQP_URL to one that runs elsewhere"
+    "SWARMQ_AMQP_URL set to it; or set SWARMQ_AMQP_URL to a RabbitMQ on another machine"
 )
 
 
@@ -165,8 +165,8 @@ def _find_epmd(erlang_bin: Path) -> Path | None:
 def _install_as_root(report: Callable[[str], None]) -> None:
     """Install the system's package, without starting the service, which would listen on all interfaces."""
     report("installing rabbitmq-server with apt-get (its system service stays off)")
-    ours = not POLICY.exists()
-    if ours:
+    is_policy_new = not POLICY.exists()
+    if is_policy_new:
         POLICY.write_text("#!/bin/sh\nexit 101\n")
         POLICY.chmod(0o755)
     try:
@@ -178,7 +178,7 @@ def _install_as_root(report: Callable[[str], None]) -> None:
         if shutil.which("systemctl"):
             run_command(["systemctl", "disable", "rabbitmq-server"])
     finally:
-        if ours:
+        if is_policy_new:
             POLICY.unlink(missing_ok=True)
 
 
@@ -219,9 +219,9 @@ def _download(folder: Path, report: Callable[[str], None]) -> None:
     lists = folder.parent / "apt"
     (lists / "lists" / "partial").mkdir(parents=True)
     (lists / "cache" / "archives" / "partial").mkdir(parents=True)
-    ours = [f"-oDir::State::lists={lists / 'lists'}", f"-oDir::Cache={lists / 'cache'}"]
-    run_checked(["apt-get", *ours, "update"], cwd=folder)
-    run_checked(["apt-get", *ours, "download", *PACKAGES], cwd=folder)
+    options = [f"-oDir::State::lists={lists / 'lists'}", f"-oDir::Cache={lists / 'cache'}"]
+    run_checked(["apt-get", *options, "update"], cwd=folder)
+    run_checked(["apt-get", *options, "download", *PACKAGES], cwd=folder)
 
 
 def main() -> int:

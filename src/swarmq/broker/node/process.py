@@ -131,10 +131,10 @@ class PrivateNode:
 
         The management API is asked first, because a broker logs every AMQP connection.
         """
-        known = self.identity
+        identity = self.identity
         return not await probe.accepts_management_login(
-            HOST, known.management_port, user=known.user, password=known.password
-        ) and await probe.refuses_connections(HOST, known.amqp_port)
+            HOST, identity.management_port, user=identity.user, password=identity.password
+        ) and await probe.refuses_connections(HOST, identity.amqp_port)
 
     async def ctl(self, *arguments: str) -> str:
         """Run `rabbitmqctl` and return its output. Raises BrokerError if it fails."""
