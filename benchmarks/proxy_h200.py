@@ -40,7 +40,7 @@ from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
-from swarmq.engine.auth import authorized
+from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime.processes import find_free_port
@@ -243,7 +243,7 @@ async def rate(
 
 async def sampled(http: aiohttp.ClientSession, engine: EngineProcess) -> float:
     """Tokens that vLLM has sampled until now."""
-    async with http.get(f"{engine.url}/metrics", headers=authorized(engine.secret)) as response:
+    async with http.get(f"{engine.url}/metrics", headers=make_auth_headers(engine.secret)) as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(COUNTER))
 

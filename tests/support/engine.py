@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from swarmq.config import EngineSettings, Policy
-from swarmq.engine.auth import authorized
+from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.server.launch import EngineProcess, is_cuda_build
 from swarmq.runtime.processes import reserve_port
 
 SECRET = "of the tests' engines"
 """What they ask every caller for."""
-KNOWN = authorized(SECRET)
+KNOWN = make_auth_headers(SECRET)
 """Headers with it."""
 TORCHVISION = (Path(sys.prefix) / "torchvision", Path(__file__).parent / "torchvision_cpu")
 """Where `make install` puts it, and what lets it be imported there."""

@@ -79,7 +79,7 @@ def engine_secret(run: Path) -> None:
     """Print the secret that the engines of a run require of every caller.
 
     A vLLM that you start yourself requires it, too, if it is set as $SWARMQ_ENGINE_SECRET and vLLM runs with
-    `--middleware swarmq.engine.auth.Guard`.
+    `--middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware`.
 
     \b
     swarmq engine secret runs/demo

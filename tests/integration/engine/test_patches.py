@@ -14,8 +14,8 @@ with warnings.catch_warnings():
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+    from swarmq.weights.format.conventions import UNANNOUNCED
     from swarmq.weights.vllm_plugin import chunked_prefill, doubtful_weights
-    from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED
 
 pytestmark = pytest.mark.vllm
 

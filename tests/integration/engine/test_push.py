@@ -20,10 +20,10 @@ from swarmq.errors import EngineError
 from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import lay_rows, standalone, unfold
+from swarmq.weights.format.conventions import UNANNOUNCED
 from swarmq.weights.push.engine_control import EngineControl, Parcel, Status
 from swarmq.weights.push.pusher import WeightPusher
 from swarmq.weights.push.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, FileTransfer, distinct
-from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED
 
 from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
 

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from swarmq.errors import EngineError
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format import nccl_group
+from swarmq.weights.format.conventions import UNTOUCHED
 from swarmq.weights.format.packing import Packed, checksum
 from swarmq.weights.format.served_folder import ServedFolder
-from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
 
 pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
 weights_receiver = pytest.importorskip("swarmq.weights.vllm_plugin.receiver")

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
+from swarmq.weights.format.conventions import UNTOUCHED
 
 
 @dataclass

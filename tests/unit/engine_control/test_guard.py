@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from swarmq.engine.auth import FACTS, Guard
+from swarmq.weights.format.conventions import WORKER_FACTS_ROUTE
+from swarmq.weights.vllm_plugin.middleware import SecretMiddleware
 
 
 class Served:
@@ -34,7 +35,7 @@ def served():
 @pytest.fixture
 def ask(served, monkeypatch):
     monkeypatch.setenv("SWARMQ_ENGINE_SECRET", "s3")
-    guard = Guard(served)
+    guard = SecretMiddleware(served)
 
     async def ask(path, *headers, kind="http"):
         await guard({"type": kind, "path": path, "headers": headers, "app": served}, None, served.send)
@@ -84,11 +85,11 @@ async def test_some_routes_are_closed_to_all(ask, served, path):
 
 
 async def test_workers_are_asked_for_their_facts_alone(ask, served):
-    assert await ask(FACTS, KNOWN) == 200
+    assert await ask(WORKER_FACTS_ROUTE, KNOWN) == 200
     assert json.loads(served.sent[1]["body"]) == {"results": [{"method": "swarmq_facts"}]}
 
 
 def test_without_a_secret_no_server_starts(served, monkeypatch):
     monkeypatch.delenv("SWARMQ_ENGINE_SECRET", raising=False)
     with pytest.raises(RuntimeError, match="SWARMQ_ENGINE_SECRET is not set"):
-        Guard(served)
+        SecretMiddleware(served)

@@ -84,7 +84,9 @@ async def test_an_engine_that_asks_for_the_run_s_secret_is_no_cause_to_warn_and_
     vllm.secret = EngineRegistry(job).secret()
     assert await add(EngineRegistry(job), "main", vllm.url) == ""
     assert (await look(EngineRegistry(job)))[0].state == "serves"
-    assert "--middleware swarmq.engine.auth.Guard" in await add(EngineRegistry(job), "main", another.url)
+    assert "--middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware" in await add(
+        EngineRegistry(job), "main", another.url
+    )
     assert len(await warn_of_open([vllm.url, another.url, "http://127.0.0.1:9"], vllm.secret)) == 1
 
 

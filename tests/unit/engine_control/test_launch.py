@@ -38,7 +38,7 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
         ("--logprobs-mode", "processed_logprobs"),
         ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         ("--generation-config", "vllm"),
-        ("--middleware", "swarmq.engine.auth.Guard"),
+        ("--middleware", "swarmq.weights.vllm_plugin.middleware.SecretMiddleware"),
         ("--tool-call-parser", "hermes"),
     ):
         assert words[words.index(option) + 1] == value

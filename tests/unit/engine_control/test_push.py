@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from swarmq.errors import EngineError, LearnerError
+from swarmq.weights.format.conventions import UNANNOUNCED
 from swarmq.weights.format.packing import Adapter, Deferred, FromFolder
 from swarmq.weights.push.engine_control import EngineControl, Facts, Parcel, Timeouts
 from swarmq.weights.push.pusher import DOUBTS, WeightPusher
@@ -27,7 +28,6 @@ from swarmq.weights.push.transfers import (
     distinct,
     route_to,
 )
-from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED
 
 GONE = "http://127.0.0.1:9"
 

@@ -20,10 +20,10 @@ from swarmq.config import Lora, Train
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format import adapters, served_folder
+from swarmq.weights.format.conventions import UNTOUCHED
 from swarmq.weights.format.packing import made
 from swarmq.weights.format.served_folder import ServedFolder
 from swarmq.weights.push.transfers import AdaptersTransfer, FileTransfer, distinct
-from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
 
 CPU = torch.device("cpu")
 TRAIN = Train(lora=Lora(rank=4, alpha=6.0), token_log=False)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from swarmq.engine.auth import authorized
+from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.client.error_mapping import objection, unreached, wrong_secret
 from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
 from swarmq.engine.client.versions import check_server
@@ -97,7 +97,7 @@ class VllmEngine:
         """A client of the server at `url`; one answer may take `deadline_s` in all, with None what its caller lets it. `secret`:
         what the server asks every caller for."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        async with aiohttp.ClientSession(connector=connector, headers=authorized(secret)) as session:
+        async with aiohttp.ClientSession(connector=connector, headers=make_auth_headers(secret)) as session:
             yield cls(url, session, deadline_s=deadline_s)
 
     async def info(self) -> EngineInfo:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from swarmq.config import Policy
-from swarmq.engine.auth import MIDDLEWARE, SECRET_ENV
+from swarmq.engine.auth import SECRET_ENV
 from swarmq.engine.client.versions import check_version
 from swarmq.engine.server.arguments import check_arguments
 from swarmq.engine.server.model_check import Model, check_model
@@ -32,7 +32,7 @@ from swarmq.engine.server.startup_error import root_cause
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
 from swarmq.weights.push.engine_control import EngineControl
-from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, WORKER_EXTENSION
+from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, WORKER_EXTENSION
 
 __all__ = ["EngineProcess", "check_arguments", "check_model"]
 

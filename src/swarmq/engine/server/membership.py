@@ -23,7 +23,7 @@ DRAIN_S = 600.0
 """How long an engine that leaves may take for the calls that are open there."""
 LOOK_S = 0.5
 OPEN = (
-    "{url} obeys everybody who reaches it: start it with --middleware swarmq.engine.auth.Guard and $SWARMQ_ENGINE_SECRET "
+    "{url} obeys everybody who reaches it: start it with --middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware and $SWARMQ_ENGINE_SECRET "
     "(docs/access.md)"
 )
 

@@ -7,7 +7,7 @@ import os
 import urllib.error
 import urllib.request
 
-from swarmq.engine.auth import authorized
+from swarmq.engine.auth import make_auth_headers
 
 ANSWER_S = 10.0
 KEY_ENV = "SWARMQ_TEACHER_KEY"
@@ -27,7 +27,7 @@ def find_teacher_trouble(url: str) -> str:
     """Return why the teacher at `url` cannot be asked at present, or "" if it answers, even with a refusal."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        opener.addheaders = list(authorized(teacher_key()).items())
+        opener.addheaders = list(make_auth_headers(teacher_key()).items())
         opener.open(f"{server_base_url(url)}/v1/models", timeout=ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swarmq.config import TEACHER_TEMPERATURE
-from swarmq.engine.auth import authorized
+from swarmq.engine.auth import make_auth_headers
 from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch
 from swarmq.learner.model.layout_attention import to_device
@@ -84,7 +84,7 @@ class ServedTeacher:
 
     async def _scores(self, episodes: dict[int, Rollout]) -> TeacherScores:
         limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
-        async with aiohttp.ClientSession(timeout=limits, headers=authorized(teacher_key())) as http:
+        async with aiohttp.ClientSession(timeout=limits, headers=make_auth_headers(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
 
             async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:

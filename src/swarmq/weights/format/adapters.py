@@ -19,9 +19,9 @@ import msgspec
 import torch
 from safetensors import safe_open
 
+from swarmq.weights.format.conventions import UNTOUCHED
 from swarmq.weights.format.packing import CPU, Adapter, Deferred, FromFolder, Tensors, made, typed
 from swarmq.weights.format.served_folder import PIECE, ServedFolder, checksum
-from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
 
 OUTLINE = "swarmq.outline"
 DOWN, UP = ":down", ":up"

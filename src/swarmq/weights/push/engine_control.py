@@ -42,11 +42,11 @@ import aiohttp
 import msgspec
 import structlog
 
-from swarmq.engine.auth import FACTS, authorized
+from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.client.error_mapping import unreached, wrong_secret
 from swarmq.engine.client.versions import check_server
 from swarmq.errors import EngineError, EngineRefusedError
-from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED, UNTOUCHED, UPDATING
+from swarmq.weights.format.conventions import UNANNOUNCED, UNTOUCHED, UPDATING, WORKER_FACTS_ROUTE
 
 log = structlog.get_logger()
 
@@ -175,7 +175,7 @@ class EngineControl:
     def __init__(self, url: str, *, secret: str = "", timeouts: Timeouts | None = None) -> None:
         """`secret`: what the engine asks every caller for; empty for one that asks nobody."""
         self.url = url.rstrip("/")
-        self._headers = authorized(secret)
+        self._headers = make_auth_headers(secret)
         self.timeouts = timeouts or Timeouts()
         self.phase = Phase.SERVING
         self.at_fault = False
@@ -247,7 +247,7 @@ class EngineControl:
     async def facts(self) -> list[Facts]:
         """Of every worker; none from an engine that was started without our guard or our extension."""
         try:
-            return (await self._read(_Workers, "GET", FACTS)).results
+            return (await self._read(_Workers, "GET", WORKER_FACTS_ROUTE)).results
         except EngineRefusedError:
             return []
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.core import EngineCore
 
-from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED, UPDATING
+from swarmq.weights.format.conventions import UNANNOUNCED, UPDATING
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,14 +14,7 @@ import sys
 
 BACKEND = "swarmq"
 WORKER_EXTENSION = "swarmq.weights.vllm_plugin.worker_extension.WorkerFacts"
-UNTOUCHED = "the model was not touched"
-"""In the message of every error after which the engine may go on with the weights it had."""
-
-UPDATING = "updating-"
-"""Begins the label of an engine whose weights are being changed, or are in doubt."""
-UNANNOUNCED = f"{UPDATING}unannounced"
-"""The label where nobody had set such a one before the weights changed (doubt.py)."""
-
+MIDDLEWARE = "swarmq.weights.vllm_plugin.middleware.SecretMiddleware"
 ENGINE_ENV = "SWARMQ_ENGINE"
 """Set in the environment of the vLLM servers that we start."""
 

@@ -29,10 +29,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from swarmq.weights.format import adapters, cuda_ipc, nccl_group
+from swarmq.weights.format.conventions import UNTOUCHED
 from swarmq.weights.format.packing import Packed, Tensors, checksum, file_checksum, made
 from swarmq.weights.format.served_folder import ServedFolder, Shape
 from swarmq.weights.vllm_plugin import reload
-from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"

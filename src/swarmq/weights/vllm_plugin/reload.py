@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
+from swarmq.weights.format.conventions import UNTOUCHED
 
 AS_THEY_COME = {"FusedMoEExperts", "FlashInferExperts"}
 """Kernels of vLLM that, when they are made, leave weights that are not quantized as they are."""

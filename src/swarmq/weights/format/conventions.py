@@ -1,0 +1,15 @@
+"""Names and markers that the plug-in inside vLLM and its callers agree on. Standard library only."""
+
+from __future__ import annotations
+
+UPDATING = "updating-"
+"""Prefix of an engine's weight-version label while its weights are being changed or are in doubt."""
+
+UNANNOUNCED = f"{UPDATING}unannounced"
+"""Label that the plug-in sets if weights change without an `updating-` label (`unannounced_changes.py`)."""
+
+UNTOUCHED = "the model was not touched"
+"""Part of the message of every error after which the engine can go on with the weights that it had."""
+
+WORKER_FACTS_ROUTE = "/swarmq/facts"
+"""HTTP route that returns the facts of every worker (`worker_extension.py`)."""
