@@ -31,7 +31,7 @@ def main() -> None:
         "no log-probabilities": measure(arguments, None),
         "vLLM's own": measure(arguments, LogprobsLists.slice_request),
     }
-    multiprocessing.current_process().name = logprob_columns.CORE
+    multiprocessing.current_process().name = logprob_columns.CORE_PROCESS_NAME
     logprob_columns.register()
     rows["in columns"] = measure(arguments, LogprobsLists.slice_request)
     print(report.table(["a step's answers", "write, ms", "read, ms"], [[name, *each] for name, each in rows.items()]))

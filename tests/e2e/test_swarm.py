@@ -66,7 +66,7 @@ async def test_engines_proxies_and_workers_come_and_go_while_a_run_trains(tmp_pa
         new = f"http://127.0.0.1:{find_free_port()}"
         await world.start_engine("engine.new", int(new.rpartition(":")[2]))
         async with EngineControl(new) as engine:
-            while not await engine.healthy():  # noqa: ASYNC110 - it tells nobody
+            while not await engine.is_healthy():  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.05)
         assert f"{new} serves {POLICY}" in await swarmq("engine", "add", run, new)
         await swarmq("engine", "remove", run, old)

@@ -22,10 +22,10 @@ from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.train.trainer import Trainer
 from swarmq.runtime.processes import find_free_port
-from swarmq.weights.format.packing import Adapter, FromFolder, Weight, made
+from swarmq.weights.format.packing import FolderWeight, LowRankUpdate, Weight, materialize
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.push.pusher import WeightPusher
-from swarmq.weights.push.transfers import AdaptersTransfer, FileTransfer, IpcTransfer, Route, Staging, Transfer
+from swarmq.weights.push.transfers import AdapterTransfer, FileTransfer, IpcTransfer, Route, StagingBuffer, Transfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ async def test_the_engine_samples_from_what_was_pushed(way: str, source: str, tm
             weights = {name: tensor.to(source) for name, tensor in network.state_dict().items()}
             before = torch.cuda.memory_allocated()
             report = await asyncio.to_thread(pusher.push, weights.items(), version)
-            assert report.ways == {url: way}
+            assert report.methods == {url: way}
             torch.cuda.ipc_collect()
             taken, size = torch.cuda.memory_allocated() - before, sum(tensor.nbytes for tensor in weights.values())
             assert source == "cuda" or taken < size / 2
@@ -106,11 +106,11 @@ class Closed(IpcTransfer):
 async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, source: str, tmp_path: Path) -> None:
     """Ranks that share a policy out have both in host memory: the learner adds them up on its GPU then, too."""
     train = Train(lora=Lora(rank=4, alpha=8.0), mixed_precision="no", token_log=False, trackers=())
-    trainer, staging = Trainer(str(tiny_model()), train), Staging()
+    trainer, staging = Trainer(str(tiny_model()), train), StagingBuffer()
     async with serving(tmp_path) as (url, _, network):
         transfers: dict[str, Transfer] = {
             "ipc": IpcTransfer(staging) if way == "ipc" else Closed(staging),
-            "adapters": AdaptersTransfer([url], tmp_path),
+            "adapters": AdapterTransfer([url], tmp_path),
             "file": FileTransfer([url], tmp_path),
         }
         pusher = WeightPusher([url], tmp_path, secret=SECRET, transfers=transfers, patience_s=0)
@@ -123,18 +123,18 @@ async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, sou
             if source == "cpu":
                 weights = ((name, on_host(weight)) for name, weight in weights)
             report = await asyncio.to_thread(pusher.push, weights, version)
-            assert report.ways == {url: way}
+            assert report.methods == {url: way}
             told, ids = await _sampled(url)
             assert told != pytest.approx(_logprobs(network, ids), abs=10 * TOLERANCE), "as before"
             network.load_state_dict(dict(trainer.named_tensors()))
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
 
 
-def on_host(weight: Weight) -> FromFolder:
-    assert isinstance(weight, FromFolder)
+def on_host(weight: Weight) -> FolderWeight:
+    assert isinstance(weight, FolderWeight)
     down, up, scale = weight.adapter or (None, None, 0.0)
-    adapter = Adapter(down.cpu(), up.cpu(), scale) if down is not None and up is not None else None
-    return FromFolder(made(weight.base).cpu(), adapter)
+    adapter = LowRankUpdate(down.cpu(), up.cpu(), scale) if down is not None and up is not None else None
+    return FolderWeight(materialize(weight.base).cpu(), adapter)
 
 
 def disturb(network: torch.nn.Module, first: list[torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ async def test_a_model_that_takes_them_gets_them(seeing):
     answer = await seeing.ask(LOOK, key=seeing.key(mode="eval"))
     assert answer["choices"][0]["message"]["content"] == "a cat"
     [asked] = seeing.engine.requests
-    assert asked.carried == {"features": [IMAGE]}
+    assert asked.passthrough == {"features": [IMAGE]}
 
 
 @pytest.mark.parametrize("field", [{"mm_payload": "none"}, {"return_mm_kwargs": False}])

@@ -18,8 +18,8 @@ from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
-from swarmq.weights.format.packing import made
-from swarmq.weights.push.transfers import distinct
+from swarmq.weights.format.packing import materialize
+from swarmq.weights.push.transfers import deduplicate
 
 
 def main(model: str, train: Train, folder: Path) -> None:
@@ -28,7 +28,7 @@ def main(model: str, train: Train, folder: Path) -> None:
     trainer.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=train))
     trainer.save_weights(folder)
     if trainer.accelerator.is_main_process:
-        pushed = {name: made(tensor).clone() for name, tensor in distinct(trainer.weights_to_push()).items()}
+        pushed = {name: materialize(tensor).clone() for name, tensor in deduplicate(trainer.weights_to_push()).items()}
         save_file(pushed, folder / "pushed.safetensors")
 
 

@@ -23,7 +23,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Rendered
+from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineInfo, Json, RenderedPrompt
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import VersionSpan
 
@@ -527,16 +527,16 @@ class FamilyEngine:
     async def info(self) -> EngineInfo:
         return EngineInfo(model=self.family.name, max_model_len=100_000)
 
-    async def healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
         return True
 
-    async def render(self, chat: Json) -> Rendered:
+    async def render(self, chat: Json) -> RenderedPrompt:
         await asyncio.sleep(0)  # requests in flight overtake each other
         given = {"n": chat["n"]} if "n" in chat else {}
-        return Rendered(token_ids=self.encode(self.write(chat)), sampling=given, parsed=True)
+        return RenderedPrompt(token_ids=self.encode(self.write(chat)), sampling=given, needs_parsing=True)
 
     async def generate(
-        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+        self, rendered: RenderedPrompt, *, stream: bool, detailed: bool = False
     ) -> AsyncGenerator[list[Delta], None]:
         assert not stream
         self.prompts.append(rendered.token_ids)
@@ -553,7 +553,7 @@ class FamilyEngine:
             for index, (ids, finish_reason) in enumerate(lines)
         ]
 
-    async def derender(self, chat: Json, _prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
+    async def derender(self, chat: Json, _prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer]) -> list[Json]:
         return [self.family.hear(self.decode(answer.token_ids)) for answer in answers]
 
     async def derender_delta(self, *_: Any, **__: Any) -> tuple[Json, Any]:

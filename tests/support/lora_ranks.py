@@ -27,10 +27,10 @@ from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.teachers.reference_models import FrozenModel
 from swarmq.learner.train.trainer import Trainer
-from swarmq.weights.format.adapters import together
-from swarmq.weights.format.packing import CPU, made
+from swarmq.weights.format.adapter_file import open_merged
+from swarmq.weights.format.packing import CPU, materialize
 from swarmq.weights.format.served_folder import ServedFolder
-from swarmq.weights.push.transfers import AdaptersTransfer, distinct
+from swarmq.weights.push.transfers import AdapterTransfer, deduplicate
 
 Tensors = dict[str, torch.Tensor]
 CUDA = torch.cuda.is_available()
@@ -79,15 +79,15 @@ def main(model: str, train: Train, folder: Path) -> None:
 
 def assert_adapters_travel(trainer: Trainer, model: str, folder: Path) -> None:
     """Nothing else does, and an engine that has the model's folder makes of them the weights of this moment."""
-    transfer, sent = AdaptersTransfer(["http://far.example:8000"], folder), distinct(trainer.weights_to_push())
+    transfer, sent = AdapterTransfer(["http://far.example:8000"], folder), deduplicate(trainer.weights_to_push())
     assert sent.keys() == first(model).keys(), "a tied head has one name"
     path = transfer.publish(sent, trainer.version, "float32").update_info["adapters"]
     assert all(":" in name for name in load_file(path))
     exact = {"rtol": 0, "atol": 1e-5 if CUDA else 0}
     wanted = dict(trainer.named_tensors())
-    with together(path, ServedFolder(Path(model)), CPU) as merged:
+    with open_merged(path, ServedFolder(Path(model)), CPU) as merged:
         for name, weight in merged.items():
-            torch.testing.assert_close(made(weight), wanted[name].float().cpu(), **exact)
+            torch.testing.assert_close(materialize(weight), wanted[name].float().cpu(), **exact)
     transfer.withdraw()
 
 

@@ -5,7 +5,7 @@ Whatever the client and its dialect, a conversation is two tool calls at once, o
 
 from __future__ import annotations
 
-from swarmq.engine.client.protocol import Json, Rendered
+from swarmq.engine.client.protocol import Json, RenderedPrompt
 from swarmq.engine.client.vllm import VllmEngine
 
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9], "b": [1-9]\}\}\n</tool_call>'
@@ -16,6 +16,6 @@ TURNS = 3
 
 
 class SteeredEngine(VllmEngine):
-    async def render(self, chat: Json) -> Rendered:
+    async def render(self, chat: Json) -> RenderedPrompt:
         results = sum(message["role"] == "tool" for message in chat["messages"])
         return await super().render({**chat, "structured_outputs": {"regex": SCRIPT.get(results, CLOSING)}})

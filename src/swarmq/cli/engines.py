@@ -43,11 +43,11 @@ def engine_list(run: Path) -> None:
     """
     from rich.table import Table
 
-    from swarmq.engine.server.membership import look
+    from swarmq.engine.server.membership import list_engines
     from swarmq.runtime.terminal import console
 
     table = Table("policy", "engine", "weights", "state", box=None)
-    for seen in asyncio.run(look(EngineRegistry(load_live_run(run), RunFolder(run)))):
+    for seen in asyncio.run(list_engines(EngineRegistry(load_live_run(run), RunFolder(run)))):
         table.add_row(seen.policy, seen.url, seen.weights, seen.state)
     console().print(table)
 
@@ -64,10 +64,10 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
     \b
     swarmq engine add runs/demo http://127.0.0.1:8007
     """
-    from swarmq.engine.server.membership import add
+    from swarmq.engine.server.membership import add_engine
 
     roster, chosen = _engines_of(run, policy)
-    warning = asyncio.run(add(roster, chosen, url))
+    warning = asyncio.run(add_engine(roster, chosen, url))
     click.echo(f"{url} serves {chosen}")
     if warning:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
@@ -97,10 +97,10 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     \b
     swarmq engine remove runs/demo http://127.0.0.1:8007
     """
-    from swarmq.engine.server.membership import remove
+    from swarmq.engine.server.membership import remove_engine
 
     roster, chosen = _engines_of(run, policy)
-    remove(roster, chosen, url)
+    remove_engine(roster, chosen, url)
     click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
 
 
@@ -117,8 +117,8 @@ def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]
     \b
     swarmq engine start runs/demo --policy main
     """
-    from swarmq.engine.server.membership import serve
+    from swarmq.engine.server.membership import serve_extra_engine
 
     job = load_live_run(run)
     chosen, folder = choose_policy(job, policy, frozen_too=True), RunFolder(run)
-    run_until_signalled(serve(job, chosen, folder, port=port, gpus=gpus or None, report=click.echo))
+    run_until_signalled(serve_extra_engine(job, chosen, folder, port=port, gpus=gpus or None, report=click.echo))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.engine.client.protocol import Delta, Rendered
+from swarmq.engine.client.protocol import Delta, RenderedPrompt
 from swarmq.proxy.engines.pool import EngineLane
 from swarmq.proxy.engines.stream_coalescing import CoalescingPace
 from swarmq.proxy.episodes.cache import EpisodeState
@@ -25,7 +25,7 @@ class ActiveCall(msgspec.Struct, kw_only=True):
     memory: EpisodeState
     lane: EngineLane
     chat: Json
-    rendered: Rendered
+    rendered: RenderedPrompt
     version: int
     """Version of the engine's weights before the call, as far as known."""
     first: list[Delta]

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineInfo, Json, Logprob, RenderedPrompt
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 
@@ -112,7 +112,7 @@ class ScriptedEngine:
         self.parsed = False
         self.sees = False
         """It takes images."""
-        self.requests: list[Rendered] = []
+        self.requests: list[RenderedPrompt] = []
         """What was sampled from, in order."""
         self.asked = asyncio.Event()
         """Set when sampling begins."""
@@ -129,13 +129,13 @@ class ScriptedEngine:
         self._answer_or_fail()
         return EngineInfo(model="scripted", max_model_len=self.max_model_len)
 
-    async def healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
         return not self.down
 
     async def weight_version(self) -> int | None:
         return self.version
 
-    async def render(self, chat: Json) -> Rendered:
+    async def render(self, chat: Json) -> RenderedPrompt:
         self._answer_or_fail()
         prompt = chat.get("prompt")
         try:
@@ -153,15 +153,15 @@ class ScriptedEngine:
             raise EngineRefusedError("stop is text or a list, logit_bias an object", status=400)
         if images and not self.sees:
             raise EngineRefusedError("the model takes no images", status=400)
-        return Rendered(
+        return RenderedPrompt(
             token_ids=ids,
             sampling=given,
-            carried={"features": images} if images else {},
-            parsed=prompt is None and (self.parsed or bool(chat.get("tools"))),
+            passthrough={"features": images} if images else {},
+            needs_parsing=prompt is None and (self.parsed or bool(chat.get("tools"))),
         )
 
     async def generate(
-        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+        self, rendered: RenderedPrompt, *, stream: bool, detailed: bool = False
     ) -> AsyncGenerator[list[Delta], None]:
         self._answer_or_fail()
         self.requests.append(rendered)
@@ -179,7 +179,7 @@ class ScriptedEngine:
             self.cancelled.set()
             raise
 
-    async def derender(self, _chat: Json, _prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
+    async def derender(self, _chat: Json, _prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer]) -> list[Json]:
         return [_message(decode(answer.token_ids)) for answer in answers]
 
     async def derender_delta(

@@ -35,8 +35,8 @@ from swarmq.broker.node.install import find_server
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.run_claim import claim_run
 from swarmq.config import Policy, RunFolder, SwarmJob, make_folder, resolve_amqp_url
-from swarmq.engine.server.launch import EngineProcess, visible
-from swarmq.engine.server.membership import warn_of_open
+from swarmq.engine.server.launch import EngineProcess, build_gpu_environment
+from swarmq.engine.server.membership import find_unprotected_engines
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.memory.estimate import GPU_SHARE
 from swarmq.messages import Change, Event
@@ -298,7 +298,7 @@ async def _start_engines(
     for name, policy in job.policies.items():
         if policy.engine.urls:
             report(f"engine {name}: the configured URLs")
-            for line in await warn_of_open(policy.engine.urls, EngineRegistry(job).secret()):
+            for line in await find_unprotected_engines(policy.engine.urls, EngineRegistry(job).secret()):
                 report(f"warning: {line}")
         elif name in placements:
             engine_policy, gpus = placements[name].apply_to_engines(policy)
@@ -373,7 +373,7 @@ def _learner_command(resolved: str, policy: str, placement: Placement | None) ->
     if placement is None:
         return arguments, {}
     ranks = ["--num-gpus", str(len(placement.learner))] if len(placement.learner) > 1 else []
-    return [*arguments, *ranks], visible(placement.learner) | {GPU_SHARE: str(placement.learner_share)}
+    return [*arguments, *ranks], build_gpu_environment(placement.learner) | {GPU_SHARE: str(placement.learner_share)}
 
 
 async def _wait_until_serving(daemon: Daemon, host: str, port: int) -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 
 from swarmq.config import SwarmJob
-from swarmq.engine.server.gpus import Gpu, visible_gpus
-from swarmq.engine.server.launch import check_arguments, check_model, cpu_cache_bytes, is_cuda_build
-from swarmq.engine.server.model_check import Model, size_of
+from swarmq.engine.server.gpus import GpuMemory, find_visible_gpus
+from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
+from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
 from swarmq.errors import SetUpError
 from swarmq.learner import preflight
 from swarmq.learner.memory.estimate import list_frozen_models
@@ -37,7 +37,7 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
     judged_by = _reference_model_sizes(job, models) if gpus else {}
-    host_cache = cpu_cache_bytes(os.environ)
+    host_cache = get_cpu_cache_bytes(os.environ)
     lengths = choose_context_limits(job.policies, models, gpus, judges=judged_by, host_cache=host_cache)
     job = _with_contexts(job, lengths)
     placements = place_all(job.policies, models, gpus, judges=judged_by)
@@ -58,12 +58,12 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     return RunPlan(job, placements)
 
 
-def check_settings(job: SwarmJob) -> list[Gpu]:
+def check_settings(job: SwarmJob) -> list[GpuMemory]:
     """Return the GPUs that engines and learners can be placed on. Raises SwarmqError for settings that no model can make work."""
     served = [policy for policy in job.policies.values() if not policy.engine.urls]
     for policy in served:
         check_arguments(policy)
-    gpus = visible_gpus() if served and is_cuda_build() else []
+    gpus = find_visible_gpus() if served and is_cuda_build() else []
     for name in job.trained:
         with _prefix_errors(name):
             tracker_packages.check_trackers(job.policies[name].train.trackers)
@@ -87,11 +87,11 @@ def _prefix_errors(policy: str) -> Iterator[None]:
         raise SetUpError(f"{whose}{error}") from error
 
 
-def _reference_model_sizes(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
+def _reference_model_sizes(job: SwarmJob, models: Mapping[str, ModelFacts]) -> dict[str, list[int]]:
     """Return the parameter counts of the frozen models that each trained policy's learner holds."""
     trained = {name: job.policies[name] for name in models if job.policies[name].trained}
     return {
-        name: [size_of(judge) for judge in list_frozen_models(policy.train, policy.model).values()]
+        name: [fetch_num_parameters(judge) for judge in list_frozen_models(policy.train, policy.model).values()]
         for name, policy in trained.items()
     }
 
@@ -101,7 +101,7 @@ def _with_contexts(job: SwarmJob, lengths: Mapping[str, ContextLimit]) -> SwarmJ
     return msgspec.structs.replace(job, policies={**job.policies, **found})
 
 
-def find_untrainable_requests(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
+def find_untrainable_requests(job: SwarmJob, models: Mapping[str, ModelFacts]) -> Iterator[str]:
     """Yield a warning for each policy whose engine allows requests longer than its learner computes in one pass."""
     for name, model in models.items():
         served, train = _max_request_tokens(job, name, model), job.policies[name].train
@@ -114,7 +114,7 @@ def find_untrainable_requests(job: SwarmJob, models: Mapping[str, Model]) -> Ite
 
 
 def find_ineffective_settings(
-    job: SwarmJob, models: Mapping[str, Model], placements: Mapping[str, Placement]
+    job: SwarmJob, models: Mapping[str, ModelFacts], placements: Mapping[str, Placement]
 ) -> Iterator[str]:
     """Yield a warning for each setting that changes nothing on this host or together with the other settings."""
     for name in job.trained:
@@ -137,7 +137,7 @@ def find_ineffective_settings(
             )
 
 
-def _max_request_tokens(job: SwarmJob, policy: str, model: Model | None) -> int | None:
+def _max_request_tokens(job: SwarmJob, policy: str, model: ModelFacts | None) -> int | None:
     """Return the tokens of the longest possible request, or None if unknown; `model` is None if the model is served elsewhere."""
     limits = (job.policies[policy].engine.max_model_len, model.max_length if model else None)
     return min((limit for limit in limits if limit), default=None)

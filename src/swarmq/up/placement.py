@@ -17,9 +17,9 @@ from typing import Literal
 import msgspec
 
 from swarmq.config import Policy, Train
-from swarmq.engine.server.gpus import Gpu
-from swarmq.engine.server.launch import CONTEXT
-from swarmq.engine.server.model_check import Model
+from swarmq.engine.server.gpus import GpuMemory
+from swarmq.engine.server.launch import DEFAULT_CONTEXT
+from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError
 from swarmq.learner.memory.estimate import GIB, HEADROOM, ModelShape, learner_bytes, state_bytes, suggest_less
 
@@ -103,7 +103,7 @@ class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Ratio of `total` to all memory of the GPU."""
 
     @classmethod
-    def of(cls, gpus: Sequence[Gpu], share: float) -> PlacementMemory:
+    def of(cls, gpus: Sequence[GpuMemory], share: float) -> PlacementMemory:
         """Combine several GPUs: the memory of the smallest, and the use of the fullest."""
         held = max(gpu.total - gpu.free for gpu in gpus)
         return cls(total=int(share * min(gpu.total for gpu in gpus)), held=int(share * held), share=share)
@@ -148,13 +148,15 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the engine's weights on all its GPUs."""
 
     @classmethod
-    def of(cls, policy: Policy, model: Model, *, num_gpus: int, judged_by: Sequence[int] | None = None) -> PolicyNeeds:
+    def of(
+        cls, policy: Policy, model: ModelFacts, *, num_gpus: int, judged_by: Sequence[int] | None = None
+    ) -> PolicyNeeds:
         """Compute the needs. `judged_by` are the parameter counts of the frozen models that the learner holds besides its own."""
         train, shape = policy.train, to_learner_shape(model)
         weights = HALF_BYTES * model.parameters
         requested = policy.engine.max_model_len or MIN_CONTEXT
         length = min(requested, model.max_length or requested)
-        cache = MIN_CACHED_REQUESTS * length * HALF_BYTES * model.cached_values
+        cache = MIN_CACHED_REQUESTS * length * HALF_BYTES * model.kv_values_per_token
         ways = (
             [(n, full) for n in range(1, num_gpus + 1) for full in _sharding_options(train, n)]
             if policy.trained
@@ -175,7 +177,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def to_learner_shape(model: Model) -> ModelShape:
+def to_learner_shape(model: ModelFacts) -> ModelShape:
     return ModelShape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers, fans=model.fans)
 
 
@@ -207,8 +209,8 @@ class ContextLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose_context_limits(
     policies: Mapping[str, Policy],
-    models: Mapping[str, Model],
-    gpus: Sequence[Gpu],
+    models: Mapping[str, ModelFacts],
+    gpus: Sequence[GpuMemory],
     *,
     judges: Mapping[str, Sequence[int]] | None = None,
     host_cache: int,
@@ -228,7 +230,7 @@ def choose_context_limits(
     }
 
 
-def _upper_bound(policy: Policy, model: Model) -> ContextLimit:
+def _upper_bound(policy: Policy, model: ModelFacts) -> ContextLimit:
     """Return the context limit that model and learner allow on any hardware."""
     made_for = model.max_length or MIN_CONTEXT
     budget = policy.train.micro_batch_tokens
@@ -239,23 +241,23 @@ def _upper_bound(policy: Policy, model: Model) -> ContextLimit:
     return ContextLimit(tokens=made_for, reason=whole)
 
 
-def _limit_on_cpu(policy: Policy, model: Model, host_cache: int) -> ContextLimit:
+def _limit_on_cpu(policy: Policy, model: ModelFacts, host_cache: int) -> ContextLimit:
     bound = _upper_bound(policy, model)
-    entry = (HALF_BYTES if policy.engine.dtype in {"bfloat16", "float16"} else FULL_BYTES) * model.cached_values
+    entry = (HALF_BYTES if policy.engine.dtype in {"bfloat16", "float16"} else FULL_BYTES) * model.kv_values_per_token
     room = host_cache // entry if entry else bound.tokens
-    if min(room, CONTEXT) >= bound.tokens:
+    if min(room, DEFAULT_CONTEXT) >= bound.tokens:
         return bound
     made_for = f"the model's maximum is {model.max_length:,}" if model.max_length else bound.reason
-    if room < CONTEXT:
+    if room < DEFAULT_CONTEXT:
         tokens = max(room // CONTEXT_STEP * CONTEXT_STEP, min(room, CONTEXT_STEP), 1)
         return ContextLimit(tokens=tokens, reason=f"as many as the engine's cache in host memory holds; {made_for}")
-    return ContextLimit(tokens=CONTEXT, reason=f"a modest number, as there is no GPU; {made_for}")
+    return ContextLimit(tokens=DEFAULT_CONTEXT, reason=f"a modest number, as there is no GPU; {made_for}")
 
 
 def _limit_on_gpus(
     policy: Policy,
-    model: Model,
-    gpus: Sequence[Gpu],
+    model: ModelFacts,
+    gpus: Sequence[GpuMemory],
     first: int,
     share: float,
     *,
@@ -290,7 +292,9 @@ def _limit_on_gpus(
     return ContextLimit(tokens=tokens, reason=f"{why}; {made_for}")
 
 
-def _assign_gpus(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, tuple[Sequence[Gpu], int, float]]:
+def _assign_gpus(
+    models: Mapping[str, ModelFacts], gpus: Sequence[GpuMemory]
+) -> dict[str, tuple[Sequence[GpuMemory], int, float]]:
     """Divide the GPUs evenly among the policies, which share GPUs if there are too few. Returns for each policy its GPUs, the
     number of the first GPU, and its fraction of each."""
     share = 1 / -(-len(models) // len(gpus))
@@ -304,8 +308,8 @@ def _assign_gpus(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, 
 
 def place_all(
     policies: Mapping[str, Policy],
-    models: Mapping[str, Model],
-    gpus: Sequence[Gpu],
+    models: Mapping[str, ModelFacts],
+    gpus: Sequence[GpuMemory],
     *,
     judges: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Placement]:
@@ -324,8 +328,8 @@ def place_all(
 
 def place(
     policy: Policy,
-    model: Model,
-    gpus: Sequence[Gpu],
+    model: ModelFacts,
+    gpus: Sequence[GpuMemory],
     *,
     first: int = 0,
     share: float = 1.0,
@@ -363,7 +367,7 @@ def place(
     return _place_shared(policy, model, needs, numbers, memory)
 
 
-def _context_parallel_error(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
+def _context_parallel_error(policy: Policy, model: ModelFacts, num_gpus: int) -> ConfigError:
     ranks = policy.train.context_parallel
     return ConfigError(
         f"train.context_parallel: {ranks} ranks compute each pass of {model.name} together, and its learner gets {num_gpus} GPU(s): give it a "
@@ -398,7 +402,7 @@ def _place_split(
 
 
 def _place_shared(
-    policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
+    policy: Policy, model: ModelFacts, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement:
     """Place the learner and an engine on every GPU. Prefers side by side to taking turns, and a full copy per GPU to sharding."""
     engines_per_gpu, requested = _engines_per_gpu(policy, len(numbers)), policy.engine.gpu_memory_utilization
@@ -444,7 +448,7 @@ def _place_shared(
 
 
 def _place_untrained(
-    policy: Policy, model: Model, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
+    policy: Policy, model: ModelFacts, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement:
     """Place the engines of a policy that is not trained."""
     width = _tensor_parallel_size(needs, memory)
@@ -502,7 +506,7 @@ def _round_down(share: float) -> float:
 
 def _does_not_fit_error(
     policy: Policy,
-    model: Model,
+    model: ModelFacts,
     needs: PolicyNeeds,
     memory: PlacementMemory,
     num_gpus: int,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from swarmq import live_settings
 from swarmq.collector import ledger
 from swarmq.config import SwarmJob
-from swarmq.engine.server.model_check import size_of
+from swarmq.engine.server.model_check import fetch_num_parameters
 from swarmq.errors import SwarmqError
 from swarmq.learner.memory.estimate import MOMENTS_BYTES, WHOLE_BYTES
 from swarmq.learner.store.batch_log import scan_log
@@ -42,7 +42,7 @@ def drain_s(job: SwarmJob, name: str) -> float:
         return DRAIN_S[role]
     parameters = 0
     with contextlib.suppress(SwarmqError):  # the learner reports it as well
-        parameters = size_of(job.policies[policy].model)
+        parameters = fetch_num_parameters(job.policies[policy].model)
     two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
     return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MAX_DRAIN_S)
 

@@ -109,7 +109,7 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
 
     async def ended() -> str:
         status = await engine.wait()
-        return engine.given_up or f"died with status {status}"
+        return engine.kill_reason or f"died with status {status}"
 
     await _keep_restarting(
         f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{read_tail(engine.log_path)}", warn

@@ -142,7 +142,7 @@ def test_columns_are_brought_once(in_core):
 def test_a_vllm_that_reads_otherwise_keeps_its_own_way(monkeypatch):
     before, told = now(), []
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
-    monkeypatch.setattr(logprob_columns, "put_back", lambda outputs, buffer: None)
+    monkeypatch.setattr(logprob_columns, "restore_columns", lambda outputs, buffer: None)
     monkeypatch.setattr(
         logprob_columns, "_log", SimpleNamespace(warning=lambda text, error: told.append((text, error)))
     )

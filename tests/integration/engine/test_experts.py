@@ -88,5 +88,5 @@ async def test_experts_that_vllm_does_not_reload_are_not_served_as_they_were(tmp
             await asyncio.to_thread(pusher.push, network.state_dict().items(), 1)
         async with EngineControl(engine.url, secret=SECRET, timeouts=PATIENT) as control:
             status = await control.status()
-            assert status.in_doubt
-            assert status.paused
+            assert status.is_in_doubt
+            assert status.is_paused

@@ -58,7 +58,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 async def state(engine: EngineProcess) -> tuple[str, bool, list[int]]:
     async with EngineControl(engine.url, secret=engine.secret, timeouts=PATIENT) as control:
         status = await control.status()
-        return status.label, status.paused, [worker.loads for worker in await control.facts()]
+        return status.label, status.is_paused, [worker.loads for worker in await control.facts()]
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}], ids=["no secret", "another secret"])

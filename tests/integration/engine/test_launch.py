@@ -91,7 +91,7 @@ async def test_a_server_that_loses_its_core_is_ended_with_a_call_in_flight_and_s
         [core] = find_children(engine.pid, "VLLM::EngineCore")
         os.kill(core, signal.SIGKILL)
         assert await waiting != 0
-        assert engine.given_up.startswith("lost its VLLM::EngineCore")
+        assert engine.kill_reason.startswith("lost its VLLM::EngineCore")
         call.close()
         await until_gone(engine.pid)
 

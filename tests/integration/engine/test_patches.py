@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     from swarmq.weights.format.conventions import UNANNOUNCED
-    from swarmq.weights.vllm_plugin import chunked_prefill, doubtful_weights
+    from swarmq.weights.vllm_plugin import chunked_prefill, unannounced_changes
 
 pytestmark = pytest.mark.vllm
 
@@ -49,8 +49,8 @@ class Core(EngineCore):
     ],
 )
 def test_weights_that_change_unannounced_lose_their_version(label, method, then):
-    doubtful_weights.register()
-    doubtful_weights.register()
+    unannounced_changes.register()
+    unannounced_changes.register()
     core = Core(label)
     core.collective_rpc(method, None)
     assert (core.get_weight_version(), core.asked) == (then, [method])

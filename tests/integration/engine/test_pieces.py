@@ -53,7 +53,7 @@ async def test_an_engine_answers_and_samples_while_it_computes_a_long_prompt(vll
     long = asyncio.create_task(vllm.generate(prompt(LONG), 2, **SEEDED))
     looks = 0
     async with EngineControl(vllm.url, secret=SECRET) as control:
-        while not await control.open_requests():
+        while not await control.count_open_requests():
             assert not long.done()
         told = set()
         while not long.done():

@@ -21,9 +21,9 @@ from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import lay_rows, standalone, unfold
 from swarmq.weights.format.conventions import UNANNOUNCED
-from swarmq.weights.push.engine_control import EngineControl, Parcel, Status
+from swarmq.weights.push.engine_control import EngineControl, EngineStatus, Payload
 from swarmq.weights.push.pusher import WeightPusher
-from swarmq.weights.push.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, FileTransfer, distinct
+from swarmq.weights.push.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdapterTransfer, FileTransfer, deduplicate
 
 from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
 
@@ -64,7 +64,7 @@ async def test_what_adapters_learned_is_what_the_engine_samples_from_after_every
     trainer = adapted(tiny_model)
     for version in (1, 2):
         report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), version)
-        assert report.ways == {vllm.url: "adapters"}
+        assert report.methods == {vllm.url: "adapters"}
         choice = await vllm.generate(PROMPT, 16)
         assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
         before, sampled = logprobs_of(network, PROMPT, choice["token_ids"]), logprobs_in(choice)
@@ -81,8 +81,8 @@ async def test_what_adapters_learned_is_what_the_engine_samples_from_after_every
 @pytest.fixture
 def parcel_of(engine_url, tmp_path):
     """`parcel_of(trainer)`: its adapters, ready to be fetched."""
-    transfer = AdaptersTransfer([engine_url], tmp_path)
-    yield lambda trainer: transfer.publish(distinct(trainer.weights_to_push()), 5, "float32")
+    transfer = AdapterTransfer([engine_url], tmp_path)
+    yield lambda trainer: transfer.publish(deduplicate(trainer.weights_to_push()), 5, "float32")
     transfer.withdraw()
 
 
@@ -93,7 +93,7 @@ async def test_an_engine_that_serves_another_model_merges_nothing_and_gets_all_w
     trainer = adapted(make_tiny_model(seed=1))
     await _is_refused(vllm, network, parcel_of(trainer), "is not what the adapters were trained in: .* 29 are others")
     report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 6)
-    assert report.ways == {vllm.url: "file"}
+    assert report.methods == {vllm.url: "file"}
     network.load_state_dict(dict(trainer.named_tensors()))
     choice = await vllm.generate(PROMPT, 8)
     assert choice["weight_versions"] == [{"version": "6", "start": 0, "end": 8}]
@@ -109,12 +109,12 @@ async def test_a_torn_file_of_adapters_is_refused_and_the_engine_goes_on_with_th
     await _is_refused(vllm, network, parcel, "has other bytes than were sent")
 
 
-async def _is_refused(vllm, network, parcel: Parcel, reason: str) -> None:
+async def _is_refused(vllm, network, parcel: Payload, reason: str) -> None:
     """`network`, pushed as version 4, is what is served on."""
     async with EngineControl(vllm.url, secret=SECRET, timeouts=PATIENT) as engine:
         with pytest.raises(EngineError, match=f"(?=.*the model was not touched).*{reason}"):
             await engine.update(parcel, 5)
-        assert await engine.status() == Status(label="4", paused=False)
+        assert await engine.status() == EngineStatus(label="4", is_paused=False)
     choice = await vllm.generate(PROMPT, 8)
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
 
@@ -196,13 +196,13 @@ async def test_no_file_is_left_in_shared_memory(network, push):
 async def test_the_model_on_disk_has_no_version_until_one_is_pushed(engine_url, network, pusher):
     assert (await asyncio.to_thread(pusher.ensure, network.named_parameters(), 0)).version == 0
     async with EngineControl(engine_url, secret=SECRET, timeouts=PATIENT) as engine:
-        assert await engine.status() == Status(label="0", paused=False)
+        assert await engine.status() == EngineStatus(label="0", is_paused=False)
 
 
 @pytest.mark.parametrize("damage", ["missing file", "cut file", "missing tensor", "other shape", "one more layer"])
 async def test_bad_weights_are_refused_and_the_engine_goes_on_with_the_old(vllm, network, push, damage, tmp_path: Path):
     await push(network, 4)
-    parcel = Parcel(update_info={"path": str(_damaged(damage, network, tmp_path))})
+    parcel = Payload(update_info={"path": str(_damaged(damage, network, tmp_path))})
     await _is_refused(vllm, network, parcel, "")
 
 
@@ -262,7 +262,7 @@ async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine
     request = asyncio.create_task(vllm.generate(PROMPT, 3))
     await _walk(vllm, STEPS[:died_after], path)
     async with EngineControl(vllm.url, secret=SECRET, timeouts=PATIENT) as engine:
-        assert (await engine.status()).paused, "vLLM does not end a pause by itself"
+        assert (await engine.status()).is_paused, "vLLM does not end a pause by itself"
     report = await asyncio.to_thread(pusher.ensure, network.named_parameters(), 3)
     assert report.failed == {}
     assert len((await request)["token_ids"]) == 3
@@ -294,7 +294,7 @@ async def test_whatever_step_a_learner_died_after_that_takes_turns_the_next_one_
     await _walk(vllm, steps, path)
     await asyncio.to_thread(pusher.sleep)
     async with EngineControl(vllm.url, secret=SECRET, timeouts=PATIENT) as engine:
-        assert (await engine.status()).asleep
+        assert (await engine.status()).is_asleep
     await asyncio.to_thread(pusher.wake)
     await asyncio.to_thread(pusher.repair, network.named_parameters(), 3)
     assert len((await request)["token_ids"]) == 3
@@ -332,7 +332,7 @@ async def test_weights_that_change_unannounced_are_served_under_no_version_and_r
 async def test_a_file_of_other_bytes_than_were_sent_is_refused(vllm, network, push, tmp_path):
     await push(network, 4)
     parcel = FileTransfer([vllm.url], tmp_path).publish(dict(network.named_parameters()), 5, None)
-    other = Parcel(update_info={**parcel.update_info, "checksum": parcel.checksum + 1})
+    other = Payload(update_info={**parcel.update_info, "checksum": parcel.checksum + 1})
     await _is_refused(vllm, network, other, "has other bytes than were sent")
 
 

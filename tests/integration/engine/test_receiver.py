@@ -16,7 +16,7 @@ from swarmq.errors import EngineError
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format import nccl_group
 from swarmq.weights.format.conventions import UNTOUCHED
-from swarmq.weights.format.packing import Packed, checksum
+from swarmq.weights.format.packing import PackedLayout, checksum_buffer
 from swarmq.weights.format.served_folder import ServedFolder
 
 pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
@@ -45,12 +45,12 @@ def worker(group: Group) -> weights_receiver.WeightReceiver:
 
 
 @pytest.fixture
-def plan() -> Packed:
-    return Packed.of(WEIGHTS, torch.float32)
+def plan() -> PackedLayout:
+    return PackedLayout.of(WEIGHTS, torch.float32)
 
 
 @pytest.fixture
-def sent(plan: Packed) -> torch.Tensor:
+def sent(plan: PackedLayout) -> torch.Tensor:
     buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8)
     plan.pack(WEIGHTS, buffer)
     return buffer
@@ -62,7 +62,7 @@ def test_what_lies_beside_the_files_of_an_index_is_not_of_the_model(tmp_path: Pa
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
     save_file({"layers.a": torch.ones(2, 3)}, tmp_path / "consolidated.safetensors")
     folder = ServedFolder(tmp_path)
-    assert folder.shapes() == {"a": (2, 3)}
+    assert folder.read_shapes() == {"a": (2, 3)}
     with folder.weights() as weights:
         assert weights.keys() == {"a"}
 
@@ -93,8 +93,8 @@ def serving(model: str, cache: Path, revision: str | None = None) -> weights_rec
     return receiver
 
 
-def test_the_bytes_that_were_sent_are_the_weights(plan: Packed, sent: torch.Tensor) -> None:
-    update = weights_receiver.Update(tensors=plan.entries, checksum=checksum(sent))
+def test_the_bytes_that_were_sent_are_the_weights(plan: PackedLayout, sent: torch.Tensor) -> None:
+    update = weights_receiver.Update(tensors=plan.entries, checksum=checksum_buffer(sent))
     with worker(Group(sent))._arrived(update) as arrived:
         assert {name: tensor.tolist() for name, tensor in arrived.items()} == {
             name: tensor.tolist() for name, tensor in WEIGHTS.items()
@@ -134,8 +134,10 @@ def in_folder(folder: Path, model: str | None = None) -> weights_receiver.Weight
 
 
 @pytest.mark.parametrize("place", [0, 21, -1])
-def test_one_other_byte_is_refused_before_the_model_is_touched(plan: Packed, sent: torch.Tensor, place: int) -> None:
-    update, other = weights_receiver.Update(tensors=plan.entries, checksum=checksum(sent)), sent.clone()
+def test_one_other_byte_is_refused_before_the_model_is_touched(
+    plan: PackedLayout, sent: torch.Tensor, place: int
+) -> None:
+    update, other = weights_receiver.Update(tensors=plan.entries, checksum=checksum_buffer(sent)), sent.clone()
     other[place] += 1
     with pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"), worker(Group(other))._arrived(update):
         pass
@@ -148,7 +150,8 @@ async def test_a_communicator_that_would_send_nothing_is_no_group(monkeypatch: p
     monkeypatch.setattr(pynccl, "NCCLLibrary", lacking)
     port = find_free_port()
     both = [
-        asyncio.to_thread(nccl_group.join, "127.0.0.1", port, rank=rank, world_size=2, device=CPU) for rank in (0, 1)
+        asyncio.to_thread(nccl_group.join_group, "127.0.0.1", port, rank=rank, world_size=2, device=CPU)
+        for rank in (0, 1)
     ]
     told = await asyncio.gather(*both, return_exceptions=True)
     assert [type(each) for each in told] == [EngineError, EngineError]

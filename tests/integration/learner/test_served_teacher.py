@@ -12,7 +12,7 @@ from support.engine import SECRET
 from support.episodes import make_group
 from support.tiny_model import tiny_model as make_tiny_model
 from swarmq.config import Loss, Train
-from swarmq.engine.client.tokenizer_compat import ids_of_all
+from swarmq.engine.client.tokenizer_compat import tokenize_with_all
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.teachers.availability import KEY_ENV
 from swarmq.learner.teachers.tokenizer_checks import build_probe, encode_ids
@@ -43,6 +43,6 @@ def test_an_engine_teaches_what_its_model_teaches_in_memory(
 
 def test_an_engine_s_ids_of_the_test_text_are_its_model_s(engine_url: str, tiny_model: Path) -> None:
     text = build_probe(str(tiny_model))
-    assert asyncio.run(ids_of_all([engine_url], text, secret=SECRET)) == {
+    assert asyncio.run(tokenize_with_all([engine_url], text, secret=SECRET)) == {
         engine_url: list(encode_ids(str(tiny_model), text) or ())
     }

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from support.engine import KNOWN
-from swarmq.engine.client.protocol import Answer
+from swarmq.engine.client.protocol import CompleteAnswer
 from swarmq.messages import unpack_floats, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
@@ -61,7 +61,7 @@ async def test_long_prompts_with_seeds_may_come_at_once(stage, agent):
     asked = (agent.chat.completions.create(model="main", messages=[one], seed=7, max_tokens=2) for one in openings)
     answers = await asyncio.gather(*asked)
     assert sum(answer.usage.prompt_tokens for answer in answers) > 4096
-    assert await stage.engine.healthy()
+    assert await stage.engine.is_healthy()
 
 
 async def test_the_recorded_tokens_are_what_vllm_samples(stage, agent):
@@ -159,7 +159,7 @@ async def test_a_tool_call_is_parsed_and_continued_exactly(stage, agent, streame
     first, second = await stage.turns(2)
     assert first.finish_reason == "tool_calls"
     sampled = unpack_ids(first.sampled_ids).tolist()
-    whole = Answer(token_ids=sampled[:-1], finish_reason="stop")  # the last one ends the turn
+    whole = CompleteAnswer(token_ids=sampled[:-1], finish_reason="stop")  # the last one ends the turn
     [meant] = await stage.engine.derender(
         {"messages": [USER], "tools": [TOOL]}, unpack_ids(first.prompt_ids).tolist(), [whole]
     )

@@ -7,7 +7,7 @@ import pytest
 
 from support.engine import running_engine
 from support.real_proxy import real_stage
-from swarmq.engine.client.protocol import Answer
+from swarmq.engine.client.protocol import CompleteAnswer
 from swarmq.messages import unpack_ids
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
@@ -76,7 +76,7 @@ async def test_thoughts_calls_and_words_are_the_same_streamed_and_whole(thinking
     told = [await ask(thinking, {**asked, **form}) for form in how]
     for turn, (message, finish, usage) in zip(await thinking.turns(2), told, strict=True):
         prompt, sampled = (unpack_ids(ids).tolist() for ids in (turn.prompt_ids, turn.sampled_ids))
-        answer = Answer(token_ids=sampled[:-1], finish_reason="stop")  # the last one ends the turn
+        answer = CompleteAnswer(token_ids=sampled[:-1], finish_reason="stop")  # the last one ends the turn
         [meant] = await thinking.engine.derender({"messages": [USER], **asked}, prompt, [answer])
         assert essence(message) == essence(meant)
         assert essence(json.loads(turn.messages)[-1]) == essence(message)

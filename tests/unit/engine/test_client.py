@@ -9,14 +9,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from swarmq.engine.client.protocol import Rendered
+from swarmq.engine.client.protocol import RenderedPrompt
 from swarmq.engine.client.vllm import EngineFaultError, EngineRouteError, VllmEngine
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 from swarmq.proxy.completions.deadline import Deadline
 from swarmq.proxy.http_errors import DeadlineError
 
-PROMPT = Rendered(token_ids=[1, 2], sampling={"n": 1})
+PROMPT = RenderedPrompt(token_ids=[1, 2], sampling={"n": 1})
 
 
 def choice(text="", ids=(), *, index=0, finish=None, version="default", stop=None):
@@ -77,13 +77,13 @@ async def test_render_fills_in_the_model_and_keeps_what_generate_wants_back():
 
     async with answering("/v1/chat/completions/render", handler) as engine:
         rendered = await engine.render({"messages": []})
-    assert rendered == Rendered(
-        token_ids=[7], sampling={"seed": 1}, carried={"reasoning_parser_kwargs": {}}, parsed=True
+    assert rendered == RenderedPrompt(
+        token_ids=[7], sampling={"seed": 1}, passthrough={"reasoning_parser_kwargs": {}}, needs_parsing=True
     )
 
 
 @pytest.mark.parametrize(("image", "carried"), [([9, 9, 9], True), ([8, 9, 9], False)])
-async def test_an_image_that_vllm_would_die_of_is_refused(image, carried):
+async def test_an_image_that_vllm_would_die_of_is_refused(image, passthrough):
     """With other tokens around those of its parts, as in Idefics3 and Gemma 3."""
     features = {"mm_placeholders": {"image": [{"offset": 1, "length": 3}]}}
 
@@ -91,8 +91,8 @@ async def test_an_image_that_vllm_would_die_of_is_refused(image, carried):
         return web.json_response({"token_ids": [7, *image, 7], "sampling_params": {}, "features": features})
 
     async with answering("/v1/chat/completions/render", handler) as engine:
-        if carried:
-            assert (await engine.render({"messages": []})).carried == {"features": features}
+        if passthrough:
+            assert (await engine.render({"messages": []})).passthrough == {"features": features}
         else:
             with pytest.raises(EngineRefusedError, match="several kinds of tokens") as refused:
                 await engine.render({"messages": []})
@@ -107,7 +107,7 @@ async def test_an_answer_is_parsed_where_it_may_call_tools(chat, parsed):
         return web.json_response({"token_ids": [7], "sampling_params": {}})
 
     async with answering("/v1/chat/completions/render", handler) as engine:
-        assert (await engine.render(chat)).parsed is parsed
+        assert (await engine.render(chat)).needs_parsing is parsed
 
 
 async def test_events_are_read_however_the_wire_cuts_them():
@@ -216,7 +216,7 @@ async def test_nobody_there_is_an_engine_error_and_unhealthy():
             EngineError, match=r"9 cannot be reached: nothing answers there \(Connection refused\); is vLLM"
         ):
             await engine.info()
-        assert not await engine.healthy()
+        assert not await engine.is_healthy()
 
 
 @pytest.mark.parametrize("closes", [1, 2])
@@ -286,7 +286,7 @@ async def test_a_grammar_that_a_healthy_engine_fails_on_is_the_agent_s_fault(sam
     app.router.add_get("/health", healthy)
     async with TestServer(app) as server, VllmEngine.open(str(server.make_url("")), deadline_s=30.0) as engine:
         with pytest.raises(EngineError) as caught:
-            await anext(engine.generate(Rendered(token_ids=[1], sampling=sampling), stream=True))
+            await anext(engine.generate(RenderedPrompt(token_ids=[1], sampling=sampling), stream=True))
     assert isinstance(caught.value, EngineRefusedError) is (kind is EngineRefusedError)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from swarmq.errors import EngineError, EngineRefusedError
-from swarmq.weights.push.engine_control import EngineControl, Parcel, Phase, Status, Timeouts
+from swarmq.weights.push.engine_control import EngineControl, EngineStatus, Payload, Timeouts, UpdatePhase
 
-NEW = Parcel(update_info={"path": "new weights"})
-NEWER = Parcel(update_info={"path": "newer"})
+NEW = Payload(update_info={"path": "new weights"})
+NEWER = Payload(update_info={"path": "newer"})
 
 
 async def test_a_push_ends_in_an_engine_that_serves_the_version(vllm):
     async with EngineControl(vllm.url) as engine:
         pause_s = await engine.update(NEW, 3)
         assert pause_s > 0
-        assert engine.phase is Phase.SERVING
-        assert await engine.status() == Status(label="3", paused=False)
+        assert engine.phase is UpdatePhase.SERVING
+        assert await engine.status() == EngineStatus(label="3", is_paused=False)
     assert vllm.weights == "new weights"
 
 
@@ -46,7 +46,7 @@ async def test_weights_that_the_engine_refuses_to_load_leave_it_serving_as_befor
         vllm.fail["/update_weights"] = vllm.untouched()
         with pytest.raises(EngineRefusedError, match="no such file"):
             await engine.update(NEWER, 4)
-        assert await engine.status() == Status(label="3", paused=False)
+        assert await engine.status() == EngineStatus(label="3", is_paused=False)
 
 
 @pytest.mark.parametrize("step", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
@@ -56,8 +56,8 @@ async def test_an_engine_whose_weights_are_in_doubt_serves_nobody(vllm, step):
         with pytest.raises(EngineError):
             await engine.update(NEW, 3)
         status = await engine.status()
-        assert status.paused
-        assert status.in_doubt
+        assert status.is_paused
+        assert status.is_in_doubt
         assert status.version is None
         with pytest.raises(EngineError, match="push again or restart"):
             await engine.release()
@@ -84,8 +84,8 @@ async def test_weights_in_doubt_serve_nobody_when_their_repair_fails(vllm, step)
         vllm.drop.add(step)
         with pytest.raises(EngineError):
             await engine.update(NEWER, 4)
-        assert (await engine.status()).in_doubt
-        assert engine.phase is Phase.UPDATING
+        assert (await engine.status()).is_in_doubt
+        assert engine.phase is UpdatePhase.UPDATING
     assert vllm.paused
 
 
@@ -102,7 +102,7 @@ async def test_refused_weights_do_not_clear_the_doubt_of_an_earlier_push(vllm):
     async with EngineControl(vllm.url) as engine:
         with pytest.raises(EngineRefusedError):
             await engine.update(NEW, 4)
-        assert (await engine.status()).in_doubt
+        assert (await engine.status()).is_in_doubt
     assert vllm.paused
 
 
@@ -110,7 +110,7 @@ async def test_a_pause_without_owner_is_ended_when_the_weights_are_whole(vllm):
     vllm.paused, vllm.label = True, "7"
     async with EngineControl(vllm.url) as engine:
         await engine.release()
-        assert await engine.status() == Status(label="7", paused=False)
+        assert await engine.status() == EngineStatus(label="7", is_paused=False)
 
 
 async def test_an_engine_without_control_endpoints_is_named_with_the_remedy(vllm):
@@ -145,14 +145,14 @@ async def test_a_server_of_the_range_passes_and_so_does_one_that_does_not_say(vl
     vllm.version = version
     vllm.missing |= {"/version"} if not version else set()
     async with EngineControl(vllm.url) as engine:
-        assert not (await engine.status()).paused
+        assert not (await engine.status()).is_paused
         await engine.status()
     assert vllm.calls.count("/version") == 1
 
 
 async def test_an_engine_that_does_not_answer_ends_in_an_error_that_names_it(vllm):
     async with EngineControl("http://127.0.0.1:9", timeouts=Timeouts(ask_s=5)) as engine:
-        assert not await engine.healthy()
+        assert not await engine.is_healthy()
         with pytest.raises(EngineError, match="127.0.0.1:9 cannot be reached"):
             await engine.status()
 
@@ -164,7 +164,7 @@ async def test_an_engine_sleeps_and_wakes_with_the_version_it_had(vllm):
         assert vllm.asleep
         assert (await engine.status()).version is None
         await engine.wake()
-        assert await engine.status() == Status(label="3", paused=False)
+        assert await engine.status() == EngineStatus(label="3", is_paused=False)
         await engine.wake()
     assert not vllm.asleep
 
@@ -182,7 +182,7 @@ async def test_an_engine_in_doubt_that_cannot_sleep_is_left_to_its_owner(vllm):
     async with EngineControl(vllm.url) as engine:
         with pytest.raises(EngineError, match="only a restart helps.*no host memory") as caught:
             await engine.sleep()
-        assert (await engine.status()).condemned
+        assert (await engine.status()).is_condemned
     assert not isinstance(caught.value, EngineRefusedError)
     assert vllm.paused
 
@@ -215,7 +215,7 @@ async def test_a_refusal_counts_though_the_learner_sent_in_vain_meanwhile(vllm):
 
     async with EngineControl(vllm.url) as engine:
         with pytest.raises(EngineRefusedError, match="no such file"):
-            await engine.update(Parcel(update_info={"tensors": []}, send=send), 2)
+            await engine.update(Payload(update_info={"tensors": []}, send=send), 2)
     assert (vllm.label, vllm.paused) == ("1", False)
 
 
@@ -225,5 +225,5 @@ async def test_weights_that_were_sent_in_vain_leave_the_engine_in_doubt(vllm):
 
     async with EngineControl(vllm.url) as engine:
         with pytest.raises(EngineError, match="did not end"):
-            await engine.update(Parcel(update_info={"tensors": []}, send=send), 2)
+            await engine.update(Payload(update_info={"tensors": []}, send=send), 2)
     assert (vllm.label, vllm.paused) == ("updating-2", True)

@@ -3,7 +3,7 @@
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.engine.server.membership import add, look, remove, warn_of_open
+from swarmq.engine.server.membership import add_engine, find_unprotected_engines, list_engines, remove_engine
 from swarmq.errors import ConfigError, EngineError
 from swarmq.registries.engines import EngineRegistry
 from swarmq.weights.push.engine_control import EngineControl
@@ -18,16 +18,16 @@ def job(tmp_path, vllm):
 async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_changes_nothing(job, vllm):
     dead = "http://127.0.0.1:9"
     with pytest.raises(EngineError, match="cannot be reached"):
-        await add(EngineRegistry(job), "main", dead)
+        await add_engine(EngineRegistry(job), "main", dead)
     for text in ("localhost", "ftp://localhost:8000", "http://localhost:99999", ""):
         with pytest.raises(EngineError, match=f"engine '{text}': no address of a vLLM, which is like http://127"):
-            await add(EngineRegistry(job), "main", text)
+            await add_engine(EngineRegistry(job), "main", text)
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
     vllm.label = "7"
-    [seen] = await look(EngineRegistry(job))
+    [seen] = await list_engines(EngineRegistry(job))
     assert (seen.policy, seen.url, seen.weights, seen.state) == ("main", vllm.url, "7", "serves, open to everybody")
     EngineRegistry(job).add("main", dead)
-    assert (await look(EngineRegistry(job)))[1].state == (
+    assert (await list_engines(EngineRegistry(job)))[1].state == (
         f"the engine at {dead} cannot be reached: nothing answers there (Connection refused); is vLLM running, and is the url right?"
     )
 
@@ -35,7 +35,7 @@ async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_
 async def test_an_engine_of_another_version_is_not_added(job, vllm):
     vllm.version = "0.40.0"
     with pytest.raises(EngineError, match=f"{vllm.url} is vLLM 0.40.0"):
-        await add(EngineRegistry(job), "main", vllm.url)
+        await add_engine(EngineRegistry(job), "main", vllm.url)
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
 
 
@@ -44,7 +44,7 @@ async def test_an_engine_with_another_tokenizer_is_not_added(job, vllm, another)
     with pytest.raises(
         EngineError, match=rf"{another.url} has another tokenizer than the one at {vllm.url}: .*token 2 on"
     ):
-        await add(EngineRegistry(job), "main", another.url)
+        await add_engine(EngineRegistry(job), "main", another.url)
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
 
 
@@ -53,19 +53,19 @@ async def test_an_engine_is_added_that_has_the_same_tokenizer_or_cannot_be_compa
     if silent != "neither":
         another.tokens = [0]
         (another if silent == "new" else vllm).missing.add("/tokenize")
-    await add(EngineRegistry(job), "main", another.url)
+    await add_engine(EngineRegistry(job), "main", another.url)
     assert EngineRegistry(job).urls() == {"main": (vllm.url, another.url)}
 
 
 async def test_the_only_engine_stays_and_an_unknown_one_is_named(job, vllm):
     with pytest.raises(ConfigError, match="is the only engine of main: add another one first"):
-        remove(EngineRegistry(job), "main", vllm.url)
+        remove_engine(EngineRegistry(job), "main", vllm.url)
     with pytest.raises(ConfigError, match=f"serves no main: its engines are {vllm.url}"):
-        remove(EngineRegistry(job), "main", "http://127.0.0.1:1")
-    await add(EngineRegistry(job), "main", vllm.url + "/")
+        remove_engine(EngineRegistry(job), "main", "http://127.0.0.1:1")
+    await add_engine(EngineRegistry(job), "main", vllm.url + "/")
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}, "it was there already"
     EngineRegistry(job).add("main", "http://127.0.0.1:1")
-    remove(EngineRegistry(job), "main", f"{vllm.url}/")
+    remove_engine(EngineRegistry(job), "main", f"{vllm.url}/")
     assert EngineRegistry(job).urls() == {"main": ("http://127.0.0.1:1",)}
 
 
@@ -77,23 +77,23 @@ async def test_an_engine_is_asked_how_much_is_open_there(vllm):
         'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0\n'
     )
     async with EngineControl(vllm.url) as engine:
-        assert await engine.open_requests() == 4
+        assert await engine.count_open_requests() == 4
 
 
 async def test_an_engine_that_asks_for_the_run_s_secret_is_no_cause_to_warn_and_an_open_one_is(job, vllm, another):
     vllm.secret = EngineRegistry(job).secret()
-    assert await add(EngineRegistry(job), "main", vllm.url) == ""
-    assert (await look(EngineRegistry(job)))[0].state == "serves"
-    assert "--middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware" in await add(
+    assert await add_engine(EngineRegistry(job), "main", vllm.url) == ""
+    assert (await list_engines(EngineRegistry(job)))[0].state == "serves"
+    assert "--middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware" in await add_engine(
         EngineRegistry(job), "main", another.url
     )
-    assert len(await warn_of_open([vllm.url, another.url, "http://127.0.0.1:9"], vllm.secret)) == 1
+    assert len(await find_unprotected_engines([vllm.url, another.url, "http://127.0.0.1:9"], vllm.secret)) == 1
 
 
 async def test_an_engine_of_another_secret_is_not_added(job, vllm, another):
     another.secret = "of another run"
     with pytest.raises(EngineError, match=f"{another.url} asks for another secret than this run's"):
-        await add(EngineRegistry(job), "main", another.url)
+        await add_engine(EngineRegistry(job), "main", another.url)
 
 
 def test_runs_may_share_engines_by_a_secret_of_the_user_s(job, monkeypatch):

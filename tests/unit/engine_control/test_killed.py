@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from swarmq.errors import EngineError
-from swarmq.weights.push.engine_control import Parcel
+from swarmq.weights.push.engine_control import Payload
 from swarmq.weights.push.pusher import WeightPusher
 
 STEP, PUSH, REPAIR = 16, 6, 12
@@ -24,7 +24,7 @@ class Told:
         pass
 
     def publish(self, tensors, version, dtype):
-        return Parcel(update_info={"path": f"weights {version}"})
+        return Payload(update_info={"path": f"weights {version}"})
 
     def withdraw(self):
         pass

@@ -12,26 +12,28 @@ import pytest
 from safetensors.numpy import save_file
 
 from swarmq.config import EngineSettings, Policy
-from swarmq.engine.client.versions import check_version
+from swarmq.engine.client.versions import check_installed_version
 from swarmq.engine.server import launch
-from swarmq.engine.server.launch import EngineProcess, arguments, environment
-from swarmq.engine.server.model_check import Model
+from swarmq.engine.server.launch import EngineProcess, build_command, build_environment
+from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError, EngineError
 from swarmq.runtime.processes import find_free_port
 
-SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
+SMALL = ModelFacts(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
 LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
 
 
 @pytest.mark.parametrize(("limit", "served"), [(None, "2048"), (512, "512"), (4096, "2048")])
 def test_a_model_made_for_fewer_tokens_is_served_with_its_own_limit(limit, served):
     model = msgspec.structs.replace(SMALL, max_length=limit)
-    words = arguments(Policy(model="m", engine=EngineSettings(max_model_len=2048)), model, port=81, cuda=False, cores=2)
+    words = build_command(
+        Policy(model="m", engine=EngineSettings(max_model_len=2048)), model, port=81, cuda=False, cores=2
+    )
     assert words[words.index("--max-model-len") + 1] == served
 
 
 def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
-    words = arguments(Policy(model="m"), SMALL, port=81, cuda=False, cores=2)
+    words = build_command(Policy(model="m"), SMALL, port=81, cuda=False, cores=2)
     for option, value in (
         ("--host", "127.0.0.1"),
         ("--port", "81"),
@@ -47,7 +49,7 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
 
 def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
     policy = Policy(model="m")
-    cpu, gpu = (arguments(policy, SMALL, port=81, cuda=cuda, cores=16) for cuda in (False, True))
+    cpu, gpu = (build_command(policy, SMALL, port=81, cuda=cuda, cores=16) for cuda in (False, True))
     assert cpu[cpu.index("--dtype") + 1] == "float32"
     assert gpu[gpu.index("--dtype") + 1] == "auto"
     assert "--enforce-eager" not in gpu
@@ -55,17 +57,17 @@ def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
 
 @pytest.mark.parametrize(("cores", "servers"), [(1, "1"), (2, "1"), (8, "4"), (16, "8"), (128, "8")])
 def test_callers_of_a_gpu_are_served_by_several_processes_where_there_are_cores(cores, servers):
-    words = arguments(Policy(model="m"), SMALL, port=81, cuda=True, cores=cores)
+    words = build_command(Policy(model="m"), SMALL, port=81, cuda=True, cores=cores)
     assert words[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
     assert words[words.index("--api-server-count") + 1] == servers
 
 
 def test_arguments_of_the_user_come_last():
     thinking = msgspec.structs.replace(SMALL, reasoning_parser="qwen3")
-    words = arguments(Policy(model="m"), thinking, port=81, cuda=False, cores=2)
+    words = build_command(Policy(model="m"), thinking, port=81, cuda=False, cores=2)
     assert words[words.index("--reasoning-parser") + 1] == "qwen3"
     policy = Policy(model="m", engine=EngineSettings(arguments=("--tool-call-parser", "other")))
-    assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-2:] == ["--tool-call-parser", "other"]
+    assert build_command(policy, SMALL, port=81, cuda=False, cores=2)[-2:] == ["--tool-call-parser", "other"]
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,11 @@ def test_arguments_of_the_user_come_last():
 def test_an_engine_that_would_report_otherwise_than_it_samples_is_refused_at_start(given):
     wrong = rf"policies\.\*\.engine\.arguments of m: {given[0]} would .*: take it out"
     with pytest.raises(ConfigError, match=wrong):
-        arguments(Policy(model="m", engine=EngineSettings(arguments=given)), SMALL, port=81, cuda=False, cores=2)
+        build_command(Policy(model="m", engine=EngineSettings(arguments=given)), SMALL, port=81, cuda=False, cores=2)
     served = Policy(model="m", trained=False, engine=EngineSettings(arguments=given))
-    assert arguments(served, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given], "nothing is learned there"
+    assert build_command(served, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given], (
+        "nothing is learned there"
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,45 +96,45 @@ def test_an_engine_that_would_report_otherwise_than_it_samples_is_refused_at_sta
 )
 def test_other_arguments_are_the_users(given):
     policy = Policy(model="m", engine=EngineSettings(arguments=given))
-    assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given]
+    assert build_command(policy, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given]
 
 
 def test_prompts_are_computed_in_pieces_and_short_ones_where_a_piece_takes_long_on_a_cpu():
-    small, large = (arguments(Policy(model="m"), model, port=81, cuda=False, cores=2) for model in (SMALL, LARGE))
+    small, large = (build_command(Policy(model="m"), model, port=81, cuda=False, cores=2) for model in (SMALL, LARGE))
     assert not any("chunked" in word for word in (*small, *large))
     assert "--max-num-batched-tokens" not in small
     assert large[large.index("--max-num-batched-tokens") + 1] == "512"
     assert small[small.index("--long-prefill-token-threshold") + 1] == "256", "other calls get tokens of every step"
-    assert "--max-num-batched-tokens" not in arguments(Policy(model="m"), LARGE, port=81, cuda=True, cores=2)
+    assert "--max-num-batched-tokens" not in build_command(Policy(model="m"), LARGE, port=81, cuda=True, cores=2)
 
 
 def test_a_model_without_known_tool_calls_gets_no_parser():
-    assert "--enable-auto-tool-choice" not in arguments(Policy(model="m"), LARGE, port=81, cuda=False, cores=2)
+    assert "--enable-auto-tool-choice" not in build_command(Policy(model="m"), LARGE, port=81, cuda=False, cores=2)
 
 
 def test_the_environment_of_the_user_stays_but_weights_can_always_be_controlled():
-    changes = environment(SMALL, cuda=False, given={"OMP_NUM_THREADS": "7", "VLLM_SERVER_DEV_MODE": "0"})
+    changes = build_environment(SMALL, cuda=False, given={"OMP_NUM_THREADS": "7", "VLLM_SERVER_DEV_MODE": "0"})
     assert changes["OMP_NUM_THREADS"] == "7"
     assert changes["VLLM_SERVER_DEV_MODE"] == "1"
     assert changes["VLLM_API_KEY"] == "", "the guard's secret is the only one"
 
 
 def test_a_small_model_gets_one_thread_and_a_folder_needs_no_hub():
-    assert environment(SMALL, cuda=False, given={})["OMP_NUM_THREADS"] == "1"
-    assert environment(SMALL, cuda=False, given={})["HF_HUB_OFFLINE"] == "1"
-    assert "HF_HUB_OFFLINE" not in environment(LARGE, cuda=True, given={})
-    assert "OMP_NUM_THREADS" not in environment(LARGE, cuda=True, given={})
+    assert build_environment(SMALL, cuda=False, given={})["OMP_NUM_THREADS"] == "1"
+    assert build_environment(SMALL, cuda=False, given={})["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in build_environment(LARGE, cuda=True, given={})
+    assert "OMP_NUM_THREADS" not in build_environment(LARGE, cuda=True, given={})
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2"])
 def test_supported_vllm_passes(version):
-    check_version(version)
+    check_installed_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "1.0"])
 def test_other_vllm_is_refused_with_the_version_to_take(version):
     with pytest.raises(EngineError, match=r"vllm>=0\.30,<0\.34"):
-        check_version(version)
+        check_installed_version(version)
 
 
 async def test_a_missing_model_is_an_error_before_anything_starts(tmp_path):
@@ -227,8 +231,8 @@ async def test_an_engine_that_names_no_error_is_told_by_the_end_of_its_log(tmp_p
 async def test_a_server_that_was_given_up_and_could_not_be_started_again_is_not_given_up_twice(tmp_path):
     engine = EngineProcess(Policy(model=str(tmp_path / "none")), port=1, log_path=tmp_path / "log")
     engine._process = await asyncio.create_subprocess_exec("true", start_new_session=True)
-    engine.given_up = "has answered nobody for 301 s"
+    engine.kill_reason = "has answered nobody for 301 s"
     with pytest.raises(EngineError, match="does not exist"):
         await engine.restart()
     await engine.wait()
-    assert engine.given_up == ""
+    assert engine.kill_reason == ""

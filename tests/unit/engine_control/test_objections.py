@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.engine.client.error_mapping import objection
+from swarmq.engine.client.vllm_errors import parse_refusal
 
 LISTED = (
     "2 validation errors:\n  {'type': 'missing', 'loc': 'body.tools.0.function', 'msg': 'Field required', 'input': {'type': 'function'}}\n"
@@ -39,4 +39,4 @@ DUMPED = (
     ],
 )
 def test_an_objection_is_one_sentence_with_its_field_and_a_code(said, param, told):
-    assert objection(said, param) == told
+    assert parse_refusal(said, param) == told

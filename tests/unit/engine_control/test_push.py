@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 
 from swarmq.errors import EngineError, LearnerError
 from swarmq.weights.format.conventions import UNANNOUNCED
-from swarmq.weights.format.packing import Adapter, Deferred, FromFolder
-from swarmq.weights.push.engine_control import EngineControl, Facts, Parcel, Timeouts
-from swarmq.weights.push.pusher import DOUBTS, WeightPusher
+from swarmq.weights.format.packing import FolderWeight, LazyTensor, LowRankUpdate
+from swarmq.weights.push.engine_control import EngineControl, Payload, Timeouts, WorkerFacts
+from swarmq.weights.push.pusher import MAX_DOUBTFUL_PUSHES, WeightPusher
 from swarmq.weights.push.transfers import (
     FOLDER_PREFIX,
     FileTransfer,
     IpcTransfer,
     NcclTransfer,
-    Staging,
-    distinct,
-    route_to,
+    StagingBuffer,
+    choose_route,
+    deduplicate,
 )
 
 GONE = "http://127.0.0.1:9"
@@ -89,7 +89,7 @@ async def test_an_engine_whose_weights_changed_unannounced_is_told_of(vllm, weig
 async def test_an_engine_that_is_taken_over_gets_the_weights_whatever_its_label_says(vllm, weights, tmp_path):
     vllm.label, vllm.weights, vllm.workers = "5", "zeros", [counting()]
     report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).ensure, weights, 5)
-    assert list(report.ways) == [vllm.url]
+    assert list(report.methods) == [vllm.url]
     assert vllm.weights != "zeros"
     assert report.replaced == (), "another learner's, for all that is known"
 
@@ -125,7 +125,7 @@ async def test_weights_that_are_refused_are_not_offered_again(vllm, weights, tmp
 def test_tensors_arrive_as_they_were_and_a_tied_one_once(weights, tmp_path):
     transfer = FileTransfer(["http://far.example:8000"], tmp_path)
     tied = [*weights, ("head", weights[0][1]), ("turned", weights[0][1].T)]
-    path = Path(transfer.publish(distinct(tied), 1, None).update_info["path"])
+    path = Path(transfer.publish(deduplicate(tied), 1, None).update_info["path"])
     assert path.is_relative_to(tmp_path)
     loaded = load_file(path)
     assert loaded.keys() == {"a", "b", "turned"}
@@ -173,10 +173,10 @@ LOCAL, FAR = "http://127.0.0.1:8000", "http://far.example:8000"
         (LOCAL, [], HERE, ("file",)),
     ],
 )
-def test_the_way_follows_from_where_learner_and_engine_are(url, gpus, own, ways):
-    facts = [Facts(gpu=gpu, dtype="bfloat16", pid=number) for number, gpu in enumerate(gpus)]
-    assert route_to(url, facts, own).ways == ways
-    assert route_to(url, facts, own, adapted=True).ways == (*ways[:-1], "adapters", "file")
+def test_the_way_follows_from_where_learner_and_engine_are(url, gpus, own, methods):
+    facts = [WorkerFacts(gpu=gpu, dtype="bfloat16", pid=number) for number, gpu in enumerate(gpus)]
+    assert choose_route(url, facts, own).methods == methods
+    assert choose_route(url, facts, own, has_adapters=True).methods == (*methods[:-1], "adapters", "file")
 
 
 class Scripted:
@@ -194,15 +194,15 @@ class Scripted:
         if self.fail == "publish":
             raise EngineError("no room")
         self.published += 1
-        return Parcel(update_info=self.update_info)
+        return Payload(update_info=self.update_info)
 
     def withdraw(self):
         pass
 
 
 @pytest.fixture
-def ways(monkeypatch):
-    monkeypatch.setattr("swarmq.weights.push.pusher.gpu_uuid", lambda: HERE)
+def methods(monkeypatch):
+    monkeypatch.setattr("swarmq.weights.push.pusher.get_gpu_uuid", lambda: HERE)
     return {
         "ipc": Scripted(handle=[1]),
         "nccl": Scripted(tensors=[]),
@@ -212,9 +212,9 @@ def ways(monkeypatch):
 
 
 @pytest.fixture
-def adapted(weights):
-    adapter = Adapter(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
-    return [(name, FromFolder(tensor, adapter if name == "a" else None)) for name, tensor in weights]
+def has_adapters(weights):
+    adapter = LowRankUpdate(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
+    return [(name, FolderWeight(tensor, adapter if name == "a" else None)) for name, tensor in weights]
 
 
 def worker(gpu: str, pid: int = 7) -> dict[str, object]:
@@ -222,44 +222,44 @@ def worker(gpu: str, pid: int = 7) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("gpu", "way"), [(HERE, "ipc"), (THERE, "nccl"), ("", "file")])
-async def test_a_push_takes_the_way_of_the_engine_and_says_which(vllm, weights, tmp_path, ways, gpu, way):
+async def test_a_push_takes_the_way_of_the_engine_and_says_which(vllm, weights, tmp_path, methods, gpu, way):
     vllm.workers = [worker(gpu)]
-    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
     report = await asyncio.to_thread(pusher.push, weights, 5)
-    assert report.ways == {vllm.url: way}
-    assert vllm.updates[0].keys() >= ways[way].update_info.keys()
-    assert [name for name, transfer in ways.items() if transfer.published] == [way]
+    assert report.methods == {vllm.url: way}
+    assert vllm.updates[0].keys() >= methods[way].update_info.keys()
+    assert [name for name, transfer in methods.items() if transfer.published] == [way]
 
 
-async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(vllm, weights, tmp_path, ways):
+async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(vllm, weights, tmp_path, methods):
     vllm.workers = [worker(HERE)]
     vllm.fail_updates_with = {"handle": vllm.untouched()}
-    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
-    assert (await asyncio.to_thread(pusher.push, weights, 5)).ways == {vllm.url: "file"}
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
+    assert (await asyncio.to_thread(pusher.push, weights, 5)).methods == {vllm.url: "file"}
     assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
     await asyncio.to_thread(pusher.push, weights, 6)
-    assert ways["ipc"].published == 1
+    assert methods["ipc"].published == 1
     vllm.workers = [worker(HERE, pid=8)]
     await asyncio.to_thread(pusher.push, weights, 7)
-    assert ways["ipc"].published == 2, "one that was started again is asked again"
+    assert methods["ipc"].published == 2, "one that was started again is asked again"
 
 
 @pytest.mark.parametrize(("loads", "goes_on"), [((3, 3), True), ((4, 3), False)])
 async def test_an_engine_of_which_one_worker_refused_what_another_has_loaded_samples_nothing_before_all_have(
-    vllm, weights, tmp_path, ways, loads, goes_on
+    vllm, weights, tmp_path, methods, loads, goes_on
 ):
     vllm.workers = [worker(HERE, pid) | {"loads": count} for pid, count in enumerate(loads)]
     vllm.label = "1"
     vllm.fail_updates_with = {"handle": vllm.untouched()}
-    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
-    assert (await asyncio.to_thread(pusher.push, weights, 5)).ways == {vllm.url: "file"}
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
+    assert (await asyncio.to_thread(pusher.push, weights, 5)).methods == {vllm.url: "file"}
     assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
     between = vllm.calls[vllm.calls.index("/update_weights") : -1 - vllm.calls[::-1].index("/update_weights")]
     assert ("/resume" in between) == goes_on
 
 
 async def test_a_file_that_is_written_in_mid_push_holds_up_no_other_engine(
-    vllm, another, weights, tmp_path, ways, monkeypatch
+    vllm, another, weights, tmp_path, methods, monkeypatch
 ):
     vllm.workers, another.workers = [worker(HERE)], [worker(HERE, pid=8)]
     vllm.fail_updates_with = {"handle": vllm.untouched()}
@@ -267,7 +267,7 @@ async def test_a_file_that_is_written_in_mid_push_holds_up_no_other_engine(
         threading.Event(),
         threading.Event(),
         EngineControl.update,
-        ways["file"].publish,
+        methods["file"].publish,
     )
 
     async def waiting(self, *arguments):
@@ -281,38 +281,38 @@ async def test_a_file_that_is_written_in_mid_push_holds_up_no_other_engine(
         return publish(*arguments)
 
     monkeypatch.setattr(EngineControl, "update", waiting)
-    monkeypatch.setattr(ways["file"], "publish", slowly)
-    pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=ways)
+    monkeypatch.setattr(methods["file"], "publish", slowly)
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=methods)
     report = await asyncio.to_thread(pusher.push, weights, 5)
-    assert report.ways == {vllm.url: "file", another.url: "ipc"}
+    assert report.methods == {vllm.url: "file", another.url: "ipc"}
 
 
 @pytest.mark.parametrize(("gpu", "way"), [(HERE, "ipc"), (THERE, "nccl"), ("", "adapters")])
 async def test_adapters_are_what_goes_where_there_are_some_and_weights_would_go_as_a_file(
-    vllm, weights, adapted, tmp_path, ways, gpu, way
+    vllm, weights, has_adapters, tmp_path, methods, gpu, way
 ):
     vllm.workers = [worker(gpu)]
-    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
-    assert (await asyncio.to_thread(pusher.push, adapted, 5)).ways == {vllm.url: way}
-    assert [name for name, transfer in ways.items() if transfer.published] == [way]
-    frozen = [(name, FromFolder(tensor)) for name, tensor in weights]
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
+    assert (await asyncio.to_thread(pusher.push, has_adapters, 5)).methods == {vllm.url: way}
+    assert [name for name, transfer in methods.items() if transfer.published] == [way]
+    frozen = [(name, FolderWeight(tensor)) for name, tensor in weights]
     for version, whole in ((6, weights), (7, frozen)):
         wanted = "file" if way == "adapters" else way
-        assert (await asyncio.to_thread(pusher.push, whole, version)).ways == {vllm.url: wanted}
+        assert (await asyncio.to_thread(pusher.push, whole, version)).methods == {vllm.url: wanted}
 
 
 @pytest.mark.parametrize("knows", [True, False])
 async def test_an_engine_that_refuses_adapters_gets_all_weights_and_is_not_asked_again(
-    vllm, another, adapted, tmp_path, ways, capsys, knows
+    vllm, another, has_adapters, tmp_path, methods, capsys, knows
 ):
     """It has another model in its folder, or a swarmq of before; others go on as they did."""
     refusal = vllm.untouched() if knows else "Invalid update_info: an unexpected keyword argument"
     vllm.workers, another.workers = [worker("")], [worker("", pid=8)]
     vllm.fail_updates_with = {"adapters": refusal}
-    pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=ways)
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=methods)
     for version in (5, 6):
-        report = await asyncio.to_thread(pusher.push, adapted, version)
-        assert report.ways == {vllm.url: "file", another.url: "adapters"}
+        report = await asyncio.to_thread(pusher.push, has_adapters, version)
+        assert report.methods == {vllm.url: "file", another.url: "adapters"}
         assert report.failed == {}
         assert [(each.label, each.weights, each.paused) for each in (vllm, another)] == [
             (str(version), "there", False),
@@ -322,32 +322,36 @@ async def test_an_engine_that_refuses_adapters_gets_all_weights_and_is_not_asked
     said = capsys.readouterr().out
     assert refusal in said
     vllm.fail_updates_with, vllm.workers = {}, [worker("", pid=9)]
-    assert (await asyncio.to_thread(pusher.push, adapted, 7)).ways[vllm.url] == "adapters", "one that was started again"
+    assert (await asyncio.to_thread(pusher.push, has_adapters, 7)).methods[vllm.url] == "adapters", (
+        "one that was started again"
+    )
 
 
-async def test_an_engine_in_doubt_that_refuses_adapters_is_repaired_with_all_weights(vllm, adapted, tmp_path, ways):
+async def test_an_engine_in_doubt_that_refuses_adapters_is_repaired_with_all_weights(
+    vllm, has_adapters, tmp_path, methods
+):
     vllm.workers, vllm.label, vllm.paused = [worker("")], "updating-4", True
     vllm.fail_updates_with = {"adapters": vllm.untouched()}
-    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
-    assert (await asyncio.to_thread(pusher.push, adapted, 5)).ways == {vllm.url: "file"}
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
+    assert (await asyncio.to_thread(pusher.push, has_adapters, 5)).methods == {vllm.url: "file"}
     assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
 
 
 def test_weights_of_the_folder_are_named_once_when_they_are_tied():
-    head, adapter = torch.ones(2, 3), Adapter(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
-    tied = [("a", FromFolder(head)), ("b", FromFolder(head)), ("c", FromFolder(head, adapter)), ("d", head)]
-    assert list(distinct(tied)) == ["a", "c"]
+    head, adapter = torch.ones(2, 3), LowRankUpdate(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
+    tied = [("a", FolderWeight(head)), ("b", FolderWeight(head)), ("c", FolderWeight(head, adapter)), ("d", head)]
+    assert list(deduplicate(tied)) == ["a", "c"]
 
 
 @pytest.mark.parametrize(("own", "engines"), [("", "2.29.2"), ("2.29.2", ""), ("2.28.9", "2.29.2")])
 async def test_who_has_another_nccl_than_its_engine_does_not_wait_for_it(
-    vllm, weights, tmp_path, ways, monkeypatch, capsys, own, engines
+    vllm, weights, tmp_path, methods, monkeypatch, capsys, own, engines
 ):
-    monkeypatch.setattr("swarmq.weights.format.nccl_group.version", lambda: own)
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.get_nccl_version", lambda: own)
     vllm.workers = [worker(THERE) | {"nccl": engines}]
-    ways["nccl"] = NcclTransfer(Staging())
-    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
-    assert report.ways == {vllm.url: "file"}
+    methods["nccl"] = NcclTransfer(StagingBuffer())
+    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=methods).push, weights, 5)
+    assert report.methods == {vllm.url: "file"}
     said = f"NCCL {own or 'nothing'}, the engine with {engines or 'nothing'}"
     assert said in capsys.readouterr().out
 
@@ -358,43 +362,45 @@ def test_ranks_that_share_a_policy_out_get_the_memory_of_a_push_back_for_their_n
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    staging, ones = Staging(), torch.ones(3)
-    made_on_it = Deferred(ones.shape, ones.dtype, torch.device("cuda"), ones.clone)
+    staging, ones = StagingBuffer(), torch.ones(3)
+    made_on_it = LazyTensor(ones.shape, ones.dtype, torch.device("cuda"), ones.clone)
     made_here = made_on_it._replace(device=ones.device)
     for weights, kept in (({"a": ones, "b": made_here}, False), ({"a": made_on_it}, True)):
-        staging.packed(weights, "float32")
+        staging.pack(weights, "float32")
         transfer(staging).withdraw()
         assert (staging._buffer is not None) is kept
 
 
-async def test_a_rendezvous_that_the_engine_misses_is_waited_for_by_nobody(vllm, weights, tmp_path, ways, monkeypatch):
+async def test_a_rendezvous_that_the_engine_misses_is_waited_for_by_nobody(
+    vllm, weights, tmp_path, methods, monkeypatch
+):
     missed = threading.Event()
-    monkeypatch.setattr("swarmq.weights.format.nccl_group.version", lambda: "2.29.2")
-    monkeypatch.setattr("swarmq.weights.format.nccl_group.join", lambda *_, **__: missed.wait())
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.get_nccl_version", lambda: "2.29.2")
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.join_group", lambda *_, **__: missed.wait())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     vllm.workers = [worker(THERE) | {"nccl": "2.29.2"}]
     vllm.fail["/init_weight_transfer_engine"] = "a worker was killed"
-    ways["nccl"] = NcclTransfer(Staging())
-    pushing = asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
+    methods["nccl"] = NcclTransfer(StagingBuffer())
+    pushing = asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=methods).push, weights, 5)
     try:
         report = await asyncio.wait_for(pushing, 60)
     finally:
         missed.set()
-    assert report.ways == {vllm.url: "file"}
+    assert report.methods == {vllm.url: "file"}
 
 
 @pytest.mark.parametrize("step", ["prepare", "publish"])
-async def test_a_way_that_cannot_be_gone_leaves_the_file(vllm, weights, tmp_path, ways, step):
+async def test_a_way_that_cannot_be_gone_leaves_the_file(vllm, weights, tmp_path, methods, step):
     vllm.workers = [worker(THERE)]
-    ways["nccl"].fail = step
-    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
-    assert report.ways == {vllm.url: "file"}
+    methods["nccl"].fail = step
+    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=methods).push, weights, 5)
+    assert report.methods == {vllm.url: "file"}
 
 
-async def test_no_room_for_the_weights_anywhere_is_told_at_once(vllm, weights, tmp_path, ways):
-    ways["file"].fail = "publish"
+async def test_no_room_for_the_weights_anywhere_is_told_at_once(vllm, weights, tmp_path, methods):
+    methods["file"].fail = "publish"
     with pytest.raises(EngineError, match="no room"):
-        await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways, patience_s=600).push, weights, 5)
+        await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=methods, patience_s=600).push, weights, 5)
     assert not vllm.paused
 
 
@@ -403,7 +409,7 @@ async def test_an_engine_left_in_doubt_again_and_again_is_condemned_and_left_out
 ):
     vllm.drop.add("/update_weights")
     pusher = WeightPusher([vllm.url], tmp_path, patience_s=0)
-    for _ in range(DOUBTS):
+    for _ in range(MAX_DOUBTFUL_PUSHES):
         with pytest.raises(EngineError):
             await asyncio.to_thread(pusher.push, weights, 5)
     assert vllm.label == "updating-5-restart"
@@ -504,13 +510,13 @@ async def test_an_engine_that_cannot_be_paused_or_resumed_again_and_again_is_con
 ):
     vllm.fail[step] = "EngineDeadError"
     pusher = WeightPusher([vllm.url, another.url], tmp_path)
-    for version in range(1, DOUBTS + 1):
+    for version in range(1, MAX_DOUBTFUL_PUSHES + 1):
         assert not vllm.label.endswith("-restart")
         vllm.paused = step == "/wake_up"
         report = await asyncio.to_thread(pusher.push, weights, version)
         assert list(report.failed) == [vllm.url]
-    assert vllm.label == f"updating-{DOUBTS}-restart"
-    assert another.label == f"{DOUBTS}"
+    assert vllm.label == f"updating-{MAX_DOUBTFUL_PUSHES}-restart"
+    assert another.label == f"{MAX_DOUBTFUL_PUSHES}"
 
 
 async def test_a_busy_engine_that_answers_too_late_again_and_again_is_not_condemned(vllm, weights, tmp_path):
@@ -531,7 +537,7 @@ async def test_an_engine_that_refuses_the_weights_and_goes_on_is_not_condemned(v
     """A restart would give it the same model again."""
     vllm.label, vllm.fail["/update_weights"] = "1", vllm.untouched()
     pusher = WeightPusher([vllm.url, another.url], tmp_path)
-    for version in range(2, DOUBTS + 4):
+    for version in range(2, MAX_DOUBTFUL_PUSHES + 4):
         await asyncio.to_thread(pusher.push, weights, version)
     assert (vllm.label, vllm.paused) == ("1", False)
     assert "no such file" in pusher.failing[vllm.url]
@@ -580,7 +586,7 @@ async def test_a_learner_that_cannot_tell_its_engines_goes_on_and_says_so(tmp_pa
 async def test_an_engine_that_answers_nobody_is_waited_for_once_in_a_while_and_brought_up_to_date_when_it_is_back(
     vllm, another, weights, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("swarmq.weights.push.pusher.REST_S", 600.0)
+    monkeypatch.setattr("swarmq.weights.push.pusher.COOLDOWN_S", 600.0)
     another.silent = True
     pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=Timeouts(ask_s=2.0))  # one must answer within it
     for version in (5, 6):
@@ -642,12 +648,12 @@ async def test_when_no_engine_answers_they_are_asked_again_and_again(vllm, weigh
     assert vllm.label == "5"
 
 
-async def test_a_learner_whose_place_was_taken_on_the_way_updates_nothing(vllm, weights, tmp_path, ways):
+async def test_a_learner_whose_place_was_taken_on_the_way_updates_nothing(vllm, weights, tmp_path, methods):
     def taken():
         raise LearnerError("taken over")
 
-    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways, check=taken)
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=methods, check=taken)
     with pytest.raises(LearnerError, match="taken over"):
         await asyncio.to_thread(pusher.push, weights, 5)
-    assert ways["file"].published == 1, "it stood still until now"
+    assert methods["file"].published == 1, "it stood still until now"
     assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused", "/swarmq/facts"}

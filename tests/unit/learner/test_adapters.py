@@ -19,11 +19,11 @@ from support.tiny_model import tiny_experts, tiny_model, tiny_tied
 from swarmq.config import Lora, Train
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.train.trainer import Trainer
-from swarmq.weights.format import adapters, served_folder
+from swarmq.weights.format import adapter_file, served_folder
 from swarmq.weights.format.conventions import UNTOUCHED
-from swarmq.weights.format.packing import made
+from swarmq.weights.format.packing import materialize
 from swarmq.weights.format.served_folder import ServedFolder
-from swarmq.weights.push.transfers import AdaptersTransfer, FileTransfer, distinct
+from swarmq.weights.push.transfers import AdapterTransfer, FileTransfer, deduplicate
 
 CPU = torch.device("cpu")
 TRAIN = Train(lora=Lora(rank=4, alpha=6.0), token_log=False)
@@ -54,10 +54,10 @@ Send = Callable[..., Path]
 @pytest.fixture
 def send(tmp_path: Path) -> Iterator[Send]:
     """`send(trainer, dtype)`: the file that an engine gets."""
-    transfer = AdaptersTransfer(FAR, tmp_path / "sent")
+    transfer = AdapterTransfer(FAR, tmp_path / "sent")
 
     def path(trainer: Trainer, dtype: str | None = "float32") -> Path:
-        return Path(transfer.publish(distinct(trainer.weights_to_push()), 1, dtype).update_info["adapters"])
+        return Path(transfer.publish(deduplicate(trainer.weights_to_push()), 1, dtype).update_info["adapters"])
 
     yield path
     transfer.withdraw()
@@ -65,8 +65,8 @@ def send(tmp_path: Path) -> Iterator[Send]:
 
 def merged(path: Path, model: Path | ServedFolder) -> dict[str, torch.Tensor]:
     folder = ServedFolder(model) if isinstance(model, Path) else model
-    with adapters.together(str(path), folder, CPU) as weights:
-        tensors = {name: made(weight).clone() for name, weight in weights.items()}
+    with adapter_file.open_merged(str(path), folder, CPU) as weights:
+        tensors = {name: materialize(weight).clone() for name, weight in weights.items()}
         assert all(weights[name].shape == tensor.shape for name, tensor in tensors.items())
         return tensors
 
@@ -74,7 +74,7 @@ def merged(path: Path, model: Path | ServedFolder) -> dict[str, torch.Tensor]:
 def whole(trainer: Trainer, dtype: str | None = "float32") -> dict[str, torch.Tensor]:
     """As a push without adapters has them."""
     wanted = getattr(torch, dtype) if dtype else None
-    return {name: made(weight).to(wanted) for name, weight in distinct(trainer.weights_to_push()).items()}
+    return {name: materialize(weight).to(wanted) for name, weight in deduplicate(trainer.weights_to_push()).items()}
 
 
 def same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
@@ -198,10 +198,10 @@ def test_checksums_are_computed_once_and_again_of_what_was_written_to(
 ) -> None:
     """Those of experts, too, which are taken apart for that."""
     trainer = trained(MODELS[kind](tmp_path / "model"), ATTENTION)
-    summed = mock.Mock(side_effect=adapters.checksum)
-    monkeypatch.setattr(adapters, "checksum", summed)
+    summed = mock.Mock(side_effect=adapter_file.checksum_tensor)
+    monkeypatch.setattr(adapter_file, "checksum_tensor", summed)
     send(trainer)
-    weights = {name: weight for name, weight in distinct(trainer.weights_to_push()).items() if "norm" not in name}
+    weights = {name: weight for name, weight in deduplicate(trainer.weights_to_push()).items() if "norm" not in name}
     assert summed.call_count >= len(weights)
     summed.reset_mock()
     learn(trainer, seed=1)
@@ -296,7 +296,7 @@ def test_a_damaged_file_is_refused_before_anything_is_made(damage: Callable[[Pat
     damage(path)
     with (
         pytest.raises(ValueError, match=f"cannot be merged, {UNTOUCHED}: "),
-        adapters.together(str(path), ServedFolder(tiny_model()), CPU),
+        adapter_file.open_merged(str(path), ServedFolder(tiny_model()), CPU),
     ):
         pytest.fail("weights of a damaged file")
 
@@ -306,12 +306,12 @@ def test_a_damaged_file_is_refused_before_anything_is_made(damage: Callable[[Pat
 def test_a_checksum_sees_every_number_wherever_it_lies(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_folder, "PIECE", 16)
+    monkeypatch.setattr(served_folder, "CHUNK_ELEMENTS", 16)
     numbers = torch.linspace(0.5, 1.5, size + 1, dtype=dtype)
     plain, shifted = numbers[1:].clone(), numbers[1:]
-    told = served_folder.checksum(plain, dtype)
-    assert told == served_folder.checksum(shifted, dtype)
+    told = served_folder.checksum_tensor(plain, dtype)
+    assert told == served_folder.checksum_tensor(shifted, dtype)
     for place in range(size):
         other = plain.clone()
         other[place] *= 1.5
-        assert served_folder.checksum(other, dtype) != told
+        assert served_folder.checksum_tensor(other, dtype) != told

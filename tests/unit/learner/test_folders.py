@@ -17,16 +17,19 @@ from swarmq.config import Lora, Train
 from swarmq.learner.model import hf_names
 from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.train.trainer import Trainer
-from swarmq.weights.format.packing import Deferred, made
-from swarmq.weights.push.transfers import distinct
+from swarmq.weights.format.packing import LazyTensor, materialize
+from swarmq.weights.push.transfers import deduplicate
 
 TRAIN = Train(token_log=False)
 ADAPTERS = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0))
 WEIGHTS = "model.safetensors"
 
 
-def same(ours: Iterable[tuple[str, torch.Tensor | Deferred]], folder: Path) -> bool:
-    wanted, told = load_file(folder / WEIGHTS), {name: made(tensor) for name, tensor in distinct(ours).items()}
+def same(ours: Iterable[tuple[str, torch.Tensor | LazyTensor]], folder: Path) -> bool:
+    wanted, told = (
+        load_file(folder / WEIGHTS),
+        {name: materialize(tensor) for name, tensor in deduplicate(ours).items()},
+    )
     return wanted.keys() == told.keys() and all(torch.equal(told[name], wanted[name]) for name in wanted)
 
 
@@ -90,9 +93,9 @@ def test_experts_are_taken_apart_tensor_by_tensor_and_no_part_is_kept(monkeypatc
     reverted = hf_names._reverted
     monkeypatch.setattr(hf_names, "_reverted", counted)
     for _ in range(2):  # once for each way that the weights go
-        tensors = distinct(trainer.weights_to_push())
+        tensors = deduplicate(trainer.weights_to_push())
         assert copies == []
         for tensor in tensors.values():
-            made(tensor)
+            materialize(tensor)
         assert len(copies) == 2 * 4 * 3, "layers, experts and their matrices"
         copies.clear()

@@ -25,8 +25,8 @@ from swarmq.learner.model.lora import MARK
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.teachers.reference_models import FrozenModel
 from swarmq.learner.train.trainer import Trainer
-from swarmq.weights.format.packing import Adapter, Packed, made
-from swarmq.weights.push.transfers import distinct
+from swarmq.weights.format.packing import LowRankUpdate, PackedLayout, materialize
+from swarmq.weights.push.transfers import deduplicate
 
 EPISODES = tuple(make_group("a", (0.0, 1.0)))
 CPU = torch.device("cpu")
@@ -92,27 +92,27 @@ def test_in_bf16_what_is_not_trained_is_kept_so_and_what_adapters_learn_is_not_r
     (one,) = build_rank_batch(EPISODES, TRAIN, exact.traits).passes
     torch.testing.assert_close(logprobs(half.model, one), logprobs(exact.model, one), rtol=0, atol=0.05)
     for name, weight in half.weights_to_write():  # memory is got for what they say that they are
-        whole = made(weight)
+        whole = materialize(weight)
         assert (whole.shape, whole.dtype) == (weight.shape, weight.dtype), name
 
 
 def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     trainer.step(record(1))
-    wanted = distinct(trainer.named_tensors())
+    wanted = deduplicate(trainer.named_tensors())
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def counted(adapter: Adapter, base: torch.Tensor) -> torch.Tensor:
+    def counted(adapter: LowRankUpdate, base: torch.Tensor) -> torch.Tensor:
         assert [each for each in alive if each() is not None] == [], "one merged tensor at a time"
         whole = added_to(adapter, base)
         alive.append(weakref.ref(whole))
         return whole
 
-    added_to = Adapter.added_to
-    monkeypatch.setattr(Adapter, "added_to", counted)
-    tensors = distinct(trainer.weights_to_push())
+    added_to = LowRankUpdate.add_to
+    monkeypatch.setattr(LowRankUpdate, "add_to", counted)
+    tensors = deduplicate(trainer.weights_to_push())
     assert alive == []
-    plan = Packed.of(tensors, torch.float32)
+    plan = PackedLayout.of(tensors, torch.float32)
     buffer = torch.empty(plan.size_bytes, dtype=torch.uint8)
     plan.pack(tensors, buffer)
     assert len(alive) > 4

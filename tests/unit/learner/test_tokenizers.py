@@ -181,7 +181,7 @@ async def test_a_server_that_answers_something_else_is_not_judged() -> None:
 def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_compat, "ASK_S", 0.1)
+    monkeypatch.setattr(tokenizer_compat, "REQUEST_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as said:
         check(tiny_model(), url := f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert [line["reason"] for line in said] == [f"{url}/tokenize did not answer within 0.1 s"]

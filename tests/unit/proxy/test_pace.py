@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from support.virtual_time import run
-from swarmq.engine.client.protocol import Delta, Rendered
+from swarmq.engine.client.protocol import Delta, RenderedPrompt
 from swarmq.errors import EngineError
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.engines.stream_coalescing import LONGEST_S, CoalescingPace, coalesce
@@ -28,7 +28,7 @@ class SlowEngine(ScriptedEngine):
         self.stall_after, self.stall_s = -1, 0.0
 
     async def generate(
-        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+        self, rendered: RenderedPrompt, *, stream: bool, detailed: bool = False
     ) -> AsyncGenerator[list[Delta], None]:
         now = asyncio.get_running_loop().time
         told, at = 0, now()
@@ -47,7 +47,7 @@ class SlowEngine(ScriptedEngine):
 
     def talk(self, num_choices: int = 1, num_tokens: int = 100_000) -> AsyncGenerator[list[Delta], None]:
         sampling = {"n": num_choices, "max_tokens": num_tokens}
-        return self.generate(Rendered(token_ids=[1], sampling=sampling), stream=True)
+        return self.generate(RenderedPrompt(token_ids=[1], sampling=sampling), stream=True)
 
 
 class Heard:

@@ -17,8 +17,8 @@ class Mortal:
 
     log_path = Path("/dev/null")
 
-    def __init__(self, *starts: bool, given_up: str = "") -> None:
-        self.starts, self.given_up = list(starts), given_up
+    def __init__(self, *starts: bool, kill_reason: str = "") -> None:
+        self.starts, self.kill_reason = list(starts), kill_reason
 
         self.lives = asyncio.Event()
 
@@ -31,7 +31,7 @@ class Mortal:
     async def restart(self) -> None:
         if not self.starts.pop(0):
             raise EngineError("vLLM for m ended with status 1 while it started; the end of the.log:\nno free memory")
-        self.given_up = ""
+        self.kill_reason = ""
 
 
 class MortalBroker(Mortal):
@@ -66,7 +66,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
-    told = await kept(Mortal(True, given_up="was given up by its learner (updating-3-restart)"))
+    told = await kept(Mortal(True, kill_reason="was given up by its learner (updating-3-restart)"))
     assert told == ["engine main.0 was given up by its learner (updating-3-restart); starting it again"]
 
 

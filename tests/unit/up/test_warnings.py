@@ -3,7 +3,7 @@
 import pytest
 
 from swarmq.config import EngineSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
-from swarmq.engine.server.model_check import Model
+from swarmq.engine.server.model_check import ModelFacts
 from swarmq.up.job_checks import find_ineffective_settings, find_untrainable_requests, plan_run
 
 
@@ -20,7 +20,9 @@ from swarmq.up.job_checks import find_ineffective_settings, find_untrainable_req
 def test_calls_too_long_to_be_trained_are_warned_of_by_both_settings(
     served: int, made_for: int | None, computed: int, trained: bool, warned: bool
 ) -> None:
-    model = Model(name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=made_for)
+    model = ModelFacts(
+        name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=made_for
+    )
     train = Train(micro_batch_tokens=computed)
     solver = Policy(model="m", engine=EngineSettings(max_model_len=served), train=train, trained=trained)
     job = SwarmJob(run="r", policies={"solver": solver, "main": Policy(model="m")})
@@ -33,7 +35,9 @@ def test_calls_too_long_to_be_trained_are_warned_of_by_both_settings(
 def told_of(**settings: object) -> list[str]:
     """Of a policy of this host, which has no GPU."""
     job = SwarmJob(run="r", policies={"solver": Policy(model="m", **settings)})
-    model = Model(name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=1024)
+    model = ModelFacts(
+        name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=1024
+    )
     return list(find_ineffective_settings(job, {"solver": model}, {}))
 
 

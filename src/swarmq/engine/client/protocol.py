@@ -24,15 +24,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and answer together, in tokens."""
 
 
-class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A chat request as the engine would run it."""
 
     token_ids: list[int]
     sampling: Json
     """vLLM's SamplingParams; defaults may be left out."""
-    carried: Json = {}
+    passthrough: Json = {}
     """What `generate` wants back unchanged (image features, the state of a reasoning parser)."""
-    parsed: bool = False
+    needs_parsing: bool = False
     """An answer may hold tool calls or reasoning, so that it must go through `derender`."""
 
 
@@ -65,7 +65,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Over all tokens of the choice; in its last delta."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class CompleteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A complete choice to derender. No token may be left of the end-of-turn kind."""
 
     token_ids: Sequence[int]
@@ -79,27 +79,27 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo: ...
 
-    async def healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
         """Whether it answers at all; never raises."""
 
     async def weight_version(self) -> int | None:
         """Of the weights it serves right now; None where it does not say."""
 
-    async def render(self, chat: Json) -> Rendered:
+    async def render(self, chat: Json) -> RenderedPrompt:
         """Token ids and sampling parameters of a chat request; its `model` is filled in.
 
         Where it has a `prompt` (text or token ids), that is the prompt as it stands, without a template.
         """
 
     def generate(
-        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+        self, rendered: RenderedPrompt, *, stream: bool, detailed: bool = False
     ) -> AsyncGenerator[list[Delta], None]:
         """Sample. Yields what has arrived since the last look, once for all without `stream`. Closing it cancels.
 
         `detailed`: with `entries`.
         """
 
-    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer], /) -> list[Json]:
+    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer], /) -> list[Json]:
         """The assistant messages that complete answers spell, parsed."""
 
     async def derender_delta(

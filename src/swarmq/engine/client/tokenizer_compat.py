@@ -15,29 +15,31 @@ from swarmq.errors import EngineError
 
 log = structlog.get_logger()
 
-PROBE = 'What is 17 + 25?\n\tdef f(x): return x ** 2  # Zwölf Boxkämpfer, 北京, 🙂 {"name": "tool", "arguments": {}}'
-ASK_S = 10.0
+PROBE_TEXT = (
+    'What is 17 + 25?\n\tdef f(x): return x ** 2  # Zwölf Boxkämpfer, 北京, 🙂 {"name": "tool", "arguments": {}}'
+)
+REQUEST_TIMEOUT_S = 10.0
 """For one answer: whoever asks has others to see to."""
 
 
-async def ids_of_all(urls: Sequence[str], text: str = PROBE, *, secret: str = "") -> dict[str, list[int]]:
+async def tokenize_with_all(urls: Sequence[str], text: str = PROBE_TEXT, *, secret: str = "") -> dict[str, list[int]]:
     """Engine url -> its ids of `text`; without those that do not answer, which is logged. `secret`: the engines'."""
     async with AsyncExitStack() as opened:
-        opener = partial(VllmEngine.open, deadline_s=ASK_S, secret=secret)
+        opener = partial(VllmEngine.open, deadline_s=REQUEST_TIMEOUT_S, secret=secret)
         engines = [await opened.enter_async_context(opener(url)) for url in urls]
-        answers = zip(urls, await asyncio.gather(*(ids_of(engine, text) for engine in engines)), strict=True)
+        answers = zip(urls, await asyncio.gather(*(try_tokenize(engine, text) for engine in engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}
 
 
-async def room_of(url: str, *, secret: str = "") -> int | None:
+async def fetch_max_model_len(url: str, *, secret: str = "") -> int | None:
     """Tokens that the engine has room for; None where it does not answer."""
-    async with VllmEngine.open(url, deadline_s=ASK_S, secret=secret) as engine:
+    async with VllmEngine.open(url, deadline_s=REQUEST_TIMEOUT_S, secret=secret) as engine:
         with suppress(EngineError):
             return (await engine.info()).max_model_len
     return None
 
 
-async def ids_of(engine: Engine, text: str = PROBE) -> list[int] | None:
+async def try_tokenize(engine: Engine, text: str = PROBE_TEXT) -> list[int] | None:
     """Its ids of `text`; None where it does not answer, which is logged."""
     try:
         return await engine.tokenize(text)
@@ -46,17 +48,17 @@ async def ids_of(engine: Engine, text: str = PROBE) -> list[int] | None:
         return None
 
 
-def check_joins(url: str, told: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
+def check_same_token_ids(url: str, told: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
     """Raises EngineError for an engine that is to serve beside others whose ids of `PROBE` are not its own. Those of markup are
     compared by who has the model (learner/teachers/tokenizer_checks.py)."""
     for other, ids in present.items():
-        if (how := difference(told, ids)) is not None:
+        if (how := describe_difference(told, ids)) is not None:
             raise EngineError(
                 f"the engine at {url} has another tokenizer than the one at {other}: {how}; start it with the same model"
             )
 
 
-def difference(told: Sequence[int], ids: Sequence[int]) -> str | None:
+def describe_difference(told: Sequence[int], ids: Sequence[int]) -> str | None:
     """For people; None where they are equal."""
     if list(told) == list(ids):
         return None

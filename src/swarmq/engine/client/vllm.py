@@ -12,22 +12,22 @@ import aiohttp
 import msgspec
 
 from swarmq.engine.auth import make_auth_headers
-from swarmq.engine.client.error_mapping import objection, unreached, wrong_secret
-from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
-from swarmq.engine.client.versions import check_server
+from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineInfo, Json, Logprob, RenderedPrompt
+from swarmq.engine.client.versions import check_server_version
+from swarmq.engine.client.vllm_errors import make_secret_error, map_connection_error, parse_refusal
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 
 CONNECT_S = 5.0
 KEEPALIVE_S = 3.0
 """vLLM closes an idle connection after 5 s; ours must go first, or a request meets a closing one."""
-LOOKUP_S = 30.0
+REQUEST_TIMEOUT_S = 30.0
 """Deadline of everything but sampling."""
-FIRST_VERSION = "default"
+INITIAL_LABEL = "default"
 """What vLLM calls the weights it was started with."""
-CARRIED = ("features", "reasoning_ended", "reasoning_parser_kwargs")
+PASSTHROUGH_FIELDS = ("features", "reasoning_ended", "reasoning_parser_kwargs")
 """What of a rendering goes back into `generate` as it is."""
-ENDINGS = ("stop", "length", "repetition")
+FINISH_REASONS = ("stop", "length", "repetition")
 TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 
@@ -39,20 +39,20 @@ class EngineRouteError(EngineError):
     """The server knows nothing of what we asked for."""
 
 
-class _Number(msgspec.Struct, gc=False):
+class _PlainLogprob(msgspec.Struct, gc=False):
     """An entry of which the agent wants no details."""
 
     logprob: float
 
 
-Entry = TypeVar("Entry", _Number, Logprob)
+Entry = TypeVar("Entry", _PlainLogprob, Logprob)
 
 
-class _Entries(msgspec.Struct, Generic[Entry], gc=False):
+class _LogprobList(msgspec.Struct, Generic[Entry], gc=False):
     content: list[Entry] | None = None
 
 
-class _Span(msgspec.Struct, gc=False):
+class _VersionSpan(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
@@ -62,10 +62,10 @@ class _Choice(msgspec.Struct, Generic[Entry], gc=False):
     index: int
     text: str = ""
     token_ids: list[int] | None = None
-    logprobs: _Entries[Entry] | None = None
+    logprobs: _LogprobList[Entry] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_VersionSpan] | None = None
 
 
 class _Chunk(msgspec.Struct, Generic[Entry], gc=False):
@@ -74,8 +74,8 @@ class _Chunk(msgspec.Struct, Generic[Entry], gc=False):
 
 
 # What is decoded for every token is as little as its agent needs, and nothing that the garbage collector looks at.
-_brief = msgspec.json.Decoder(_Chunk[_Number])
-_detailed = msgspec.json.Decoder(_Chunk[Logprob])
+_plain_decoder = msgspec.json.Decoder(_Chunk[_PlainLogprob])
+_detailed_decoder = msgspec.json.Decoder(_Chunk[Logprob])
 
 
 class VllmEngine:
@@ -85,7 +85,7 @@ class VllmEngine:
         self.url = url.rstrip("/")
         self._session = session
         self._deadline = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_S)
-        lookup_s = min(LOOKUP_S, deadline_s or LOOKUP_S)
+        lookup_s = min(REQUEST_TIMEOUT_S, deadline_s or REQUEST_TIMEOUT_S)
         self._lookup = aiohttp.ClientTimeout(total=lookup_s, sock_connect=CONNECT_S)
         self._brief = aiohttp.ClientTimeout(total=CONNECT_S)
         self._info: EngineInfo | None = None
@@ -104,13 +104,13 @@ class VllmEngine:
         """Asked once. Raises EngineError, also for a vLLM that is not of the versions we know."""
         if self._info is None:
             with contextlib.suppress(EngineRouteError):  # who does not say passes
-                check_server(self.url, await self._json("GET", "/version", None))
-            models = await self._json("GET", "/v1/models", None)
+                check_server_version(self.url, await self._request_json("GET", "/version", None))
+            models = await self._request_json("GET", "/v1/models", None)
             model = models["data"][0]
             self._info = EngineInfo(model=model["id"], max_model_len=model["max_model_len"])
         return self._info
 
-    async def healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
         try:
             async with self._session.get(self.url + "/health", timeout=self._brief) as response:
                 return response.status == 200
@@ -119,72 +119,72 @@ class VllmEngine:
 
     async def weight_version(self) -> int | None:
         try:
-            async with self._post("/weight_info", None, self._brief, method="GET") as response:
-                return _version(str(msgspec.json.decode(await response.read())["weight_version"]))
+            async with self._open_response("/weight_info", None, self._brief, method="GET") as response:
+                return _parse_version(str(msgspec.json.decode(await response.read())["weight_version"]))
         except (msgspec.MsgspecError, KeyError, TypeError):
             return None
 
-    async def render(self, chat: Json) -> Rendered:
+    async def render(self, chat: Json) -> RenderedPrompt:
         try:
             return await self._render(chat)
         except EngineFaultError as error:
-            if await self.healthy():
+            if await self.is_healthy():
                 # A template or parser did not survive the messages; the next engine's would not either.
                 raise EngineRefusedError(f"no prompt can be made of this request: {error}", status=400) from error
             raise
 
-    async def _render(self, chat: Json) -> Rendered:
+    async def _render(self, chat: Json) -> RenderedPrompt:
         request = {**chat, "model": (await self.info()).model}
         if "prompt" in chat:
             del request["messages"]
-            [prompt] = await self._json("POST", "/v1/completions/render", request)
-            return Rendered(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
-        reply = await self._json("POST", "/v1/chat/completions/render", request)
-        if tools := held_tools(request):  # asked apart, because templates show the model the word `strict`
-            held = await self._json("POST", "/v1/chat/completions/render", {**request, "tools": tools})
+            [prompt] = await self._request_json("POST", "/v1/completions/render", request)
+            return RenderedPrompt(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
+        reply = await self._request_json("POST", "/v1/chat/completions/render", request)
+        if tools := make_tools_strict(request):  # asked apart, because templates show the model the word `strict`
+            held = await self._request_json("POST", "/v1/chat/completions/render", {**request, "tools": tools})
             reply["sampling_params"] = held["sampling_params"]
-        carried = {key: reply[key] for key in CARRIED if reply.get(key) is not None}
-        _check_places(carried.get("features"), reply["token_ids"])
+        passthrough = {key: reply[key] for key in PASSTHROUGH_FIELDS if reply.get(key) is not None}
+        _check_image_placeholders(passthrough.get("features"), reply["token_ids"])
         calls_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
-        return Rendered(
+        return RenderedPrompt(
             token_ids=reply["token_ids"],
             sampling=reply["sampling_params"],
-            carried=carried,
-            parsed=calls_tools or "reasoning_parser_kwargs" in carried,
+            passthrough=passthrough,
+            needs_parsing=calls_tools or "reasoning_parser_kwargs" in passthrough,
         )
 
     async def generate(
-        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+        self, rendered: RenderedPrompt, *, stream: bool, detailed: bool = False
     ) -> AsyncGenerator[list[Delta], None]:
         body = {
-            **rendered.carried,
+            **rendered.passthrough,
             "token_ids": rendered.token_ids,
             "sampling_params": rendered.sampling,
             "output_mode": "text",
             "stream": stream,
         }
         try:
-            async with self._post("/inference/v1/generate", body, self._deadline) as response:
+            async with self._open_response("/inference/v1/generate", body, self._deadline) as response:
                 if not stream:
-                    yield _deltas([await response.read()], detailed=detailed)
+                    yield _parse_deltas([await response.read()], detailed=detailed)
                     return
                 rest = b""
                 while block := await response.content.readany():
                     # All events that are here at once, so a slow reader gets fewer, larger portions.
                     *events, rest = (rest + block).split(b"\n\n")
                     if told := [event[6:] for event in events if event.startswith(b"data: {")]:
-                        yield _deltas(told, detailed=detailed)
+                        yield _parse_deltas(told, detailed=detailed)
         except EngineFaultError as error:
-            if rendered.sampling.get("structured_outputs") and await self.healthy():
+            if rendered.sampling.get("structured_outputs") and await self.is_healthy():
                 # What its grammar compiler does not survive, vLLM calls a fault of its own; the next engine would too.
                 raise EngineRefusedError(
                     "no grammar can be made of what the answer is to look like", status=400
                 ) from error
             raise
 
-    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
+    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer]) -> list[Json]:
         body = {
-            "chat_request": {**for_parsers(chat), "model": (await self.info()).model},
+            "chat_request": {**strip_messages(chat), "model": (await self.info()).model},
             "prompt_token_ids": prompt_ids,
             "generate_response": {
                 "request_id": "derender",
@@ -196,8 +196,8 @@ class VllmEngine:
                 ],
             },
         }
-        reply = await self._json("POST", "/v1/chat/completions/derender", body)
-        return [_present(choice["message"]) for choice in reply["choices"]]
+        reply = await self._request_json("POST", "/v1/chat/completions/derender", body)
+        return [_drop_none_fields(choice["message"]) for choice in reply["choices"]]
 
     async def derender_delta(
         self, chat: Json, prompt_ids: Sequence[int], token_ids: Sequence[int], *, finish_reason: str | None, state: Any
@@ -205,18 +205,18 @@ class VllmEngine:
         choice = {"index": 0, "token_ids": token_ids, "finish_reason": finish_reason}
         body = {
             "stream": True,
-            "chat_request": {**for_parsers(chat), "model": (await self.info()).model},
+            "chat_request": {**strip_messages(chat), "model": (await self.info()).model},
             "prompt_token_ids": prompt_ids,
             "generate_chunk": {"request_id": "derender", "output_mode": "tokens", "choices": [choice]},
             "stream_state": state,
         }
-        async with self._turn_to_parse(first=state is None):
-            reply = await self._json("POST", "/v1/chat/completions/derender", body)
+        async with self._wait_for_parser(first=state is None):
+            reply = await self._request_json("POST", "/v1/chat/completions/derender", body)
         choices = reply["chunk"]["choices"]
-        return _present(choices[0]["delta"]) if choices else {}, reply["stream_state"]
+        return _drop_none_fields(choices[0]["delta"]) if choices else {}, reply["stream_state"]
 
     @contextlib.asynccontextmanager
-    async def _turn_to_parse(self, *, first: bool) -> AsyncIterator[None]:
+    async def _wait_for_parser(self, *, first: bool) -> AsyncIterator[None]:
         """One at a time, for vLLM renders prompts on the same thread, where none is to wait for many portions.
 
         The first portion of an answer costs little and goes ahead.
@@ -231,7 +231,7 @@ class VllmEngine:
             raise EngineError(f"{self.url} did not parse an answer within {self._lookup.total:g} s") from error
 
     async def tokenize(self, text: str) -> list[int]:
-        reply = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        reply = await self._request_json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
         try:
             tokens: list[int] = reply["tokens"]
         except (KeyError, TypeError) as error:
@@ -239,11 +239,11 @@ class VllmEngine:
         return tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        reply = await self._json("POST", "/detokenize", {"tokens": token_ids})
+        reply = await self._request_json("POST", "/detokenize", {"tokens": token_ids})
         return str(reply["prompt"])
 
-    async def _json(self, method: str, path: str, body: Json | None) -> Any:
-        async with self._post(path, body, self._lookup, method=method) as response:
+    async def _request_json(self, method: str, path: str, body: Json | None) -> Any:
+        async with self._open_response(path, body, self._lookup, method=method) as response:
             raw = await response.read()
         try:
             reply = msgspec.json.decode(raw)
@@ -252,23 +252,23 @@ class VllmEngine:
         return reply
 
     @contextlib.asynccontextmanager
-    async def _post(
+    async def _open_response(
         self, path: str, body: Json | None, limit: aiohttp.ClientTimeout, *, method: str = "POST"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         data = None if body is None else msgspec.json.encode(body)
         headers = {"content-type": "application/json"}
         try:
-            async with await self._asked(method, path, data=data, headers=headers, timeout=limit) as response:
+            async with await self._send_with_retry(method, path, data=data, headers=headers, timeout=limit) as response:
                 if response.status != 200:
-                    raise self._refusal(path, response.status, await response.read())
+                    raise self._map_error_response(path, response.status, await response.read())
                 yield response
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._info = None  # whoever listens there next may serve another model
-            raise unreached(self.url, error) from error
+            raise map_connection_error(self.url, error) from error
 
-    async def _asked(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
+    async def _send_with_retry(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
         """The beginning of an answer. A busy server may close an idle connection in the moment in which we ask over it."""
         try:
             return await self._session.request(method, self.url + path, **request)
@@ -277,14 +277,14 @@ class VllmEngine:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             return await self._session.request(method, self.url + path, **request)
 
-    def _refusal(self, path: str, status: int, raw: bytes) -> EngineError:
+    def _map_error_response(self, path: str, status: int, raw: bytes) -> EngineError:
         try:
             details = msgspec.json.decode(raw)["error"]
             message, param = str(details["message"]), details.get("param")
         except (msgspec.MsgspecError, KeyError, TypeError):
             message, param = raw[:200].decode(errors="replace"), None
         if status == 401:
-            return wrong_secret(self.url)
+            return make_secret_error(self.url)
         if status == 404 and param != "model":
             return EngineRouteError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
         if status == 501:  # what vLLM does not implement; it answers other requests
@@ -294,22 +294,22 @@ class VllmEngine:
             return kind(f"the engine at {self.url} failed ({status}): {message}")
         if TOO_LONG.search(message):
             return EngineRefusedError(message, status=status, code="context_length_exceeded", param=param)
-        sentence, param, code = objection(message, param)
+        sentence, param, code = parse_refusal(message, param)
         return EngineRefusedError(sentence, status=status, code=code, param=param)
 
 
-def held_tools(chat: Json) -> list[Json]:
+def make_tools_strict(chat: Json) -> list[Json]:
     """The tools, of which the forced ones are `strict` where the agent does not say: vLLM would take arguments of any form.
     Empty where that changes nothing."""
     choice, tools = chat.get("tool_choice"), chat.get("tools")
     if not isinstance(tools, list) or not (choice == "required" or isinstance(choice, dict)):
         return []
     name = (choice.get("function") or {}).get("name") if isinstance(choice, dict) else None
-    held = [_held_tool(tool, name) for tool in tools]
+    held = [_make_tool_strict(tool, name) for tool in tools]
     return held if held != tools else []
 
 
-def _held_tool(tool: Json, name: str | None) -> Json:
+def _make_tool_strict(tool: Json, name: str | None) -> Json:
     """`name`: of the only tool that is meant."""
     function = tool.get("function")
     if not isinstance(function, dict) or function.get("strict") is not None or name not in (None, function.get("name")):
@@ -317,7 +317,7 @@ def _held_tool(tool: Json, name: str | None) -> Json:
     return {**tool, "function": {**function, "strict": True}}
 
 
-def for_parsers(chat: Json) -> Json:
+def strip_messages(chat: Json) -> Json:
     """A chat request without what was said in it: vLLM's parsers look at tools and arguments, and count earlier calls.
 
     The whole would be sent and checked again for every portion of a stream.
@@ -327,19 +327,19 @@ def for_parsers(chat: Json) -> Json:
     return {**chat, "messages": skeleton or [{"role": "user", "content": ""}]}
 
 
-def _deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:
+def _parse_deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:
     """What the chunks gained, merged per choice, in order of choice."""
-    decoder = _detailed if detailed else _brief
-    choices = [choice for raw in told for choice in _decode(raw, decoder).choices]
+    decoder = _detailed_decoder if detailed else _plain_decoder
+    choices = [choice for raw in told for choice in _decode_chunk(raw, decoder).choices]
     if len(choices) == 1:
-        return [_merged(choices, detailed=detailed)]
+        return [_merge_pieces(choices, detailed=detailed)]
     pieces: dict[int, list[_Choice[Any]]] = {}
     for choice in choices:
         pieces.setdefault(choice.index, []).append(choice)
-    return [_merged(pieces[index], detailed=detailed) for index in sorted(pieces)]
+    return [_merge_pieces(pieces[index], detailed=detailed) for index in sorted(pieces)]
 
 
-def _decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
+def _decode_chunk(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
     try:
         chunk: _Chunk[Any] = decoder.decode(raw)
     except msgspec.MsgspecError as error:
@@ -351,9 +351,9 @@ def _decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
     return chunk
 
 
-def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
+def _merge_pieces(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
     last = pieces[-1]
-    if last.finish_reason not in (None, *ENDINGS):
+    if last.finish_reason not in (None, *FINISH_REASONS):
         raise EngineError(f"the engine gave an answer up ({last.finish_reason})")
     token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
@@ -367,11 +367,11 @@ def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
         entries=entries if detailed else [],
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        versions=_spans(last.weight_versions) if last.weight_versions else (),
+        versions=_parse_spans(last.weight_versions) if last.weight_versions else (),
     )
 
 
-def _check_places(features: Json | None, token_ids: Sequence[int]) -> None:
+def _check_image_placeholders(features: Json | None, token_ids: Sequence[int]) -> None:
     """Raises EngineRefusedError where other tokens stand between those of an image: vLLM's `generate` takes all of them for
     the image's, and its engine dies of the difference."""
     for places in (features or {}).get("mm_placeholders", {}).values():
@@ -385,13 +385,13 @@ def _check_places(features: Json | None, token_ids: Sequence[int]) -> None:
                 )
 
 
-def _spans(told: Sequence[_Span]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(version=_version(span.version), start=span.start, end=span.end) for span in told)
+def _parse_spans(told: Sequence[_VersionSpan]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=_parse_version(span.version), start=span.start, end=span.end) for span in told)
 
 
-def _version(name: str) -> int:
+def _parse_version(name: str) -> int:
     """Raises EngineError for weights that swarmq did not put there: their tokens could not be told apart."""
-    if name == FIRST_VERSION:
+    if name == INITIAL_LABEL:
         return 0
     try:
         return int(name)
@@ -399,8 +399,8 @@ def _version(name: str) -> int:
         raise EngineError(f"the engine's weights are version {name!r}: something but swarmq has updated it") from error
 
 
-def _present(value: Any) -> Any:
+def _drop_none_fields(value: Any) -> Any:
     """A message or delta without its empty fields; vLLM lists every field it knows."""
     if isinstance(value, dict):
-        return {key: _present(field) for key, field in value.items() if field is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+        return {key: _drop_none_fields(field) for key, field in value.items() if field is not None}
+    return [_drop_none_fields(item) for item in value] if isinstance(value, list) else value

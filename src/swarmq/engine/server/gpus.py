@@ -11,22 +11,22 @@ import msgspec
 from swarmq.runtime.logs import log
 
 QUERY = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ORDER = "CUDA_DEVICE_ORDER"
-AS_THE_TOOL = "PCI_BUS_ID"
+VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
+ORDER_ENV = "CUDA_DEVICE_ORDER"
+NVIDIA_SMI_ORDER = "PCI_BUS_ID"
 """How the driver's tool counts; CUDA begins with the fastest."""
-ASK_S = 30.0
+QUERY_TIMEOUT_S = 30.0
 MIB = 1 << 20
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of its memory."""
 
     total: int
     free: int
 
 
-def visible_gpus() -> list[Gpu]:
+def find_visible_gpus() -> list[GpuMemory]:
     """In the order of `$CUDA_VISIBLE_DEVICES`; none where there is no driver.
 
     Where some are left out, the variable names the others from here on, so that their numbers are those of this list. What this process
@@ -35,26 +35,26 @@ def visible_gpus() -> list[Gpu]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    said = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=ASK_S, check=False)
+    said = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
     if said.returncode:
         return []
-    os.environ.setdefault(ORDER, AS_THE_TOOL)
-    gpus = chosen(said.stdout, os.environ.get(VISIBLE))
+    os.environ.setdefault(ORDER_ENV, NVIDIA_SMI_ORDER)
+    gpus = parse_nvidia_smi(said.stdout, os.environ.get(VISIBLE_ENV))
     known = {name: gpu for name, gpu in gpus.items() if gpu is not None}
     for name in gpus.keys() - known.keys():
         log.warning("gpu_left_out", gpu=name, why="nvidia-smi does not tell its memory, and no plan is made for it")
     if known and len(known) < len(gpus):
-        os.environ[VISIBLE] = ",".join(known)
+        os.environ[VISIBLE_ENV] = ",".join(known)
     return list(known.values())
 
 
-def chosen(said: str, visible: str | None) -> dict[str, Gpu | None]:
+def parse_nvidia_smi(said: str, visible: str | None) -> dict[str, GpuMemory | None]:
     """By name, from the tool's lines; None where it does not tell the memory. `visible`: numbers or uuids separated by commas;
     None for all."""
-    gpus: dict[str, Gpu | None] = {}
+    gpus: dict[str, GpuMemory | None] = {}
     for line in said.splitlines():
         index, uuid, *memory = (field.strip() for field in line.split(","))
-        gpus[index] = gpus[uuid] = _gpu(*memory)
+        gpus[index] = gpus[uuid] = _parse_memory(*memory)
     wanted = (
         [name for name in gpus if name.isdecimal()]
         if visible is None
@@ -63,8 +63,8 @@ def chosen(said: str, visible: str | None) -> dict[str, Gpu | None]:
     return {name: gpus[name] for name in wanted if name in gpus}
 
 
-def _gpu(total: str, free: str) -> Gpu | None:
+def _parse_memory(total: str, free: str) -> GpuMemory | None:
     """Of memory that the host shares, and of a GPU that is in trouble, the tool says `[N/A]` and the like."""
     if not total.isdecimal() or not free.isdecimal():
         return None
-    return Gpu(total=int(total) * MIB, free=int(free) * MIB)
+    return GpuMemory(total=int(total) * MIB, free=int(free) * MIB)

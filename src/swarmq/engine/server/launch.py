@@ -24,11 +24,11 @@ from typing import Self
 
 from swarmq.config import Policy
 from swarmq.engine.auth import SECRET_ENV
-from swarmq.engine.client.versions import check_version
+from swarmq.engine.client.versions import check_installed_version
 from swarmq.engine.server.arguments import check_arguments
-from swarmq.engine.server.model_check import Model, check_model
-from swarmq.engine.server.pause_watchdog import PauseWatch
-from swarmq.engine.server.startup_error import root_cause
+from swarmq.engine.server.model_check import ModelFacts, check_model
+from swarmq.engine.server.pause_watchdog import PauseWatchdog
+from swarmq.engine.server.startup_error import find_root_cause
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
 from swarmq.weights.push.engine_control import EngineControl
@@ -37,36 +37,36 @@ from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, W
 __all__ = ["EngineProcess", "check_arguments", "check_model"]
 
 HOST = "127.0.0.1"
-GPU_SHARE = 0.45
+DEFAULT_GPU_SHARE = 0.45
 """Of a GPU's memory, where nobody has chosen."""
-CONTEXT = 4096
+DEFAULT_CONTEXT = 4096
 """Most tokens of a call where nobody has chosen, and without a GPU."""
 POLL_S = 0.2
-WATCH_S = 15.0
-LOOK_S = 1.0
+PAUSE_CHECK_S = 15.0
+LIVENESS_CHECK_S = 1.0
 """Between two looks whether a server has lost a process that it needs, or takes no connections any more."""
-SETTLE_S = 0.5
+EXIT_GRACE_S = 0.5
 """A server that ends by itself does so this soon after its processes."""
-TITLE = "VLLM::"
+CHILD_TITLE_PREFIX = "VLLM::"
 """Begins the titles of the processes that a server starts."""
 STOP_GRACE_S = 10.0
 
-CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+CPU_CACHE_ENV = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable: GiB of an engine's cache without a GPU."""
 
-MOST_API_SERVERS = 8
+MAX_API_SERVERS = 8
 """Processes between one engine core and its callers. One spends 0.14 to 0.21 ms on a token (`benchmarks/proxy_h200.py`), of which a GPU
 samples 30,000 a second with a small model; all state is in the core, so any of them pauses it or updates its weights."""
-CORES_EACH = 2
+CORES_PER_API_SERVER = 2
 """The rest is for the core, the proxies and the agents."""
 
-ONE_THREAD_BELOW = 1024
+SINGLE_THREAD_BELOW = 1024
 """Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""
 
-PIECE = 512
+CPU_PREFILL_TOKENS = 512
 """Tokens of prompts that larger models compute in one step on a CPU: nothing else happens in the engine meanwhile, no token is
 sampled and no question answered."""
-SHARED_PIECE = 256
+CPU_SHARED_PREFILL_TOKENS = 256
 """Most tokens of one prompt in a step on a CPU while other calls are open: without that limit they would get none before it ends."""
 
 STAGES = (
@@ -96,7 +96,7 @@ class EngineProcess:
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
         """How long the last start took."""
-        self.given_up = ""
+        self.kill_reason = ""
         """Why `wait` ended the server; empty when it ended by itself."""
         self._policy = policy
         self._port = port
@@ -119,30 +119,30 @@ class EngineProcess:
         """The exit status, once the server has ended. One that lost its engine core, or closed its port, though its process lives, is
         killed within seconds; one that was left paused is resumed or, in doubt, ended."""
         assert self._process is not None
-        self.given_up = ""
+        self.kill_reason = ""
         async with asyncio.TaskGroup() as tasks:
             ended = tasks.create_task(self._process.wait())
-            watchers = [tasks.create_task(self._lost()), tasks.create_task(self._beyond_help())]
+            watchers = [tasks.create_task(self._watch_for_loss()), tasks.create_task(self._watch_for_pause())]
             done, _ = await asyncio.wait({ended, *watchers}, return_when=asyncio.FIRST_COMPLETED)
-            if not (await asyncio.wait({ended}, timeout=SETTLE_S))[0]:
-                self.given_up = next(task.result() for task in watchers if task in done)
+            if not (await asyncio.wait({ended}, timeout=EXIT_GRACE_S))[0]:
+                self.kill_reason = next(task.result() for task in watchers if task in done)
                 await self._stop(grace_s=0.0 if watchers[0] in done else STOP_GRACE_S)
             for watcher in watchers:
                 watcher.cancel()
             return ended.result()
 
-    async def _lost(self) -> str:
+    async def _watch_for_loss(self) -> str:
         """Return why the server can answer nobody any more, once that is so."""
         while True:  # nothing tells of it
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LIVENESS_CHECK_S)
             if lost := next((title for pid, title in self._children.items() if not is_alive(pid)), None):
                 return f"lost its {lost} (killed for want of memory?)"
-            if await self._refuses():
+            if await self._refuses_connections():
                 return "takes no connections any more, though its process lives"
 
-    async def _refuses(self) -> bool:
+    async def _refuses_connections(self) -> bool:
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(LIVENESS_CHECK_S):
                 _, writer = await asyncio.open_connection(HOST, self._port)
         except ConnectionRefusedError:
             return True
@@ -151,13 +151,13 @@ class EngineProcess:
         writer.close()
         return False
 
-    async def _beyond_help(self) -> str:
+    async def _watch_for_pause(self) -> str:
         """Return why only a restart helps, once that is so."""
         async with EngineControl(self.url, secret=self.secret) as control:
-            watch = PauseWatch(control)
+            watch = PauseWatchdog(control)
             while True:
-                await asyncio.sleep(WATCH_S)
-                if await watch.look(time.monotonic()):
+                await asyncio.sleep(PAUSE_CHECK_S)
+                if await watch.needs_restart(time.monotonic()):
                     return watch.reason
 
     async def restart(self) -> None:
@@ -175,7 +175,7 @@ class EngineProcess:
         if not is_port_free(self._port, HOST):
             raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, *arguments(self._policy, model, port=self._port, cuda=cuda, cores=_num_cores())]
+        argv = [sys.executable, *build_command(self._policy, model, port=self._port, cuda=cuda, cores=_count_cores())]
         with self.log_path.open("ab", buffering=0) as sink:
             with contextlib.suppress(OSError):  # a full disk: vLLM itself only loses lines of its log
                 sink.write(f"$ {shlex.join(argv)}\n".encode())
@@ -183,8 +183,8 @@ class EngineProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *argv,
                 env=os.environ
-                | environment(model, cuda=cuda, given=os.environ)
-                | visible(self._gpus)
+                | build_environment(model, cuda=cuda, given=os.environ)
+                | build_gpu_environment(self._gpus)
                 | {SECRET_ENV: self.secret},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
@@ -194,33 +194,37 @@ class EngineProcess:
             )
         try:
             async with asyncio.timeout(self._policy.engine.start_timeout_s):
-                await self._until_healthy(self._process, begin_at)
+                await self._wait_until_healthy(self._process, begin_at)
         except TimeoutError as error:
-            raise await self._failed(f"did not serve within {self._policy.engine.start_timeout_s:g} s") from error
+            raise await self._stop_and_explain(
+                f"did not serve within {self._policy.engine.start_timeout_s:g} s"
+            ) from error
         except BaseException:
             await self._stop()
             raise
 
-    async def _until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
+    async def _wait_until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
         self._progress("starting vLLM")
         told: set[str] = set()
         async with EngineControl(self.url, secret=self.secret) as engine:
             while True:  # a server announces its health to nobody
-                healthy = await engine.healthy()
-                for stage in _stages(self.log_path, begin_at):
+                healthy = await engine.is_healthy()
+                for stage in _find_stages(self.log_path, begin_at):
                     if stage not in told:
                         told.add(stage)
                         self._progress(stage)
                 if healthy:
                     break
                 if process.returncode is not None:
-                    cause = root_cause(self.log_path, begin_at)
-                    raise await self._failed(f"ended with status {process.returncode} while it started", cause)
+                    cause = find_root_cause(self.log_path, begin_at)
+                    raise await self._stop_and_explain(
+                        f"ended with status {process.returncode} while it started", cause
+                    )
                 await asyncio.sleep(POLL_S)
             await engine.status()
-        self._children = find_children(process.pid, TITLE)
+        self._children = find_children(process.pid, CHILD_TITLE_PREFIX)
 
-    async def _failed(self, what: str, cause: str = "") -> EngineError:
+    async def _stop_and_explain(self, what: str, cause: str = "") -> EngineError:
         await self._stop()
         what = f"vLLM for {self._policy.model} {what}"
         if cause:
@@ -239,18 +243,18 @@ def is_cuda_build() -> bool:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-        check_version(version)
+        check_installed_version(version)
         return distribution == "vllm"
     raise MissingExtraError(
         "vLLM is not installed: `make install` in the repository, or pip install 'swarmq[vllm]' on a CUDA machine"
     )
 
 
-def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int) -> list[str]:
+def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, cores: int) -> list[str]:
     """Python's command line for vLLM. The user's own arguments come last and win; raises ConfigError where they must not."""
     check_arguments(policy)
     engine = policy.engine
-    asked = engine.max_model_len or CONTEXT
+    asked = engine.max_model_len or DEFAULT_CONTEXT
     options = {
         "--host": HOST,
         "--port": str(port),
@@ -268,8 +272,8 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
     if cuda:
-        options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization or GPU_SHARE)
-        options["--api-server-count"] = str(max(1, min(MOST_API_SERVERS, cores // CORES_EACH)))
+        options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization or DEFAULT_GPU_SHARE)
+        options["--api-server-count"] = str(max(1, min(MAX_API_SERVERS, cores // CORES_PER_API_SERVER)))
         if engine.sleep:
             flags.append("--enable-sleep-mode")
         server = ["vllm.entrypoints.cli.main", "serve", model.name]
@@ -278,9 +282,9 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
         # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
         options["--distributed-executor-backend"] = "uni"
         flags.append("--enforce-eager")
-        options["--long-prefill-token-threshold"] = str(min(SHARED_PIECE, int(options["--max-model-len"])))
-        if model.hidden_size >= ONE_THREAD_BELOW:
-            options["--max-num-batched-tokens"] = str(PIECE)
+        options["--long-prefill-token-threshold"] = str(min(CPU_SHARED_PREFILL_TOKENS, int(options["--max-model-len"])))
+        if model.hidden_size >= SINGLE_THREAD_BELOW:
+            options["--max-num-batched-tokens"] = str(CPU_PREFILL_TOKENS)
     if model.tool_call_parser is not None:
         options["--tool-call-parser"] = model.tool_call_parser
         flags.append("--enable-auto-tool-choice")
@@ -289,16 +293,16 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
     return ["-m", *server, *(word for pair in options.items() for word in pair), *flags, *engine.arguments]
 
 
-def environment(model: Model, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
+def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
     """Additions to the environment. What the user has set stays, except for what the control of weights needs."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
     if model.is_folder:
         wanted["HF_HUB_OFFLINE"] = "1"
     if not cuda:
         wanted |= {
-            "OMP_NUM_THREADS": str(1 if model.hidden_size < ONE_THREAD_BELOW else _num_cores()),
+            "OMP_NUM_THREADS": str(1 if model.hidden_size < SINGLE_THREAD_BELOW else _count_cores()),
             "TORCHDYNAMO_DISABLE": "1",  # sampling would be compiled inside the first request: 3 s
-            CPU_CACHE: str(_kv_cache_gib()),
+            CPU_CACHE_ENV: str(_choose_cpu_cache_gib()),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
         }
@@ -307,7 +311,7 @@ def environment(model: Model, *, cuda: bool, given: Mapping[str, str]) -> dict[s
     return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1", "VLLM_API_KEY": ""}
 
 
-def visible(gpus: Sequence[int] | None) -> dict[str, str]:
+def build_gpu_environment(gpus: Sequence[int] | None) -> dict[str, str]:
     """The environment of a process that is to see these GPUs, by their numbers in ours."""
     if gpus is None:
         return {}
@@ -315,21 +319,21 @@ def visible(gpus: Sequence[int] | None) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
 
 
-def _num_cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cpu_cache_bytes(given: Mapping[str, str]) -> int:
+def get_cpu_cache_bytes(given: Mapping[str, str]) -> int:
     """Keys and values that an engine without a GPU has room for, as its environment says or `environment` chooses."""
-    return int(float(given.get(CPU_CACHE) or _kv_cache_gib()) * (1 << 30))
+    return int(float(given.get(CPU_CACHE_ENV) or _choose_cpu_cache_gib()) * (1 << 30))
 
 
-def _kv_cache_gib() -> int:
+def _choose_cpu_cache_gib() -> int:
     """A twelfth of the host's memory; pages are taken only as they are used."""
     return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (12 << 30))
 
 
-def _stages(log_path: Path, begin_at: int) -> list[str]:
+def _find_stages(log_path: Path, begin_at: int) -> list[str]:
     """Those that a server has entered: a short one may be over before anybody looks."""
     with log_path.open("rb") as source:
         source.seek(begin_at)

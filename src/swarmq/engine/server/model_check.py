@@ -16,11 +16,11 @@ import msgspec
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.weights.format.safetensors_files import check_weight_files
 
-CAUSAL = ("ForCausalLM", "LMHeadModel")
-CONDITIONAL = "ForConditionalGeneration"
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+MULTIMODAL_SUFFIX = "ForConditionalGeneration"
 """Of models that take images and have a `vision_config`; encoder-decoders end so too."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a tokenizer has one."""
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """What a chat template writes around a tool call -> vLLM's parser of it."""
@@ -31,11 +31,11 @@ REASONING_PARSERS = (
     (("<think>", "enable_thinking"), "qwen3"),
 )
 """What a chat template has, all of it -> vLLM's parser of the model's thoughts. The first that fits."""
-BEGINS_WITH_A_THOUGHT = re.compile(r"<think>(\\n|\s)*['\"]?\s*-?}}[^<]*\Z")
+PROMPT_OPENS_REASONING = re.compile(r"<think>(\\n|\s)*['\"]?\s*-?}}[^<]*\Z")
 """A template whose prompt for an answer ends with it, as that of DeepSeek-R1 and its like."""
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a launch needs to know of a model."""
 
     name: str
@@ -49,7 +49,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """About; what a config does not say is taken as in a Llama."""
     fans: int = 0
     """Inputs and outputs of every matrix in its layers, added up; about as well."""
-    cached_values: int = 0
+    kv_values_per_token: int = 0
     """Keys and values of one token, in all layers."""
     tool_call_parser: str | None
     """None where we do not know it: `engine.arguments` can name it."""
@@ -57,36 +57,39 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the model's thoughts; None as well where its template does not ask for any."""
 
 
-def check_model(name: str, *, trained: bool) -> Model:
+def check_model(name: str, *, trained: bool) -> ModelFacts:
     """Facts of a model folder or hub name; of the language model in it where it takes images as well. Raises EngineError
     when no agent can be served with it, or none be trained where it is to be `trained`."""
     is_folder = Path(name).is_dir()
-    folder = Path(name) if is_folder else _fetch(name)
+    folder = Path(name) if is_folder else _fetch_small_files(name)
     config = _read_json(folder / "config.json", f"{name} is not a Hugging Face model folder")
     architectures = config.get("architectures") or ["none named"]
     _check_architecture(name, config, architectures, trained=trained)
     if is_folder:
         check_weight_files(folder)
         _check_vocabulary(folder)
-    template = _chat_template(folder, name)
-    return Model(
+    template = _read_chat_template(folder, name)
+    return ModelFacts(
         name=name,
         architecture=str(architectures[0]),
-        hidden_size=_number(config, "hidden_size"),
-        layers=_number(config, "num_hidden_layers"),
+        hidden_size=_get_int(config, "hidden_size"),
+        layers=_get_int(config, "num_hidden_layers"),
         parameters=count_parameters(config),
         fans=count_fans(config),
-        cached_values=2 * _number(config, "num_hidden_layers") * _key_heads(config) * _head_size(config),
+        kv_values_per_token=2
+        * _get_int(config, "num_hidden_layers")
+        * _count_kv_heads(config)
+        * _get_head_size(config),
         is_folder=is_folder,
-        max_length=_number(config, "max_position_embeddings") or None,
+        max_length=_get_int(config, "max_position_embeddings") or None,
         tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
-        reasoning_parser=_reasoning_parser(template),
+        reasoning_parser=_choose_reasoning_parser(template),
     )
 
 
 def _check_vocabulary(folder: Path) -> None:
     own_code = _read_json(folder / "tokenizer_config.json", f"{folder} has no tokenizer").get("auto_map")
-    if not own_code and not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+    if not own_code and not any(path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
         raise EngineError(
             f"the tokenizer of {folder} has no vocabulary (tokenizer.json or the like): fetch all of the model's files, or save its "
             "tokenizer there with save_pretrained()"
@@ -96,7 +99,7 @@ def _check_vocabulary(folder: Path) -> None:
 def _check_architecture(name: str, config: Mapping[str, Any], architectures: Sequence[Any], *, trained: bool) -> None:
     written = f"config.json: architectures {architectures}"
     takes_images = isinstance(config.get("vision_config"), dict)
-    known = (*CAUSAL, CONDITIONAL) if takes_images else CAUSAL
+    known = (*CAUSAL_SUFFIXES, MULTIMODAL_SUFFIX) if takes_images else CAUSAL_SUFFIXES
     if config.get("is_encoder_decoder") or not str(architectures[0]).endswith(known):
         raise EngineError(
             f"{name} is no causal language model ({written}): choose one whose architecture ends in ForCausalLM, or, for a "
@@ -109,61 +112,65 @@ def _check_architecture(name: str, config: Mapping[str, Any], architectures: Seq
         )
 
 
-def size_of(name: str) -> int:
+def fetch_num_parameters(name: str) -> int:
     """Parameters of the model in a folder or of a hub name, off its configuration. Raises EngineError without one."""
-    folder = Path(name) if Path(name).is_dir() else _fetch(name)
+    folder = Path(name) if Path(name).is_dir() else _fetch_small_files(name)
     return count_parameters(_read_json(folder / "config.json", f"{name} is not a Hugging Face model folder"))
 
 
 def count_parameters(config: Mapping[str, Any]) -> int:
     """Of a causal language model with such a config.json: attention, gated MLP or experts, embedding, head."""
-    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
-    attention = 2 * hidden * _head_size(config) * (_number(config, "num_attention_heads") + _key_heads(config))
-    experts, inner = _experts(config)
+    hidden, layers = _get_int(config, "hidden_size"), _get_int(config, "num_hidden_layers")
+    attention = (
+        2 * hidden * _get_head_size(config) * (_get_int(config, "num_attention_heads") + _count_kv_heads(config))
+    )
+    experts, inner = _get_experts(config)
     mlp = 3 * hidden * experts * inner
-    ends = hidden * _number(config, "vocab_size") * (1 if _text(config).get("tie_word_embeddings") else 2)
+    ends = hidden * _get_int(config, "vocab_size") * (1 if _get_text_config(config).get("tie_word_embeddings") else 2)
     return layers * (attention + mlp + 2 * hidden) + ends + hidden
 
 
 def count_fans(config: Mapping[str, Any]) -> int:
     """Inputs and outputs of every matrix in the layers of such a model, added up; twice those of fused gates, whose adapters have
     the rank of both."""
-    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
-    queries, keys = (_head_size(config) * n for n in (_number(config, "num_attention_heads"), _key_heads(config)))
+    hidden, layers = _get_int(config, "hidden_size"), _get_int(config, "num_hidden_layers")
+    queries, keys = (
+        _get_head_size(config) * n for n in (_get_int(config, "num_attention_heads"), _count_kv_heads(config))
+    )
     attention = 2 * (hidden + queries) + 2 * (hidden + keys)
-    experts, inner = _experts(config)
+    experts, inner = _get_experts(config)
     gates = 2 * (hidden + (2 if experts > 1 else 1) * inner)
     return layers * (attention + experts * (gates + hidden + inner))
 
 
-def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
+def _get_experts(config: Mapping[str, Any]) -> tuple[int, int]:
     """How many gated MLPs a layer has, and the width of each."""
-    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
-    width = _number(config, "moe_intermediate_size", "intermediate_size") if experts else 0
-    return (experts, width) if experts * width else (1, _number(config, "intermediate_size"))
+    experts = _get_int(config, "num_experts", "num_local_experts", "n_routed_experts")
+    width = _get_int(config, "moe_intermediate_size", "intermediate_size") if experts else 0
+    return (experts, width) if experts * width else (1, _get_int(config, "intermediate_size"))
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """That of the language model, where there are others beside it."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int:
+def _get_int(config: Mapping[str, Any], *names: str) -> int:
     """The first that is there, else 0."""
-    return next((int(value) for name in names if (value := _text(config).get(name))), 0)
+    return next((int(value) for name in names if (value := _get_text_config(config).get(name))), 0)
 
 
-def _key_heads(config: Mapping[str, Any]) -> int:
-    return _number(config, "num_key_value_heads", "num_attention_heads")
+def _count_kv_heads(config: Mapping[str, Any]) -> int:
+    return _get_int(config, "num_key_value_heads", "num_attention_heads")
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
-    heads = _number(config, "num_attention_heads")
-    return _number(config, "head_dim") or _number(config, "hidden_size") // max(heads, 1)
+def _get_head_size(config: Mapping[str, Any]) -> int:
+    heads = _get_int(config, "num_attention_heads")
+    return _get_int(config, "head_dim") or _get_int(config, "hidden_size") // max(heads, 1)
 
 
-def _chat_template(folder: Path, name: str) -> str:
+def _read_chat_template(folder: Path, name: str) -> str:
     """The template's text, from wherever transformers looks for it."""
     tokenizer = _read_json(folder / "tokenizer_config.json", f"{name} has no tokenizer")
     for path in (folder / "chat_template.jinja", folder / "chat_template.json"):
@@ -177,12 +184,12 @@ def _chat_template(folder: Path, name: str) -> str:
     )
 
 
-def _reasoning_parser(template: str) -> str | None:
+def _choose_reasoning_parser(template: str) -> str | None:
     """That of a model which thinks unasked. One that only may would have all that it says taken for a thought."""
     for marks, parser in REASONING_PARSERS:
         if all(mark in template for mark in marks):
             return parser
-    return "deepseek_r1" if BEGINS_WITH_A_THOUGHT.search(template) else None
+    return "deepseek_r1" if PROMPT_OPENS_REASONING.search(template) else None
 
 
 def _read_json(path: Path, problem: str) -> dict[str, Any]:
@@ -197,7 +204,7 @@ def _read_json(path: Path, problem: str) -> dict[str, Any]:
     return content
 
 
-def _fetch(name: str) -> Path:
+def _fetch_small_files(name: str) -> Path:
     """The cached folder of a hub model's small files."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
         raise EngineError(f"model folder {name} does not exist or is no folder: check policies.*.model")

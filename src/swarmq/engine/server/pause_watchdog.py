@@ -13,11 +13,11 @@ from swarmq.weights.push.engine_control import EngineControl
 
 log = structlog.get_logger()
 
-SILENCE_S = 300.0
+UNRESPONSIVE_S = 300.0
 """A server that has not said how it is for so long, nor computed anything, does not come back by itself."""
 
 
-class PauseWatch:
+class PauseWatchdog:
     """Looked at now and then; it acts when a pause has lasted longer than any push can."""
 
     def __init__(self, engine: EngineControl) -> None:
@@ -28,16 +28,16 @@ class PauseWatch:
         self._steps: float | None = None
         self._paused_since: float | None = None
 
-    async def look(self, now: float) -> bool:
+    async def needs_restart(self, now: float) -> bool:
         """Whether the engine is beyond help and must be restarted; `now` is of a monotonic clock, in seconds."""
         try:
             status = await self._engine.status()
         except EngineError:
-            return await self._silent(now)  # dead, which who waits for the process will see, busy, or stuck
+            return await self._check_silence(now)  # dead, which who waits for the process will see, busy, or stuck
         self._silent_since = None
-        if status.condemned:
-            return self._beyond_help(f"was given up by its learner ({status.label})")
-        if not status.paused or status.asleep:
+        if status.is_condemned:
+            return self._require_restart(f"was given up by its learner ({status.label})")
+        if not status.is_paused or status.is_asleep:
             self._paused_since = None
             return False
         if self._paused_since is None:
@@ -47,20 +47,20 @@ class PauseWatch:
         try:
             await self._engine.release()
         except EngineError as error:
-            return self._beyond_help(f"was left in an update: {error}")
+            return self._require_restart(f"was left in an update: {error}")
         log.warning("engine was left paused, resumed it", engine=self._engine.url)
         self._paused_since = None
         return False
 
-    async def _silent(self, now: float) -> bool:
+    async def _check_silence(self, now: float) -> bool:
         before, self._steps = self._steps, await self._engine.steps()
         if self._silent_since is None or self._steps not in (None, before):
             self._silent_since = now
-        if now - self._silent_since <= SILENCE_S:
+        if now - self._silent_since <= UNRESPONSIVE_S:
             return False
-        return self._beyond_help(f"has answered nobody for {now - self._silent_since:.0f} s")
+        return self._require_restart(f"has answered nobody for {now - self._silent_since:.0f} s")
 
-    def _beyond_help(self, reason: str) -> bool:
+    def _require_restart(self, reason: str) -> bool:
         self.reason = reason
         log.warning("engine must be restarted", engine=self._engine.url, reason=reason)
         return True

@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.distributed.shard_from_rank0 import shard_from_rank0
-from swarmq.weights.format.packing import Adapter, FromFolder, NamedTensors, Weight, held, made
+from swarmq.weights.format.packing import (
+    FolderWeight,
+    LowRankUpdate,
+    NamedTensors,
+    Weight,
+    get_stored_tensor,
+    materialize,
+)
 
 PRECISION = {
     "no": None,
@@ -138,7 +145,7 @@ def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tens
     """Return sharded tensors whole, in host memory of their own if `keep`, else empty. Every rank calls it."""
 
     def bring(_: str, tensor: Weight) -> Tensor:
-        full = full_tensor(made(tensor))
+        full = full_tensor(materialize(tensor))
         return full.to("cpu", copy=True) if keep else full.new_empty(0)
 
     weights = _each_once(named, bring)
@@ -178,24 +185,24 @@ def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]
     """Return by name what `bring` makes of every tensor, once for a tensor with several names (a tied head)."""
     places: dict[int, Made] = {}
     for name, tensor in named.items():
-        if id(held(tensor)) not in places:
-            places[id(held(tensor))] = bring(name, tensor)
-    return {name: places[id(held(tensor))] for name, tensor in named.items()}
+        if id(get_stored_tensor(tensor)) not in places:
+            places[id(get_stored_tensor(tensor))] = bring(name, tensor)
+    return {name: places[id(get_stored_tensor(tensor))] for name, tensor in named.items()}
 
 
 def _on_host(weight: Weight, place: Weight | None) -> Weight:
     """Return the weight on the host; `place`: its memory from before."""
-    if not isinstance(weight, FromFolder):
+    if not isinstance(weight, FolderWeight):
         assert place is None or isinstance(place, Tensor)
-        return _kept(made(weight).detach().to(weight.dtype), place)
-    before = place if isinstance(place, FromFolder) else FromFolder(_kept(made(weight.base).detach(), None))
+        return _kept(materialize(weight).detach().to(weight.dtype), place)
+    before = place if isinstance(place, FolderWeight) else FolderWeight(_kept(materialize(weight.base).detach(), None))
     if weight.adapter is None:
         return before
     down, up = weight.adapter.down.float(), weight.adapter.up.float()
     kept = before.adapter
-    return FromFolder(
+    return FolderWeight(
         before.base,
-        Adapter(_kept(down, kept and kept.down), _kept(up, kept and kept.up), weight.adapter.scale),
+        LowRankUpdate(_kept(down, kept and kept.down), _kept(up, kept and kept.up), weight.adapter.scale),
     )
 
 

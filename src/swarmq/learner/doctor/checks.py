@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from swarmq.config import Policy, Train
-from swarmq.engine.server.arguments import overriding
+from swarmq.engine.server.arguments import find_reserved
 from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
 from swarmq.learner.algorithms.loss_weights import token_weight
 from swarmq.learner.batching.micro_batches import MicroBatch, ModelProfile, build_rank_batch, count_credited_tokens
@@ -34,7 +34,7 @@ def checks(policy: Policy, records: Sequence[BatchRecord], traits: ModelProfile,
 
 
 def _engine_arguments(policy: Policy) -> Finding:
-    given = overriding(policy.engine.arguments)
+    given = find_reserved(policy.engine.arguments)
     check, ours = "engine reports what it samples", "engines that swarmq starts report processed log-probabilities"
     if given:
         text = f"policies.*.engine.arguments changes {', '.join(given)}: take it out"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from swarmq.weights.format.packing import Deferred, FromFolder, NamedTensors, Weight, held, made
+from swarmq.weights.format.packing import FolderWeight, LazyTensor, NamedTensors, Weight, get_stored_tensor, materialize
 
 Sources = dict[str, Weight]
 
@@ -33,15 +33,15 @@ def to_hf_names(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
 def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
     outlines = {name: _outline(tensor) for name, tensor in sources.items()}
     known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
-    apart, bases = SplitTensors(lm, sources), [held(tensor) for tensor in sources.values()]
+    apart, bases = SplitTensors(lm, sources), [get_stored_tensor(tensor) for tensor in sources.values()]
     unchanged = all(base is not tensor for base, tensor in zip(bases, sources.values(), strict=True))
     tensors = tuple(base for base in bases if isinstance(base, Tensor))
     for name, part in _revert_names(lm, outlines).items():
         if id(part) in known:
             yield name, known[id(part)]
         else:
-            one = Deferred(part.shape, part.dtype, some.device, partial(apart.part, name))
-            yield name, FromFolder(one._replace(sources=tensors)) if unchanged else one
+            one = LazyTensor(part.shape, part.dtype, some.device, partial(apart.part, name))
+            yield name, FolderWeight(one._replace(sources=tensors)) if unchanged else one
 
 
 class SplitTensors:
@@ -53,7 +53,7 @@ class SplitTensors:
 
     def part(self, name: str) -> Tensor:
         if name not in self._parts:
-            self._parts = _revert_names(self._lm, {name: made(tensor) for name, tensor in self._sources.items()})
+            self._parts = _revert_names(self._lm, {name: materialize(tensor) for name, tensor in self._sources.items()})
         return self._parts.pop(name)
 
 

@@ -2,7 +2,7 @@
 
 Engines and checkpoints get the merged weights, W + s B A, under the model's own names: an engine serves them like full weights,
 and a checkpoint loads without PEFT. The adapters are stored beside it, and are what is sent to engines that merge by themselves
-(weights/format/adapters.py).
+(weights/format/adapter_file.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarmq.config import Lora
 from swarmq.errors import SetUpError
 from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY
-from swarmq.weights.format.packing import Adapter, Deferred, FromFolder, Weight
+from swarmq.weights.format.packing import FolderWeight, LazyTensor, LowRankUpdate, Weight
 
 NAME = "default"
 MARK = ".lora_"
@@ -108,16 +108,16 @@ def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tu
         if layer is not None:
             yield plain, _adapt_weight(tensor, layer)
         else:
-            yield plain, FromFolder(tensor) if name in frozen else tensor.detach()
+            yield plain, FolderWeight(tensor) if name in frozen else tensor.detach()
 
 
 def _adapt_weight(weight: Tensor, layer: Any) -> Weight:
     """Return a weight with its adapter. Only plain linear layers have an adapter of two matrices and a factor; stacked experts
     and transposed layers do not."""
     if type(layer) is not Linear or layer.fan_in_fan_out:
-        return Deferred(weight.shape, torch.float32, weight.device, partial(_sum, weight, layer))
+        return LazyTensor(weight.shape, torch.float32, weight.device, partial(_sum, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
-    return FromFolder(weight, Adapter(down, up, float(layer.scaling[NAME])))
+    return FolderWeight(weight, LowRankUpdate(down, up, float(layer.scaling[NAME])))
 
 
 def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:

@@ -10,7 +10,12 @@ from typing import Any
 
 import structlog
 
-from swarmq.engine.client.tokenizer_compat import PROBE, difference, ids_of_all, room_of
+from swarmq.engine.client.tokenizer_compat import (
+    PROBE_TEXT,
+    describe_difference,
+    fetch_max_model_len,
+    tokenize_with_all,
+)
 from swarmq.errors import SetUpError
 from swarmq.learner.teachers.availability import teacher_key
 
@@ -37,8 +42,8 @@ class EngineTokenizers:
         urls = [url for url in self._current() if url not in self._same]
         if not urls or (ids := encode_ids(self._model, text := build_probe(self._model))) is None:
             return
-        for url, told in asyncio.run(ids_of_all(urls, text, secret=self._secret)).items():
-            if (how := difference(told, ids)) is not None:
+        for url, told in asyncio.run(tokenize_with_all(urls, text, secret=self._secret)).items():
+            if (how := describe_difference(told, ids)) is not None:
                 raise SetUpError(
                     f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
                     "or name the model that is served in policies.*.model. What agents have sampled there means something "
@@ -57,7 +62,7 @@ class EngineTokenizers:
         ours = uses_long_factors(config, self._max_model_len)
         if ours is None:
             return True
-        if (room := asyncio.run(room_of(url, secret=self._secret))) is None:
+        if (room := asyncio.run(fetch_max_model_len(url, secret=self._secret))) is None:
             return False
         if uses_long_factors(config, room) != ours:
             ours_is = f"says {self._max_model_len}" if self._max_model_len else "is not set"
@@ -73,8 +78,8 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
     passes."""
     if (ids := encode_ids(model, text := build_probe(model))) is None:
         return
-    for told in asyncio.run(ids_of_all([url], text, secret=teacher_key())).values():
-        if (how := difference(told, ids)) is not None:
+    for told in asyncio.run(tokenize_with_all([url], text, secret=teacher_key())).values():
+        if (how := describe_difference(told, ids)) is not None:
             raise SetUpError(_other_family(model, url, role, how))
 
 
@@ -82,7 +87,7 @@ def check_judge(model: str, source: str, *, role: str) -> None:
     """Raise LearnerError if the model `source` has another tokenizer than the policy `model`. A model without a tokenizer
     passes."""
     ids, told = (encode_ids(each, build_probe(model)) for each in (model, source))
-    if ids is not None and told is not None and (how := difference(told, ids)) is not None:
+    if ids is not None and told is not None and (how := describe_difference(told, ids)) is not None:
         raise SetUpError(_other_family(model, source, role, how))
 
 
@@ -90,7 +95,7 @@ def check_judge(model: str, source: str, *, role: str) -> None:
 def build_probe(model: str) -> str:
     """Return `PROBE` with the markup of the policy `model`, in which families with one vocabulary differ."""
     tokenizer = _tokenizer(model)
-    return PROBE if tokenizer is None else PROBE + "".join(islice(_markup(tokenizer), MOST_MARKUP))
+    return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_markup(tokenizer), MOST_MARKUP))
 
 
 @functools.cache
@@ -121,7 +126,7 @@ def _tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         log.info("tokenizers_not_compared", model=model, reason=str(error).partition("\n")[0])
         return None
-    return tokenizer if _ids(tokenizer, PROBE) else None  # without files it is one of no words
+    return tokenizer if _ids(tokenizer, PROBE_TEXT) else None  # without files it is one of no words
 
 
 def _other_family(model: str, source: str, role: str, how: str) -> str:

@@ -72,7 +72,7 @@ from swarmq.learner.train.metrics import MetricSums
 from swarmq.learner.train.throughput import count_head_flops, count_model_flops, measure_matrix_rate
 from swarmq.messages import Rollout, check
 from swarmq.timeline import resolve
-from swarmq.weights.format.packing import NamedTensors, Weight, made
+from swarmq.weights.format.packing import NamedTensors, Weight, materialize
 
 log = structlog.get_logger()
 
@@ -178,7 +178,7 @@ class Trainer:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight by its Hugging Face name; tied weights under each of their names, as engines expect. For a sharded
         policy on rank 0 alone, in the type of the computation, or of the adapters where these add something."""
-        return ((name, made(weight)) for name, weight in self._weights())
+        return ((name, materialize(weight)) for name, weight in self._weights())
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
         """Yield the weights for engines as in the model's folder; split or merged weights are made when they are packed."""
@@ -205,7 +205,7 @@ class Trainer:
         own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
         return ModelFiles(
             # to the host one by one: a GPU has no room for all of it once more
-            weights={name: own(name, made(tensor).detach()) for name, tensor in self._to_write(named)},
+            weights={name: own(name, materialize(tensor).detach()) for name, tensor in self._to_write(named)},
             configs=(self.lm.config, *([self.lm.generation_config] if self.lm.can_generate() else [])),
             adapters=Adapters({name: own(name, each) for name, each in adapters.items()}, self.train.lora)
             if self.train.lora

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from swarmq.engine.client.protocol import Answer, Delta, Rendered
+from swarmq.engine.client.protocol import CompleteAnswer, Delta, RenderedPrompt
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import Timings, VersionSpan, pack_ids, unpack_ids
 from swarmq.proxy.active_call import ActiveCall
@@ -137,9 +137,9 @@ class Completions:
         with self._use_lane(begun.lane, begun.request.policy):
             async with _closing(begun), aclosing(self._iterate_deltas(begun, choices)) as taken:
                 async for choice, delta in taken:
-                    if begun.rendered.parsed and delta.finish_reason:
+                    if begun.rendered.needs_parsing and delta.finish_reason:
                         gain = await _finish_message(begun, choice, delta)
-                    elif begun.rendered.parsed:
+                    elif begun.rendered.needs_parsing:
                         gain = await _parse_delta(begun, choice, delta)
                         extend(choice.message, gain)
                         gain.pop("tool_calls", None)  # they come at the end: what is begun cannot be taken back
@@ -159,7 +159,7 @@ class Completions:
                     async for choice, delta in taken:
                         choice.message["content"] += delta.text
                 ordered = [choices[index] for index in sorted(choices)]
-                if begun.rendered.parsed:
+                if begun.rendered.needs_parsing:
                     await _derender(begun, ordered)
                 first, *others = ordered
                 ended = await self._finish_choice(
@@ -192,7 +192,7 @@ class Completions:
         with self._use_lane(lane, request.policy):
             shown = await self._escape_special_tokens(lane, chat)
             rendered = await lane.engine.render(shown)
-            rests = request.stream and rendered.parsed and (not chat.get("tools") or await lane.finds_calls())
+            rests = request.stream and rendered.needs_parsing and (not chat.get("tools") or await lane.finds_calls())
             history = history_of(chat)
             stitched = await stitch(
                 memory.graph(request.policy),
@@ -203,7 +203,7 @@ class Completions:
                 lost=memory.lost,
                 messages=chat["messages"],
             )
-            if "features" in rendered.carried:
+            if "features" in rendered.passthrough:
                 stitched = self._keep_image_positions(request, rendered, stitched)
             setting = self._tuning.sampling(request.policy, request.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
@@ -221,7 +221,7 @@ class Completions:
             if tuned.cut_from and setting.max_tokens:
                 self._meter.cut(request.policy, asked=tuned.cut_from, limit=setting.max_tokens)
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
-            if request.stream and (rests or not rendered.parsed) and lane.together > 1:
+            if request.stream and (rests or not rendered.needs_parsing) and lane.together > 1:
                 tuned.params.setdefault("stream_interval", lane.together)
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
@@ -278,7 +278,7 @@ class Completions:
         """Return the kind under which a call is counted; a key may name any kind."""
         return request.claims.kind if request.claims.kind in self._tuning.job.task_kinds else ""
 
-    def _keep_image_positions(self, request: RequestContext, rendered: Rendered, stitched: Stitched) -> Stitched:
+    def _keep_image_positions(self, request: RequestContext, rendered: RenderedPrompt, stitched: Stitched) -> Stitched:
         """Return the prompt as rendered, because the engine finds images by their places in it. Raises RefusedError."""
         if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
             raise RefusedError(
@@ -383,7 +383,7 @@ async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
     talking = [choice for choice in choices if words[choice.index]]
     if not talking:
         return
-    answers = [Answer(token_ids=words[c.index], finish_reason=c.finish_reason or "stop") for c in talking]
+    answers = [CompleteAnswer(token_ids=words[c.index], finish_reason=c.finish_reason or "stop") for c in talking]
     messages = await begun.lane.engine.derender(begun.chat, begun.rendered.token_ids, answers)
     for choice, message in zip(talking, messages, strict=True):
         met = choice.stop_reason if isinstance(choice.stop_reason, str) else None

@@ -123,7 +123,7 @@ class EngineLane:
         self._finds_calls = None  # what comes up again may have other parsers
 
     async def probe(self) -> None:
-        self.healthy = await self.engine.healthy()
+        self.healthy = await self.engine.is_healthy()
         if self.healthy:
             with contextlib.suppress(EngineError):  # in the middle of an update, say
                 self.version = await self.engine.weight_version()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import structlog
 
 from swarmq.engine.client.protocol import Engine
-from swarmq.engine.client.tokenizer_compat import check_joins, ids_of
+from swarmq.engine.client.tokenizer_compat import check_same_token_ids, try_tokenize
 from swarmq.errors import EngineError
 from swarmq.proxy.engines.pool import WAIT_S, EngineLane, EnginePool, EngineView
 from swarmq.proxy.http_errors import RefusedError
@@ -107,12 +107,12 @@ class EnginePools:
         if not self._opener:
             return
         async with self._opener(url) as engine:
-            told = await ids_of(engine)
+            told = await try_tokenize(engine)
         if told is None:
             return
-        answers = {lane.engine.url: await ids_of(lane.engine) for lane in pool.lanes if lane.healthy}
+        answers = {lane.engine.url: await try_tokenize(lane.engine) for lane in pool.lanes if lane.healthy}
         try:
-            check_joins(url, told, {other: ids for other, ids in answers.items() if ids})
+            check_same_token_ids(url, told, {other: ids for other, ids in answers.items() if ids})
         except EngineError as error:
             raise RefusedError(str(error), param="url") from error
 

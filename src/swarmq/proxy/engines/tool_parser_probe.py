@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from swarmq.engine.client.protocol import Answer, Engine, Json
+from swarmq.engine.client.protocol import CompleteAnswer, Engine, Json
 from swarmq.errors import EngineError
 from swarmq.proxy.deltas import extend
 
@@ -36,7 +36,7 @@ async def finds_tool_calls(engine: Engine) -> bool:
         spoken = (await engine.render({**chat, "messages": [_ASKED, _SAID], "add_generation_prompt": False})).token_ids
         same = next((i for i, pair in enumerate(zip(prompt, spoken, strict=False)) if pair[0] != pair[1]), len(prompt))
         answer = spoken[same:]
-        [message] = await engine.derender(chat, prompt, [Answer(token_ids=answer, finish_reason="stop")])
+        [message] = await engine.derender(chat, prompt, [CompleteAnswer(token_ids=answer, finish_reason="stop")])
         found = [_calls(message)]
         for size in CUTS:
             message, state = {}, None

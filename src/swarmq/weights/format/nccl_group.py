@@ -15,12 +15,12 @@ import torch
 from swarmq.errors import EngineError
 
 POLL_S = 0.001
-MEET_S = 60
-LEARNER = 0
+RENDEZVOUS_TIMEOUT_S = 60
+LEARNER_RANK = 0
 """Its rank; workers come after it."""
 
 
-class Group:
+class NcclGroup:
     """Founded by `join`."""
 
     def __init__(self, communicator: Any, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class Group:
         self._stream.wait_stream(torch.cuda.current_stream())
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            self._communicator.broadcast(buffer, src=LEARNER, stream=self._stream)
+            self._communicator.broadcast(buffer, src=LEARNER_RANK, stream=self._stream)
             done.record()
         deadline = time.monotonic() + timeout_s
         while not done.query():
@@ -46,7 +46,7 @@ class Group:
 
 
 @functools.cache
-def version() -> str:
+def get_nccl_version() -> str:
     """Of the NCCL library that vLLM's wrapper loads in this process; empty where it finds none that it can use."""
     try:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # noqa: PLC0415 - an extra, and slow
@@ -56,25 +56,25 @@ def version() -> str:
         return ""
 
 
-def join(address: str, port: int, *, rank: int, world_size: int, device: torch.device) -> Group:
+def join_group(address: str, port: int, *, rank: int, world_size: int, device: torch.device) -> NcclGroup:
     """Meet the others; returns when all are there. The learner, rank 0, is the one who listens."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415 - an extra, and slow
     from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415
 
     try:
         met = StatelessProcessGroup.create(
-            host=address, port=port, rank=rank, world_size=world_size, store_timeout=MEET_S
+            host=address, port=port, rank=rank, world_size=world_size, store_timeout=RENDEZVOUS_TIMEOUT_S
         )
-        with _unpinned():
+        with _unpin_nccl_settings():
             communicator = PyNcclCommunicator(met, device=device)
     except Exception as error:  # of sockets, stores and NCCL alike
         raise EngineError(f"learner and engine did not meet at {address}:{port}: {error}") from error
     if communicator.disabled:
         raise EngineError("vLLM's communicator is disabled here, and its broadcasts would do nothing")
-    return Group(communicator, device)
+    return NcclGroup(communicator, device)
 
 
-def _unpinned() -> contextlib.AbstractContextManager[Any]:
+def _unpin_nccl_settings() -> contextlib.AbstractContextManager[Any]:
     """Without the settings of NCCL that vLLM, since 0.32, makes for communicators of its own: one end alone would have them."""
     try:
         from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - an extra, and slow

@@ -15,7 +15,7 @@ ALIGNMENT = 256
 """Bytes: every tensor begins at a multiple, as kernels like it."""
 
 
-class Deferred(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor that is made when it is packed, so that only one of its kind exists at a time."""
 
     shape: torch.Size
@@ -30,7 +30,7 @@ class Deferred(NamedTuple):
         return self.dtype.is_floating_point
 
 
-class Adapter(NamedTuple):
+class LowRankUpdate(NamedTuple):
     """What is added to a matrix [out, in]: scale * up @ down."""
 
     down: torch.Tensor
@@ -39,7 +39,7 @@ class Adapter(NamedTuple):
     """[out, r] float32"""
     scale: float
 
-    def added_to(self, base: torch.Tensor) -> torch.Tensor:
+    def add_to(self, base: torch.Tensor) -> torch.Tensor:
         """[out, in] in the adapter's type, whatever that of `base`, where that is. Learner and engine both add here, and so come to
         the same bits."""
         down, up = self.down.to(base.device), self.up.to(base.device)
@@ -47,12 +47,12 @@ class Adapter(NamedTuple):
             return torch.addmm(base.to(up.dtype), up, down, alpha=self.scale)
 
 
-class FromFolder(NamedTuple):
+class FolderWeight(NamedTuple):
     """A weight that the model's folder has, with or without an adapter: who has the folder can make it from there."""
 
-    base: torch.Tensor | Deferred
+    base: torch.Tensor | LazyTensor
     """What the folder has."""
-    adapter: Adapter | None = None
+    adapter: LowRankUpdate | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -70,41 +70,41 @@ class FromFolder(NamedTuple):
         return self.base.is_floating_point()
 
     def make(self, adding_on: torch.device | None = None) -> torch.Tensor:
-        base = made(self.base)
-        return self.adapter.added_to(base.to(adding_on or base.device)) if self.adapter else base
+        base = materialize(self.base)
+        return self.adapter.add_to(base.to(adding_on or base.device)) if self.adapter else base
 
 
-Weight = torch.Tensor | Deferred | FromFolder
+Weight = torch.Tensor | LazyTensor | FolderWeight
 NamedTensors = Iterable[tuple[str, Weight]]
 Tensors = Mapping[str, Weight]
 
-Entry = tuple[str, str, tuple[int, ...]]
+PackedEntry = tuple[str, str, tuple[int, ...]]
 """Name, dtype without `torch.`, shape."""
 
 
-class Packed:
+class PackedLayout:
     """Where each tensor lies in the bytes; the same on both ends."""
 
     def __init__(self, entries: Iterable[Sequence[Any]]) -> None:
         """`entries` as in `Entry`, or as JSON brings them."""
-        self.entries: list[Entry] = [(name, dtype, tuple(shape)) for name, dtype, shape in entries]
-        sizes = [_size_bytes(dtype, shape) for _, dtype, shape in self.entries]
+        self.entries: list[PackedEntry] = [(name, dtype, tuple(shape)) for name, dtype, shape in entries]
+        sizes = [_compute_size_bytes(dtype, shape) for _, dtype, shape in self.entries]
         starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         self._spans = list(zip(starts, sizes, strict=False))
         self.size_bytes = starts[-1]
 
     @classmethod
-    def of(cls, tensors: Tensors, dtype: torch.dtype) -> Packed:
+    def of(cls, tensors: Tensors, dtype: torch.dtype) -> PackedLayout:
         """For these tensors, floating ones as `dtype`."""
         return cls(
-            (name, _name(dtype if tensor.is_floating_point() else tensor.dtype), tensor.shape)
+            (name, _get_dtype_name(dtype if tensor.is_floating_point() else tensor.dtype), tensor.shape)
             for name, tensor in tensors.items()
         )
 
     def pack(self, tensors: Tensors, buffer: torch.Tensor) -> None:
         """Write the tensors into `buffer` [size_bytes] uint8, from whatever device they are on."""
         for name, view in self.views(buffer).items():
-            view.copy_(made(tensors[name], adding_on=buffer.device), non_blocking=True)
+            view.copy_(materialize(tensors[name], adding_on=buffer.device), non_blocking=True)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in `buffer`, without copying."""
@@ -114,12 +114,12 @@ class Packed:
         }
 
 
-def checksum(buffer: torch.Tensor) -> int:
+def checksum_buffer(buffer: torch.Tensor) -> int:
     """Of the bytes [n] uint8, n a multiple of 8. The same on every device; reading them is all it costs."""
     return int(buffer.view(torch.int64).sum())
 
 
-def file_checksum(path: str | Path) -> int:
+def checksum_file(path: str | Path) -> int:
     """Of a file's bytes, the last ones filled up with zeros. It lies in memory, or has just been written."""
     raw = np.memmap(path, np.uint8, "r")
     whole = raw.size // 8 * 8
@@ -127,26 +127,26 @@ def file_checksum(path: str | Path) -> int:
     return (int(raw[:whole].view(np.int64).sum()) + rest) % (1 << 63)
 
 
-def held(weight: Weight) -> Weight:
+def get_stored_tensor(weight: Weight) -> Weight:
     """What there is of it already: where nothing is added to what the folder has, that."""
-    return weight.base if isinstance(weight, FromFolder) and weight.adapter is None else weight
+    return weight.base if isinstance(weight, FolderWeight) and weight.adapter is None else weight
 
 
-def made(weight: Weight, adding_on: torch.device | None = None) -> torch.Tensor:
+def materialize(weight: Weight, adding_on: torch.device | None = None) -> torch.Tensor:
     """The tensor. What an adapter adds is added on this device, by default where the weight is."""
-    if isinstance(weight, FromFolder):
+    if isinstance(weight, FolderWeight):
         return weight.make(adding_on)
-    return weight.make() if isinstance(weight, Deferred) else weight
+    return weight.make() if isinstance(weight, LazyTensor) else weight
 
 
-def typed(tensor: torch.Tensor, device: torch.device, dtype: str | None) -> torch.Tensor:
+def cast(tensor: torch.Tensor, device: torch.device, dtype: str | None) -> torch.Tensor:
     """On `device`; floating ones as `dtype`, if one is named."""
     return tensor.to(device, getattr(torch, dtype) if dtype and tensor.is_floating_point() else None)
 
 
-def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def _compute_size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel() * getattr(torch, dtype).itemsize)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 
 from swarmq.weights.format import packing
-from swarmq.weights.format.safetensors_files import weight_files
+from swarmq.weights.format.safetensors_files import find_weight_files
 
-PIECE = 1 << 24
+CHUNK_ELEMENTS = 1 << 24
 """Elements that are looked at in one go: a whole embedding in another type may be more than a GPU has room for."""
 
 Shape = tuple[int, ...]
@@ -28,40 +28,40 @@ class ServedFolder:
         self._files: list[tuple[int, int, int]] = []
         """Those of the checksums."""
 
-    def shapes(self) -> dict[str, Shape]:
-        with self._opened() as files:
+    def read_shapes(self) -> dict[str, Shape]:
+        with self._open_files() as files:
             return {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[dict[str, torch.Tensor]]:
         """By name. They are views of the files, of which only what is used is read."""
-        facts = [path.stat() for path in weight_files(self.path)]
+        facts = [path.stat() for path in find_weight_files(self.path)]
         files = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in facts]
         if files != self._files:
             self._files, self._checksums = files, {}
-        with self._opened() as opened:
+        with self._open_files() as opened:
             yield {name: file.get_tensor(name) for name, file in opened.items()}
 
     def checksum(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> int:
         """Of one of the weights. It is read once, until the files are others."""
         if (name, dtype) not in self._checksums:
-            self._checksums[name, dtype] = checksum(weight, dtype)
+            self._checksums[name, dtype] = checksum_tensor(weight, dtype)
         return self._checksums[name, dtype]
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[dict[str, Any]]:
+    def _open_files(self) -> Iterator[dict[str, Any]]:
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(self.path)]
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in find_weight_files(self.path)]
             yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
-def checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def checksum_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Of its bytes in this type, the same on every device. Reading them is most of what it costs."""
     total = 0
-    for piece in torch.split(tensor.reshape(-1), PIECE):
+    for piece in torch.split(tensor.reshape(-1), CHUNK_ELEMENTS):
         raw = piece.to(dtype).view(torch.uint8)
         if raw.storage_offset() % 8:  # as it lies in some files
             raw = raw.clone()
         whole = raw.numel() // 8 * 8
-        total += packing.checksum(raw[:whole]) + int.from_bytes(bytes(raw[whole:].tolist()), "little")
+        total += packing.checksum_buffer(raw[:whole]) + int.from_bytes(bytes(raw[whole:].tolist()), "little")
     return total % (1 << 63)

@@ -43,8 +43,8 @@ import msgspec
 import structlog
 
 from swarmq.engine.auth import make_auth_headers
-from swarmq.engine.client.error_mapping import unreached, wrong_secret
-from swarmq.engine.client.versions import check_server
+from swarmq.engine.client.versions import check_server_version
+from swarmq.engine.client.vllm_errors import make_secret_error, map_connection_error
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.weights.format.conventions import UNANNOUNCED, UNTOUCHED, UPDATING, WORKER_FACTS_ROUTE
 
@@ -54,30 +54,32 @@ T = TypeVar("T")
 
 ASLEEP = "asleep-"
 CONDEMNED = "-restart"
-LOAD_S = 60.0
-SLOWEST_BYTES_PER_S = 100e6
+LOAD_OVERHEAD_S = 60.0
+MIN_BYTES_PER_S = 100e6
 """An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
-NO_ROUTE = (404, 405)
-STEPS = re.compile(r"^vllm:(?:iteration_tokens_total_count|kv_cache_usage_perc)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
-OPEN_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
+NO_ROUTE_STATUSES = (404, 405)
+STEP_METRICS = re.compile(
+    r"^vllm:(?:iteration_tokens_total_count|kv_cache_usage_perc)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE
+)
+REQUEST_METRICS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class EngineSilentError(EngineError):
     """It took longer than it is given for an answer, or for a connection."""
 
 
-class Phase(enum.Enum):
+class UpdatePhase(enum.Enum):
     SERVING = "serving"
     PAUSED = "paused"
     UPDATING = "updating"
     VERSIONED = "versioned"
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself. `label` is vLLM's weight version: ours, or `default` for the model on disk."""
 
     label: str
-    paused: bool
+    is_paused: bool
 
     @property
     def version(self) -> int | None:
@@ -85,16 +87,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.label) if self.label.isdecimal() else None
 
     @property
-    def in_doubt(self) -> bool:
+    def is_in_doubt(self) -> bool:
         return self.awake_label.startswith(UPDATING)
 
     @property
-    def unannounced(self) -> bool:
+    def is_unannounced(self) -> bool:
         """Whether somebody changed the weights while a version was served."""
         return self.label == UNANNOUNCED
 
     @property
-    def asleep(self) -> bool:
+    def is_asleep(self) -> bool:
         """Or about to be: the label is set before."""
         return self.label.startswith(ASLEEP)
 
@@ -103,20 +105,20 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return self.label.removeprefix(ASLEEP)
 
     @property
-    def condemned(self) -> bool:
+    def is_condemned(self) -> bool:
         """Nothing but a restart helps."""
-        return self.in_doubt and self.label.endswith(CONDEMNED)
+        return self.is_in_doubt and self.label.endswith(CONDEMNED)
 
 
-class _Label(msgspec.Struct, frozen=True, kw_only=True):
+class _WeightInfoReply(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str | int
 
 
-class _Pause(msgspec.Struct, frozen=True, kw_only=True):
+class _IsPausedReply(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker of an engine says of itself."""
 
     gpu: str
@@ -132,11 +134,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of what the newest of them brought, as it arrived."""
 
 
-class _Workers(msgspec.Struct, frozen=True, kw_only=True):
-    results: list[Facts]
+class _WorkerFactsReply(msgspec.Struct, frozen=True, kw_only=True):
+    results: list[WorkerFacts]
 
 
-class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """New weights, ready to be fetched by an engine."""
 
     update_info: Mapping[str, Any]
@@ -160,7 +162,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
     def for_size(self, size_bytes: int) -> Timeouts:
         """As short as weights of this size allow."""
-        enough_s = LOAD_S + size_bytes / SLOWEST_BYTES_PER_S
+        enough_s = LOAD_OVERHEAD_S + size_bytes / MIN_BYTES_PER_S
         return msgspec.structs.replace(self, update_s=min(self.update_s, enough_s))
 
     @property
@@ -177,10 +179,10 @@ class EngineControl:
         self.url = url.rstrip("/")
         self._headers = make_auth_headers(secret)
         self.timeouts = timeouts or Timeouts()
-        self.phase = Phase.SERVING
-        self.at_fault = False
+        self.phase = UpdatePhase.SERVING
+        self.is_at_fault = False
         """Whether the newest update failed in an engine that had said how it is, and not because of the weights that came."""
-        self.served: list[Facts] = []
+        self.loaded_facts: list[WorkerFacts] = []
         """What the workers said after the newest update."""
         self._session: aiohttp.ClientSession | None = None
         self._version_known = False
@@ -196,7 +198,7 @@ class EngineControl:
         assert self._session is not None
         await self._session.close()
 
-    async def healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
         """Whether the server answers and its engine core lives."""
         try:
             await self._call("GET", "/health", self.timeouts.ask_s)
@@ -204,35 +206,35 @@ class EngineControl:
             return False
         return True
 
-    async def is_open(self) -> bool:
+    async def is_unprotected(self) -> bool:
         """Whether it obeys callers who do not know its secret. Raises EngineError where nobody answers."""
         async with EngineControl(self.url, timeouts=self.timeouts) as stranger:
             try:
-                await stranger._read(_Pause, "GET", "/is_paused")
+                await stranger._read(_IsPausedReply, "GET", "/is_paused")
             except EngineRefusedError:
                 return False
         return True
 
-    async def status(self) -> Status:
+    async def status(self) -> EngineStatus:
         """Raises EngineError when the engine does not answer, is of another version of vLLM than we know, or was started
         without its control endpoints."""
         await self._check_version()
         try:
-            info = await self._read(_Label, "GET", "/weight_info")
-            pause = await self._read(_Pause, "GET", "/is_paused")
+            info = await self._read(_WeightInfoReply, "GET", "/weight_info")
+            pause = await self._read(_IsPausedReply, "GET", "/is_paused")
         except EngineRefusedError as error:
-            if error.status not in NO_ROUTE:
-                raise _unwell(self.url, error) from error
+            if error.status not in NO_ROUTE_STATUSES:
+                raise _map_status_error(self.url, error) from error
             raise EngineError(
                 f"engine {self.url} has no weight control ({error}): "
                 "use vLLM 0.30 to 0.33, started on a loopback address with VLLM_SERVER_DEV_MODE=1"
             ) from error
-        return Status(label=str(info.weight_version), paused=pause.is_paused)
+        return EngineStatus(label=str(info.weight_version), is_paused=pause.is_paused)
 
-    async def open_requests(self) -> int:
+    async def count_open_requests(self) -> int:
         """Requests that run or wait there. Raises EngineError."""
         text = await self._call("GET", "/metrics", self.timeouts.ask_s)
-        return sum(int(float(count)) for count in OPEN_REQUESTS.findall(text.decode()))
+        return sum(int(float(count)) for count in REQUEST_METRICS.findall(text.decode()))
 
     async def steps(self) -> float | None:
         """A number that changes while the engine computes, be it one long prompt; None where it does not say. Its server tells it also
@@ -241,13 +243,13 @@ class EngineControl:
             text = (await self._call("GET", "/metrics", self.timeouts.ask_s)).decode()
         except EngineError:
             return None
-        counts = [float(count) for count in STEPS.findall(text)]
+        counts = [float(count) for count in STEP_METRICS.findall(text)]
         return sum(counts) if counts else None
 
-    async def facts(self) -> list[Facts]:
+    async def facts(self) -> list[WorkerFacts]:
         """Of every worker; none from an engine that was started without our guard or our extension."""
         try:
-            return (await self._read(_Workers, "GET", WORKER_FACTS_ROUTE)).results
+            return (await self._read(_WorkerFactsReply, "GET", WORKER_FACTS_ROUTE)).results
         except EngineRefusedError:
             return []
 
@@ -259,31 +261,31 @@ class EngineControl:
         """Give the GPU's memory back, keep the requests, in whatever state another learner left the engine. The weights go to
         host memory. Raises EngineError; EngineRefusedError from an engine that goes on as it was."""
         status = await self.status()
-        if status.condemned:
+        if status.is_condemned:
             raise EngineError(f"engine {self.url} is to be started again ({status.label}), it cannot be put to sleep")
-        if not status.paused:
+        if not status.is_paused:
             await self._pause()
-        if not status.asleep:
+        if not status.is_asleep:
             await self._label(f"{ASLEEP}{status.label}")  # now that no token gets it
         try:
             await self._fall_asleep()
         except EngineRefusedError as error:
-            if status.in_doubt:
+            if status.is_in_doubt:
                 await self._label(f"{status.awake_label}{CONDEMNED}")
                 raise EngineError(f"engine {self.url} was left in an update, only a restart helps: {error}") from error
             await self._label(status.awake_label)
             await self._wake_up()
             raise
 
-    async def wake(self) -> Status:
+    async def wake(self) -> EngineStatus:
         """Go on where `sleep` came, or where another learner was killed. Nothing for an engine that serves, or whose weights are
         in doubt: those are for `update`. Returns what it is then."""
-        return await self._woken(await self.status())
+        return await self._wake_from(await self.status())
 
-    async def _woken(self, status: Status) -> Status:
-        if status.in_doubt or not status.paused:
+    async def _wake_from(self, status: EngineStatus) -> EngineStatus:
+        if status.is_in_doubt or not status.is_paused:
             return status
-        if status.asleep:
+        if status.is_asleep:
             await self._label(status.awake_label)  # before a token gets the other one
         await self._wake_up()
         return await self.status()
@@ -292,36 +294,36 @@ class EngineControl:
         """Mark an engine as one that only a restart helps."""
         await self._label(f"{UPDATING}{version}{CONDEMNED}")
 
-    async def update(self, parcel: Parcel, version: int) -> float:
+    async def update(self, payload: Payload, version: int) -> float:
         """Load these weights and serve them as `version`; returns the pause in seconds.
 
         Also repairs an engine that another pusher left paused, asleep or half done. Raises EngineError; the engine then
         serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
         """
-        self.at_fault = False
+        self.is_at_fault = False
         status = await self.status()
         try:
-            return await self._updated(parcel, version, status)
+            return await self._run_update(payload, version, status)
         except EngineError as error:
-            self.at_fault = self.phase is not Phase.SERVING or UNTOUCHED not in str(error)
+            self.is_at_fault = self.phase is not UpdatePhase.SERVING or UNTOUCHED not in str(error)
             raise
 
-    async def _updated(self, parcel: Parcel, version: int, found: Status) -> float:
-        before = await self._woken(found)
+    async def _run_update(self, payload: Payload, version: int, found: EngineStatus) -> float:
+        before = await self._wake_from(found)
         began = time.perf_counter()
-        self.phase = Phase.UPDATING if before.in_doubt else Phase.SERVING
+        self.phase = UpdatePhase.UPDATING if before.is_in_doubt else UpdatePhase.SERVING
         try:
-            if before.asleep:
+            if before.is_asleep:
                 await self._fall_asleep()  # if it does not: it would sample as soon as its weights were awake
                 await self._wake_up("weights")
             await self._pause()
-            await self._load(parcel, version, before)
+            await self._load(payload, version, before)
         finally:
-            if self.phase is not Phase.UPDATING:
-                await (self._wake_up() if before.paused else self._resume())
+            if self.phase is not UpdatePhase.UPDATING:
+                await (self._wake_up() if before.is_paused else self._resume())
         pause_s = time.perf_counter() - began
         after = await self.status()
-        if after.version != version or after.paused:
+        if after.version != version or after.is_paused:
             raise EngineError(f"engine {self.url} should serve version {version} but says {after}: restart it")
         log.info("weights pushed", engine=self.url, version=version, pause_s=round(pause_s, 4))
         return pause_s
@@ -329,7 +331,7 @@ class EngineControl:
     async def release(self) -> None:
         """End a pause that nobody owns any more. Raises EngineError when the weights are in doubt."""
         status = await self.wake()
-        if status.in_doubt:
+        if status.is_in_doubt:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")
 
     async def _check_version(self) -> None:
@@ -337,52 +339,52 @@ class EngineControl:
         if self._version_known:
             return
         try:
-            check_server(self.url, await self._read(dict, "GET", "/version"))
+            check_server_version(self.url, await self._read(dict, "GET", "/version"))
         except EngineRefusedError as error:
-            if error.status not in NO_ROUTE:
-                raise _unwell(self.url, error) from error
+            if error.status not in NO_ROUTE_STATUSES:
+                raise _map_status_error(self.url, error) from error
         self._version_known = True
 
     async def _pause(self) -> None:
-        if self.phase is Phase.SERVING:
-            self.phase = Phase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
+        if self.phase is UpdatePhase.SERVING:
+            self.phase = UpdatePhase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
         await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
 
-    async def _load(self, parcel: Parcel, version: int, before: Status) -> None:
+    async def _load(self, payload: Payload, version: int, before: EngineStatus) -> None:
         await self._label(f"{UPDATING}{version}")
-        self.phase = Phase.UPDATING
+        self.phase = UpdatePhase.UPDATING
         await self._start()
         try:
-            await self._deliver(parcel)
+            await self._deliver(payload)
         except EngineRefusedError as error:
-            if UNTOUCHED in str(error) and not before.in_doubt and await self._is_of_one_kind():
+            if UNTOUCHED in str(error) and not before.is_in_doubt and await self._workers_agree():
                 await self._label(before.label)
-                self.phase = Phase.PAUSED
+                self.phase = UpdatePhase.PAUSED
             raise
         finish = self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
         # Side by side: one after the other would prolong the pause.
-        finished, served = await asyncio.gather(finish, self.facts(), return_exceptions=True)
+        finished, loaded_facts = await asyncio.gather(finish, self.facts(), return_exceptions=True)
         if isinstance(finished, BaseException):
             raise finished
-        if isinstance(served, BaseException):
-            raise served
-        self.served = served
-        loaded = {worker.checksum for worker in self.served}
-        if parcel.checksum is not None and loaded - {None, parcel.checksum}:
+        if isinstance(loaded_facts, BaseException):
+            raise loaded_facts
+        self.loaded_facts = loaded_facts
+        loaded = {worker.checksum for worker in self.loaded_facts}
+        if payload.checksum is not None and loaded - {None, payload.checksum}:
             await self._label(f"{UPDATING}{version}")
             raise EngineError(f"engine {self.url} has loaded other weights than were sent: push again")
-        self.phase = Phase.VERSIONED
+        self.phase = UpdatePhase.VERSIONED
 
-    async def _deliver(self, parcel: Parcel) -> None:
-        timeout_s = self.timeouts.for_size(parcel.size_bytes).update_s
-        both: list[Awaitable[Any]] = [self._call("POST", "/update_weights", timeout_s, update_info=parcel.update_info)]
-        if parcel.send:
-            both.append(asyncio.to_thread(parcel.send, self.url, timeout_s))
+    async def _deliver(self, payload: Payload) -> None:
+        timeout_s = self.timeouts.for_size(payload.size_bytes).update_s
+        both: list[Awaitable[Any]] = [self._call("POST", "/update_weights", timeout_s, update_info=payload.update_info)]
+        if payload.send:
+            both.append(asyncio.to_thread(payload.send, self.url, timeout_s))
         for result in await asyncio.gather(*both, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result  # the engine's before the sender's, whom it may have left waiting
 
-    async def _is_of_one_kind(self) -> bool:
+    async def _workers_agree(self) -> bool:
         """Whether all workers have loaded as many updates: one that says it has changed nothing speaks for itself alone."""
         return len({worker.loads for worker in await self.facts()}) <= 1
 
@@ -401,7 +403,7 @@ class EngineControl:
 
     async def _resume(self) -> None:
         await self._call("POST", "/resume", self.timeouts.resume_s)
-        self.phase = Phase.SERVING
+        self.phase = UpdatePhase.SERVING
 
     async def _fall_asleep(self) -> None:
         await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
@@ -410,7 +412,7 @@ class EngineControl:
         """All of it, which resumes it too; or only the memory with this tag."""
         await self._call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up", self.timeouts.sleep_s)
         if not tag:
-            self.phase = Phase.SERVING
+            self.phase = UpdatePhase.SERVING
 
     async def _read(self, kind: type[T], method: str, path: str, /, **body: Any) -> T:
         raw = await self._call(method, path, self.timeouts.ask_s, **body)
@@ -440,11 +442,11 @@ class EngineControl:
                 f"engine {self.url!r}: no address of a vLLM, which is like http://127.0.0.1:8000"
             ) from error
         except aiohttp.ClientError as error:
-            raise unreached(self.url, error) from error
+            raise map_connection_error(self.url, error) from error
 
 
-def _unwell(url: str, error: EngineRefusedError) -> EngineError:
+def _map_status_error(url: str, error: EngineRefusedError) -> EngineError:
     """An engine that fails when asked how it is refuses nothing: it may be well in a moment."""
     if error.status == 401:
-        return wrong_secret(url)
+        return make_secret_error(url)
     return EngineError(f"{error}; look into its log")

@@ -19,19 +19,19 @@ import msgspec
 import structlog
 
 from swarmq.errors import EngineError, EngineRefusedError
-from swarmq.weights.format.cuda_ipc import gpu_uuid
-from swarmq.weights.format.packing import FromFolder, NamedTensors, Tensors
-from swarmq.weights.push.engine_control import EngineControl, EngineSilentError, Facts, Parcel, Timeouts
+from swarmq.weights.format.cuda_ipc import get_gpu_uuid
+from swarmq.weights.format.packing import FolderWeight, NamedTensors, Tensors
+from swarmq.weights.push.engine_control import EngineControl, EngineSilentError, Payload, Timeouts, WorkerFacts
 from swarmq.weights.push.transfers import (
-    AdaptersTransfer,
+    AdapterTransfer,
     FileTransfer,
     IpcTransfer,
     NcclTransfer,
     Route,
-    Staging,
+    StagingBuffer,
     Transfer,
-    distinct,
-    route_to,
+    choose_route,
+    deduplicate,
 )
 
 log = structlog.get_logger()
@@ -39,25 +39,25 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 RETRY_S = 1.0
-DOUBTS = 2
+MAX_DOUBTFUL_PUSHES = 2
 """So many pushes in a row that fail in an engine which answers condemn it."""
-REST_S, LONGEST_REST_S = 30.0, 120.0
+COOLDOWN_S, MAX_COOLDOWN_S = 30.0, 120.0
 """How long the others are not held up by an engine that was waited for in vain: the first time, and in the end."""
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
+class PushSuccess(msgspec.Struct, frozen=True, kw_only=True):
     """How one engine took a push."""
 
     pause_s: float
-    way: str
+    method: str
 
 
-Outcome = dict[str, Taken | EngineError]
-Loads = frozenset[tuple[int, int, int | None]]
+PushOutcome = dict[str, PushSuccess | EngineError]
+LoadState = frozenset[tuple[int, int, int | None]]
 """Of every worker: its process id, how many updates have changed its weights, and the checksum of the newest."""
 
 
-class Silence(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCooldown(msgspec.Struct, frozen=True, kw_only=True):
     """Of an engine that does not answer: it is left alone for a while."""
 
     error: EngineError
@@ -74,7 +74,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float = 0.0
     pauses: dict[str, float] = {}
     """`engine_N`, the N-th of the policy's engines at that moment, from 0 -> its own."""
-    ways: dict[str, str] = {}
+    methods: dict[str, str] = {}
     """Engine url -> `ipc`, `nccl`, `adapters` or `file`."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
@@ -102,26 +102,26 @@ class WeightPusher:
         again, and takes its memory). `current` gives the engines of each moment,
         where they come and go; `engine_urls` are those of the beginning. `check` raises when these engines are another pusher's
         by now; it is asked before each update."""
-        staging = Staging()
+        staging = StagingBuffer()
         self._current, self._check = current or (lambda: engine_urls), check
         self.failing: dict[str, str] = {}
         """Engine url -> why it does not serve the newest version that it was offered."""
         self._transfers = transfers or {
             "ipc": IpcTransfer(staging),
             "nccl": NcclTransfer(staging),
-            "adapters": AdaptersTransfer(engine_urls, folder),
+            "adapters": AdapterTransfer(engine_urls, folder),
             "file": FileTransfer(engine_urls, folder),
         }
         self._secret, self._timeouts = secret, timeouts or Timeouts()
         self._patience_s = patience_s
         self._routes: dict[str, Route] = {}
-        self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
+        self._unusable: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, way and workers of what has failed and is not tried again."""
-        self._doubts: Counter[str] = Counter()
+        self._doubtful_pushes: Counter[str] = Counter()
         self._steps: dict[str, float | None] = {}
         """How many an engine in doubt had computed."""
-        self._silent: dict[str, Silence] = {}
-        self._loads: dict[str, Loads] = {}
+        self._cooldowns: dict[str, EngineCooldown] = {}
+        self._load_states: dict[str, LoadState] = {}
         """Of each engine that took a push of ours: who changed its weights since is not us."""
         self._changed: set[str] = set()
         """Engines whose weights somebody else has changed."""
@@ -130,37 +130,37 @@ class WeightPusher:
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
-        return asyncio.run(self._push(distinct(named_tensors), version, self._engines()))
+        return asyncio.run(self._push(deduplicate(named_tensors), version, self._engines()))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Push to the engines that do not serve `version` as this pusher sent it (started again, left paused or in doubt, taken
         over from another learner, changed by somebody else); often to none."""
         urls = self._engines()
-        behind = asyncio.run(self._behind(urls, version))
+        behind = asyncio.run(self._find_behind(urls, version))
         self.failing = {url: reason for url, reason in self.failing.items() if url in behind}
         if not behind:
             return PushReport(version=version)
-        report = asyncio.run(self._push(distinct(named_tensors), version, behind))
-        replaced = tuple(sorted(self._changed & report.ways.keys()))
-        self._changed -= report.ways.keys()
+        report = asyncio.run(self._push(deduplicate(named_tensors), version, behind))
+        replaced = tuple(sorted(self._changed & report.methods.keys()))
+        self._changed -= report.methods.keys()
         return msgspec.structs.replace(report, replaced=replaced)
 
     def repair(self, named_tensors: NamedTensors, version: int) -> None:
         """Get engines going that a learner which was killed left paused: with what they serve or, where that is in doubt, with
         these weights. Others are left alone, `ensure` is for them. Raises EngineError when none in doubt took them."""
         urls = self._engines()
-        doubtful = asyncio.run(_each(urls, self._get_going))
+        doubtful = asyncio.run(_gather_by_url(urls, self._wake_engine))
         if behind := tuple(url for url in urls if doubtful[url]):
-            asyncio.run(self._push(distinct(named_tensors), version, behind))
+            asyncio.run(self._push(deduplicate(named_tensors), version, behind))
 
     def sleep(self) -> None:
         """Have all engines give their GPUs' memory back until `wake`. One that is being started again is waited for while
         patience lasts: it takes its memory as soon as it is back. Who refuses goes on as it is."""
-        self._tell_each(self._fall_asleep)
+        self._run_on_each(self._fall_asleep)
 
     def wake(self) -> None:
         """The learner needs the memory no longer."""
-        self._tell_each(self._get_going)
+        self._run_on_each(self._wake_engine)
 
     def _engines(self) -> Sequence[str]:
         """Of this moment. Raises EngineError when there are none, or when nobody can tell."""
@@ -173,15 +173,15 @@ class WeightPusher:
     def _control(self, url: str) -> EngineControl:
         return EngineControl(url, secret=self._secret, timeouts=self._timeouts)
 
-    def _tell_each(self, order: Callable[[str], Awaitable[object]]) -> None:
+    def _run_on_each(self, order: Callable[[str], Awaitable[object]]) -> None:
         try:
             urls = self._engines()
         except EngineError as error:
             log.warning("no engine to tell", reason=str(error))
         else:
-            asyncio.run(_each(urls, order))
+            asyncio.run(_gather_by_url(urls, order))
 
-    async def _get_going(self, url: str) -> bool:
+    async def _wake_engine(self, url: str) -> bool:
         """Whether whole weights are what it takes."""
         try:
             async with self._control(url) as engine:
@@ -189,7 +189,7 @@ class WeightPusher:
         except EngineError as error:
             log.warning("engine does not wake", engine=url, reason=str(error))
             return False
-        return status.in_doubt and not status.condemned
+        return status.is_in_doubt and not status.is_condemned
 
     async def _fall_asleep(self, url: str) -> None:
         deadline = time.monotonic() + self._patience_s
@@ -210,208 +210,212 @@ class WeightPusher:
 
     async def _push(self, tensors: Tensors, version: int, urls: Sequence[str]) -> PushReport:
         began = time.perf_counter()
-        shipment = Shipment(self._transfers, tensors, version)
+        snapshot = WeightSnapshot(self._transfers, tensors, version)
         try:
-            outcome = await self._offer(urls, shipment)
+            outcome = await self._offer(urls, snapshot)
         finally:
-            shipment.withdraw()
-        taken = {url: result for url, result in outcome.items() if isinstance(result, Taken)}
+            snapshot.withdraw()
+        taken = {url: result for url, result in outcome.items() if isinstance(result, PushSuccess)}
         return PushReport(
             version=version,
-            write_s=shipment.seconds,
+            write_s=snapshot.write_s,
             pause_s=max(one.pause_s for one in taken.values()),
             pauses={f"engine_{urls.index(url)}": one.pause_s for url, one in taken.items()},
-            ways={url: one.way for url, one in taken.items()},
+            methods={url: one.method for url, one in taken.items()},
             total_s=time.perf_counter() - began,
-            failed=_failed(outcome),
+            failed=_get_failures(outcome),
         )
 
-    async def _offer(self, urls: Sequence[str], shipment: Shipment) -> Outcome:
+    async def _offer(self, urls: Sequence[str], snapshot: WeightSnapshot) -> PushOutcome:
         """Once: an engine that does not answer now may be minutes away, and `ensure` brings it up to date when it is back."""
-        routes = await _each(urls, lambda url: self._route(url, adapted=shipment.adapted))
+        routes = await _gather_by_url(urls, lambda url: self._route(url, has_adapters=snapshot.has_adapters))
         for route in routes.values():
             if isinstance(route, Route):
-                shipment.publish(route)  # of every way before the first pause begins
-        outcome = await self._update_all(routes, shipment)
+                snapshot.publish(route)  # of every way before the first pause begins
+        outcome = await self._update_all(routes, snapshot)
         self._note(outcome)
         failures = [result for result in outcome.values() if isinstance(result, EngineError)]
         if len(failures) == len(outcome):
-            if self._silent.keys() >= set(self._engines()):
-                self._silent.clear()  # there is nobody whom they hold up
-            raise EngineError(f"no engine took version {shipment.version}: {failures[0]}") from failures[0]
+            if self._cooldowns.keys() >= set(self._engines()):
+                self._cooldowns.clear()  # there is nobody whom they hold up
+            raise EngineError(f"no engine took version {snapshot.version}: {failures[0]}") from failures[0]
         return outcome
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: PushOutcome) -> None:
         others = {url: reason for url, reason in self.failing.items() if url not in outcome}
-        self.failing = others | _failed(outcome)
+        self.failing = others | _get_failures(outcome)
 
-    async def _update_all(self, routes: Mapping[str, Route | EngineError], shipment: Shipment) -> Outcome:
-        return await _each(list(routes), lambda url: self._update(url, routes[url], shipment))
+    async def _update_all(self, routes: Mapping[str, Route | EngineError], snapshot: WeightSnapshot) -> PushOutcome:
+        return await _gather_by_url(list(routes), lambda url: self._update(url, routes[url], snapshot))
 
-    async def _route(self, url: str, *, adapted: bool) -> Route | EngineError:
+    async def _route(self, url: str, *, has_adapters: bool) -> Route | EngineError:
         """How the engine is reached at this moment: it may have been started again since the last push."""
-        if error := self._resting(url):
+        if error := self._get_cooldown_error(url):
             return error
         try:
             async with self._control(url) as engine:
-                if (await engine.status()).condemned:
+                if (await engine.status()).is_condemned:
                     return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
-                route = route_to(url, await engine.facts(), gpu_uuid(), adapted=adapted)
-                route = msgspec.structs.replace(route, ways=await self._open_ways(engine, route))
+                route = choose_route(url, await engine.facts(), get_gpu_uuid(), has_adapters=has_adapters)
+                route = msgspec.structs.replace(route, methods=await self._prepare_methods(engine, route))
         except EngineError as error:
-            self._heard(url, error)
+            self._note_answer(url, error)
             return error
-        self._heard(url)
+        self._note_answer(url)
         if self._routes.get(url) != route:
             self._routes[url] = route
-            log.info("weights go", engine=url, way=route.ways[0], dtype=route.dtype, reason=route.reason)
+            log.info("weights go", engine=url, method=route.methods[0], dtype=route.dtype, reason=route.reason)
         return route
 
-    async def _open_ways(self, engine: EngineControl, route: Route) -> tuple[str, ...]:
+    async def _prepare_methods(self, engine: EngineControl, route: Route) -> tuple[str, ...]:
         opened = []
-        for way in route.ways:
-            if (engine.url, way, route.workers) in self._unfit:
+        for method in route.methods:
+            if (engine.url, method, route.workers) in self._unusable:
                 continue
             try:
-                await self._transfers[way].prepare(engine, route)
+                await self._transfers[method].prepare(engine, route)
             except EngineError as error:
-                self._unfit.add((engine.url, way, route.workers))
-                log.warning("weights cannot go", engine=engine.url, way=way, reason=str(error))
+                self._unusable.add((engine.url, method, route.workers))
+                log.warning("weights cannot go", engine=engine.url, method=method, reason=str(error))
             else:
-                opened.append(way)
+                opened.append(method)
         return tuple(opened)
 
-    async def _update(self, url: str, route: Route | EngineError, shipment: Shipment) -> Taken | EngineError:
+    async def _update(
+        self, url: str, route: Route | EngineError, snapshot: WeightSnapshot
+    ) -> PushSuccess | EngineError:
         if isinstance(route, EngineError):
-            log.warning("weights not taken", engine=url, version=shipment.version, reason=str(route))
+            log.warning("weights not taken", engine=url, version=snapshot.version, reason=str(route))
             return route
         failed = EngineError(f"engine {url}: there is no way to bring it weights")
         async with self._control(url) as engine:
-            for way in route.ways:
-                if (parcel := await shipment.fetch(way, route)) is None:
+            for method in route.methods:
+                if (payload := await snapshot.get_payload_async(method, route)) is None:
                     continue
                 self._check()
                 try:
-                    pause_s = await engine.update(parcel, shipment.version)
+                    pause_s = await engine.update(payload, snapshot.version)
                 except EngineError as error:
                     failed = error
-                    log.warning("weights not taken", engine=url, version=shipment.version, way=way, reason=str(error))
+                    log.warning(
+                        "weights not taken", engine=url, version=snapshot.version, method=method, reason=str(error)
+                    )
                     if not isinstance(error, EngineRefusedError):
                         break
-                    if way != "file":
-                        self._unfit.add((url, way, route.workers))
+                    if method != "file":
+                        self._unusable.add((url, method, route.workers))
                 else:
-                    self._doubts.pop(url, None)
+                    self._doubtful_pushes.pop(url, None)
                     self._steps.pop(url, None)
-                    self._loads[url] = _loads(engine.served)
-                    return Taken(pause_s=pause_s, way=way)
-            await self._judge(engine, shipment.version, failed)
+                    self._load_states[url] = _get_load_state(engine.loaded_facts)
+                    return PushSuccess(pause_s=pause_s, method=method)
+            await self._count_doubt(engine, snapshot.version, failed)
         return failed
 
-    async def _judge(self, engine: EngineControl, version: int, failed: EngineError) -> None:
+    async def _count_doubt(self, engine: EngineControl, version: int, failed: EngineError) -> None:
         """Condemn an engine that pushes leave in doubt, or that cannot be paused or resumed, again and again: started by us, it is
         started again. One that took too long to answer, and has computed since the last time, is only busy."""
-        if not engine.at_fault:
+        if not engine.is_at_fault:
             return
         if isinstance(failed, EngineSilentError):
             before, self._steps[engine.url] = self._steps.get(engine.url), await engine.steps()
             if before not in (None, self._steps[engine.url]):
                 return
-        self._doubts[engine.url] += 1
-        if self._doubts[engine.url] < DOUBTS:
+        self._doubtful_pushes[engine.url] += 1
+        if self._doubtful_pushes[engine.url] < MAX_DOUBTFUL_PUSHES:
             return
-        self._doubts.pop(engine.url)
+        self._doubtful_pushes.pop(engine.url)
         log.error("engine condemned", engine=engine.url, version=version, consequence="left out until it is restarted")
         try:
             await engine.condemn(version)
         except EngineError as error:
             log.warning("engine does not answer", engine=engine.url, reason=str(error))
 
-    async def _behind(self, urls: Sequence[str], version: int) -> tuple[str, ...]:
-        current = await _each(urls, lambda url: self._is_at(url, version))
+    async def _find_behind(self, urls: Sequence[str], version: int) -> tuple[str, ...]:
+        current = await _gather_by_url(urls, lambda url: self._is_at(url, version))
         return tuple(url for url, at in current.items() if not at)
 
     async def _is_at(self, url: str, version: int) -> bool:
-        if self._resting(url):
+        if self._get_cooldown_error(url):
             return False
         try:
             async with self._control(url) as engine:
                 status = await engine.status()
-                loads = _loads(await engine.facts())
+                loads = _get_load_state(await engine.facts())
         except EngineError as error:
-            self._heard(url, error)
+            self._note_answer(url, error)
             return False
-        self._heard(url)
-        as_sent = self._loads.get(url) == loads
-        if status.unannounced or (status.version == version and url in self._loads and not as_sent):
+        self._note_answer(url)
+        as_sent = self._load_states.get(url) == loads
+        if status.is_unannounced or (status.version == version and url in self._load_states and not as_sent):
             log.error("weights changed by somebody else", engine=url, label=status.label)
             self._changed.add(url)
-        return status.version == version and as_sent and not status.paused
+        return status.version == version and as_sent and not status.is_paused
 
-    def _resting(self, url: str) -> EngineError | None:
+    def _get_cooldown_error(self, url: str) -> EngineError | None:
         """Why the engine is not asked now."""
-        silence = self._silent.get(url)
+        silence = self._cooldowns.get(url)
         return silence.error if silence and time.monotonic() < silence.until else None
 
-    def _heard(self, url: str, error: EngineError | None = None) -> None:
+    def _note_answer(self, url: str, error: EngineError | None = None) -> None:
         """What came of asking it: an answer, or this. Only one that says nothing at all takes the time of others."""
-        before = self._silent.pop(url, None)
+        before = self._cooldowns.pop(url, None)
         if isinstance(error, EngineSilentError):
-            rest_s = min(2 * before.rest_s, LONGEST_REST_S) if before else REST_S
-            self._silent[url] = Silence(error=error, rest_s=rest_s, until=time.monotonic() + rest_s)
+            rest_s = min(2 * before.rest_s, MAX_COOLDOWN_S) if before else COOLDOWN_S
+            self._cooldowns[url] = EngineCooldown(error=error, rest_s=rest_s, until=time.monotonic() + rest_s)
 
 
-class Shipment:
+class WeightSnapshot:
     """One version of the weights, made ready once for each way and type that engines want."""
 
     def __init__(self, transfers: Mapping[str, Transfer], tensors: Tensors, version: int) -> None:
         self.version = version
-        self.seconds = 0.0
+        self.write_s = 0.0
         """Spent on making ready."""
-        self.adapted = any(isinstance(tensor, FromFolder) and tensor.adapter for tensor in tensors.values())
+        self.has_adapters = any(isinstance(tensor, FolderWeight) and tensor.adapter for tensor in tensors.values())
         self._transfers, self._tensors = transfers, tensors
-        self._parcels: dict[tuple[str, str | None], Parcel | EngineError] = {}
+        self._payloads: dict[tuple[str, str | None], Payload | EngineError] = {}
         self._making = asyncio.Lock()
 
     def publish(self, route: Route) -> None:
         """For the first way of the route for which there is room. Raises EngineError when there is none at all."""
-        if all(self.parcel(way, route) is None for way in route.ways):
-            failed = self._parcels[route.ways[-1], route.dtype]
+        if all(self.get_payload(method, route) is None for method in route.methods):
+            failed = self._payloads[route.methods[-1], route.dtype]
             assert isinstance(failed, EngineError)
             raise failed
 
-    def parcel(self, way: str, route: Route) -> Parcel | None:
+    def get_payload(self, method: str, route: Route) -> Payload | None:
         """None where there is no room for it."""
-        key = (way, route.dtype)
-        if key not in self._parcels:
+        key = (method, route.dtype)
+        if key not in self._payloads:
             began = time.perf_counter()
             try:
-                self._parcels[key] = self._transfers[way].publish(self._tensors, self.version, route.dtype)
+                self._payloads[key] = self._transfers[method].publish(self._tensors, self.version, route.dtype)
             except EngineError as error:
-                log.warning("weights cannot go", way=way, reason=str(error))
-                self._parcels[key] = error
-            self.seconds += time.perf_counter() - began
-        parcel = self._parcels[key]
-        return parcel if isinstance(parcel, Parcel) else None
+                log.warning("weights cannot go", method=method, reason=str(error))
+                self._payloads[key] = error
+            self.write_s += time.perf_counter() - began
+        payload = self._payloads[key]
+        return payload if isinstance(payload, Payload) else None
 
-    async def fetch(self, way: str, route: Route) -> Parcel | None:
+    async def get_payload_async(self, method: str, route: Route) -> Payload | None:
         """The same while engines are led through updates, which a file that is only written now does not hold up."""
         async with self._making:
-            return await asyncio.to_thread(self.parcel, way, route)
+            return await asyncio.to_thread(self.get_payload, method, route)
 
     def withdraw(self) -> None:
-        for way in {way for way, _ in self._parcels}:
-            self._transfers[way].withdraw()
+        for method in {method for method, _ in self._payloads}:
+            self._transfers[method].withdraw()
 
 
-def _loads(facts: Sequence[Facts]) -> Loads:
+def _get_load_state(facts: Sequence[WorkerFacts]) -> LoadState:
     return frozenset((worker.pid, worker.loads, worker.checksum) for worker in facts)
 
 
-def _failed(outcome: Outcome) -> dict[str, str]:
+def _get_failures(outcome: PushOutcome) -> dict[str, str]:
     return {url: str(error) for url, error in outcome.items() if isinstance(error, EngineError)}
 
 
-async def _each(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+async def _gather_by_url(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
     answers = await asyncio.gather(*(ask(url) for url in urls))
     return dict(zip(urls, answers, strict=True))

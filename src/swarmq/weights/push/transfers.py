@@ -29,20 +29,20 @@ from safetensors.torch import save_file
 
 from swarmq.errors import EngineError
 from swarmq.runtime.processes import find_free_port
-from swarmq.weights.format import adapters, cuda_ipc, nccl_group
+from swarmq.weights.format import adapter_file, cuda_ipc, nccl_group
 from swarmq.weights.format.packing import (
     CPU,
     NamedTensors,
-    Packed,
+    PackedLayout,
     Tensors,
     Weight,
-    checksum,
-    file_checksum,
-    held,
-    made,
-    typed,
+    cast,
+    checksum_buffer,
+    checksum_file,
+    get_stored_tensor,
+    materialize,
 )
-from swarmq.weights.push.engine_control import EngineControl, Facts, Parcel
+from swarmq.weights.push.engine_control import EngineControl, Payload, WorkerFacts
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ LOOPBACK = "127.0.0.1"
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """How one engine is reached: the first of `ways` that works."""
 
-    ways: tuple[str, ...]
+    methods: tuple[str, ...]
     reason: str
     dtype: str | None = None
     """Floating weights are sent as this; None: as they are."""
@@ -70,20 +70,20 @@ class Transfer(Protocol):
     async def prepare(self, engine: EngineControl, route: Route) -> None:
         """Before the pause: whatever an engine needs once. Raises EngineError."""
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:
         """Make the tensors ready. Raises EngineError when there is no room for them."""
 
     def withdraw(self) -> None:
         """Every engine has been asked: free what `publish` holds."""
 
 
-def route_to(url: str, facts: Sequence[Facts], own_gpu: str, *, adapted: bool = False) -> Route:
+def choose_route(url: str, facts: Sequence[WorkerFacts], own_gpu: str, *, has_adapters: bool = False) -> Route:
     """For an engine whose workers say this. `own_gpu`: of the learner, empty when it has none; `adapted`: adapters are trained."""
     dtypes = {worker.dtype for worker in facts}
     gpus = [worker.gpu for worker in facts]
-    ways, reason = _ways(url, gpus, own_gpu)
+    methods, reason = _choose_methods(url, gpus, own_gpu)
     return Route(
-        ways=(*ways, "adapters", "file") if adapted else (*ways, "file"),
+        methods=(*methods, "adapters", "file") if has_adapters else (*methods, "file"),
         reason=reason,
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
         workers=tuple(worker.pid for worker in facts),
@@ -91,7 +91,7 @@ def route_to(url: str, facts: Sequence[Facts], own_gpu: str, *, adapted: bool = 
     )
 
 
-def _ways(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[str, ...], str]:
+def _choose_methods(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[str, ...], str]:
     if not gpus:
         return (), "the engine does not say where it runs"
     if not own_gpu:
@@ -107,12 +107,12 @@ def _ways(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[str, ...],
     return ("nccl",), "the engine has GPUs of its own on this host"
 
 
-def distinct(named_tensors: NamedTensors) -> Tensors:
+def deduplicate(named_tensors: NamedTensors) -> Tensors:
     """By name; of several names for one tensor (a tied head) the first."""
     tensors: dict[str, Weight] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, weight in named_tensors:
-        tensor = held(weight)
+        tensor = get_stored_tensor(weight)
         if isinstance(tensor, torch.Tensor):
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             if place in seen:
@@ -135,17 +135,19 @@ class FileTransfer:
     async def prepare(self, engine: EngineControl, route: Route) -> None:
         pass
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
-        placed = {name: typed(made(weight), CPU, dtype).contiguous() for name, weight in tensors.items()}
-        return _parcel("path", self._written(placed, version), _size_bytes(placed))
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:
+        placed = {name: cast(materialize(weight), CPU, dtype).contiguous() for name, weight in tensors.items()}
+        return _make_payload("path", self._write_file(placed, version), _sum_size_bytes(placed))
 
     def withdraw(self) -> None:
         while self._scratch:
             shutil.rmtree(self._scratch.pop(), ignore_errors=True)
 
-    def _written(self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None) -> Path:
+    def _write_file(
+        self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None
+    ) -> Path:
         """Raises EngineError, leaving nothing behind."""
-        folder = self._new_folder(_size_bytes(placed))
+        folder = self._new_folder(_sum_size_bytes(placed))
         path = folder / f"{version}.safetensors"
         try:
             save_file(placed, path, metadata)
@@ -156,7 +158,7 @@ class FileTransfer:
 
     def _new_folder(self, size_bytes: int) -> Path:
         try:
-            folder = _scratch_folder(self._roomy(size_bytes))
+            folder = _make_scratch_folder(self._choose_parent(size_bytes))
         except OSError as error:
             raise EngineError(
                 f"no folder for weights can be made in {self._parent} or {self._fallback}: {error}; let this user write there"
@@ -164,7 +166,7 @@ class FileTransfer:
         self._scratch.append(folder)
         return folder
 
-    def _roomy(self, size_bytes: int) -> Path:
+    def _choose_parent(self, size_bytes: int) -> Path:
         for parent in (self._parent, self._fallback):
             parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(parent)
@@ -175,30 +177,30 @@ class FileTransfer:
         )
 
 
-class AdaptersTransfer(FileTransfer):
+class AdapterTransfer(FileTransfer):
     """The same, of adapters alone. An engine that serves another folder refuses them before it is touched."""
 
     def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
         super().__init__(engine_urls, folder)
-        self._base = adapters.Checksums()
+        self._base = adapter_file.BaseChecksums()
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
-        parts, metadata = adapters.apart(tensors, dtype, self._base)
-        path = self._written(parts, version, metadata)
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:
+        parts, metadata = adapter_file.split_weights(tensors, dtype, self._base)
+        path = self._write_file(parts, version, metadata)
         read = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        return _parcel("adapters", path, read)  # what the engine reads of its folder is as large
+        return _make_payload("adapters", path, read)  # what the engine reads of its folder is as large
 
 
-def _parcel(way: str, path: Path, size_bytes: int) -> Parcel:
-    checksum = file_checksum(path)
-    return Parcel(update_info={way: str(path), "checksum": checksum}, checksum=checksum, size_bytes=size_bytes)
+def _make_payload(method: str, path: Path, size_bytes: int) -> Payload:
+    checksum = checksum_file(path)
+    return Payload(update_info={method: str(path), "checksum": checksum}, checksum=checksum, size_bytes=size_bytes)
 
 
-def _size_bytes(placed: dict[str, torch.Tensor]) -> int:
+def _sum_size_bytes(placed: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in placed.values())
 
 
-class Staging:
+class StagingBuffer:
     """One buffer on the learner's GPU, kept: another process may still have it open when the next push begins.
 
     Weights in host memory are those of a policy that ranks share out, whose next step needs all of the GPU: then it is given
@@ -207,12 +209,12 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
-        self._lent = False
+        self._is_borrowed = False
         """Whether the GPU's memory is, for one push."""
 
-    def packed(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    def pack(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
         """The weights in the buffer, and what a receiver needs to know of them. Raises EngineError when the GPU has no room."""
-        plan = Packed.of(tensors, getattr(torch, dtype) if dtype else torch.float32)
+        plan = PackedLayout.of(tensors, getattr(torch, dtype) if dtype else torch.float32)
         if self._buffer is None or self._buffer.numel() != plan.size_bytes:
             self._buffer = None
             try:
@@ -221,29 +223,29 @@ class Staging:
                 raise EngineError(
                     f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights on their way"
                 ) from error
-        self._lent = all(each.device.type == "cpu" for each in tensors.values())
+        self._is_borrowed = all(each.device.type == "cpu" for each in tensors.values())
         plan.pack(tensors, self._buffer)
         torch.cuda.synchronize()
-        return self._buffer, {"tensors": plan.entries, "checksum": checksum(self._buffer)}
+        return self._buffer, {"tensors": plan.entries, "checksum": checksum_buffer(self._buffer)}
 
     def withdraw(self) -> None:
-        if self._lent:
+        if self._is_borrowed:
             self._buffer = None
 
 
 class IpcTransfer:
     """Engines on the learner's GPU open its buffer and copy from it."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
         pass
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
-        buffer, facts = self._staging.packed(tensors, dtype)
-        info = {"handle": cuda_ipc.exported(buffer), **facts}
-        return Parcel(update_info=info, checksum=facts["checksum"], size_bytes=buffer.numel())
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:  # noqa: ARG002 - its label
+        buffer, facts = self._staging.pack(tensors, dtype)
+        info = {"handle": cuda_ipc.export_handle(buffer), **facts}
+        return Payload(update_info=info, checksum=facts["checksum"], size_bytes=buffer.numel())
 
     def withdraw(self) -> None:
         self._staging.withdraw()
@@ -252,12 +254,12 @@ class IpcTransfer:
 class NcclTransfer:
     """A communicator for each engine, founded anew when the engine was started again or a broadcast failed."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
-        self._groups: dict[str, tuple[tuple[int, ...], nccl_group.Group]] = {}
+        self._groups: dict[str, tuple[tuple[int, ...], nccl_group.NcclGroup]] = {}
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
-        own = nccl_group.version()
+        own = nccl_group.get_nccl_version()
         if not own or route.nccl != (own,):  # who waits for a peer that cannot come waits for ever
             raise EngineError(
                 f"the learner broadcasts with NCCL {own or 'nothing'}, the engine with {', '.join(route.nccl) or 'nothing'}: "
@@ -270,19 +272,26 @@ class NcclTransfer:
             self._forget(engine.url)
         world_size, port = 1 + len(route.workers), find_free_port()
         device = torch.device("cuda", torch.cuda.current_device())
-        joining = _abandonable(
-            partial(nccl_group.join, LOOPBACK, port, rank=nccl_group.LEARNER, world_size=world_size, device=device)
+        joining = _run_in_daemon_thread(
+            partial(
+                nccl_group.join_group,
+                LOOPBACK,
+                port,
+                rank=nccl_group.LEARNER_RANK,
+                world_size=world_size,
+                device=device,
+            )
         )
         try:
             await engine.rendezvous(address=LOOPBACK, port=port, world_size=world_size)
-            self._groups[engine.url] = (route.workers, await asyncio.wait_for(joining, nccl_group.MEET_S))
+            self._groups[engine.url] = (route.workers, await asyncio.wait_for(joining, nccl_group.RENDEZVOUS_TIMEOUT_S))
         except TimeoutError as error:
-            raise EngineError(f"learner and engine did not meet within {nccl_group.MEET_S} s") from error
+            raise EngineError(f"learner and engine did not meet within {nccl_group.RENDEZVOUS_TIMEOUT_S} s") from error
         finally:
             joining.cancel()
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
-        buffer, facts = self._staging.packed(tensors, dtype)
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:  # noqa: ARG002 - its label
+        buffer, facts = self._staging.pack(tensors, dtype)
 
         def send(url: str, timeout_s: float) -> None:
             try:
@@ -291,7 +300,7 @@ class NcclTransfer:
                 self._forget(url)
                 raise
 
-        return Parcel(update_info=facts, checksum=facts["checksum"], size_bytes=buffer.numel(), send=send)
+        return Payload(update_info=facts, checksum=facts["checksum"], size_bytes=buffer.numel(), send=send)
 
     def withdraw(self) -> None:
         self._staging.withdraw()
@@ -300,7 +309,7 @@ class NcclTransfer:
         self._groups.pop(url)[1].destroy()
 
 
-def _abandonable(work: Callable[[], T]) -> asyncio.Future[T]:
+def _run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """What `work` returns, in a thread for which nobody waits in the end: NCCL waits for ever for a peer that was killed on its
     way, and `asyncio.run` for the threads of `asyncio.to_thread`."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -324,7 +333,7 @@ def is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _scratch_folder(parent: Path) -> Path:
+def _make_scratch_folder(parent: Path) -> Path:
     """A new folder that this user alone can read; its name says which process made it."""
     return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
 

@@ -15,28 +15,28 @@ from typing import Any
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-MARK = "swarmq_pieces"
+PATCH_MARK = "swarmq_pieces"
 
 
 def register() -> None:
     """For this process; does nothing for a vLLM that samples in another way."""
     stock = getattr(CPUModelRunner, "sample_tokens", None)
-    if stock is not None and not hasattr(stock, MARK):  # vLLM itself wraps it, too
-        CPUModelRunner.sample_tokens = _sparing(stock)
+    if stock is not None and not hasattr(stock, PATCH_MARK):  # vLLM itself wraps it, too
+        CPUModelRunner.sample_tokens = _wrap_sample_tokens(stock)
 
 
-def _sparing(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_sample_tokens(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def sample_tokens(self: CPUModelRunner, *rest: Any) -> Any:
-        with _spared(self):
+        with _set_generators_aside(self):
             return stock(self, *rest)
 
-    setattr(sample_tokens, MARK, True)
+    setattr(sample_tokens, PATCH_MARK, True)
     return sample_tokens
 
 
 @contextlib.contextmanager
-def _spared(runner: CPUModelRunner) -> Iterator[None]:
+def _set_generators_aside(runner: CPUModelRunner) -> Iterator[None]:
     """The generators of calls whose prompts go on in the next step are put away."""
     generators = runner.input_batch.generators
     unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()

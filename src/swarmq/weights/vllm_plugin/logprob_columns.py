@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MARK = b"swarmq/columns/1"
 """Begins our buffer. vLLM's own buffers are the bytes of arrays, found by their index and never by what they begin with."""
 
-CORE = "EngineCore"
+CORE_PROCESS_NAME = "EngineCore"
 """How vLLM names the processes that sample."""
 
 PATCHED = (
@@ -38,10 +38,10 @@ PATCHED = (
 
 _log = logging.getLogger("vllm.swarmq")  # vLLM shows what is told below its own name
 
-_cut = LogprobsLists.slice_request
+_stock_slice_request = LogprobsLists.slice_request
 """vLLM's own."""
 
-Rows = tuple[LogprobsLists, int, int]
+DeferredRows = tuple[LogprobsLists, int, int]
 """What it is called with: a step's log-probabilities, a request's number among them, how many positions are its."""
 
 
@@ -87,25 +87,25 @@ def register() -> None:
     if hasattr(MsgpackDecoder.decode, "__wrapped__"):
         return
     stock = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
-    MsgpackDecoder.decode = _reading(MsgpackDecoder.decode)
-    if multiprocessing.current_process().name.startswith(CORE):
-        MsgpackEncoder.encode = _sending(MsgpackEncoder.encode)
-        MsgpackEncoder.encode_into = _sending(MsgpackEncoder.encode_into)
-        LogprobsLists.slice_request = rows_of
+    MsgpackDecoder.decode = _wrap_decode(MsgpackDecoder.decode)
+    if multiprocessing.current_process().name.startswith(CORE_PROCESS_NAME):
+        MsgpackEncoder.encode = _wrap_encode(MsgpackEncoder.encode)
+        MsgpackEncoder.encode_into = _wrap_encode(MsgpackEncoder.encode_into)
+        LogprobsLists.slice_request = defer_rows
     try:
-        _rehearse()
+        _check_round_trip()
     except Exception as error:
         for owner, name, method in stock:
             setattr(owner, name, method)
         _log.warning("log-probabilities are sent one request at a time, which is slower, by this vLLM: %r", error)
 
 
-def rows_of(step: LogprobsLists, request: int, count: int) -> Rows:
+def defer_rows(step: LogprobsLists, request: int, count: int) -> DeferredRows:
     """In place of `LogprobsLists.slice_request`, which makes three arrays: `take_out` gathers all requests' at once."""
     return step, request, count
 
 
-def take_out(outputs: EngineCoreOutputs) -> bytes | None:
+def extract_columns(outputs: EngineCoreOutputs) -> bytes | None:
     """The log-probabilities of a step, which `outputs`, having `Rows` of it, is without then.
 
     None if it has none. Should a message ever have some of several steps, they are cut, and go vLLM's own way.
@@ -117,7 +117,7 @@ def take_out(outputs: EngineCoreOutputs) -> bytes | None:
     step = steps[0]
     if any(other is not step for other in steps):
         for _, output in having:
-            output.new_logprobs = _cut(*output.new_logprobs)
+            output.new_logprobs = _stock_slice_request(*output.new_logprobs)
         return None
     begins = step.cu_num_generated_tokens
     positions = requests if begins is None else [begins[request] for request in requests]
@@ -136,45 +136,45 @@ def take_out(outputs: EngineCoreOutputs) -> bytes | None:
     return MARK + _encoder.encode(columns)
 
 
-def put_back(outputs: EngineCoreOutputs, buffer: memoryview) -> None:
+def restore_columns(outputs: EngineCoreOutputs, buffer: memoryview) -> None:
     """Undo `take_out`: `buffer` is what it returned. The arrays are views of it."""
     columns = _decoder.decode(buffer[len(MARK) :])
     step = LogprobsLists(columns.token_ids.array(), columns.logprobs.array(), columns.ranks.array())
     first = 0
     for row, length in zip(columns.rows, columns.lengths, strict=True):
-        outputs.outputs[row].new_logprobs = _cut(step, first, length)
+        outputs.outputs[row].new_logprobs = _stock_slice_request(step, first, length)
         first += length
 
 
-def _sending(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _wrap_encode(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(stock)
     def encode(self: MsgpackEncoder, message: Any, *rest: Any) -> list[Any]:
-        columns = take_out(message) if type(message) is EngineCoreOutputs else None
+        columns = extract_columns(message) if type(message) is EngineCoreOutputs else None
         buffers = stock(self, message, *rest)
         return buffers if columns is None else [*buffers, columns]
 
     return encode
 
 
-def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_decode(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def decode(self: MsgpackDecoder, buffers: Any) -> Any:
         message = stock(self, buffers)
         if type(message) is EngineCoreOutputs and isinstance(buffers, list | tuple):
             last = memoryview(buffers[-1])
             if last[: len(MARK)] == MARK:
-                put_back(message, last)
+                restore_columns(message, last)
         return message
 
     return decode
 
 
-def _rehearse() -> None:
+def _check_round_trip() -> None:
     """Raise unless what is sent is read as it was."""
     step = LogprobsLists(np.array([[5], [6]]), np.array([[-0.5], [-1.5]], np.float32), np.array([1, 2]))
-    own = [rows_of(step, 0, 1), None, rows_of(step, 1, 1)]
+    own = [defer_rows(step, 0, 1), None, defer_rows(step, 1, 1)]
     message = EngineCoreOutputs(outputs=[EngineCoreOutput(f"r{row}", [row], each) for row, each in enumerate(own)])
-    columns = take_out(message)
+    columns = extract_columns(message)
     read = MsgpackDecoder(EngineCoreOutputs).decode([*MsgpackEncoder().encode(message), columns])
     got = [output.new_logprobs for output in read.outputs]
     if [own and own.logprobs.tolist() for own in got] != [[[-0.5]], None, [[-1.5]]]:

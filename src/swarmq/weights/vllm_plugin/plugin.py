@@ -13,7 +13,7 @@ import signal
 import sys
 
 BACKEND = "swarmq"
-WORKER_EXTENSION = "swarmq.weights.vllm_plugin.worker_extension.WorkerFacts"
+WORKER_EXTENSION = "swarmq.weights.vllm_plugin.worker_extension.WorkerExtension"
 MIDDLEWARE = "swarmq.weights.vllm_plugin.middleware.SecretMiddleware"
 ENGINE_ENV = "SWARMQ_ENGINE"
 """Set in the environment of the vLLM servers that we start."""
@@ -23,10 +23,10 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Make the backend and the columns known to this process of vLLM; one that vLLM started is also tied to its life."""
-    from swarmq.weights.vllm_plugin import chunked_prefill, doubtful_weights, logprob_columns  # noqa: PLC0415 - they import vLLM, as the line below does
+    from swarmq.weights.vllm_plugin import chunked_prefill, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
 
     logprob_columns.register()
-    doubtful_weights.register()
+    unannounced_changes.register()
     chunked_prefill.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
 

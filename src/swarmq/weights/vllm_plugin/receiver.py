@@ -28,20 +28,20 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from swarmq.weights.format import adapters, cuda_ipc, nccl_group
+from swarmq.weights.format import adapter_file, cuda_ipc, nccl_group
 from swarmq.weights.format.conventions import UNTOUCHED
-from swarmq.weights.format.packing import Packed, Tensors, checksum, file_checksum, made
+from swarmq.weights.format.packing import PackedLayout, Tensors, checksum_buffer, checksum_file, materialize
 from swarmq.weights.format.served_folder import ServedFolder, Shape
 from swarmq.weights.vllm_plugin import reload
 
-HEAD = "lm_head.weight"
-EMBEDDING = "embed_tokens.weight"
-PASSED_OVER = (HEAD, ".inv_freq")
+HEAD_NAME = "lm_head.weight"
+EMBEDDING_SUFFIX = "embed_tokens.weight"
+OPTIONAL_SUFFIXES = (HEAD_NAME, ".inv_freq")
 """Ends of names that may come though the folder does not have them: a tied head is loaded or left out, the other vLLM computes."""
 
 
 @dataclass
-class Rendezvous(WeightTransferInitInfo):  # type: ignore[misc]
+class RendezvousInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where the learner waits to found a communicator with all workers of this engine."""
 
     address: str
@@ -50,7 +50,7 @@ class Rendezvous(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where the weights are, in checkpoint format: Hugging Face's names and shapes, the whole model."""
 
     path: str | None = None
@@ -63,27 +63,27 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Of the file, or of the packed bytes."""
 
 
-class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[misc]
+class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type: ignore[misc]
     """One worker's side of a push."""
 
-    init_info_cls = Rendezvous
-    update_info_cls = Update
+    init_info_cls = RendezvousInfo
+    update_info_cls = UpdateInfo
     loads = 0
     """Updates that have changed this worker's weights."""
     checksum: int | None = None
     """Of what the newest of them brought, as it arrived."""
     _expected: dict[str, Shape] | None = None
     _served: ServedFolder | None = None
-    _group: nccl_group.Group | None = None
-    _arriving: int | None = None
+    _group: nccl_group.NcclGroup | None = None
+    _update_checksum: int | None = None
     """Checksum of an update on its way."""
 
-    def init_transfer_engine(self, init_info: Rendezvous) -> None:
+    def init_transfer_engine(self, init_info: RendezvousInfo) -> None:
         """Meet the learner; for NCCL only."""
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = nccl_group.join(
+        self._group = nccl_group.join_group(
             init_info.address, init_info.port, rank=rank, world_size=init_info.world_size, device=self.device
         )
 
@@ -104,20 +104,20 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Read all, check all, load all. Raises ValueError before the model is touched; RuntimeError when vLLM does not load all of
         it, which only shows afterwards."""
-        with self._arrived(update_info) as tensors:
+        with self._open_update(update_info) as tensors:
             source = update_info.path or update_info.adapters or "push"
-            self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
-            reload.make_ready(self.model, self.device)
-            named = self._with_head(tensors, own=reload.has_own_head(self.model))
-            self.loads, self.checksum = self.loads + 1, self._arriving
+            self._check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
+            reload.prepare_reload(self.model, self.device)
+            named = self._with_head(tensors, own=reload.has_untied_head(self.model))
+            self.loads, self.checksum = self.loads + 1, self._update_checksum
             initialize_layerwise_reload(self.model)
             self.model.load_weights(named)
-            left_out = reload.left_out(self.model) if self.model_config.quantization is None else []
+            left_out = reload.find_unloaded(self.model) if self.model_config.quantization is None else []
             finalize_layerwise_reload(self.model, self.model_config)
-            reload.pack_tied_heads(self.model)
+            reload.repack_tied_heads(self.model)
             if left_out:
                 raise RuntimeError(
                     f"this vLLM does not reload {left_out[:3]} of a {type(self.model).__name__}, which cannot be trained with it"
@@ -126,81 +126,87 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
                 torch.accelerator.synchronize()  # the learner's memory may be read no longer
 
     @contextlib.contextmanager
-    def _arrived(self, update: Update) -> Iterator[Tensors]:
+    def _open_update(self, update: UpdateInfo) -> Iterator[Tensors]:
         if file := update.path or update.adapters:
-            self._arriving = _checked(file, update.checksum)
+            self._update_checksum = _verify_file(file, update.checksum)
             if update.path:
-                yield self._read(file)
+                yield self._read_file(file)
                 return
-            with adapters.together(file, self._folder(), self.device) as merged:
+            with adapter_file.open_merged(file, self._find_served_folder(), self.device) as merged:
                 yield merged
             return
-        packed = Packed(update.tensors or ())
+        packed = PackedLayout(update.tensors or ())
         try:
             if update.handle is not None:
-                buffer = cuda_ipc.opened(update.handle, packed.size_bytes, self.device)
+                buffer = cuda_ipc.open_handle(update.handle, packed.size_bytes, self.device)
             elif self._group is not None:
                 buffer = torch.empty(packed.size_bytes, dtype=torch.uint8, device=self.device)
                 self._group.broadcast(buffer)
             else:
                 raise RuntimeError("there was no rendezvous with the learner")
-            self._arriving = checksum(buffer)
-            if self._arriving != update.checksum:
+            self._update_checksum = checksum_buffer(buffer)
+            if self._update_checksum != update.checksum:
                 raise RuntimeError("other bytes arrived than were sent")
         except Exception as error:
             raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
         yield packed.views(buffer)
 
-    def _folder(self) -> ServedFolder:
+    def _find_served_folder(self) -> ServedFolder:
         """What vLLM itself has loaded from, also where that was named as on the hub."""
         if self._served is None:
             name = self.model_config.model
             try:
-                self._served = ServedFolder(Path(name) if Path(name).is_dir() else self._snapshot(name))
+                self._served = ServedFolder(Path(name) if Path(name).is_dir() else self._find_snapshot(name))
             except Exception as error:
                 raise ValueError(f"the weights of {name} are not to be found here, {UNTOUCHED}: {error}") from error
         return self._served
 
-    def _snapshot(self, name: str) -> Path:
+    def _find_snapshot(self, name: str) -> Path:
         cache, revision = self.vllm_config.load_config.download_dir, self.model_config.revision
         return Path(snapshot_download(name, cache_dir=cache, revision=revision, local_files_only=True))
 
-    def _read(self, path: str) -> Tensors:
+    def _read_file(self, path: str) -> Tensors:
         try:
             with safe_open(path, framework="pt", device=str(self.device)) as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         except Exception as error:
             raise ValueError(f"{path} is not readable as safetensors, {UNTOUCHED}: {error}") from error
 
-    def _check(self, shapes: dict[str, Shape], source: str) -> None:
+    def _check_shapes(self, shapes: dict[str, Shape], source: str) -> None:
         """Compare with the checkpoint being served, where that is a folder here (a hub name is not looked up)."""
         if self._expected is None:
-            self._expected = ServedFolder(Path(self.model_config.model)).shapes()
-            if self._tied:
-                self._expected.pop(HEAD, None)
+            self._expected = ServedFolder(Path(self.model_config.model)).read_shapes()
+            if self._is_tied:
+                self._expected.pop(HEAD_NAME, None)
         missing = sorted(self._expected.keys() - shapes.keys())
         changed = sorted(name for name, shape in self._expected.items() if shapes.get(name, shape) != shape)
-        unknown = sorted(name for name in shapes.keys() - self._expected.keys() if not name.endswith(PASSED_OVER))
+        unknown = sorted(name for name in shapes.keys() - self._expected.keys() if not name.endswith(OPTIONAL_SUFFIXES))
         if missing or changed or (self._expected and unknown):
             others = f"has other shapes for {changed[:3]}" if changed else f"has {unknown[:3]} besides"
             what = f"lacks {missing[:3]}" if missing else others
             raise ValueError(f"{source} is not of the served model, {UNTOUCHED}: it {what}")
 
     @property
-    def _tied(self) -> bool:
+    def _is_tied(self) -> bool:
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _with_head(self, tensors: Tensors, *, own: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Without the head where it is the embedding: several models of vLLM (Gemma 2, BLOOM) fail at it by its name."""
-        yield from ((name, made(tensor)) for name, tensor in tensors.items() if name != HEAD or own or not self._tied)
-        if HEAD not in tensors and self._tied and own:
-            yield from ((HEAD, made(tensor)) for name, tensor in tensors.items() if name.endswith(EMBEDDING))
+        yield from (
+            (name, materialize(tensor))
+            for name, tensor in tensors.items()
+            if name != HEAD_NAME or own or not self._is_tied
+        )
+        if HEAD_NAME not in tensors and self._is_tied and own:
+            yield from (
+                (HEAD_NAME, materialize(tensor)) for name, tensor in tensors.items() if name.endswith(EMBEDDING_SUFFIX)
+            )
 
 
-def _checked(path: str, expected: int | None) -> int | None:
+def _verify_file(path: str, expected: int | None) -> int | None:
     """Checksum of the file; None where it cannot be read, which whoever reads it says. Raises ValueError for another than expected."""
     try:
-        arrived = file_checksum(path)
+        arrived = checksum_file(path)
     except (OSError, ValueError):
         return None
     if expected is not None and arrived != expected:

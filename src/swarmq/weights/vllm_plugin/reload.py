@@ -20,13 +20,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from swarmq.weights.format.conventions import UNTOUCHED
 
-AS_THEY_COME = {"FusedMoEExperts", "FlashInferExperts"}
+ORDER_KEEPING_KERNELS = {"FusedMoEExperts", "FlashInferExperts"}
 """Kernels of vLLM that, when they are made, leave weights that are not quantized as they are."""
 
 
-def make_ready(model: torch.nn.Module, device: torch.device) -> None:
+def prepare_reload(model: torch.nn.Module, device: torch.device) -> None:
     """Before a reload. Raises ValueError, nothing being changed, when it would leave wrong weights."""
-    methods = {name: module.quant_method for name, module in model.named_modules() if _lays_out(module)}
+    methods = {name: module.quant_method for name, module in model.named_modules() if _has_reordering_kernel(module)}
     if methods and device.type != "cpu":
         name, method = next(iter(methods.items()))
         kernel = type(method.moe_kernel.fused_experts).__name__
@@ -38,7 +38,7 @@ def make_ready(model: torch.nn.Module, device: torch.device) -> None:
         method.moe_kernel = None  # vLLM makes one with the weights that it loads
 
 
-def _lays_out(module: Any) -> bool:
+def _has_reordering_kernel(module: Any) -> bool:
     """Whether these are experts with such a kernel; those that are quantized, vLLM lays out again by itself."""
     method: Any = getattr(module, "quant_method", None)
     if getattr(method, "moe_kernel", None) is None:
@@ -47,33 +47,34 @@ def _lays_out(module: Any) -> bool:
 
     done_when_made = type(method.moe_kernel.fused_experts).process_weights_after_loading
     return (
-        isinstance(method, UnquantizedFusedMoEMethod) and done_when_made.__qualname__.split(".")[0] not in AS_THEY_COME
+        isinstance(method, UnquantizedFusedMoEMethod)
+        and done_when_made.__qualname__.split(".")[0] not in ORDER_KEEPING_KERNELS
     )
 
 
-def has_own_head(model: torch.nn.Module) -> bool:
+def has_untied_head(model: torch.nn.Module) -> bool:
     """Whether there is a head whose weight is not an embedding's."""
-    return len(_heads(model)) > len(_tied_heads(model))
+    return len(_find_heads(model)) > len(_find_tied_heads(model))
 
 
-def pack_tied_heads(model: torch.nn.Module) -> None:
+def repack_tied_heads(model: torch.nn.Module) -> None:
     """After a reload. Does nothing where there is no packed copy, as on a GPU."""
-    for head in _tied_heads(model):
+    for head in _find_tied_heads(model):
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)
 
 
-def _heads(model: torch.nn.Module) -> list[Any]:
+def _find_heads(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
 
 
-def _tied_heads(model: torch.nn.Module) -> list[Any]:
+def _find_tied_heads(model: torch.nn.Module) -> list[Any]:
     others = (module for module in model.modules() if not isinstance(module, ParallelLMHead))
     places = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
-    return [head for head in _heads(model) if id(head.weight) in places]
+    return [head for head in _find_heads(model) if id(head.weight) in places]
 
 
-def left_out(model: torch.nn.Module) -> list[str]:
+def find_unloaded(model: torch.nn.Module) -> list[str]:
     """Between reading weights and the end of the reload: the parameters that would stay as they were."""
     seen: list[Any] = []
     missed: dict[str, Any] = {}

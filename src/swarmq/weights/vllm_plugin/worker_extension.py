@@ -6,18 +6,18 @@ import os
 from typing import Any
 
 from swarmq.weights.format import nccl_group
-from swarmq.weights.format.cuda_ipc import gpu_uuid
+from swarmq.weights.format.cuda_ipc import get_gpu_uuid
 
 
-class WorkerFacts:
+class WorkerExtension:
     def swarmq_facts(self: Any) -> dict[str, Any]:
-        """As in `swarmq.weights.push.engine_control.Facts`."""
+        """As in `swarmq.weights.push.engine_control.WorkerFacts`."""
         on_gpu = self.device.type == "cuda"
         return {
-            "gpu": gpu_uuid(self.device) if on_gpu else "",
+            "gpu": get_gpu_uuid(self.device) if on_gpu else "",
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "pid": os.getpid(),
-            "nccl": nccl_group.version() if on_gpu else "",
+            "nccl": nccl_group.get_nccl_version() if on_gpu else "",
             "loads": getattr(self.weight_transfer_engine, "loads", 0),
             "checksum": getattr(self.weight_transfer_engine, "checksum", None),
         }

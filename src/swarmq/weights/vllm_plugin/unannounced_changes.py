@@ -19,7 +19,7 @@ from swarmq.weights.format.conventions import UNANNOUNCED, UPDATING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CHANGES = ("update_weights", "reset_weights")
+CHANGING_METHODS = ("update_weights", "reset_weights")
 """Methods of workers after which the weights may be others."""
 
 _log = logging.getLogger("vllm.swarmq")  # vLLM shows what is told below its own name
@@ -29,13 +29,13 @@ def register() -> None:
     """Watch the changes in this process, if it is an engine core; of a vLLM that labels nothing there is nothing to take away."""
     if hasattr(EngineCore.collective_rpc, "__wrapped__") or not hasattr(EngineCore, "set_weight_version"):
         return
-    EngineCore.collective_rpc = _watching(EngineCore.collective_rpc)
+    EngineCore.collective_rpc = _wrap_collective_rpc(EngineCore.collective_rpc)
 
 
-def _watching(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective_rpc(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def collective_rpc(self: EngineCore, method: Any, *rest: Any, **more: Any) -> Any:
-        if method in CHANGES and not (label := self.get_weight_version()).startswith(UPDATING):
+        if method in CHANGING_METHODS and not (label := self.get_weight_version()).startswith(UPDATING):
             _log.warning("weights change under the label %r, which nobody announced: it is %r now", label, UNANNOUNCED)
             self.set_weight_version(UNANNOUNCED)
         return stock(self, method, *rest, **more)

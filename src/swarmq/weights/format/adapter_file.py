@@ -20,14 +20,14 @@ import torch
 from safetensors import safe_open
 
 from swarmq.weights.format.conventions import UNTOUCHED
-from swarmq.weights.format.packing import CPU, Adapter, Deferred, FromFolder, Tensors, made, typed
-from swarmq.weights.format.served_folder import PIECE, ServedFolder, checksum
+from swarmq.weights.format.packing import CPU, FolderWeight, LazyTensor, LowRankUpdate, Tensors, cast, materialize
+from swarmq.weights.format.served_folder import CHUNK_ELEMENTS, ServedFolder, checksum_tensor
 
-OUTLINE = "swarmq.outline"
+MANIFEST_KEY = "swarmq.outline"
 DOWN, UP = ":down", ":up"
 
 
-class Base(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BaseWeight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A weight that the folder has."""
 
     float32: int | None = None
@@ -38,43 +38,47 @@ class Base(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of its adapter; None: it has none."""
 
 
-class Outline(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What the weights of the model are made of."""
 
-    weights: dict[str, Base | None]
+    weights: dict[str, BaseWeight | None]
     """By name, in order. None: all of it is in the file."""
     dtype: str | None
     """What floating ones become in the end; None: they stay as they are."""
 
 
-class Checksums:
+class BaseChecksums:
     """Of what the learner loaded and does not train: computed once, and again only if a tensor is written to."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[list[tuple[int, int]], Base]] = {}
+        self._known: dict[str, tuple[list[tuple[int, int]], BaseWeight]] = {}
 
-    def of(self, name: str, base: torch.Tensor | Deferred) -> Base:
-        sources = base.sources if isinstance(base, Deferred) else (base,)
+    def of(self, name: str, base: torch.Tensor | LazyTensor) -> BaseWeight:
+        sources = base.sources if isinstance(base, LazyTensor) else (base,)
         state = [(each.data_ptr(), each._version) for each in sources]  # noqa: SLF001 - it has no public name
         if not state or name not in self._known or self._known[name][0] != state:
-            self._known[name] = (state, _told(made(base)))
+            self._known[name] = (state, _describe_base(materialize(base)))
         return self._known[name][1]
 
 
-def _told(base: torch.Tensor) -> Base:
+def _describe_base(base: torch.Tensor) -> BaseWeight:
     if base.dtype == torch.bfloat16:
-        return Base(bfloat16=checksum(base, torch.bfloat16))
-    fits = all(torch.equal(piece.bfloat16().float(), piece) for piece in torch.split(base.reshape(-1), PIECE))
-    return Base(float32=checksum(base, torch.float32), bfloat16=checksum(base, torch.bfloat16) if fits else None)
+        return BaseWeight(bfloat16=checksum_tensor(base, torch.bfloat16))
+    fits = all(torch.equal(piece.bfloat16().float(), piece) for piece in torch.split(base.reshape(-1), CHUNK_ELEMENTS))
+    return BaseWeight(
+        float32=checksum_tensor(base, torch.float32), bfloat16=checksum_tensor(base, torch.bfloat16) if fits else None
+    )
 
 
-def apart(tensors: Tensors, dtype: str | None, checksums: Checksums) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def split_weights(
+    tensors: Tensors, dtype: str | None, checksums: BaseChecksums
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors and metadata of the file, for an engine that computes with `dtype`."""
     placed: dict[str, torch.Tensor] = {}
-    weights: dict[str, Base | None] = {}
+    weights: dict[str, BaseWeight | None] = {}
     for name, weight in tensors.items():
-        if not isinstance(weight, FromFolder):
-            weights[name], placed[name] = None, typed(made(weight), CPU, dtype).contiguous()
+        if not isinstance(weight, FolderWeight):
+            weights[name], placed[name] = None, cast(materialize(weight), CPU, dtype).contiguous()
             continue
         base = checksums.of(name, weight.base)
         if weight.adapter:
@@ -82,22 +86,22 @@ def apart(tensors: Tensors, dtype: str | None, checksums: Checksums) -> tuple[di
             placed[name + DOWN], placed[name + UP] = down.cpu().contiguous(), up.cpu().contiguous()
             base = msgspec.structs.replace(base, scale=scale)
         weights[name] = base
-    return placed, {OUTLINE: msgspec.json.encode(Outline(weights=weights, dtype=dtype)).decode()}
+    return placed, {MANIFEST_KEY: msgspec.json.encode(AdapterManifest(weights=weights, dtype=dtype)).decode()}
 
 
 @contextlib.contextmanager
-def together(path: str, folder: ServedFolder, device: torch.device) -> Iterator[Tensors]:
+def open_merged(path: str, folder: ServedFolder, device: torch.device) -> Iterator[Tensors]:
     """Every weight of the model, made on `device` when it is asked for. Raises ValueError for a file that is damaged or of
     another model than the folder's."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
-            outline = msgspec.json.decode((file.metadata() or {})[OUTLINE], type=Outline)
+            outline = msgspec.json.decode((file.metadata() or {})[MANIFEST_KEY], type=AdapterManifest)
             served = stack.enter_context(folder.weights())
             sent = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            _check(outline, served, folder)
+            _check_base(outline, served, folder)
             weights = {
-                name: _deferred(_parts(name, base, sent, served), device, outline.dtype)
+                name: _make_lazy(_combine_parts(name, base, sent, served), device, outline.dtype)
                 for name, base in outline.weights.items()
             }
         except Exception as error:
@@ -105,10 +109,14 @@ def together(path: str, folder: ServedFolder, device: torch.device) -> Iterator[
         yield weights
 
 
-def _check(outline: Outline, served: Mapping[str, torch.Tensor], folder: ServedFolder) -> None:
+def _check_base(outline: AdapterManifest, served: Mapping[str, torch.Tensor], folder: ServedFolder) -> None:
     """Raises ValueError for another base."""
     bases = {name: base for name, base in outline.weights.items() if base}
-    others = [name for name, base in bases.items() if name not in served or not _same(name, base, served[name], folder)]
+    others = [
+        name
+        for name, base in bases.items()
+        if name not in served or not _is_same_base(name, base, served[name], folder)
+    ]
     if others:
         raise ValueError(
             f"{folder.path} is not what the adapters were trained in: of {len(bases)} weights that both should have, "
@@ -116,39 +124,39 @@ def _check(outline: Outline, served: Mapping[str, torch.Tensor], folder: ServedF
         )
 
 
-def _same(name: str, base: Base, weight: torch.Tensor, folder: ServedFolder) -> bool:
+def _is_same_base(name: str, base: BaseWeight, weight: torch.Tensor, folder: ServedFolder) -> bool:
     half = weight.dtype == torch.bfloat16 or base.float32 is None
     return folder.checksum(name, weight, torch.bfloat16 if half else torch.float32) == (
         base.bfloat16 if half else base.float32
     )
 
 
-def _parts(
-    name: str, base: Base | None, sent: Mapping[str, torch.Tensor], served: Mapping[str, torch.Tensor]
-) -> FromFolder:
+def _combine_parts(
+    name: str, base: BaseWeight | None, sent: Mapping[str, torch.Tensor], served: Mapping[str, torch.Tensor]
+) -> FolderWeight:
     """Raises KeyError and ValueError when they do not go together."""
     if base is None:
-        return FromFolder(sent[name])
-    kept = _as_kept(served[name], base)
+        return FolderWeight(sent[name])
+    kept = _cast_as_learner(served[name], base)
     if base.scale is None:
-        return FromFolder(kept)
-    adapter = Adapter(sent[name + DOWN], sent[name + UP], base.scale)
+        return FolderWeight(kept)
+    adapter = LowRankUpdate(sent[name + DOWN], sent[name + UP], base.scale)
     fits = (adapter.up.shape[0], adapter.down.shape[1]) == served[name].shape
     if not fits or adapter.up.shape[1] != adapter.down.shape[0]:
         raise ValueError(f"an adapter of another shape for {name}")
-    return FromFolder(kept, adapter)
+    return FolderWeight(kept, adapter)
 
 
-def _as_kept(weight: torch.Tensor, base: Base) -> torch.Tensor | Deferred:
+def _cast_as_learner(weight: torch.Tensor, base: BaseWeight) -> torch.Tensor | LazyTensor:
     """As the learner has it."""
     if base.float32 is not None or weight.dtype == torch.bfloat16:
         return weight
-    return Deferred(weight.shape, torch.bfloat16, weight.device, weight.bfloat16)
+    return LazyTensor(weight.shape, torch.bfloat16, weight.device, weight.bfloat16)
 
 
-def _deferred(weight: FromFolder, device: torch.device, dtype: str | None) -> Deferred:
-    return Deferred(weight.shape, weight.dtype, device, partial(_made, weight, device, dtype))
+def _make_lazy(weight: FolderWeight, device: torch.device, dtype: str | None) -> LazyTensor:
+    return LazyTensor(weight.shape, weight.dtype, device, partial(_merge_and_cast, weight, device, dtype))
 
 
-def _made(weight: FromFolder, device: torch.device, dtype: str | None) -> torch.Tensor:
-    return typed(made(weight, adding_on=device), device, dtype)
+def _merge_and_cast(weight: FolderWeight, device: torch.device, dtype: str | None) -> torch.Tensor:
+    return cast(materialize(weight, adding_on=device), device, dtype)

@@ -12,16 +12,16 @@ import aiohttp
 from swarmq.engine.auth import SECRET_ENV
 from swarmq.errors import EngineError
 
-LISTED = re.compile(r"\A\d+ validation errors?:\n +(\{.*)")
+VALIDATION_ERRORS = re.compile(r"\A\d+ validation errors?:\n +(\{.*)")
 """vLLM's answer to a body that is not of its form; one dict a line."""
-DUMPED = re.compile(
+PYDANTIC_ERRORS = re.compile(
     r"\A\d+ validation errors? for [^\n]+\n(?P<loc>[^\n]+)\n +(?P<msg>.*?)(?: \[type=(?P<type>\w+)|\Z)", re.DOTALL
 )
 """What pydantic says of itself."""
 CODES = {"missing": "missing_required_parameter"}
 
 
-def wrong_secret(url: str) -> EngineError:
+def make_secret_error(url: str) -> EngineError:
     """Our error for an engine whose guard does not know the caller."""
     return EngineError(
         f"the engine at {url} asks for another secret than this run's: start it with ${SECRET_ENV} as "
@@ -29,7 +29,7 @@ def wrong_secret(url: str) -> EngineError:
     )
 
 
-def unreached(url: str, error: aiohttp.ClientError | OSError) -> EngineError:
+def map_connection_error(url: str, error: aiohttp.ClientError | OSError) -> EngineError:
     """Our error for one of the driver's or the system's."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     why = str(cause) or type(cause).__name__
@@ -39,22 +39,22 @@ def unreached(url: str, error: aiohttp.ClientError | OSError) -> EngineError:
     return EngineError(f"the engine at {url} cannot be reached: {what}; is vLLM running, and is the url right?")
 
 
-def objection(message: str, param: str | None) -> tuple[str, str | None, str]:
+def parse_refusal(message: str, param: str | None) -> tuple[str, str | None, str]:
     """What an engine objects to, in one sentence, with the field at fault as OpenAI writes it, and a code.
 
     vLLM lists all that pydantic found; the first is enough to act on.
     """
-    found = _first(message)
+    found = _parse_first_error(message)
     if found is None:
-        return message, _path(param) if param else None, "invalid_value"
-    where, why, kind = _path(str(found.get("loc") or param or "")), str(found.get("msg")), str(found.get("type"))
+        return message, _format_path(param) if param else None, "invalid_value"
+    where, why, kind = _format_path(str(found.get("loc") or param or "")), str(found.get("msg")), str(found.get("type"))
     why = why.removeprefix("Value error, ").strip()
     code = CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
     return (f"{where}: {why}" if where else why), where or None, code
 
 
-def _first(message: str) -> dict[str, Any] | None:
-    if (listed := LISTED.match(message)) is not None:
+def _parse_first_error(message: str) -> dict[str, Any] | None:
+    if (listed := VALIDATION_ERRORS.match(message)) is not None:
         line = listed[1]
         try:
             found = ast.literal_eval(line)
@@ -62,11 +62,11 @@ def _first(message: str) -> dict[str, Any] | None:
             parts = {name: re.search(rf"'{name}': (?:'([^']*)'|\"([^\"]*)\")", line) for name in ("loc", "msg", "type")}
             return {name: part[1] or part[2] for name, part in parts.items() if part}
         return found if isinstance(found, dict) else None
-    dumped = DUMPED.match(message)
+    dumped = PYDANTIC_ERRORS.match(message)
     return dumped.groupdict() if dumped else None
 
 
-def _path(loc: str) -> str:
+def _format_path(loc: str) -> str:
     """`body.messages.0.content` as `messages[0].content`; without the names of pydantic's alternatives."""
     parts = [
         part for part in loc.removeprefix("body.").split(".") if part and not part[0].isupper() and "[" not in part
