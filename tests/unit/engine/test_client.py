@@ -82,7 +82,7 @@ async def test_render_fills_in_the_model_and_keeps_what_generate_wants_back():
     )
 
 
-@pytest.mark.parametrize(("image", "carried"), [([9, 9, 9], True), ([8, 9, 9], False)])
+@pytest.mark.parametrize(("image", "passthrough"), [([9, 9, 9], True), ([8, 9, 9], False)])
 async def test_an_image_that_vllm_would_die_of_is_refused(image, passthrough):
     """With other tokens around those of its parts, as in Idefics3 and Gemma 3."""
     features = {"mm_placeholders": {"image": [{"offset": 1, "length": 3}]}}
