@@ -116,7 +116,7 @@ async def test_an_engine_that_is_slow_to_answer_and_added_twice_is_there_once(st
         return True
 
     async with stages(folder=str(tmp_path)) as stage:
-        monkeypatch.setattr(ScriptedEngine, "healthy", slowly)
+        monkeypatch.setattr(ScriptedEngine, "is_healthy", slowly)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(2):
                 tasks.create_task(change(stage, "add", "scripted://new"))

@@ -43,7 +43,7 @@ async def test_a_request_with_nothing_but_such_tools_has_no_tools(stage, path):
     stage.engine.say("hello")
     choice = {"type": "auto"} if path == "/v1/messages" else "auto"
     status, _, raw = await stage.post({**BODIES[path], "tools": [SEARCH], "tool_choice": choice}, path)
-    assert (status, stage.engine.requests[0].parsed) == (200, False), raw
+    assert (status, stage.engine.requests[0].needs_parsing) == (200, False), raw
 
 
 async def test_they_are_counted_and_warned_of_once(stage):

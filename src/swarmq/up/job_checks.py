@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from swarmq.config import SwarmJob
-from swarmq.engine.server.gpus import GpuMemory, find_visible_gpus
+from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
 from swarmq.errors import SetUpError
@@ -58,7 +58,7 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     return RunPlan(job, placements)
 
 
-def check_settings(job: SwarmJob) -> list[GpuMemory]:
+def check_settings(job: SwarmJob) -> list[GpuCapacity]:
     """Return the GPUs that engines and learners can be placed on. Raises SwarmqError for settings that no model can make work."""
     served = [policy for policy in job.policies.values() if not policy.engine.urls]
     for policy in served:

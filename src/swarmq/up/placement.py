@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from swarmq.config import Policy, Train
-from swarmq.engine.server.gpus import GpuMemory
+from swarmq.engine.server.gpus import GpuCapacity
 from swarmq.engine.server.launch import DEFAULT_CONTEXT
 from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError
@@ -103,7 +103,7 @@ class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Ratio of `total` to all memory of the GPU."""
 
     @classmethod
-    def of(cls, gpus: Sequence[GpuMemory], share: float) -> PlacementMemory:
+    def of(cls, gpus: Sequence[GpuCapacity], share: float) -> PlacementMemory:
         """Combine several GPUs: the memory of the smallest, and the use of the fullest."""
         held = max(gpu.total - gpu.free for gpu in gpus)
         return cls(total=int(share * min(gpu.total for gpu in gpus)), held=int(share * held), share=share)
@@ -210,7 +210,7 @@ class ContextLimit(msgspec.Struct, frozen=True, kw_only=True):
 def choose_context_limits(
     policies: Mapping[str, Policy],
     models: Mapping[str, ModelFacts],
-    gpus: Sequence[GpuMemory],
+    gpus: Sequence[GpuCapacity],
     *,
     judges: Mapping[str, Sequence[int]] | None = None,
     host_cache: int,
@@ -257,7 +257,7 @@ def _limit_on_cpu(policy: Policy, model: ModelFacts, host_cache: int) -> Context
 def _limit_on_gpus(
     policy: Policy,
     model: ModelFacts,
-    gpus: Sequence[GpuMemory],
+    gpus: Sequence[GpuCapacity],
     first: int,
     share: float,
     *,
@@ -293,8 +293,8 @@ def _limit_on_gpus(
 
 
 def _assign_gpus(
-    models: Mapping[str, ModelFacts], gpus: Sequence[GpuMemory]
-) -> dict[str, tuple[Sequence[GpuMemory], int, float]]:
+    models: Mapping[str, ModelFacts], gpus: Sequence[GpuCapacity]
+) -> dict[str, tuple[Sequence[GpuCapacity], int, float]]:
     """Divide the GPUs evenly among the policies, which share GPUs if there are too few. Returns for each policy its GPUs, the
     number of the first GPU, and its fraction of each."""
     share = 1 / -(-len(models) // len(gpus))
@@ -309,7 +309,7 @@ def _assign_gpus(
 def place_all(
     policies: Mapping[str, Policy],
     models: Mapping[str, ModelFacts],
-    gpus: Sequence[GpuMemory],
+    gpus: Sequence[GpuCapacity],
     *,
     judges: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Placement]:
@@ -329,7 +329,7 @@ def place_all(
 def place(
     policy: Policy,
     model: ModelFacts,
-    gpus: Sequence[GpuMemory],
+    gpus: Sequence[GpuCapacity],
     *,
     first: int = 0,
     share: float = 1.0,

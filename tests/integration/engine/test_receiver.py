@@ -94,7 +94,7 @@ def serving(model: str, cache: Path, revision: str | None = None) -> weights_rec
 
 
 def test_the_bytes_that_were_sent_are_the_weights(plan: PackedLayout, sent: torch.Tensor) -> None:
-    update = weights_receiver.Update(tensors=plan.entries, checksum=checksum_buffer(sent))
+    update = weights_receiver.UpdateInfo(tensors=plan.entries, checksum=checksum_buffer(sent))
     with worker(Group(sent))._arrived(update) as arrived:
         assert {name: tensor.tolist() for name, tensor in arrived.items()} == {
             name: tensor.tolist() for name, tensor in WEIGHTS.items()
@@ -137,7 +137,7 @@ def in_folder(folder: Path, model: str | None = None) -> weights_receiver.Weight
 def test_one_other_byte_is_refused_before_the_model_is_touched(
     plan: PackedLayout, sent: torch.Tensor, place: int
 ) -> None:
-    update, other = weights_receiver.Update(tensors=plan.entries, checksum=checksum_buffer(sent)), sent.clone()
+    update, other = weights_receiver.UpdateInfo(tensors=plan.entries, checksum=checksum_buffer(sent)), sent.clone()
     other[place] += 1
     with pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"), worker(Group(other))._arrived(update):
         pass
@@ -185,7 +185,7 @@ def bare(place: str) -> Any:
 def test_a_kernel_that_lays_experts_out_is_made_anew_with_the_weights_that_come() -> None:
     model = experts(LAID_OUT)
     for _ in range(2):  # the second time as if the first load had failed
-        weights_reload.make_ready(model, CPU)
+        weights_reload.prepare_reload(model, CPU)
         assert model["layer"].quant_method.moe_kernel is None
 
 
@@ -194,7 +194,7 @@ def test_where_it_cannot_be_made_anew_the_model_is_refused_before_it_is_touched(
     with pytest.raises(
         ValueError, match=rf"experts of layer for X86CPUUnquantizedExperts, {UNTOUCHED}: .*--moe-backend"
     ):
-        weights_reload.make_ready(model, torch.device("cuda"))
+        weights_reload.prepare_reload(model, torch.device("cuda"))
     assert model["layer"].quant_method.moe_kernel is not None
 
 
@@ -203,7 +203,7 @@ def test_where_it_cannot_be_made_anew_the_model_is_refused_before_it_is_touched(
 def test_kernels_that_reloading_is_enough_for_stay(kernel: str, method: str, device: str) -> None:
     model = experts(kernel, method)
     kept = model["layer"].quant_method.moe_kernel
-    weights_reload.make_ready(model, torch.device(device))
+    weights_reload.prepare_reload(model, torch.device(device))
     assert model["layer"].quant_method.moe_kernel is kept
 
 
@@ -229,4 +229,4 @@ def test_what_a_model_writes_past_the_loaders_is_noticed_and_a_tied_head_is_none
                 parameter.data.copy_(torch.ones(2))
             else:
                 parameter.weight_loader(parameter, torch.ones(parameter.shape))
-    assert weights_reload.left_out(model) == left
+    assert weights_reload.find_unloaded(model) == left

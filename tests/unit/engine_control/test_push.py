@@ -160,7 +160,7 @@ LOCAL, FAR = "http://127.0.0.1:8000", "http://far.example:8000"
 
 
 @pytest.mark.parametrize(
-    ("url", "gpus", "own", "ways"),
+    ("url", "gpus", "own", "methods"),
     [
         (LOCAL, [HERE], HERE, ("ipc", "file")),
         (LOCAL, [HERE, HERE], HERE, ("ipc", "file")),
@@ -212,7 +212,7 @@ def methods(monkeypatch):
 
 
 @pytest.fixture
-def has_adapters(weights):
+def adapted(weights):
     adapter = LowRankUpdate(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
     return [(name, FolderWeight(tensor, adapter if name == "a" else None)) for name, tensor in weights]
 
@@ -289,11 +289,11 @@ async def test_a_file_that_is_written_in_mid_push_holds_up_no_other_engine(
 
 @pytest.mark.parametrize(("gpu", "way"), [(HERE, "ipc"), (THERE, "nccl"), ("", "adapters")])
 async def test_adapters_are_what_goes_where_there_are_some_and_weights_would_go_as_a_file(
-    vllm, weights, has_adapters, tmp_path, methods, gpu, way
+    vllm, weights, adapted, tmp_path, methods, gpu, way
 ):
     vllm.workers = [worker(gpu)]
     pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
-    assert (await asyncio.to_thread(pusher.push, has_adapters, 5)).methods == {vllm.url: way}
+    assert (await asyncio.to_thread(pusher.push, adapted, 5)).methods == {vllm.url: way}
     assert [name for name, transfer in methods.items() if transfer.published] == [way]
     frozen = [(name, FolderWeight(tensor)) for name, tensor in weights]
     for version, whole in ((6, weights), (7, frozen)):
@@ -303,7 +303,7 @@ async def test_adapters_are_what_goes_where_there_are_some_and_weights_would_go_
 
 @pytest.mark.parametrize("knows", [True, False])
 async def test_an_engine_that_refuses_adapters_gets_all_weights_and_is_not_asked_again(
-    vllm, another, has_adapters, tmp_path, methods, capsys, knows
+    vllm, another, adapted, tmp_path, methods, capsys, knows
 ):
     """It has another model in its folder, or a swarmq of before; others go on as they did."""
     refusal = vllm.untouched() if knows else "Invalid update_info: an unexpected keyword argument"
@@ -311,7 +311,7 @@ async def test_an_engine_that_refuses_adapters_gets_all_weights_and_is_not_asked
     vllm.fail_updates_with = {"adapters": refusal}
     pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=methods)
     for version in (5, 6):
-        report = await asyncio.to_thread(pusher.push, has_adapters, version)
+        report = await asyncio.to_thread(pusher.push, adapted, version)
         assert report.methods == {vllm.url: "file", another.url: "adapters"}
         assert report.failed == {}
         assert [(each.label, each.weights, each.paused) for each in (vllm, another)] == [
@@ -322,18 +322,16 @@ async def test_an_engine_that_refuses_adapters_gets_all_weights_and_is_not_asked
     said = capsys.readouterr().out
     assert refusal in said
     vllm.fail_updates_with, vllm.workers = {}, [worker("", pid=9)]
-    assert (await asyncio.to_thread(pusher.push, has_adapters, 7)).methods[vllm.url] == "adapters", (
+    assert (await asyncio.to_thread(pusher.push, adapted, 7)).methods[vllm.url] == "adapters", (
         "one that was started again"
     )
 
 
-async def test_an_engine_in_doubt_that_refuses_adapters_is_repaired_with_all_weights(
-    vllm, has_adapters, tmp_path, methods
-):
+async def test_an_engine_in_doubt_that_refuses_adapters_is_repaired_with_all_weights(vllm, adapted, tmp_path, methods):
     vllm.workers, vllm.label, vllm.paused = [worker("")], "updating-4", True
     vllm.fail_updates_with = {"adapters": vllm.untouched()}
     pusher = WeightPusher([vllm.url], tmp_path, transfers=methods)
-    assert (await asyncio.to_thread(pusher.push, has_adapters, 5)).methods == {vllm.url: "file"}
+    assert (await asyncio.to_thread(pusher.push, adapted, 5)).methods == {vllm.url: "file"}
     assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
 
 

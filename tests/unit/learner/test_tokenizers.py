@@ -30,7 +30,7 @@ from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, en
 from swarmq.learner.teachers.served_teacher import ServedTeacher
 from swarmq.learner.teachers.tokenizer_checks import (
     MOST_MARKUP,
-    PROBE,
+    PROBE_TEXT,
     EngineTokenizers,
     build_probe,
     check_judge,
@@ -62,7 +62,7 @@ class Tokenizing:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
-        assert text.startswith(PROBE)
+        assert text.startswith(PROBE_TEXT)
         if not self.up:
             raise web.HTTPServiceUnavailable
         self.asked += 1
@@ -97,7 +97,7 @@ def with_tokenizer(folder: Path, model: Path, *, another: bool = False) -> str:
     shutil.copy(tiny_model() / "tokenizer_config.json", folder)
     told = json.loads((tiny_model() / "tokenizer.json").read_text())
     if another:
-        ids, vocab = encode_ids(str(tiny_model()), PROBE), told["model"]["vocab"]
+        ids, vocab = encode_ids(str(tiny_model()), PROBE_TEXT), told["model"]["vocab"]
         assert ids
         names = {id_: name for name, id_ in vocab.items()}
         vocab[names[ids[0]]], vocab[names[ids[1]]] = ids[1], ids[0]
@@ -126,7 +126,7 @@ def with_many_added(folder: Path) -> str:
 @pytest.mark.parametrize("name", MARKUP)
 async def test_an_engine_with_other_markup_at_the_same_ids_is_refused(tmp_path: Path, name: str) -> None:
     other = with_markup(tmp_path / "other", **{name: "<|turn|>"})
-    assert encode_ids(other, PROBE) == encode_ids(str(tiny_model()), PROBE)
+    assert encode_ids(other, PROBE_TEXT) == encode_ids(str(tiny_model()), PROBE_TEXT)
     await checked(Path(other), served_model=other)
     with pytest.raises(LearnerError, match="has another tokenizer"):
         await checked(tiny_model(), served_model=other)
@@ -140,7 +140,7 @@ def test_a_judge_with_other_markup_at_the_same_ids_is_refused(tmp_path: Path, na
 
 
 def test_the_test_text_ends_with_the_markup_in_the_order_of_ids_and_stays_short(tmp_path: Path) -> None:
-    words = build_probe(with_many_added(tmp_path)).removeprefix(PROBE)
+    words = build_probe(with_many_added(tmp_path)).removeprefix(PROBE_TEXT)
     assert words.startswith("<|endoftext|><|im_start|><|im_end|><tool_call>")
     assert words.count("<unused") == MOST_MARKUP - len(SPECIAL_TOKENS) - len(MARKERS)
     ids = encode_ids(str(tmp_path), words)

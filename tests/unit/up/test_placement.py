@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
-from swarmq.engine.server.gpus import GpuMemory, find_visible_gpus, parse_nvidia_smi
+from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus, parse_nvidia_smi
 from swarmq.engine.server.model_check import ModelFacts, count_parameters
 from swarmq.errors import ConfigError
 from swarmq.learner.memory import plan
@@ -33,8 +33,8 @@ from swarmq.up.placement import (
     to_learner_shape,
 )
 
-H200 = GpuMemory(total=139 * GIB, free=139 * GIB)
-BUSY = GpuMemory(total=139 * GIB, free=79 * GIB)
+H200 = GpuCapacity(total=139 * GIB, free=139 * GIB)
+BUSY = GpuCapacity(total=139 * GIB, free=79 * GIB)
 TRAIN = Train(mixed_precision="bf16")
 QWEN = {
     "hidden_size": 2560,
@@ -200,7 +200,9 @@ def test_every_plan_passes_what_its_learner_and_its_engines_ask_of_their_gpus(mo
     assert seen >= {(True, "shared"), (True, "split")}
 
 
-def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, model: ModelFacts, gpu: GpuMemory) -> None:
+def runs(
+    monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, model: ModelFacts, gpu: GpuCapacity
+) -> None:
     """As the processes of this plan do: the engine starts, the learner checks its GPU and loads, the engine wakes."""
     shape = to_learner_shape(model)
     monkeypatch.setenv("WORLD_SIZE", str(len(placement.learner)))
@@ -252,7 +254,7 @@ def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not(
 
 
 def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
-    full = GpuMemory(total=139 * GIB, free=5 * GIB)
+    full = GpuCapacity(total=139 * GIB, free=5 * GIB)
     with pytest.raises(
         ConfigError, match=r"134\.0 GiB of them held by other processes.*free the memory that other processes hold"
     ):
@@ -307,7 +309,7 @@ ANY_GPU = st.sampled_from([H200, H200, BUSY])
     st.lists(st.tuples(ANY_POLICY, st.sampled_from([0.5, 1.7, 8])), min_size=1, max_size=4),
     st.lists(ANY_GPU, min_size=1, max_size=4),
 )
-def test_no_plan_gives_more_of_a_gpu_than_is_free(wanted: list[tuple[Policy, float]], gpus: list[GpuMemory]) -> None:
+def test_no_plan_gives_more_of_a_gpu_than_is_free(wanted: list[tuple[Policy, float]], gpus: list[GpuCapacity]) -> None:
     policies = {str(number): one for number, (one, _) in enumerate(wanted)}
     try:
         placements = place_all(policies, {str(n): model(size) for n, (_, size) in enumerate(wanted)}, gpus)
@@ -360,7 +362,7 @@ def test_a_gpu_that_does_not_tell_its_memory_is_left_out_aloud_and_the_others_ke
 
 
 def context_of(
-    own: Policy, size: float, gpus: list[GpuMemory], *, made_for: int | None, host_cache: int = 1 << 40
+    own: Policy, size: float, gpus: list[GpuCapacity], *, made_for: int | None, host_cache: int = 1 << 40
 ) -> tuple[int, str]:
     made = msgspec.structs.replace(model(size), max_length=made_for)
     found = choose_context_limits({"main": own}, {"main": made}, gpus, host_cache=host_cache)["main"]
@@ -383,7 +385,7 @@ def context_of(
     ],
 )
 def test_the_longest_call_follows_from_the_model_the_learner_and_memory_and_says_which(
-    own: Policy, size: float, gpus: list[GpuMemory], made_for: int | None, tokens: int, reason: str
+    own: Policy, size: float, gpus: list[GpuCapacity], made_for: int | None, tokens: int, reason: str
 ) -> None:
     found, why = context_of(own, size, gpus, made_for=made_for)
     assert (found, reason in why) == (tokens, True), (found, why)
@@ -405,7 +407,7 @@ def test_a_context_that_was_chosen_stays() -> None:
     st.sampled_from([None, 1024, 8192, 40960, 262144]),
 )
 def test_longer_calls_never_cost_a_policy_its_place(
-    wanted: list[tuple[Policy, float]], gpus: list[GpuMemory], made_for: int | None
+    wanted: list[tuple[Policy, float]], gpus: list[GpuCapacity], made_for: int | None
 ) -> None:
     """Whatever fits with short calls fits in the same way with those that it gets."""
     models = {str(n): msgspec.structs.replace(model(size), max_length=made_for) for n, (_, size) in enumerate(wanted)}

@@ -19,14 +19,14 @@ QUERY_TIMEOUT_S = 30.0
 MIB = 1 << 20
 
 
-class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
+class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of its memory."""
 
     total: int
     free: int
 
 
-def find_visible_gpus() -> list[GpuMemory]:
+def find_visible_gpus() -> list[GpuCapacity]:
     """In the order of `$CUDA_VISIBLE_DEVICES`; none where there is no driver.
 
     Where some are left out, the variable names the others from here on, so that their numbers are those of this list. What this process
@@ -48,10 +48,10 @@ def find_visible_gpus() -> list[GpuMemory]:
     return list(known.values())
 
 
-def parse_nvidia_smi(said: str, visible: str | None) -> dict[str, GpuMemory | None]:
+def parse_nvidia_smi(said: str, visible: str | None) -> dict[str, GpuCapacity | None]:
     """By name, from the tool's lines; None where it does not tell the memory. `visible`: numbers or uuids separated by commas;
     None for all."""
-    gpus: dict[str, GpuMemory | None] = {}
+    gpus: dict[str, GpuCapacity | None] = {}
     for line in said.splitlines():
         index, uuid, *memory = (field.strip() for field in line.split(","))
         gpus[index] = gpus[uuid] = _parse_memory(*memory)
@@ -63,8 +63,8 @@ def parse_nvidia_smi(said: str, visible: str | None) -> dict[str, GpuMemory | No
     return {name: gpus[name] for name in wanted if name in gpus}
 
 
-def _parse_memory(total: str, free: str) -> GpuMemory | None:
+def _parse_memory(total: str, free: str) -> GpuCapacity | None:
     """Of memory that the host shares, and of a GPU that is in trouble, the tool says `[N/A]` and the like."""
     if not total.isdecimal() or not free.isdecimal():
         return None
-    return GpuMemory(total=int(total) * MIB, free=int(free) * MIB)
+    return GpuCapacity(total=int(total) * MIB, free=int(free) * MIB)

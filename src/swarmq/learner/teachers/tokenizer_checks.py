@@ -93,7 +93,7 @@ def check_judge(model: str, source: str, *, role: str) -> None:
 
 @functools.cache
 def build_probe(model: str) -> str:
-    """Return `PROBE` with the markup of the policy `model`, in which families with one vocabulary differ."""
+    """Return `PROBE_TEXT` with the markup of the policy `model`, in which families with one vocabulary differ."""
     tokenizer = _tokenizer(model)
     return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_markup(tokenizer), MOST_MARKUP))
 
