@@ -75,7 +75,7 @@ def test_the_folder_of_a_model_that_is_named_as_on_the_hub_is_the_one_that_vllm_
         (tmp_path / "models--org--tiny" / "refs").mkdir(parents=True, exist_ok=True)
         (tmp_path / "models--org--tiny" / "refs" / ref).write_text(commit)
         (tmp_path / "models--org--tiny" / "snapshots" / commit).mkdir(parents=True)
-    found = serving("org/tiny", tmp_path, revision)._folder().path
+    found = serving("org/tiny", tmp_path, revision)._find_served_folder().path
     assert found == tmp_path / "models--org--tiny" / "snapshots" / ("c2" if revision == "v2" else "c1")
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_is_not_on_this_host_is_not_fetched_for_adapters(tmp_path: 
     with pytest.raises(
         ValueError, match=f"org/tiny are not to be found here, {UNTOUCHED}: .*traffic has been disabled"
     ):
-        serving("org/tiny", tmp_path)._folder()
+        serving("org/tiny", tmp_path)._find_served_folder()
 
 
 def serving(model: str, cache: Path, revision: str | None = None) -> weights_receiver.WeightReceiver:
@@ -95,7 +95,7 @@ def serving(model: str, cache: Path, revision: str | None = None) -> weights_rec
 
 def test_the_bytes_that_were_sent_are_the_weights(plan: PackedLayout, sent: torch.Tensor) -> None:
     update = weights_receiver.UpdateInfo(tensors=plan.entries, checksum=checksum_buffer(sent))
-    with worker(Group(sent))._arrived(update) as arrived:
+    with worker(Group(sent))._open_update(update) as arrived:
         assert {name: tensor.tolist() for name, tensor in arrived.items()} == {
             name: tensor.tolist() for name, tensor in WEIGHTS.items()
         }
@@ -113,16 +113,16 @@ def test_weights_of_another_model_are_refused_before_the_model_is_touched(
     tmp_path: Path, come: dict[str, tuple[int, ...]], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"push is not of the served model, {UNTOUCHED}: it {reason}"):
-        in_folder(tmp_path)._check(come, "push")
+        in_folder(tmp_path)._check_shapes(come, "push")
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
 def test_what_vllm_has_no_use_for_may_come_though_the_folder_does_not_have_it(tmp_path: Path, name: str) -> None:
-    in_folder(tmp_path)._check({"a": (2, 3), "b": (3,), name: (3,)}, "push")
+    in_folder(tmp_path)._check_shapes({"a": (2, 3), "b": (3,), name: (3,)}, "push")
 
 
 def test_where_the_folder_is_not_known_anything_may_come(tmp_path: Path) -> None:
-    in_folder(tmp_path, model="org/tiny")._check({"a": (2, 3)}, "push")
+    in_folder(tmp_path, model="org/tiny")._check_shapes({"a": (2, 3)}, "push")
 
 
 def in_folder(folder: Path, model: str | None = None) -> weights_receiver.WeightReceiver:
@@ -139,7 +139,7 @@ def test_one_other_byte_is_refused_before_the_model_is_touched(
 ) -> None:
     update, other = weights_receiver.UpdateInfo(tensors=plan.entries, checksum=checksum_buffer(sent)), sent.clone()
     other[place] += 1
-    with pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"), worker(Group(other))._arrived(update):
+    with pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"), worker(Group(other))._open_update(update):
         pass
 
 
