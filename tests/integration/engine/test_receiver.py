@@ -139,7 +139,10 @@ def test_one_other_byte_is_refused_before_the_model_is_touched(
 ) -> None:
     update, other = weights_receiver.UpdateInfo(tensors=plan.entries, checksum=checksum_buffer(sent)), sent.clone()
     other[place] += 1
-    with pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"), worker(Group(other))._open_update(update):
+    with (
+        pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"),
+        worker(Group(other))._open_update(update),
+    ):
         pass
 
 
