@@ -35,6 +35,7 @@ from swarmq.broker.node.process import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import BrokerError
+from swarmq.learner.feed.ipc import COMMAND
 from swarmq.messages import Slot, Task
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime.processes import find_free_port, read_tail
@@ -281,7 +282,7 @@ class World:
         pid = self.parts["learner"].pid
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                if b"io_process" in Path(f"/proc/{child}/cmdline").read_bytes() or self.broken:
+                if COMMAND[-1].encode() in Path(f"/proc/{child}/cmdline").read_bytes() or self.broken:
                     return int(child)
         return None
 

@@ -127,14 +127,14 @@ def batch(version: int, train: Train, episodes: tuple[Rollout, ...] = EPISODES) 
 def loading() -> Iterator[tuple[list[int], mock.Mock]]:
     """How many parameters this rank has values of when a model is about to be shared out, and its reading of weights."""
     held: list[int] = []
-    hand_out, from_pretrained = sharding.hand_out, AutoModelForCausalLM.from_pretrained
+    hand_out, from_pretrained = sharding.shard_from_rank0, AutoModelForCausalLM.from_pretrained
 
     def telling(model: torch.nn.Module, accelerator: Accelerator) -> Any:
         held.append(sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta))
         return hand_out(model, accelerator)
 
     with (
-        mock.patch.object(sharding, "hand_out", telling),
+        mock.patch.object(sharding, "shard_from_rank0", telling),
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=from_pretrained) as read,
     ):
         yield held, read
@@ -205,7 +205,7 @@ def parts(trainer: Trainer) -> list[FSDPModule]:
 def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor], episodes: tuple[Rollout, ...] = EPISODES) -> None:
     """Where a GPU has no room for the whole, layers are gathered anew in every pass, and the gradient is the same."""
     forget()
-    with mock.patch.object(plan, "holds_whole", return_value=False):
+    with mock.patch.object(plan, "has_room_for_whole", return_value=False):
         trainer = Trainer(model, train)
     work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
@@ -223,10 +223,10 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
     for held in (False,) if train.cpu_offload else (False, True):
         forget()
         with (
-            mock.patch.object(plan, "holds_whole", return_value=held),
+            mock.patch.object(plan, "has_room_for_whole", return_value=held),
             mock.patch.object(
                 layout_model,
-                "agreed",
+                "agree_on_reason",
                 side_effect=lambda _: attention_check.agree_on_reason("refused" if last else None),
             ),
         ):

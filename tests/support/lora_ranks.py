@@ -53,7 +53,9 @@ def main(model: str, train: Train, folder: Path) -> None:
         assert_alike(weights(ours), wanted, model, train)
     if sharded:
         forget()
-        with mock.patch.object(plan, "holds_whole", return_value=False):  # layers are gathered anew in every pass
+        with mock.patch.object(
+            plan, "has_room_for_whole", return_value=False
+        ):  # layers are gathered anew in every pass
             apart = trained(model, train)
         if is_main:
             assert_alike(weights(apart), wanted, model, train, exact=False)

@@ -90,8 +90,8 @@ def test_experts_are_taken_apart_tensor_by_tensor_and_no_part_is_kept(monkeypatc
             copies.extend(weakref.ref(part) for part in parts.values())
         return parts
 
-    reverted = hf_names._reverted
-    monkeypatch.setattr(hf_names, "_reverted", counted)
+    reverted = hf_names._revert_names
+    monkeypatch.setattr(hf_names, "_revert_names", counted)
     for _ in range(2):  # once for each way that the weights go
         tensors = deduplicate(trainer.weights_to_push())
         assert copies == []
