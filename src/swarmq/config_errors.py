@@ -249,7 +249,7 @@ def _fill_pattern(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -
 
 
 def _concrete(complaint: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> list[str]:
-    """Replace each `[...]` in `steps` by the name that causes the complaint: the one that causes it alone, too."""
+    """Replace each `[...]` in `steps` by the entry's name: the one with which alone the same complaint is raised."""
     whole: Any = tree
     found: list[str] = []
     for step in steps:

@@ -239,7 +239,7 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     """Call ids whose answers the client saw arrive, among the turns marked `observed`; None if the client did not watch."""
     reason: str = ""
     final: bool = False
-    """Whether no further attempt at the slot will come although this one has no reward, so that nothing waits for the slot."""
+    """Whether this was the last attempt at the slot although it has no reward; the group does not wait for the slot any longer."""
     client_id: str = ""
 
 
@@ -347,7 +347,7 @@ class Control(Record, frozen=True, kw_only=True, tag="control"):
     number: int
     changes: tuple[Change, ...] = ()
     lent: tuple[str, ...] = ()
-    """Dry kinds whose share is lent to the other kinds."""
+    """Kinds without tasks whose share of the mix goes to the other kinds for the time being."""
     pace: Pace = "running"
     checkpoints: int = 0
     """Number of checkpoints requested since the run began."""

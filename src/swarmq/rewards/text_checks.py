@@ -28,7 +28,7 @@ _UNIT = re.compile(
     rf"|(?:(?![{UNSPACED}])[\w\u0300-\u036f\u200c\u200d])+(?:['\u2019](?:(?![{UNSPACED}])\w)+)*"
 )
 _PLAIN_CONTROLS = "\t\n\r\f\x1b"
-"""Tabs, line ends, and what terminals send."""
+"""Control characters that plain text may contain: tabs, line ends, form feeds and escape."""
 
 
 def units(text: str) -> list[str]:

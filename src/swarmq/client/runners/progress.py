@@ -117,7 +117,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    """Neither swarmq's, nor Python's, nor that of an installed package."""
+    """Return whether `file` is the user's own: not swarmq's, not Python's, not that of an installed package."""
     return not (_is_ours(file) or file.startswith((*INSTALLED, "<frozen ")))
 
 

@@ -49,7 +49,7 @@ MAX_DOUBLINGS = 6
 AGAIN_SHARE = 4
 """A worker has one further lane for tasks given back for so many."""
 REMEMBERED = 10_000
-"""Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
+"""Number of settled tasks that a worker remembers: if an acknowledgement was lost, the redelivered task is not attempted again."""
 
 
 class Worker:

@@ -204,7 +204,7 @@ def _repeated(
 def _retried(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[list[TurnMeta]]:
-    """Apply rule (e): return the sendings that a later one replaced. The last sending of a request claims all before it."""
+    """Apply rule (e) of this module: return the turns of a request that a later retry replaced. The last retry replaces all before it."""
     lost: set[int] = set()
     for last in sorted(range(len(requests)), key=lambda n: -requests[n][0].retry):
         if last in lost:

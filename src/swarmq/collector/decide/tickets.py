@@ -56,7 +56,7 @@ class TicketWindow:
         self._reclaim()
 
     def adopt(self, rules: Rules) -> None:
-        """Adopt other rules; tickets that are out stay out."""
+        """Adopt other rules; tickets that were issued already stay valid."""
         self.rules = rules
         self._kinds = rules.kinds
         for kind in self._kinds:

@@ -119,7 +119,7 @@ def fetch_num_parameters(name: str) -> int:
 
 
 def count_parameters(config: Mapping[str, Any]) -> int:
-    """Of a causal language model with such a config.json: attention, gated MLP or experts, embedding, head."""
+    """Count the parameters of a causal language model with this config.json: attention, gated MLP or experts, embedding, head."""
     hidden, layers = _get_int(config, "hidden_size"), _get_int(config, "num_hidden_layers")
     attention = (
         2 * hidden * _get_head_size(config) * (_get_int(config, "num_attention_heads") + _count_kv_heads(config))

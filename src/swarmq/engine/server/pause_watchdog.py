@@ -18,7 +18,7 @@ UNRESPONSIVE_S = 300.0
 
 
 class PauseWatchdog:
-    """Looked at now and then; it acts when a pause has lasted longer than any push can."""
+    """Resumes an engine whose pause lasts longer than any push can, and says when it must be restarted. Polled by its owner."""
 
     def __init__(self, engine: EngineControl) -> None:
         self._engine = engine

@@ -41,7 +41,7 @@ class ContextPart(msgspec.Struct, frozen=True, kw_only=True):
     """L tokens of a layout that one rank computes, and the P of its S sampled tokens that these predict."""
 
     layout: Layout
-    """The whole layout, padded at its end to the length of the parts together; padding sees itself alone."""
+    """The whole layout, padded at its end to the total length of the parts; a padding token attends only to itself."""
     tokens: IntArray  # [L] ascending indices into the layout
     predictors: IntArray  # [P] indices into `tokens`
     sampled: IntArray  # [P] ascending indices into the S

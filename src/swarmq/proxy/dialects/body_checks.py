@@ -38,7 +38,7 @@ def decode_object(raw: bytes) -> Json:
 
 
 def check_arguments(messages: list[Json]) -> None:
-    """Raise RefusedError for arguments of a tool call, a text that engines decode, with too deeply nested brackets."""
+    """Raise RefusedError if the arguments of a tool call have too deeply nested brackets; engines decode this text as JSON."""
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():

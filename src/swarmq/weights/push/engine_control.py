@@ -385,7 +385,8 @@ class EngineControl:
                 raise result  # the engine's before the sender's, whom it may have left waiting
 
     async def _workers_agree(self) -> bool:
-        """Whether all workers have loaded as many updates: one that says it has changed nothing speaks for itself alone."""
+        """Return whether all workers have loaded the same number of updates. One worker's statement that nothing was changed says nothing
+        of the others."""
         return len({worker.loads for worker in await self.facts()}) <= 1
 
     async def _start(self) -> None:

@@ -1,8 +1,8 @@
 """Runs inside vLLM: log-probabilities go from the engine core to the API servers in columns.
 
-vLLM cuts three small arrays for each request out of each step's, and sends them, which takes the core longer than all else that it
-sends. Every call of an agent in training asks for log-probabilities, so here those of a step travel as three arrays for all requests
-together, in a buffer behind the message, and the other side puts them back. `python -m benchmarks.columns` measures both ways.
+vLLM slices the arrays of a step into three small arrays per request and sends those, which takes the engine core longer than sending
+everything else. Every training request asks for log-probabilities, so here those of a step are sent as three arrays for all requests
+together, in a buffer after the message, and the API server slices them. `python -m benchmarks.columns` measures both ways.
 """
 
 from __future__ import annotations
