@@ -385,8 +385,6 @@ Message = (
     | Control
     | Event
 )
-InboxMessage = EpisodeBegin | Turn | RefusedTurn | DeliveryReport | EpisodeEnd | StepReport
-"""Records that the collector reads from its inbox, the queue `in`."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -1,6 +1,6 @@
 """Starts a vLLM server for a policy, watches it, and stops it with everything it started.
 
-The server listens on the loopback address alone and asks every caller for a secret (guard.py), because its control endpoints
+The server listens on the loopback address alone and asks every caller for a secret (middleware.py), because its control endpoints
 can replace the model. Agents reach it through the proxy only.
 """
 

@@ -15,7 +15,7 @@ So it carries the label `updating-<version>` while its weights change, and whoev
 
 An update that was left open is closed with `finish` and no version; our backend changes the weights in a single call,
 so there is nothing half done for it to make permanent. An engine that stays in doubt, or cannot be paused or resumed, is
-condemned: its label then ends in `-restart`, and whoever started it starts it again (watch.py); pushers leave it out
+condemned: its label then ends in `-restart`, and whoever started it starts it again (pause_watchdog.py); pushers leave it out
 meanwhile.
 
 An engine that shares its GPU with a learner may sleep while that one computes: its memory is given back, its requests

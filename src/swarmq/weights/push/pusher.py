@@ -2,7 +2,7 @@
 
     engine --facts--> route --publish--> parcel --EngineControl.update--> engine 0, engine 1, ...
 
-How tensors travel is transfers.py's business, how an engine is led through the update control.py's. A trainer is not
+How tensors travel is transfers.py's business, how an engine is led through the update engine_control.py's. A trainer is not
 asynchronous, so neither is this.
 """
 

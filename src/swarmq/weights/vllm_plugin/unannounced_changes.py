@@ -1,6 +1,6 @@
 """Runs inside vLLM: weights that change while a version is served are in doubt from that moment on.
 
-A learner labels its engine `updating-<version>` before it touches the weights (control.py). Weights that somebody changes without
+A learner labels its engine `updating-<version>` before it touches the weights (engine_control.py). Weights that somebody changes without
 that label would be served under the old one, and trained on as if the learner had sent them. So the engine core takes the label
 away itself: no token carries a version whose weights it was not sampled from, proxies record none that has such a label, and the
 learner pushes again when it next looks.
