@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PATH = re.compile(r"(?:src/swarmq|tests|benchmarks|scripts|examples|requirements)/[\w./-]*\w/?|`((?:\w+/)+\w+\.py)`")
+HEADING_OR_ROW = re.compile(r"^### (?:`(\w+/)`)?|^\| (`[^|]*`) \|", re.MULTILINE)
 FOLDERS = (ROOT, ROOT / "src/swarmq", *(folder for folder in (ROOT / "src/swarmq").iterdir() if folder.is_dir()))
 
 
@@ -16,3 +17,16 @@ def test_every_file_that_a_page_names_exists(page):
     named = {found[1] or found[0] for found in PATH.finditer(page.read_text())}
     missing = {name for name in named if not any((folder / name).exists() for folder in FOLDERS)}
     assert not {name for name in missing if not name.startswith("benchmarks/results/")}
+
+
+def test_the_map_of_files_names_every_module_once():
+    section = (ROOT / "docs/architecture.md").read_text().partition("\n## Which file decides what\n")[2]
+    package, listed = "", []
+    for found in HEADING_OR_ROW.finditer(section):
+        if found[2]:
+            listed += [package + name for name in re.findall(r"`([\w/]+\.py)`", found[2])]
+        else:
+            package = found[1] or ""
+    source = ROOT / "src/swarmq"
+    modules = (path.relative_to(source).as_posix() for path in source.rglob("*.py") if not path.name.startswith("__"))
+    assert sorted(listed) == sorted(modules)
