@@ -156,7 +156,7 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
         said = up.stop()
     assert left_in_the_end(up) == set()
     first_part = last_step(up.folder)
-    assert said.endswith(f"stopped. `swarmq up {up.folder.job}` goes on after step {first_part}\n")
+    assert said.endswith(f"stopped. `swarmq up {up.folder.job}` continues after step {first_part}\n")
     assert re.findall(r"^(?! *\d+\.\d s  ).+", said, re.MULTILINE) == [], "lines of one style"
     [(tokens, reason)] = re.findall(r"context of main: ([\d,]+) tokens for prompt and answer, (.*)", said)
     assert "no GPU" in reason or "host memory" in reason

@@ -24,10 +24,10 @@ from swarmq.messages import NAME
     "--amqp",
     envvar="SWARMQ_CLIENTS_AMQP_URL",
     metavar="URL",
-    help="Where clients find RabbitMQ, with user and password, if not where this command does.",
+    help="RabbitMQ address for clients, with user and password; the job's broker by default.",
 )
 @click.option(
-    "--proxy", envvar="SWARMQ_CLIENTS_PROXY_URL", metavar="URL", help="Where clients find the proxy; ends in /v1."
+    "--proxy", envvar="SWARMQ_CLIENTS_PROXY_URL", metavar="URL", help="Proxy address for clients; ends in /v1."
 )
 def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: str | None) -> None:
     """Open a run whose processes are started one by one.
@@ -58,13 +58,13 @@ def client() -> None:
 
 
 RUN_OPTION = click.option(
-    "--run", "run", type=click.Path(path_type=Path), help="The run's folder; the only one in runs/ by default."
+    "--run", "run", type=click.Path(path_type=Path), help="Folder of the run; the only one in runs/ by default."
 )
 MANAGEMENT = click.option(
     "--management",
     envvar="SWARMQ_MANAGEMENT_URL",
     metavar="URL",
-    help="RabbitMQ's management API, http(s)://user:password@host:15672; found by itself on the private node.",
+    help="RabbitMQ's management API, http(s)://user:password@host:15672; not needed for a private node.",
 )
 
 
@@ -72,11 +72,11 @@ MANAGEMENT = click.option(
 @click.argument("name")
 @RUN_OPTION
 @MANAGEMENT
-@click.option("--amqp", metavar="URL", help="Where the client finds RabbitMQ, e.g. amqps://gpu.example.org:5671/")
-@click.option("--proxy", metavar="URL", help="Where it finds the proxy, e.g. https://gpu.example.org/v1")
-@click.option("--ca", type=click.Path(path_type=Path), help="PEM certificate that vouches for both, if self-signed.")
-@click.option("--http", is_flag=True, help="Through the proxy alone, for networks that pass nothing else.")
-@click.option("--max-connections", type=click.IntRange(min=2), help="To RabbitMQ, on all machines together.")
+@click.option("--amqp", metavar="URL", help="RabbitMQ address for the client, e.g. amqps://gpu.example.org:5671/")
+@click.option("--proxy", metavar="URL", help="Proxy address for the client, e.g. https://gpu.example.org/v1")
+@click.option("--ca", type=click.Path(path_type=Path), help="PEM certificate to trust for both addresses, if self-signed.")
+@click.option("--http", is_flag=True, help="Use HTTP to the proxy only, for networks that block AMQP.")
+@click.option("--max-connections", type=click.IntRange(min=2), help="Connections to RabbitMQ, over all machines.")
 def client_add(
     name: str,
     run: Path | None,
@@ -147,7 +147,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
 
     job, folder = _only_run(run)
     remove_client(folder, name, _management(job, folder, management))
-    click.echo(f"{name} is removed")
+    click.echo(f"removed client {name}")
 
 
 @main.command()
@@ -157,17 +157,17 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     "roles",
     type=click.Choice(get_args(Role)),
     multiple=True,
-    help="rollout: begin and end episodes; read: status, episodes, metrics; admin: all, and engines.",
+    help="rollout: begin and end episodes; read: status, episodes, metrics; admin: everything, engines included.",
 )
-@click.option("--name", show_default="operator", help="Who it is for; episodes begun with it say so.")
+@click.option("--name", show_default="operator", help="Name of the token's holder; recorded in episodes that the token begins.")
 @click.option(
     "--days",
     default=30.0,
     show_default=True,
     type=click.FloatRange(min=0, max=3650, min_open=True),
-    help="How long it is valid.",
+    help="Days until the token expires.",
 )
-@click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
+@click.option("--revoke", is_flag=True, help="Refuse all tokens of this name permanently.")
 def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
     """Print a token for the control routes, or revoke tokens.
 
@@ -182,21 +182,21 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
 
     job, folder = load_live_run(run), RunFolder(run)
     if revoke == bool(roles):
-        raise ConfigError("--role: say what the token is for; or --revoke, without roles")
+        raise ConfigError("--role: name at least one role, or revoke tokens with --revoke and no role")
     if revoke and name is None:
-        raise ConfigError("--revoke needs --name NAME: that name and all of its tokens are refused permanently")
+        raise ConfigError("--revoke needs --name NAME: all tokens of that name are refused permanently")
     name = "operator" if name is None else name
     member = keys.operator_entry(name)
     if revoke:
         with ClientRegistry.open(folder.clients) as members:
             members.remove(member, now=time.time())
-        click.echo(f"the tokens of {name} are refused from now on")
+        click.echo(f"revoked: all tokens of {name} are refused")
         return
     _check_name(name)
     if math.isnan(days):
-        raise ConfigError("--days: nan is no number of days")
+        raise ConfigError("--days: nan is not a number of days")
     if member in read_clients(folder.clients):
-        raise ConfigError(f"--name: the tokens of {name!r} were revoked, and stay so: choose another name")
+        raise ConfigError(f"--name: the tokens of {name!r} were revoked permanently: choose another name")
     root = keys.load_root(folder.root_secret)
     made = keys.Operator(run=job.run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
     click.echo(keys.mint_operator(keys.derive_operator_secret(root, name), made))
@@ -204,7 +204,7 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
 
 @main.command()
 @RUN
-@click.option("--name", default="viewer", show_default=True, help="Who it is for.")
+@click.option("--name", default="viewer", show_default=True, help="Name of the login's holder.")
 @click.option("--remove", "gone", is_flag=True, help="Delete the login of this name.")
 @MANAGEMENT
 def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
@@ -224,7 +224,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     user = f"{job.run}.viewer.{name}"
     if gone:
         api.remove(user)
-        click.echo(f"{user} is removed")
+        click.echo(f"removed login {user}")
         return
     _check_name(name)
     api.add_viewer(user, password := secrets.token_urlsafe(18))

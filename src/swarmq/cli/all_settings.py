@@ -55,7 +55,7 @@ def _off(kind: type, heading: str, why: str) -> Iterator[str]:
         if inside := _settings_in(field.type):
             below += _off(inside, _example(field.type, (*heading.strip("[]").split("."), field.encode_name)), "needed")
         elif field.required:
-            yield f"# {field.encode_name} = ...  # needed"
+            yield f"# {field.encode_name} = ...  # required"
         elif field.default is None:
             yield f"# {field.encode_name} = ...  # not set"
         else:
@@ -90,7 +90,7 @@ def _settings_in(kind: msgspec.inspect.Type) -> type | None:
 
 
 def _without_none(kind: msgspec.inspect.Type) -> msgspec.inspect.Type:
-    if isinstance(kind, msgspec.inspect.UnionType):  # all of ours are of one type and None
+    if isinstance(kind, msgspec.inspect.UnionType):  # the unions in the settings have one type and None
         return next(one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
     return kind
 

@@ -153,9 +153,9 @@ def load_live_run(run: Path) -> SwarmJob:
     works."""
     job = load_stored_run(run)
     own = job.run_folder
-    with contextlib.suppress(OSError):  # moved, or mounted under another name: `run` is all there is
+    with contextlib.suppress(OSError):  # the folder was moved or is mounted under another name: only `run` is known
         if own.resolved.is_file() and not own.path.samefile(run):
-            raise ConfigError(f"{run}: a copy; the parts of this run read and write {own.path}: name that folder")
+            raise ConfigError(f"{run}: a copy of a run folder; the processes of this run use {own.path}: name that folder")
     return job
 
 
@@ -176,7 +176,7 @@ def check_up(job: SwarmJob) -> None:
     folder = job.run_folder
     node = read_identity(folder.broker)
     if node and urlsplit(job.broker.url or "").port == node.amqp_port and not is_locked(folder.lock):
-        raise ConfigError(f"run {job.run!r} is not up, nor is its RabbitMQ: `swarmq up {folder.job}` goes on with it")
+        raise ConfigError(f"run {job.run!r} is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {folder.job}`")
 
 
 def load_stored_run(run: Path) -> SwarmJob:
@@ -205,7 +205,7 @@ def choose_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False
     if policy is None and len(names) == 1:
         return names[0]
     if policy is None:
-        raise ConfigError(f"--policy: say which of {', '.join(names)}")
+        raise ConfigError(f"--policy is required; choose one of {', '.join(names)}")
     if policy not in names:
         flaw = "is not trained" if policy in job.policies else "no such policy"
         raise ConfigError(f"--policy {policy}: {flaw}; choose one of {', '.join(names)}")

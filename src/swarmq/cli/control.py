@@ -35,12 +35,12 @@ def set_command(run: Path, settings: tuple[str, ...]) -> None:
 @main.command()
 @RUN
 def pause(run: Path) -> None:
-    """Hold learners and issue no tickets.
+    """Pause training, and issue no tickets.
 
-    Each learner stops after its present step. Episodes that have begun go on, and wait to be trained.
+    Each learner pauses after its current step. Running episodes continue, and wait to be trained.
 
     \b
-    swarmq pause runs/demo     # change something, then: swarmq resume runs/demo
+    swarmq pause runs/demo     # continue with: swarmq resume runs/demo
     """
     run_until_signalled(_ask(run, "pause"))
 
@@ -48,12 +48,12 @@ def pause(run: Path) -> None:
 @main.command()
 @RUN
 def drain(run: Path) -> None:
-    """Issue no tickets, and train what has begun.
+    """Issue no tickets, and train the episodes that have begun.
 
     `swarmq watch` shows when the run is drained.
 
     \b
-    swarmq drain runs/demo     # before the workers are taken away, say
+    swarmq drain runs/demo     # for example before stopping the workers
     """
     run_until_signalled(_ask(run, "drain"))
 
@@ -61,7 +61,7 @@ def drain(run: Path) -> None:
 @main.command()
 @RUN
 def resume(run: Path) -> None:
-    """Go on after `swarmq pause`, `drain` or `stop`.
+    """Continue after `swarmq pause`, `drain` or `stop`.
 
     `swarmq up` starts learners again that have ended because of a stop.
 
@@ -76,7 +76,7 @@ def resume(run: Path) -> None:
 def checkpoint(run: Path) -> None:
     """Write a checkpoint of every trained policy.
 
-    Each learner writes it after its present step.
+    Each learner writes it after its current step.
 
     \b
     swarmq checkpoint runs/demo
@@ -86,12 +86,12 @@ def checkpoint(run: Path) -> None:
 
 @main.command()
 @RUN
-@click.option("--after", type=click.IntRange(min=1), metavar="STEP", help="The last step; the present one by default.")
-@click.option("--policy", help="Only this one; all trained ones by default.")
+@click.option("--after", type=click.IntRange(min=1), metavar="STEP", help="Last step; the current one by default.")
+@click.option("--policy", help="Policy to stop; all trained policies by default.")
 def stop(run: Path, after: int | None, policy: str | None) -> None:
     """End learners after a step, with a checkpoint.
 
-    Without --after, a learner ends after its present step, or at once if it waits for data. Engines and proxies stay up. The run
+    Without --after, a learner ends after its current step, or at once if it waits for data. Engines and proxies stay up. The run
     stays stopped, also across restarts, until `swarmq resume`.
 
     \b

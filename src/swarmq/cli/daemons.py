@@ -39,10 +39,10 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
 )
 @click.option("--port", type=click.IntRange(0, 65535), help="Override proxy.port, e.g. for a second proxy.")
 @click.option(
-    "--number", default=0, show_default=True, type=click.IntRange(min=0), help="Its own among proxy.count proxies."
+    "--number", default=0, show_default=True, type=click.IntRange(min=0), help="Number of this proxy among the proxy.count proxies."
 )
 @click.option(
-    "--join", is_flag=True, help="Beside the proxies of a run that is up, until Ctrl-C; on a free port without --port."
+    "--join", is_flag=True, help="Add a proxy to a run that is up, until Ctrl-C; on a free port without --port."
 )
 def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int, *, join: bool) -> None:
     require_extras("proxy")
@@ -64,8 +64,8 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
     "swarmq learner runs/math/resolved.toml\n"
     "swarmq learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
 )
-@click.option("--policy", help="Which policy; needed when the job trains several.")
-@click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks to start.")
+@click.option("--policy", help="Policy to train; required if the job trains several.")
+@click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Number of ranks to start.")
 @click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
 def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gpus: int, collector: bool) -> None:
     require_extras("learner")

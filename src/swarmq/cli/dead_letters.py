@@ -13,7 +13,7 @@ from swarmq.errors import ConfigError
 
 @main.group()
 def dead() -> None:
-    """Inspect and return unusable messages (docs/swarm.md).
+    """Show, requeue and delete unusable messages (docs/swarm.md).
 
     \b
     swarmq dead list runs/demo                senders, queues and reasons
@@ -51,7 +51,7 @@ async def _dead_list(job: SwarmJob) -> None:
 @dead.command("show")
 @RUN
 @click.argument("id")
-def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
+def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the name on the command line
     """Print one dead letter.
 
     Shows its queue, the reason for which it was refused, and its content.
@@ -89,15 +89,15 @@ async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
     from swarmq.runtime.terminal import visible
 
     done = await requeue_letters(job.broker.url or "", ids or None)
-    click.echo(f"{done.sent} sent back")
+    click.echo(f"requeued {done.sent}")
     for letter, reason in done.left.items():
-        click.echo(visible(f"{letter} stays: {reason}"))
+        click.echo(visible(f"kept {letter}: {reason}"))
 
 
 @dead.command("purge")
 @RUN
 @click.argument("ids", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Forget every dead letter.")
+@click.option("--all", "everything", is_flag=True, help="Delete every dead letter.")
 def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
     """Delete dead letters: those with the given IDS, or --all.
 
@@ -106,11 +106,11 @@ def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
     swarmq dead purge runs/demo --all
     """
     if bool(ids) == everything:
-        raise ConfigError("say which dead letters to forget, by id, or --all")
+        raise ConfigError("name the dead letters to delete by id, or use --all")
     run_until_signalled(_dead_purge(load_live_run(run), None if everything else ids))
 
 
 async def _dead_purge(job: SwarmJob, ids: tuple[str, ...] | None) -> None:
     from swarmq.broker.admin.dead_letters import purge_letters
 
-    click.echo(f"{await purge_letters(job.broker.url or '', ids)} forgotten")
+    click.echo(f"deleted {await purge_letters(job.broker.url or '', ids)}")

@@ -14,7 +14,7 @@ from swarmq.registries.engines import EngineRegistry
 
 @main.group()
 def engine() -> None:
-    """See, add and remove the engines of a run (docs/proxy.md).
+    """List, add and remove the engines of a run (docs/proxy.md).
 
     \b
     swarmq engine list runs/demo
@@ -24,7 +24,7 @@ def engine() -> None:
     """
 
 
-POLICY = click.option("--policy", help="Whose engine; needed when the run has several policies.")
+POLICY = click.option("--policy", help="Policy of the engine; required if the run has several policies.")
 
 
 def _engines_of(run: Path, policy: str | None) -> tuple[EngineRegistry, str]:
@@ -101,14 +101,14 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 
     roster, chosen = _engines_of(run, policy)
     remove_engine(roster, chosen, url)
-    click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
+    click.echo(f"{url} gets no new calls of {chosen}; stop it when its open calls are finished")
 
 
 @engine.command("start")
 @RUN
 @POLICY
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free one by default.")
-@click.option("--gpu", "gpus", type=int, multiple=True, help="A GPU it may use; may be repeated. All by default.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; a free one by default.")
+@click.option("--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default.")
 def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
     """Start one more vLLM of a policy on this host.
 

@@ -28,7 +28,7 @@ def init(folder: Path, model: str) -> None:
     """
     there = [name for name in STARTER if (folder / name).exists()]
     if there:
-        raise ConfigError(f"{folder / there[0]}: exists already, and nothing was written; name another folder")
+        raise ConfigError(f"{folder / there[0]}: already exists, so nothing was written; name another folder")
     make_folder(folder)
     run = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].rstrip("-") or "first"
     for name in STARTER:
@@ -38,10 +38,10 @@ def init(folder: Path, model: str) -> None:
         (folder / name).write_text(text)
     cd = "" if folder.resolve() == Path.cwd() else f"cd {folder}\n"
     click.echo(
-        f"{', '.join(str(folder / name) for name in STARTER)} are written. Then, on a host with a GPU:\n\n"
+        f"{', '.join(str(folder / name) for name in STARTER)} written. Next, on a host with a GPU:\n\n"
         f"{cd}swarmq up job.toml\n\n"
         "and in a second terminal:\n\n"
         f"{cd}swarmq feed runs/{run} tasks.jsonl --epochs 50 --seed 0\n"
         f"SWARMQ_INVITE=runs/{run} swarmq worker agent:attempt --concurrency 32\n\n"
-        f"`swarmq watch runs/{run}` shows how it learns."
+        f"`swarmq watch runs/{run}` shows the progress."
     )

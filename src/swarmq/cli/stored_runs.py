@@ -27,13 +27,13 @@ from swarmq.errors import ConfigError
 @main.command()
 @RUN
 @click.argument("episode", required=False)
-@click.option("--step", type=click.IntRange(min=1), help="List the episodes of this step, and what was dropped for it.")
-@click.option("--policy", help="Which policy's batch log; needed when the run trains several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: batches or episodes, one a line, or the episode.")
+@click.option("--step", type=click.IntRange(min=1), help="List the episodes of this step and the episodes dropped before it.")
+@click.option("--policy", help="Policy to inspect; required if the run trains several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: one batch or episode per line, or the one EPISODE.")
 @click.option(
     "--html",
     type=click.Path(path_type=Path),
-    help="Write the episode to this file, one self-contained page that only you can read.",
+    help="Write the episode to this file, a self-contained page that only you can read.",
 )
 @print_warnings()
 def inspect(
@@ -55,9 +55,9 @@ def inspect(
     """
     require_extras("inspect")
     if html and episode is None:
-        raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN --step N` lists those of a step")
+        raise ConfigError("--html needs an EPISODE; `swarmq inspect RUN --step N` lists the episodes of a step")
     if step is not None and episode is not None:
-        raise ConfigError("--step lists the episodes of a step: leave it out to show one EPISODE")
+        raise ConfigError("--step cannot be combined with EPISODE: it lists the episodes of a step")
     import msgspec
 
     from swarmq.observe.inspect.html import render_page
@@ -95,7 +95,7 @@ def inspect(
         print_parts(console(), draw_episode(view))
 
 
-POLICY = click.option("--policy", help="Which policy; needed when the run trains several.")
+POLICY = click.option("--policy", help="Policy; required if the run trains several.")
 
 
 @main.command()
@@ -103,9 +103,9 @@ POLICY = click.option("--policy", help="Which policy; needed when the run trains
 @click.argument("to", type=click.Path(path_type=Path))
 @POLICY
 @click.option(
-    "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
+    "--from", "start", type=click.Path(path_type=Path), help="Checkpoint folder to start from; the initial model by default."
 )
-@click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
+@click.option("--until", type=click.IntRange(min=0), help="Last weight version to train.")
 @print_warnings()
 def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
     """Train again from the batch log alone.
@@ -137,10 +137,10 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
 @RUN
 @POLICY
 @click.option(
-    "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="How many stored batches to replay."
+    "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="Number of stored batches to replay."
 )
 @click.option(
-    "--device", type=click.Choice(["cpu"]), help="Replay there, in FP32, beside engines and a learner that are up."
+    "--device", type=click.Choice(["cpu"]), help="Device of the replay; cpu (FP32) leaves the GPUs to a running learner and engines."
 )
 def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
     """Check that a run trains on what was sampled, and learns.
@@ -156,7 +156,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     """
     require_extras("learner")
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set before torch is imported, so that it takes no GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set before the import of torch, so that torch uses no GPU
     from swarmq.learner.doctor.examine import examine
     from swarmq.learner.health.findings import Finding, verdict
     from swarmq.learner.health.signs import find_signs
@@ -171,7 +171,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
         events = (e for e in read_events(folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
         steps = {int(event.fields["version"]): event.fields for event in events}
     except FileNotFoundError:
-        pass  # which the signs say
+        pass  # `find_signs` reports the lack of steps
     except OSError as error:
         raise ConfigError(f"{folder.events}: cannot be read ({error.strerror})") from error
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}

@@ -19,17 +19,17 @@ from swarmq.errors import ConfigError
 @main.command()
 @RUN
 @click.argument("data")
-@click.option("--kind", help="Task kind; needed when the job has several.")
+@click.option("--kind", help="Task kind; required if the job has several.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1), help="Attempts per task and epoch; the job's group size by default."
+    "--repeats", type=click.IntRange(min=1), help="Attempts per task and epoch; the group size of the kind by default."
 )
 @click.option("--epochs", default=1, show_default=True, type=click.IntRange(min=1))
-@click.option("--seed", type=int, help="Shuffle, differently in each epoch.")
-@click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks of DATA.")
-@click.option("--require", multiple=True, metavar="FIELD", help="A field that every row must have; may be repeated.")
-@click.option("--restart", is_flag=True, help="Begin again instead of going on where the last feed stopped.")
+@click.option("--seed", type=int, help="Shuffle with this seed, differently in each epoch.")
+@click.option("--limit", type=click.IntRange(min=1), help="Feed only the first N tasks of DATA.")
+@click.option("--require", multiple=True, metavar="FIELD", help="Field that every row must have; may be repeated.")
+@click.option("--restart", is_flag=True, help="Begin again instead of continuing where the last feed stopped.")
 @click.option(
-    "--eval", "for_eval", is_flag=True, help="Tasks to evaluate with every `eval.every` steps, never to train."
+    "--eval", "for_eval", is_flag=True, help="Use the tasks for evaluation every `eval.every` steps, never for training."
 )
 def feed(
     run: Path,
@@ -49,7 +49,7 @@ def feed(
 
     DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, `reasoning-gym:NAME`,
     `verifiers:NAME`, or `module:function` that gives an iterable. All of it is checked before the first task is fed.
-    A killed feed continues exactly where it was when it is started again.
+    Started again, a killed feed continues exactly where it stopped.
 
     \b
     swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
@@ -62,7 +62,7 @@ def feed(
         unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--restart": restart}
         if given := [name for name, used in unused.items() if used]:
             raise ConfigError(
-                f"{', '.join(given)}: without meaning beside --eval, whose tasks are kept and attempted in every round; "
+                f"{', '.join(given)}: cannot be combined with --eval, whose tasks are stored and attempted in every round; "
                 "brought again they replace themselves"
             )
         run_until_signalled(_feed_eval(run, data, tasks, kind=kind, repeats=repeats))
@@ -90,9 +90,9 @@ async def _feed_eval(
         count = await send_eval_tasks(
             broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
         )
-    click.echo(f"{count} tasks to evaluate {chosen} with")
+    click.echo(f"stored {count} tasks for evaluation of {chosen}")
     if not job.eval.every:
-        click.echo(f"no round is held yet: swarmq set {run} eval.every=10")
+        click.echo(f"evaluation is off; to evaluate every 10 steps: swarmq set {run} eval.every=10")
 
 
 def _one_kind(job: SwarmJob, kind: str | None) -> str:
@@ -141,33 +141,33 @@ async def _feed(
                 resume=resume,
                 report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
             )
-    click.echo(f"{fed} slots put on the queue")
+    click.echo(f"published {fed} slots")
 
 
 @main.command()
 @click.argument("targets", nargs=-1, required=True)
 @click.option("--invite", help="Invite text, file or run folder; $SWARMQ_INVITE by default.")
-@click.option("--kind", "kinds", multiple=True, help="Task kind; needed when the run has several. May be repeated.")
+@click.option("--kind", "kinds", multiple=True, help="Task kind; required if the run has several; may be repeated.")
 @click.option(
     "--concurrency",
     default=16,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Episodes at a time, per kind and process.",
+    help="Concurrent episodes per kind and process.",
 )
-@click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="For agents that compute.")
+@click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="Worker processes; more than one for CPU-bound agents.")
 @click.option(
     "--max-attempts",
     default=3,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Attempts per task before it is given up.",
+    help="Attempts at a task before it is given up.",
 )
 @click.option(
     "--attempt-timeout",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="An attempt that takes longer has failed; two hours by default.",
+    help="Seconds after which an attempt fails; two hours by default.",
 )
 def worker(
     targets: tuple[str, ...],

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 @main.command()
-@click.option("--run", default="demo", show_default=True, help="Name of the run; a number is added if it exists.")
-@click.option("--folder", default="runs", show_default=True, help="Where run folders go.")
+@click.option("--run", default="demo", show_default=True, help="Name of the run; a number is appended if it exists.")
+@click.option("--folder", default="runs", show_default=True, help="Parent folder of run folders.")
 @click.option("--seed", default=0, show_default=True, help="Seed of sampling, tasks and training.")
 @click.option("--model", help="A Hugging Face model folder or name to train instead of the demo's own small model.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; fewer make a shorter demo.")
-@click.option("--plain", is_flag=True, help="Lines instead of a live picture.")
+@click.option("--plain", is_flag=True, help="Print lines instead of a live display.")
 @SETS
 def demo(
     run: str, folder: str, seed: int, model: str | None, steps: int | None, plain: bool, sets: tuple[str, ...]
 ) -> None:
-    """Train a real agent here: no GPU, about ten minutes.
+    """Train a real agent on this machine: no GPU, about ten minutes.
 
     \b
     swarmq demo                       the whole demo, with a client killed half-way
@@ -58,7 +58,7 @@ def demo(
 @main.command()
 @JOB
 @SETS
-@click.option("--show", is_flag=True, help="Print every setting as TOML, those that are off as comments, and stop.")
+@click.option("--show", is_flag=True, help="Print every setting as TOML, unset ones as comments, and exit.")
 def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
     """Start every process of a job on this host.
 
@@ -129,5 +129,5 @@ async def _report_pace(job: SwarmJob, broker: Broker, report: Callable[[str], No
     from swarmq.observe.monitor import follow_pace
 
     async for pace in follow_pace(job, broker):
-        hint = "" if pace == "running" else f"; `swarmq resume {job.run_folder.path}` goes on"
+        hint = "" if pace == "running" else f"; to continue: `swarmq resume {job.run_folder.path}`"
         report(f"the run is {pace}{hint}")

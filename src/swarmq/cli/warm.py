@@ -14,15 +14,15 @@ from swarmq.config import SwarmJob
 @JOB
 @click.argument("demonstrations", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--policy", help="Whose model; needed when the job trains several.")
+@click.option("--policy", help="Policy whose model is trained; required if the job trains several.")
 @click.option(
-    "--epochs", default=1, show_default=True, type=click.IntRange(1), help="Times through the demonstrations."
+    "--epochs", default=1, show_default=True, type=click.IntRange(1), help="Passes over the demonstrations."
 )
-@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Demonstrations of one step.")
+@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Demonstrations per step.")
 @click.option(
     "--learning-rate",
     type=click.FloatRange(0, min_open=True),
-    help="By default 2e-5, with adapters 2e-4: the job's is for rewards, and far too low here.",
+    help="Default 2e-5, with adapters 2e-4; the job's rate is meant for rewards and too low here.",
 )
 @SETS
 def warm_command(
@@ -56,9 +56,9 @@ def warm_command(
 
     def show(now: WarmStartProgress) -> None:
         if now.step == 1:
-            click.echo(f"learning rate {rate:g}" + ("" if learning_rate else "; --learning-rate sets another"))
+            click.echo(f"learning rate {rate:g}" + ("" if learning_rate else " (change it with --learning-rate)"))
         if now.step == 1 and now.left_out:
-            click.echo(f"left out, since longer than {now.max_length} tokens: {now.left_out}")
+            click.echo(f"left out {now.left_out} demonstrations longer than {now.max_length} tokens")
         click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}")
 
     plan = WarmStart(
@@ -72,4 +72,4 @@ def warm_command(
     )
     warm(plan, show)
     if is_main():
-        click.echo(f"{out}: set policies.{name}.model to it")
+        click.echo(f"model saved to {out}: set policies.{name}.model to this folder")

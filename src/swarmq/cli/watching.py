@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 @main.command()
 @RUN
-@click.option("--once", is_flag=True, help="Print one picture and stop.")
+@click.option("--once", is_flag=True, help="Print the state once and exit.")
 def watch(run: Path, once: bool) -> None:
     """Follow a run in the terminal: steps, rewards, warnings.
 
@@ -71,7 +71,7 @@ async def _until_ended(job: SwarmJob) -> None:
 
 @main.command()
 @click.argument("folder", default="runs", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, a run a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one run per line.")
 def runs(folder: Path, *, as_json: bool) -> None:
     """List the runs in a folder.
 
@@ -92,7 +92,7 @@ def runs(folder: Path, *, as_json: bool) -> None:
             click.echo(msgspec.json.encode(row))
         return
     if not rows:
-        click.echo(f"no run was started in {folder}")
+        click.echo(f"no runs in {folder}")
         return
     table = Table("run", "state", box=None, pad_edge=False)
     for heading in ("step", "reward"):

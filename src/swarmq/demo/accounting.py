@@ -66,7 +66,7 @@ def settle_run(job: SwarmJob, confirmed: Iterable[str]) -> Account:
     for name, policy in job.policies.items():
         if policy.trained:
             log = list(read_records(job.run_folder.batch_log(name)))
-            trained |= Counter(episode for record in log for episode in record.index.trained)  # twice by one policy
+            trained |= Counter(episode for record in log for episode in record.index.trained)  # an episode counted twice was trained twice by one policy
             for record in log:
                 dropped |= record.index.dropped
     ledger = {episode: fate for episode, fate in read_fates(job.run_folder.inbox).items() if fate.state != "eval"}
@@ -86,16 +86,16 @@ def settle_demo(job: SwarmJob, entries: Iterable[LedgerEntry]) -> Account:
 
 def render_table(account: Account) -> Table:
     """Render the final table."""
-    table = Table(title="every episode accounted for", title_justify="left", show_header=False, min_width=48)
+    table = Table(title="account of all episodes", title_justify="left", show_header=False, min_width=48)
     table.add_column("what")
     table.add_column("episodes", justify="right")
     rows = [
         ("begun", account.begun),
-        ("outcomes that clients saw confirmed", account.confirmed),
+        ("outcomes confirmed to clients", account.confirmed),
         ("trained", account.trained),
         *((f"dropped: {reason}", count) for reason, count in account.dropped.items()),
         ("waiting when the run ended", account.waiting),
-        ("slots taken over after the kill", account.redelivered),
+        ("slots finished by another client after the kill", account.redelivered),
     ]
     for what, count in rows:
         table.add_row(what, f"{count:,}")

@@ -108,6 +108,6 @@ def simplify(expression: str) -> str:
     """Return the expression after its first operation. Raises ValueError unless it is whole numbers joined by + and -, or by *."""
     match = FIRST_OPERATION.fullmatch(expression)
     if match is None or (" * " in expression and re.search(r" [-+] ", expression)):
-        raise ValueError(f"not whole numbers of one precedence: {expression!r}")
+        raise ValueError(f"not whole numbers joined by + and -, or by *: {expression!r}")
     left, sign, right, rest = match.groups()
     return f"{OPERATORS[sign](int(left), int(right))}{rest}"

@@ -42,7 +42,7 @@ def demo_job(model: str, *, run: str, seed: int, size: DemoSize) -> SwarmJob:
                     loss=Loss(name="tis_mask"),
                     max_steps=size.steps,
                     gradient_checkpointing=False,
-                    mixed_precision="no",  # as its engine
+                    mixed_precision="no",  # like the engine
                     checkpoint_every=10,
                     seed=seed,
                 ),

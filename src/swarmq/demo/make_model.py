@@ -26,7 +26,7 @@ async def ensure_model(cache: Path, report: Callable[[str], None]) -> str:
     if is_complete(folder):
         report(f"model: found in {cache}")
         return str(folder)
-    report(f"model: making it (once; it is kept in {cache})")
+    report(f"model: making the model (once; kept in {cache})")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "swarmq.demo.make_model", str(cache)),
         stdout=asyncio.subprocess.PIPE,

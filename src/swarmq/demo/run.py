@@ -71,13 +71,13 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """Run the demo. Raises SwarmqError if a process cannot start, or if an episode is lost or trained twice."""
     began = time.monotonic()
     report = _reporter(console, began)
-    check_settings(plain := _name_run(options, options.run, ""))  # what is wrong is said before a model is made
+    check_settings(plain := _name_run(options, options.run, ""))  # settings are checked before the model is made
     make_folder(Path(plain.folder))
     model = options.model or await ensure_model(options.cache, report)
     model_s = time.monotonic() - began
     plan_run(
         _name_run(options, options.run, model), lambda _: None
-    )  # nor is a folder made for one that cannot be trained
+    )  # and before the run folder is made
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:
@@ -114,7 +114,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     )
     _close(console, job, result)
     if result.account.lost or result.account.twice:
-        raise SwarmqError(f"the proof failed: lost {result.account.lost}, trained twice {result.account.twice}")
+        raise SwarmqError(f"episodes unaccounted for: lost {result.account.lost}, trained twice {result.account.twice}")
     return result
 
 
@@ -206,7 +206,7 @@ def _close(console: Console, job: SwarmJob, result: DemoResult) -> None:
     ):
         console.print(f"{what:12} {where}", highlight=False, soft_wrap=True)
     console.print(
-        f"the queues, while a run is up (swarmq up {folder.job}): `swarmq viewer {folder.path}` makes a login to the management UI",
+        f"to see the queues while the run is up (swarmq up {folder.job}): `swarmq viewer {folder.path}` prints a login for the management UI",
         highlight=False,
         soft_wrap=True,
     )

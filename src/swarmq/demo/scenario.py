@@ -117,12 +117,12 @@ class Scenario:
             await self._deployment.learners_done.wait()
         finally:
             self.train_seconds = time.monotonic() - began
-            self._say("last step done; clients finish what they have begun")
+            self._say("last step done; clients finish their open episodes")
             async with asyncio.TaskGroup() as tasks:
                 for client in self.clients:
                     tasks.create_task(client.stop())
         await self._measure()
-        self._say("the collector takes in what is left")
+        self._say("the collector processes the remaining messages")
         inbox = topology.inbox(self._deployment.job.run)
         await self._follower.until(lambda board: board.depths.get(inbox) == 0)
 
@@ -179,6 +179,6 @@ class Scenario:
                 await self._follower.until(lambda _board: self.version >= version)
         except TimeoutError:
             raise SwarmqError(
-                f"step {version} was not reached within {self._size.patience_s:.0f} s (now at {self.version}): "
-                f"look into {self._deployment.job.run_folder.logs}"
+                f"step {version} was not reached within {self._size.patience_s:.0f} s (newest step: {self.version}): "
+                f"see the logs in {self._deployment.job.run_folder.logs}"
             ) from None

@@ -57,7 +57,7 @@ def load_or_warm_up(cache: Path, recipe: Recipe, *, report: Callable[[WarmupProg
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as making:
             save(model, words, Path(making) / folder.name)
-            if not is_complete(folder):  # by another demo meanwhile
+            if not is_complete(folder):  # another demo may have made it meanwhile
                 (Path(making) / folder.name).rename(folder)
     return folder
 

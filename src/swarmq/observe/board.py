@@ -88,7 +88,7 @@ class Board:
                 line = describe_control(event.fields)
                 self._warn(BoardWarning(event.source, line, event.at, line))
             case "weights":
-                pass  # the engine's next state says the same
+                pass  # the next state event repeats it
 
     def _warn(self, new: BoardWarning) -> None:
         for old in self.warnings:

@@ -51,7 +51,7 @@ def _headline(board: Board, now: float) -> Text:
         text.append(f"\n{source}: ", style="dim")
         text.append(stage)
     if not (board.parts or board.stages):
-        text.append("waiting for the first sign of life ...", style="dim")
+        text.append("waiting for the first event ...", style="dim")
     return text
 
 

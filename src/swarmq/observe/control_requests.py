@@ -80,8 +80,8 @@ async def send_command(
         raise ConfigError(refused)
     if not accepted:
         raise SwarmqError(
-            f"the collector of run {run!r} has not answered within {patience_s:g} s: is the run up? The command waits in "
-            f"{topology.control(run)} and will be obeyed"
+            f"the collector of run {run!r} has not answered within {patience_s:g} s: check that the run is up. The command waits in the queue "
+            f"{topology.control(run)} and will be executed"
         )
     missing = tuple(policy for policy in accepted["learners"] if policy not in applied)
     return ControlAnswer(accepted=accepted, applied=applied, missing=missing)
@@ -96,7 +96,7 @@ async def send_eval_tasks(
     """
     named = [as_task(value, default_id=f"task-{number}") for number, value in enumerate(tasks)]
     if repeated := [one for one, times in Counter(task.id for task in named).items() if times > 1]:
-        raise TaskError(f"task id {repeated[0]!r} comes more than once: ids must differ")
+        raise TaskError(f"task id {repeated[0]!r} occurs more than once: ids must differ")
     bodies = []
     for task in named:
         name = fed_id(task, kind, source)
@@ -122,7 +122,7 @@ async def _send(broker: Broker, run: str, command: Command, say: Callable[[str],
         await broker.publish(topology.control(run), command)
         if sent == 1:
             say(
-                f"no answer yet: the command waits in {topology.control(run)} and will be obeyed, also by who is started later"
+                f"no answer yet: the command waits in the queue {topology.control(run)}; processes that start later execute it, too"
             )
         await asyncio.sleep(AGAIN_S)
 
@@ -139,7 +139,7 @@ def describe_answer(answer: ControlAnswer) -> list[str]:
     told = [
         f"{change['path']}: {format_value(change['before'])} -> {format_value(change['value'])}"
         for change in answer.accepted.get("changes", [])
-        if not stops  # a learner that is in the step after that one ends with it, and says so
+        if not stops  # a learner that is one step further ends after that step, and reports it
     ]
     if "changes" in answer.accepted and not answer.accepted["changes"]:
         told.append("nothing to change: the run has these settings already")
@@ -150,14 +150,14 @@ def describe_answer(answer: ControlAnswer) -> list[str]:
             told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
         if stops:
             told += [
-                f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq up` says there how it trains on"
+                f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq up` then prints how to continue"
                 for change in fields["changes"]
             ]
         else:
             told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
         if pace:
             told.append(f"{policy}: after step {fields['from_step'] - 1}")
-    told += [f"{policy}: its learner has not answered yet; it will obey when it is up" for policy in answer.missing]
+    told += [f"{policy}: its learner has not answered yet; it executes the command when it is up" for policy in answer.missing]
     return told
 
 

@@ -52,7 +52,7 @@ def find_changes(events: Iterable[Event]) -> Iterator[Mark]:
         elif event.name == "control" and event.fields.get("state") == "accepted":
             command = event.fields.get("command_id", "")
             if command and command in answered:
-                continue  # it was asked again, and the answer given again
+                continue  # a repeated answer to a repeated command
             answered.add(command)
             changes = ", ".join(f"{c['path']} = {format_value(c['value'])}" for c in event.fields.get("changes", []))
             if text := changes or event.fields.get("pace"):
@@ -87,7 +87,7 @@ def draw_reward(
             for kind, reward in event.fields.get("reward_by_kind", {}).items():
                 if reward is not None:
                     by_kind[kind][version] = float(reward)
-            if (reward := event.fields["reward"]) is not None:  # as figures that are not finite are written
+            if (reward := event.fields["reward"]) is not None:  # numbers that are not finite are written as null
                 steps[version] = float(reward)
     at_step: dict[int, list[Mark]] = defaultdict(list)
     for mark in sorted([*find_changes(events), *marks], key=lambda one: one.at):

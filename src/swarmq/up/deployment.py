@@ -98,13 +98,13 @@ class Deployment:
     def welcome(self) -> list[str]:
         """Return lines on how to join and watch the run, without invite and password, since output ends up in logs."""
         folder = shlex.quote(str(self.job.run_folder.path))
-        host_invite = f"the host's own, with an operator's rights, is {self.job.run_folder.invite}"
+        host_invite = f"the host's own invite, with operator rights, is {self.job.run_folder.invite}"
         lines = [
-            f"up. On this machine clients join after: export SWARMQ_INVITE={folder}",
-            f"for others, `swarmq client add NAME --run {folder}` prints an invite; {host_invite}",
+            f"up. To join from this machine: export SWARMQ_INVITE={folder}",
+            f"for other machines, `swarmq client add NAME --run {folder}` prints an invite; {host_invite}",
         ]
         if self.node:
-            lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` makes a login")
+            lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` prints a login")
         return [*lines, "Ctrl-C stops everything"]
 
     def endpoints(self) -> Endpoints:
@@ -226,10 +226,10 @@ async def check_run_is_down(
         if time.monotonic() >= until:
             raise SwarmqError(
                 f"run {run!r} is already up on this broker: {inbox} has a consumer. Choose another name, or stop the other run "
-                "(the broker forgets a run that has just died within two minutes)"
+                "(a run that has just died disappears from the broker within two minutes)"
             )
         if not is_reported:
-            report(f"broker: waiting until consumers of the previous start have left {inbox} (up to {forget_s:.0f} s)")
+            report(f"broker: waiting for consumers of the previous start to leave {inbox} (up to {forget_s:.0f} s)")
         is_reported = True
         await asyncio.sleep(look_s)
 
@@ -276,7 +276,7 @@ async def _open_broker(
     job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> tuple[PrivateNode | None, str]:
     if url := resolve_amqp_url(job.broker):
-        report("broker: the configured one")
+        report("broker: as configured (broker.url)")
         return None, url
     if find_server() is None and (container := await asyncio.to_thread(find_container)):
         report(f"broker: {container.place}")

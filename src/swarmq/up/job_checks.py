@@ -51,7 +51,7 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     for name in job.trained:
         if (url := job.policies[name].train.teacher_url) and (trouble := find_teacher_trouble(url)):
             report(
-                f"warning: policies.{name}.train.teacher: the server at {url} {trouble}: start it, batches wait for it"
+                f"warning: policies.{name}.train.teacher: the server at {url} {trouble}: start it; the learner waits with its batches until it answers"
             )
     for line in (*find_untrainable_requests(job, models), *find_ineffective_settings(job, models, placements)):
         report(f"warning: {line}")
@@ -107,9 +107,9 @@ def find_untrainable_requests(job: SwarmJob, models: Mapping[str, ModelFacts]) -
         served, train = _max_request_tokens(job, name, model), job.policies[name].train
         if job.policies[name].trained and served and served > train.micro_batch_tokens:
             yield (
-                f"policies.{name}.engine.max_model_len allows requests of {served} tokens, and an episode with a request of more than "
+                f"policies.{name}.engine.max_model_len allows requests of {served} tokens, but an episode with a request of more than "
                 f"policies.{name}.train.micro_batch_tokens = {train.micro_batch_tokens} is sampled and then dropped (over_budget): "
-                "raise the latter, or lower the former to it"
+                "raise train.micro_batch_tokens, or lower engine.max_model_len"
             )
 
 
@@ -120,7 +120,7 @@ def find_ineffective_settings(
     for name in job.trained:
         policy, whose, placement = job.policies[name], f"policies.{name}", placements.get(name)
         if policy.placement == "split" and placement is None:
-            here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "there is no GPU here"
+            here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "this host has no GPU"
             yield f"{whose}.placement = 'split' has no effect: {here}"
         if policy.train.sharding == "full" and _num_ranks(placement) == 1:
             yield f"{whose}.train.sharding = 'full' has no effect: the learner has one rank"

@@ -251,7 +251,7 @@ def _limit_on_cpu(policy: Policy, model: ModelFacts, host_cache: int) -> Context
     if room < DEFAULT_CONTEXT:
         tokens = max(room // CONTEXT_STEP * CONTEXT_STEP, min(room, CONTEXT_STEP), 1)
         return ContextLimit(tokens=tokens, reason=f"as many as the engine's cache in host memory holds; {made_for}")
-    return ContextLimit(tokens=DEFAULT_CONTEXT, reason=f"a modest number, as there is no GPU; {made_for}")
+    return ContextLimit(tokens=DEFAULT_CONTEXT, reason=f"the default without a GPU; {made_for}")
 
 
 def _limit_on_gpus(
@@ -286,7 +286,7 @@ def _limit_on_gpus(
     shorter = range(bound.tokens // CONTEXT_STEP * CONTEXT_STEP, least, -CONTEXT_STEP) if wanted else ()
     tokens = next((tokens for tokens in shorter if plan(tokens) == wanted), least)
     made_for = f"the model's maximum is {model.max_length:,}" if model.max_length else bound.reason
-    why = f"since GPU memory has room for {MIN_CACHED_REQUESTS} such calls" + (
+    why = f"because GPU memory holds the KV cache of {MIN_CACHED_REQUESTS} such calls" + (
         " beside the learner" if policy.trained else ""
     )
     return ContextLimit(tokens=tokens, reason=f"{why}; {made_for}")
@@ -349,8 +349,8 @@ def place(
         raise _context_parallel_error(policy, model, len(gpus))
     if not needs.learners:
         raise ConfigError(
-            f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it: take two GPUs or "
-            "more, or leave train.cpu_offload out"
+            f"train.cpu_offload: {model.name} gets one GPU, and a single rank cannot offload: use two GPUs or "
+            "more, or remove train.cpu_offload"
         )
     may_split = policy.placement != "shared" and share == 1.0
     split = _place_split(policy, needs, numbers, memory) if may_split else None
@@ -370,8 +370,8 @@ def place(
 def _context_parallel_error(policy: Policy, model: ModelFacts, num_gpus: int) -> ConfigError:
     ranks = policy.train.context_parallel
     return ConfigError(
-        f"train.context_parallel: {ranks} ranks compute each pass of {model.name} together, and its learner gets {num_gpus} GPU(s): give it a "
-        f"multiple of {ranks}, or set it to a number that divides them"
+        f"train.context_parallel: {ranks} ranks compute each pass of {model.name} together, but its learner gets {num_gpus} GPU(s): give it a "
+        f"multiple of {ranks} GPUs, or set train.context_parallel to a divisor of {num_gpus}"
     )
 
 
@@ -433,7 +433,7 @@ def _place_shared(
     )
     both = f"learner {_format_gib(learner.step)} and engine {_format_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
     why = (
-        "take turns, as engine.sleep asks: the engine" if policy.engine.sleep else "do not fit together, so the engine"
+        "take turns (engine.sleep): the engine" if policy.engine.sleep else "do not fit together, so the engine"
     )
     return Placement(
         kind="shared",
@@ -521,9 +521,9 @@ def _does_not_fit_error(
         f"the learner takes {_format_gib(learner.step)} ({_format_gib(learner.state)} between steps)" if learner else ""
     )
     both = f"{takes} and the engine {engine}" if learner else f"the engine takes {engine}"
-    lacking = f"{_format_gib(missing)} are missing of each GPU" if missing > 0 else "these GPUs are too few for both"
-    advice = ["take more GPUs", *(["free the memory that other processes hold"] if memory.is_used else [])]
-    advice += ["lower engine.gpu_memory_utilization or leave it out"] if requested else []
+    lacking = f"{_format_gib(missing)} are missing on each GPU" if missing > 0 else "there are too few GPUs for both"
+    advice = ["take more GPUs", *(["free memory held by other processes"] if memory.is_used else [])]
+    advice += ["lower or remove engine.gpu_memory_utilization"] if requested else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
     advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]
     advice += [suggest_less(policy.train)] if learner else []

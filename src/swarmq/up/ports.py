@@ -50,8 +50,8 @@ async def wait_for_proxy_ports(job: SwarmJob) -> None:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > until:
                     raise ConfigError(
-                        f"proxy.port: nobody can listen on {job.proxy.host}:{port} ({os.strerror(error.errno or 0)}); name another port or host, "
-                        f"leave the port out for a free one, or see who has it: ss -ltnp 'sport = :{port}'"
+                        f"proxy.port: cannot listen on {job.proxy.host}:{port} ({os.strerror(error.errno or 0)}); set another port or host, "
+                        f"remove the setting to get a free port, or find the process that uses the port: ss -ltnp 'sport = :{port}'"
                     ) from error
             await asyncio.sleep(LOOK_S)
 

@@ -28,10 +28,10 @@ async def stop_daemon(daemon: Daemon, grace_s: float, report: Callable[[str], No
         await daemon.stop(grace_s)
         return
     report(
-        f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint; Ctrl-C again ends it without a checkpoint"
+        f"{daemon.name}: stopping, with {grace_s:.0f} s to write its checkpoint; Ctrl-C again stops without a checkpoint"
     )
     if await daemon.stop(grace_s) == -signal.SIGKILL:
-        report(f"{daemon.name}: not done in time; steps since its newest checkpoint are made again from the batch log")
+        report(f"{daemon.name}: killed after its time to stop; steps since its newest checkpoint will be repeated from the batch log")
 
 
 def drain_s(job: SwarmJob, name: str) -> float:
@@ -57,11 +57,11 @@ def describe_stopped_run(job: SwarmJob) -> str:
     if not going:
         then = "serves its weights again"
     elif not any(steps.values()):
-        then = "goes on"
+        then = "continues"
     elif len(steps) == 1:
-        then = f"goes on after step {next(iter(going.values()))}"
+        then = f"continues after step {next(iter(going.values()))}"
     else:
-        then = f"goes on after step{'s' if len(going) > 1 else ''} " + ", ".join(
+        then = f"continues after step{'s' if len(going) > 1 else ''} " + ", ".join(
             f"{step} ({policy})" for policy, step in going.items()
         )
     return ". ".join([f"stopped. `swarmq up {job.run_folder.job}` {then}", *ended.values()])
@@ -82,7 +82,7 @@ def describe_ended_policies(job: SwarmJob, steps: Mapping[str, int]) -> dict[str
         command = f"swarmq resume {folder.path}" if path in lifted else f"swarmq set {folder.path} {path}=0"
         if live_settings.has_ended(now, policy, step):
             messages[policy] = (
-                f"{policy} has made its last step, {step}: while the run is up, `{command}` lets it train on"
+                f"{policy} has made its last step, {step}; to train further while the run is up: `{command}`"
             )
     return messages
 

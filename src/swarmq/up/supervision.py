@@ -90,7 +90,7 @@ class Daemon:
                 )
             delay_s = BACKOFF_S[deaths - 1]
             detail = f" ({why})" if why else ""
-            warn(f"{self.name} died with status {status}{detail}; starting it again in {delay_s:g} s")
+            warn(f"{self.name} died with status {status}{detail}; restarting in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             await self.start()
             self.restarted()
@@ -130,7 +130,7 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
                 if _free_bytes(node.folder) < FULL_BYTES:
                     return "has a full disk"
                 turned_away = turned_away + 1 if await node.refuses_connections() else 0
-        return f"has taken no connections for {MAX_FAILED_CHECKS * CHECK_EVERY_S:g} s, though its process lives"
+        return f"has accepted no connections for {MAX_FAILED_CHECKS * CHECK_EVERY_S:g} s, although its process is alive"
 
     async def restart() -> None:
         await node.stop()
@@ -178,7 +178,7 @@ async def _keep_restarting(
         why = await ended()
         if deaths.record_death() >= MAX_DEATHS:
             raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {ending()}")
-        warn(f"{name} {why}; starting it again")
+        warn(f"{name} {why}; restarting")
         try:
             await restart()
         except (SwarmqError, OSError) as error:
@@ -186,7 +186,7 @@ async def _keep_restarting(
             if failed == MAX_DEATHS:
                 raise
             delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
-            warn(f"{name} does not start ({why}); trying again in {delay_s:g} s")
+            warn(f"{name} does not start ({why}); next attempt in {delay_s:g} s")
             await asyncio.sleep(delay_s)
         else:
             failed = 0

@@ -30,4 +30,4 @@ async def test_a_killed_private_broker_is_back_at_the_same_url_with_its_messages
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
     assert found == {"t1", "t2"}
-    assert warnings == [f"the broker died with status {-signal.SIGKILL}; starting it again"]
+    assert warnings == [f"the broker died with status {-signal.SIGKILL}; restarting"]

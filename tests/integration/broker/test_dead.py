@@ -139,12 +139,12 @@ async def test_the_command_line_lists_shows_requeues_and_forgets(
     for verb in ("requeue", "purge"):
         status, said = await dead(verb, first, "nobody", num=3)
         assert (status, "no dead letter has the id 'nobody'" in said) == (1, True), "and all stay"
-    assert await dead("requeue", first, num=3) == (0, "1 sent back\n")
+    assert await dead("requeue", first, num=3) == (0, "requeued 1\n")
     assert (await broker.depths([topology.inbox(run_name)]))[topology.inbox(run_name)].ready == 1
-    assert await dead("purge", second, num=2) == (0, "1 forgotten\n")
+    assert await dead("purge", second, num=2) == (0, "deleted 1\n")
     await at_rest(broker, 1)
     assert [letter.key for letter in await list_letters(node.amqp_url)] == ["e2:end"]
-    assert await dead("purge", "--all", num=1) == (0, "1 forgotten\n")
+    assert await dead("purge", "--all", num=1) == (0, "deleted 1\n")
     assert await dead("list", num=0) == (0, "no dead letters\n")
 
 

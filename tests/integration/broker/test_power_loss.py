@@ -69,7 +69,7 @@ async def test_a_run_starts_again_after_a_power_loss_and_waits_for_what_still_re
         await left.wait()
         await starting
         assert told == [
-            f"broker: waiting until consumers of the previous start have left swarmq.r.in (up to {OLD_CONSUMERS_S:.0f} s)"
+            f"broker: waiting for consumers of the previous start to leave swarmq.r.in (up to {OLD_CONSUMERS_S:.0f} s)"
         ]
         async with broker.consume(topology.tickets("r", "math"), prefetch=5) as deliveries:
             assert (await anext(deliveries)).message.ticket_id == "t1"

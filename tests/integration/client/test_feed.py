@@ -85,7 +85,7 @@ async def test_eval_tasks_go_to_the_collector_and_what_is_left_to_do_is_said(sta
         await broker.declare(run_name, policies=["main"], kinds=["default"])
         feeding = start_feed("--eval", "--repeats", "4")
         output, _ = await asyncio.to_thread(feeding.communicate)
-        assert (feeding.returncode, "2 tasks to evaluate default with" in output) == (0, True), output
+        assert (feeding.returncode, "stored 2 tasks for evaluation of default" in output) == (0, True), output
         assert f"swarmq set {tmp_path / run_name} eval.every=10" in output
         async with broker.consume(topology.control(run_name), prefetch=9) as deliveries:
             tasks = [(await anext(deliveries)).message for _ in range(2)]

@@ -56,7 +56,7 @@ async def test_a_run_in_parts_is_opened_joined_fed_looked_at_and_shared(tmp_path
             await ep.end(1.0)
         async with broker.consume(topology.inbox(run_name), prefetch=9) as deliveries:
             assert isinstance((await anext(deliveries)).message, EpisodeBegin)
-        assert "8 slots put on the queue" in await swarmq("feed", folder, tmp_path / "data.jsonl")
+        assert "published 8 slots" in await swarmq("feed", folder, tmp_path / "data.jsonl")
         assert run_name in await swarmq("status", folder)
         alice = Invite.decode(
             (await swarmq("client", "add", "alice", "--run", folder, "--http")).removeprefix("export SWARMQ_INVITE=")

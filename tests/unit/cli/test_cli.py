@@ -88,7 +88,7 @@ def test_a_policy_that_is_not_there_or_not_trained_is_said_to_be_so():
     policies = {"planner": {"model": "m"}, "executor": {"model": "m"}, "judge": {"model": "m", "trained": False}}
     job = SwarmJob.build({"run": "r", "policies": policies})
     for policy, says in {
-        None: "--policy: say which of planner, executor",
+        None: "--policy is required; choose one of planner, executor",
         "planer": "--policy planer: no such policy; choose one of planner, executor",
         "judge": "--policy judge: is not trained; choose one of planner, executor",
     }.items():
@@ -109,8 +109,8 @@ def test_the_commands_that_people_are_told_of_are_there():
         (["show", "ID"], "not the folder of a run"),
         (["requeue"], "not the folder of a run"),
         (["purge", "--all"], "not the folder of a run"),
-        (["purge"], "say which dead letters to forget, by id, or --all"),
-        (["purge", "ID", "--all"], "say which dead letters to forget, by id, or --all"),
+        (["purge"], "name the dead letters to delete by id, or use --all"),
+        (["purge", "ID", "--all"], "name the dead letters to delete by id, or use --all"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -226,7 +226,7 @@ def test_a_worker_without_an_invite_is_told_where_to_get_one():
 def test_what_means_nothing_beside_eval_is_refused(tmp_path):
     result = swarmq("feed", tmp_path, "data.jsonl", "--eval", "--epochs", 2, "--seed", 0, "--restart")
     assert result.exit_code == 1
-    assert "--epochs, --seed, --restart: without meaning beside --eval" in result.output
+    assert "--epochs, --seed, --restart: cannot be combined with --eval" in result.output
 
 
 def test_errors_of_several_tasks_are_all_said_once(capsys):

@@ -55,7 +55,7 @@ def test_a_run_that_is_not_up_is_said_to_be_so(command: tuple[object, ...], run:
     name, *rest = command
     told = swarmq(name, run.path, *rest)
     assert told.output == (
-        f"swarmq: run 'math' is not up, nor is its RabbitMQ: `swarmq up {run.job}` goes on with it\n"
+        f"swarmq: run 'math' is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {run.job}`\n"
     )
 
 
@@ -86,7 +86,7 @@ def test_watching_ends_with_the_run_and_says_how_to_go_on(run: RunFolder, monkey
     monkeypatch.setattr(amqp.AmqpBroker, "open", serve)
     monkeypatch.setattr(monitor, "watch", up_for_a_moment)
     assert swarmq("watch", run.path).output == (
-        f"swarmq: run 'math' is not up, nor is its RabbitMQ: `swarmq up {run.job}` goes on with it\n"
+        f"swarmq: run 'math' is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {run.job}`\n"
     )
 
 

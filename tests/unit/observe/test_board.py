@@ -134,7 +134,7 @@ def test_a_broker_that_takes_no_messages_is_the_first_thing_shown():
     board = Board(run="r", blocked=True)
     for text in (text_of(board), text_of(board, width=80)):
         assert "RabbitMQ accepts no messages: it is low on memory or disk" in " ".join(text.split())
-        assert "waiting for the first sign of life" in text
+        assert "waiting for the first event" in text
     assert "RabbitMQ" not in text_of(Board(run="r"))
 
 

@@ -242,7 +242,7 @@ def test_turns_that_the_agent_did_not_receive_and_rewards_for_them_are_shown():
     assert "not received" not in text_of(draw_episode(build_view(plain, 1, None, spoken)))
     episode = replace(plain, orphan_turns=2, uncredited={"c9.0": 0.5})
     view = build_view(episode, 1, None, spoken)
-    assert "\nnot received, not trained: 2 turns\nreward for no trained call: c9.0: 0.5\n" in text_of(
+    assert "\nnot received, not trained: 2 turns\nreward for a call that is not trained: c9.0: 0.5\n" in text_of(
         draw_episode(view)
     )
     assert "<dt>not received, not trained</dt><dd>2 turns</dd>" in render_page(view)
@@ -414,7 +414,7 @@ def test_the_episodes_of_a_step_are_listed_with_what_was_dropped_for_it(run):
     assert ["over_budget", "long-12"] in [line.split() for line in listing.splitlines()]
     assert "old-13" in inspect(run, "--step", 3), "on the way to the next step"
     refused = CliRunner().invoke(main, ["inspect", str(run), "--step", "7"])
-    assert (refused.exit_code, "nothing of step 7; it has 1 to 3" in refused.output) == (1, True)
+    assert (refused.exit_code, "no record of step 7; it has steps 1 to 3" in refused.output) == (1, True)
 
 
 def test_an_episode_is_found_by_its_beginning_or_end_with_what_training_recorded(run):
@@ -443,9 +443,9 @@ def test_the_page_is_written_to_the_file(run, tmp_path):
     )
     refused = CliRunner().invoke(main, ["inspect", str(run), "--html", str(tmp_path / "x.html")])
     assert refused.exit_code == 1
-    assert "which EPISODE" in refused.output
+    assert "--html needs an EPISODE" in refused.output
     refused = CliRunner().invoke(main, ["inspect", str(run), "second-0", "--step", "2"])
-    assert "leave it out to show one EPISODE" in refused.output
+    assert "--step cannot be combined with EPISODE" in refused.output
 
 
 @pytest.mark.parametrize("unreadable", ["batches", "batches/000000000001.log"])

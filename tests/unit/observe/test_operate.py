@@ -69,7 +69,7 @@ async def test_the_answer_to_a_stop_says_after_which_step(after, last):
     async with run() as broker:
         answer = await send_command(broker, "r", "stop", {"main": after})
         assert describe_answer(answer) == [
-            f"main: ends after step {last}, with a checkpoint; `swarmq up` says there how it trains on"
+            f"main: ends after step {last}, with a checkpoint; `swarmq up` then prints how to continue"
         ]
 
 
@@ -83,7 +83,7 @@ async def test_a_learner_that_is_down_is_named_and_obeys_later():
     async with run(learner=False) as broker:
         answer = await send_command(broker, "r", "checkpoint", patience_s=3)  # for the collector, on a busy machine
         assert answer.missing == ("main",)
-        assert "will obey when it is up" in describe_answer(answer)[-1]
+        assert "it executes the command when it is up" in describe_answer(answer)[-1]
         assert len(broker.stored(topology.control("r", "main"))) == 1
 
 
@@ -102,7 +102,7 @@ async def test_who_waits_for_an_answer_is_told_once_where_the_command_is(monkeyp
     with pytest.raises(SwarmqError, match="has not answered"):
         await send_command(broker, "r", "pause", patience_s=0.5, say=told.append)
     (line,) = told
-    assert f"the command waits in {topology.control('r')} and will be obeyed" in line
+    assert f"the command waits in the queue {topology.control('r')}; processes that start later execute it, too" in line
 
 
 async def test_what_is_no_command_is_parked():
@@ -134,7 +134,7 @@ async def test_eval_tasks_become_rounds_and_brought_again_replace_themselves():
 @pytest.mark.parametrize(
     ("tasks", "says"),
     [
-        ([{"id": "a"}, {"id": "a"}], "'a' comes more than once"),
+        ([{"id": "a"}, {"id": "a"}], "'a' occurs more than once"),
         ([{"id": "a"}, {"id": "b", "kind": "code"}], "'b' is of kind 'code' by its own field"),
         ([{"id": "a"}, {"id": "b", "n": 2**70}], "'b': its data cannot be sent"),
     ],

@@ -90,7 +90,7 @@ def test_the_command_prints_a_table_or_an_object_a_line(tmp_path: Path) -> None:
     data = msgspec.json.decode(line)
     assert data["policies"] == {"main": {"step": 12, "reward": -0.125, "at": 112.0}}
     (tmp_path / "none").mkdir()
-    assert "no run was started" in CliRunner().invoke(main, ["runs", str(tmp_path / "none")]).output
+    assert "no runs in" in CliRunner().invoke(main, ["runs", str(tmp_path / "none")]).output
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

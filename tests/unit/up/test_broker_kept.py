@@ -56,8 +56,8 @@ async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) ->
     keeper.cancel()
     assert node.happened == ["stop", "start"]
     (line,) = told
-    assert line.startswith("the broker has taken no connections for ")
-    assert line.endswith("though its process lives; starting it again")
+    assert line.startswith("the broker has accepted no connections for ")
+    assert line.endswith("although its process is alive; restarting")
 
 
 async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
@@ -82,6 +82,6 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
         monkeypatch.setattr(supervision, "START_BYTES", 0)
         await node.started.wait()
     keeper.cancel()
-    assert told[0] == "the broker has a full disk; starting it again"
+    assert told[0] == "the broker has a full disk; restarting"
     assert told[1].startswith(f"the broker waits for disk space: {tmp_path} has ")
     assert len(told) == 2

@@ -33,7 +33,7 @@ async def warned(tmp_path: Path, *, status: int, wait: float, monkeypatch: pytes
 
 async def test_people_are_told_what_a_part_said_when_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *told, _ = await warned(tmp_path, status=1, wait=0.0, monkeypatch=monkeypatch)
-    assert told == ["learner.main died with status 1 (train.lora: no such thing); starting it again in 0 s"] * (
+    assert told == ["learner.main died with status 1 (train.lora: no such thing); restarting in 0 s"] * (
         supervision.MAX_DEATHS - 1
     )
 
@@ -70,7 +70,7 @@ async def test_a_port_that_others_have_is_refused_before_anything_starts(monkeyp
         port = other.getsockname()[1]
         job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "proxy": {"port": port}})
         with pytest.raises(
-            ConfigError, match=rf"proxy.port: nobody can listen on 127.0.0.1:{port} \(Address already in use\)"
+            ConfigError, match=rf"proxy.port: cannot listen on 127.0.0.1:{port} \(Address already in use\)"
         ):
             await ports.wait_for_proxy_ports(job)
     await ports.wait_for_proxy_ports(job)

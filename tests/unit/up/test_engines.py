@@ -67,13 +67,13 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
     told = await kept(Mortal(True, kill_reason="was given up by its learner (updating-3-restart)"))
-    assert told == ["engine main.0 was given up by its learner (updating-3-restart); starting it again"]
+    assert told == ["engine main.0 was given up by its learner (updating-3-restart); restarting"]
 
 
 async def test_an_engine_that_finds_no_memory_is_tried_again_while_its_learner_may_have_it() -> None:
     told = await kept(Mortal(False, False, True))
     assert told[1] == (
-        "engine main.0 does not start (vLLM for m ended with status 1 while it started); trying again in 0 s"
+        "engine main.0 does not start (vLLM for m ended with status 1 while it started); next attempt in 0 s"
     )
     assert [line.split()[2] for line in told] == ["died", "does", "died", "does", "died"]
 
@@ -91,9 +91,9 @@ async def test_an_engine_that_never_starts_ends_the_run_however_long_it_tries(mo
 
 async def test_a_broker_that_does_not_start_at_once_is_tried_again_in_the_same_words() -> None:
     assert await kept(MortalBroker(False, True)) == [
-        "the broker died with status -9; starting it again",
-        "the broker does not start (RabbitMQ is not up after 60 s); trying again in 0 s",
-        "the broker died with status -9; starting it again",
+        "the broker died with status -9; restarting",
+        "the broker does not start (RabbitMQ is not up after 60 s); next attempt in 0 s",
+        "the broker died with status -9; restarting",
     ]
 
 

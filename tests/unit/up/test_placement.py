@@ -236,7 +236,7 @@ def test_a_learner_with_its_state_in_host_memory_gets_two_gpus_or_says_why_not()
         place(offloaded, model(8), [H200])
     assert place(offloaded, model(8), [H200] * 2).kind == "shared"
     assert len(place(offloaded, model(8), [H200] * 4).learner) == 2
-    with pytest.raises(ConfigError, match="these GPUs are too few for both"):
+    with pytest.raises(ConfigError, match="there are too few GPUs for both"):
         place(msgspec.structs.replace(offloaded, placement="split"), model(8), [H200] * 2)
 
 
@@ -246,7 +246,7 @@ def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not(
     assert len(place(cut, model(1), [H200] * 6).learner) == 4
     for count, kind in ((1, "auto"), (3, "shared")):
         with pytest.raises(
-            ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m together, and its learner gets {count} GPU"
+            ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m together, but its learner gets {count} GPU"
         ):
             place(msgspec.structs.replace(cut, placement=kind), model(1), [H200] * count)
     with pytest.raises(ConfigError, match="does not fit as split on 3 GPU"):
@@ -256,7 +256,7 @@ def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not(
 def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
     full = GpuCapacity(total=139 * GIB, free=5 * GIB)
     with pytest.raises(
-        ConfigError, match=r"134\.0 GiB of them held by other processes.*free the memory that other processes hold"
+        ConfigError, match=r"134\.0 GiB of them held by other processes.*free memory held by other processes"
     ):
         place(policy(), model(1.7), [full])
     with pytest.raises(ConfigError, match="held by other processes"):
@@ -269,7 +269,7 @@ def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
 @pytest.mark.parametrize(
     ("engine", "trained", "says"),
     [
-        (EngineSettings(gpu_memory_utilization=0.9), True, "lower engine.gpu_memory_utilization or leave it out"),
+        (EngineSettings(gpu_memory_utilization=0.9), True, "lower or remove engine.gpu_memory_utilization"),
         (EngineSettings(sleep=False, gpu_memory_utilization=0.5), True, "leave engine.sleep out"),
         (EngineSettings(gpu_memory_utilization=0.6, count=2), False, "2 engine.s. on it is more than the 1.00"),
         (EngineSettings(gpu_memory_utilization=0.6, count=2), True, "does not fit as shared"),
@@ -377,10 +377,10 @@ def context_of(
         (policy(), 1.7, [H200], 8192, 8192, "equal to the model's maximum"),
         (policy(), 1.7, [H200], None, MIN_CONTEXT, "config states no maximum"),
         (policy(trained=False), 1.7, [H200], 40960, 40960, "equal to the model's maximum"),
-        (policy(), 5.5, [H200], 40960, 5120, "GPU memory has room for 8 such calls beside the learner"),
-        (policy(trained=False), 1.7, [BUSY], 262144, 54272, "GPU memory has room for 8 such calls"),
+        (policy(), 5.5, [H200], 40960, 5120, "GPU memory holds the KV cache of 8 such calls beside the learner"),
+        (policy(trained=False), 1.7, [BUSY], 262144, 54272, "GPU memory holds the KV cache of 8 such calls"),
         (policy(engine=EngineSettings(gpu_memory_utilization=0.1)), 1.7, [H200], 40960, 5120, "GPU memory"),
-        (policy(), 1.7, [], 40960, 4096, "a modest number, as there is no GPU; the model's maximum is 40,960"),
+        (policy(), 1.7, [], 40960, 4096, "the default without a GPU; the model's maximum is 40,960"),
         (policy(), 1.7, [], 512, 512, "equal to the model's maximum"),
     ],
 )

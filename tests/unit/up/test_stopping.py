@@ -67,13 +67,13 @@ def first_line(path: Path) -> str:
 
 async def test_people_are_told_how_long_a_stop_waits_for_a_learner(tmp_path: Path) -> None:
     assert await stopped(tmp_path, "learner.main", OBEDIENT, grace_s=30.0) == [
-        "learner.main: stopping; it has 30 s to write its checkpoint; Ctrl-C again ends it without a checkpoint"
+        "learner.main: stopping, with 30 s to write its checkpoint; Ctrl-C again stops without a checkpoint"
     ]
 
 
 async def test_people_are_told_when_a_learner_was_not_done_in_time(tmp_path: Path) -> None:
     assert (await stopped(tmp_path, "learner.main", STUBBORN, grace_s=0.1))[1:] == [
-        "learner.main: not done in time; steps since its newest checkpoint are made again from the batch log"
+        "learner.main: killed after its time to stop; steps since its newest checkpoint will be repeated from the batch log"
     ]
 
 
@@ -87,7 +87,7 @@ def test_who_stops_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     assert describe_stopped_run(job) == "stopped", "before there is a folder there is nothing to go on with"
     job.run_folder.path.mkdir()
     job.run_folder.job.write_text(job.to_toml())
-    again = f"stopped. `swarmq up {job.run_folder.job}` goes on"
+    again = f"stopped. `swarmq up {job.run_folder.job}` continues"
     assert describe_stopped_run(job) == again
     log = BatchLog(job.run_folder.batch_log("planner"), OURS)
     for record in (batch(1), batch(2), drops(3, 3)):
@@ -121,8 +121,8 @@ def test_a_run_that_was_stopped_is_said_to_train_on_once_it_is_resumed(tmp_path:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=1, base=0))
     folder = job.run_folder
     assert describe_stopped_run(job) == (
-        f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2: while the run is "
-        f"up, `swarmq resume {folder.path}` lets it train on"
+        f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2; to train further while "
+        f"the run is up: `swarmq resume {folder.path}`"
     )
 
 
@@ -130,22 +130,22 @@ def test_a_run_that_has_reached_its_files_last_step_is_said_to_train_on_once_tha
     job = ended_at_two(tmp_path, max_steps=2)
     folder = job.run_folder
     assert describe_stopped_run(job) == (
-        f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2: while the run is "
-        f"up, `swarmq set {folder.path} {LAST}=0` lets it train on"
+        f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2; to train further while "
+        f"the run is up: `swarmq set {folder.path} {LAST}=0`"
     )
 
 
 def test_a_run_whose_last_step_is_ahead_goes_on(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=3, base=0))
-    assert describe_stopped_run(job) == f"stopped. `swarmq up {job.run_folder.job}` goes on after step 2"
+    assert describe_stopped_run(job) == f"stopped. `swarmq up {job.run_folder.job}` continues after step 2"
 
 
 def test_of_two_policies_only_the_one_with_steps_to_go_is_said_to_go_on(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=2, base=0))
     both = msgspec.structs.replace(job, policies={**job.policies, "judge": Policy(model="m")})
     assert describe_stopped_run(both) == (
-        f"stopped. `swarmq up {job.run_folder.job}` goes on after step 0 (judge). main has made its last step, 2: while "
-        f"the run is up, `swarmq resume {job.run_folder.path}` lets it train on"
+        f"stopped. `swarmq up {job.run_folder.job}` continues after step 0 (judge). main has made its last step, 2; to train further "
+        f"while the run is up: `swarmq resume {job.run_folder.path}`"
     )
 
 

@@ -32,5 +32,5 @@ async def test_a_reader_that_died_with_a_private_broker_is_waited_for_visibly_an
             await asyncio.sleep(0.01)
         assert not waiting.done()
     await waiting
-    said = "broker: waiting until consumers of the previous start have left swarmq.r.in (up to"
+    said = "broker: waiting for consumers of the previous start to leave swarmq.r.in (up to"
     assert told == [f"{said} 0 s)", f"{said} 600 s)"]

@@ -45,7 +45,7 @@ def told_of(**settings: object) -> list[str]:
     ("settings", "told"),
     [
         ({}, None),
-        ({"placement": "split"}, "policies.solver.placement = 'split' has no effect: there is no GPU here"),
+        ({"placement": "split"}, "policies.solver.placement = 'split' has no effect: this host has no GPU"),
         (
             {"train": Train(sharding="full")},
             "policies.solver.train.sharding = 'full' has no effect: the learner has one rank",

@@ -125,7 +125,7 @@ def _look(row: TokenRow, top: float) -> str:
         return " " + _colour("none", min(-row.logprob / 4, 1.0))
     if row.contribution == 0:
         return " " + _colour("none", 0.0)
-    strength = min(1.0, abs(row.contribution) / top)  # of NaN as well
+    strength = min(1.0, abs(row.contribution) / top)  # 1 for NaN
     return " " + _colour("up" if row.contribution > 0 else "down", strength)
 
 

@@ -166,7 +166,7 @@ def read_step(log: Path, step: int) -> list[EpisodeRow]:
     if not rows and not dropped:
         there = sorted({_step_of(place.index) for place in places})
         raise EpisodeError(
-            f"{log}: nothing of step {step}; " + (f"it has {there[0]} to {there[-1]}" if there else "it is empty")
+            f"{log}: no record of step {step}; " + (f"it has steps {there[0]} to {there[-1]}" if there else "it is empty")
         )
     return rows + dropped
 
@@ -190,13 +190,13 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
         )
     if len(places) > 1 and part not in places:
         raise EpisodeError(
-            f"{len(places)} episodes begin or end with {part!r}, e.g. {', '.join(sorted(places)[:3])}: give more of it"
+            f"{len(places)} episodes begin or end with {part!r}, e.g. {', '.join(sorted(places)[:3])}: give a longer part"
         )
     episode_id = part if part in places else next(iter(places))
     place = places[episode_id]
     step = _step_of(place.index)
     if reason := place.index.dropped.get(episode_id):
-        raise EpisodeError(f"{episode_id}: dropped in step {step}: {reason}; tokens are kept of trained episodes alone")
+        raise EpisodeError(f"{episode_id}: dropped in step {step}: {reason}; tokens are stored for trained episodes only")
     episode = next(one for one in batch_log.read_record(place).episodes if one.episode_id == episode_id)
     return build_view(episode, step, token_trace.find_trace(folder.token_log(policy), step, episode_id), decode)
 
@@ -253,8 +253,8 @@ def load_decoder(model: str) -> Decode:
             tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
         else:
             tokenizer = Tokenizer.from_pretrained(model)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise EpisodeError(f"{model}: no tokenizer.json to show text with ({error})") from error
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise EpisodeError(f"{model}: no tokenizer.json to decode tokens with ({error})") from error
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -309,7 +309,7 @@ def describe_narrow_rewards(view: EpisodeView) -> dict[str, str]:
         "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
         "reward by call": ", ".join(f"turn {number}: {reward:g}" for number, reward in by_call if reward is not None),
         "not received, not trained": f"{view.orphan_turns} turns" if view.orphan_turns else "",
-        "reward for no trained call": ", ".join(f"{call}: {reward:g}" for call, reward in view.uncredited.items()),
+        "reward for a call that is not trained": ", ".join(f"{call}: {reward:g}" for call, reward in view.uncredited.items()),
     }
     return {name: words for name, words in told.items() if words}
 
