@@ -74,7 +74,9 @@ MANAGEMENT = click.option(
 @MANAGEMENT
 @click.option("--amqp", metavar="URL", help="RabbitMQ address for the client, e.g. amqps://gpu.example.org:5671/")
 @click.option("--proxy", metavar="URL", help="Proxy address for the client, e.g. https://gpu.example.org/v1")
-@click.option("--ca", type=click.Path(path_type=Path), help="PEM certificate to trust for both addresses, if self-signed.")
+@click.option(
+    "--ca", type=click.Path(path_type=Path), help="PEM certificate to trust for both addresses, if self-signed."
+)
 @click.option("--http", is_flag=True, help="Use HTTP to the proxy only, for networks that block AMQP.")
 @click.option("--max-connections", type=click.IntRange(min=2), help="Connections to RabbitMQ, over all machines.")
 def client_add(
@@ -159,7 +161,9 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     multiple=True,
     help="rollout: begin and end episodes; read: status, episodes, metrics; admin: everything, engines included.",
 )
-@click.option("--name", show_default="operator", help="Name of the token's holder; recorded in episodes that the token begins.")
+@click.option(
+    "--name", show_default="operator", help="Name of the token's holder; recorded in episodes that the token begins."
+)
 @click.option(
     "--days",
     default=30.0,

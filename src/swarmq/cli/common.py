@@ -155,7 +155,9 @@ def load_live_run(run: Path) -> SwarmJob:
     own = job.run_folder
     with contextlib.suppress(OSError):  # the folder was moved or is mounted under another name: only `run` is known
         if own.resolved.is_file() and not own.path.samefile(run):
-            raise ConfigError(f"{run}: a copy of a run folder; the processes of this run use {own.path}: name that folder")
+            raise ConfigError(
+                f"{run}: a copy of a run folder; the processes of this run use {own.path}: name that folder"
+            )
     return job
 
 
@@ -176,7 +178,9 @@ def check_up(job: SwarmJob) -> None:
     folder = job.run_folder
     node = read_identity(folder.broker)
     if node and urlsplit(job.broker.url or "").port == node.amqp_port and not is_locked(folder.lock):
-        raise ConfigError(f"run {job.run!r} is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {folder.job}`")
+        raise ConfigError(
+            f"run {job.run!r} is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {folder.job}`"
+        )
 
 
 def load_stored_run(run: Path) -> SwarmJob:

@@ -39,7 +39,11 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
 )
 @click.option("--port", type=click.IntRange(0, 65535), help="Override proxy.port, e.g. for a second proxy.")
 @click.option(
-    "--number", default=0, show_default=True, type=click.IntRange(min=0), help="Number of this proxy among the proxy.count proxies."
+    "--number",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Number of this proxy among the proxy.count proxies.",
 )
 @click.option(
     "--join", is_flag=True, help="Add a proxy to a run that is up, until Ctrl-C; on a free port without --port."

@@ -108,7 +108,9 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 @RUN
 @POLICY
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; a free one by default.")
-@click.option("--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default.")
+@click.option(
+    "--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default."
+)
 def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
     """Start one more vLLM of a policy on this host.
 

@@ -27,7 +27,9 @@ from swarmq.errors import ConfigError
 @main.command()
 @RUN
 @click.argument("episode", required=False)
-@click.option("--step", type=click.IntRange(min=1), help="List the episodes of this step and the episodes dropped before it.")
+@click.option(
+    "--step", type=click.IntRange(min=1), help="List the episodes of this step and the episodes dropped before it."
+)
 @click.option("--policy", help="Policy to inspect; required if the run trains several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one batch or episode per line, or the one EPISODE.")
 @click.option(
@@ -103,7 +105,10 @@ POLICY = click.option("--policy", help="Policy; required if the run trains sever
 @click.argument("to", type=click.Path(path_type=Path))
 @POLICY
 @click.option(
-    "--from", "start", type=click.Path(path_type=Path), help="Checkpoint folder to start from; the initial model by default."
+    "--from",
+    "start",
+    type=click.Path(path_type=Path),
+    help="Checkpoint folder to start from; the initial model by default.",
 )
 @click.option("--until", type=click.IntRange(min=0), help="Last weight version to train.")
 @print_warnings()
@@ -140,7 +145,9 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
     "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="Number of stored batches to replay."
 )
 @click.option(
-    "--device", type=click.Choice(["cpu"]), help="Device of the replay; cpu (FP32) leaves the GPUs to a running learner and engines."
+    "--device",
+    type=click.Choice(["cpu"]),
+    help="Device of the replay; cpu (FP32) leaves the GPUs to a running learner and engines.",
 )
 def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
     """Check that a run trains on what was sampled, and learns.

@@ -29,7 +29,10 @@ from swarmq.errors import ConfigError
 @click.option("--require", multiple=True, metavar="FIELD", help="Field that every row must have; may be repeated.")
 @click.option("--restart", is_flag=True, help="Begin again instead of continuing where the last feed stopped.")
 @click.option(
-    "--eval", "for_eval", is_flag=True, help="Use the tasks for evaluation every `eval.every` steps, never for training."
+    "--eval",
+    "for_eval",
+    is_flag=True,
+    help="Use the tasks for evaluation every `eval.every` steps, never for training.",
 )
 def feed(
     run: Path,
@@ -155,7 +158,13 @@ async def _feed(
     type=click.IntRange(min=1),
     help="Concurrent episodes per kind and process.",
 )
-@click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="Worker processes; more than one for CPU-bound agents.")
+@click.option(
+    "--processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Worker processes; more than one for CPU-bound agents.",
+)
 @click.option(
     "--max-attempts",
     default=3,

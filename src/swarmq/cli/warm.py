@@ -15,9 +15,7 @@ from swarmq.config import SwarmJob
 @click.argument("demonstrations", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--policy", help="Policy whose model is trained; required if the job trains several.")
-@click.option(
-    "--epochs", default=1, show_default=True, type=click.IntRange(1), help="Passes over the demonstrations."
-)
+@click.option("--epochs", default=1, show_default=True, type=click.IntRange(1), help="Passes over the demonstrations.")
 @click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Demonstrations per step.")
 @click.option(
     "--learning-rate",

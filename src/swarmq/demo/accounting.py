@@ -66,7 +66,9 @@ def settle_run(job: SwarmJob, confirmed: Iterable[str]) -> Account:
     for name, policy in job.policies.items():
         if policy.trained:
             log = list(read_records(job.run_folder.batch_log(name)))
-            trained |= Counter(episode for record in log for episode in record.index.trained)  # an episode counted twice was trained twice by one policy
+            trained |= Counter(
+                episode for record in log for episode in record.index.trained
+            )  # an episode counted twice was trained twice by one policy
             for record in log:
                 dropped |= record.index.dropped
     ledger = {episode: fate for episode, fate in read_fates(job.run_folder.inbox).items() if fate.state != "eval"}

@@ -75,9 +75,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     make_folder(Path(plain.folder))
     model = options.model or await ensure_model(options.cache, report)
     model_s = time.monotonic() - began
-    plan_run(
-        _name_run(options, options.run, model), lambda _: None
-    )  # and before the run folder is made
+    plan_run(_name_run(options, options.run, model), lambda _: None)  # and before the run folder is made
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:

@@ -157,7 +157,10 @@ def describe_answer(answer: ControlAnswer) -> list[str]:
             told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
         if pace:
             told.append(f"{policy}: after step {fields['from_step'] - 1}")
-    told += [f"{policy}: its learner has not answered yet; it executes the command when it is up" for policy in answer.missing]
+    told += [
+        f"{policy}: its learner has not answered yet; it executes the command when it is up"
+        for policy in answer.missing
+    ]
     return told
 
 

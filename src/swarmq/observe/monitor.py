@@ -183,7 +183,9 @@ async def _listen(
             recalled = await asyncio.to_thread(_recall, job)
             for event in recalled:
                 follower.fold(event)
-            known = {(event.source, event.name, event.at) for event in recalled}  # also received while the file was read
+            known = {
+                (event.source, event.name, event.at) for event in recalled
+            }  # also received while the file was read
             listening.set()
             async for event in events:
                 if (event.source, event.name, event.at) not in known:

@@ -432,9 +432,7 @@ def _place_shared(
         else round(min(wished, _round_down(memory.share_of_gpu(room))), SHARE_DIGITS)
     )
     both = f"learner {_format_gib(learner.step)} and engine {_format_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
-    why = (
-        "take turns (engine.sleep): the engine" if policy.engine.sleep else "do not fit together, so the engine"
-    )
+    why = "take turns (engine.sleep): the engine" if policy.engine.sleep else "do not fit together, so the engine"
     return Placement(
         kind="shared",
         learner=numbers,

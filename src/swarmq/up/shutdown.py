@@ -31,7 +31,9 @@ async def stop_daemon(daemon: Daemon, grace_s: float, report: Callable[[str], No
         f"{daemon.name}: stopping, with {grace_s:.0f} s to write its checkpoint; Ctrl-C again stops without a checkpoint"
     )
     if await daemon.stop(grace_s) == -signal.SIGKILL:
-        report(f"{daemon.name}: killed after its time to stop; steps since its newest checkpoint will be repeated from the batch log")
+        report(
+            f"{daemon.name}: killed after its time to stop; steps since its newest checkpoint will be repeated from the batch log"
+        )
 
 
 def drain_s(job: SwarmJob, name: str) -> float:

@@ -148,7 +148,10 @@ def test_every_token_ends_one_day(run, days, says):
 @pytest.mark.parametrize("arguments", [[], ["--role", "read", "--revoke"]])
 def test_a_token_is_made_for_roles_or_revoked(run, arguments):
     done = swarmq("token", run, *arguments)
-    assert (done.exit_code, "--role: name at least one role, or revoke tokens with --revoke and no role" in done.output) == (1, True)
+    assert (
+        done.exit_code,
+        "--role: name at least one role, or revoke tokens with --revoke and no role" in done.output,
+    ) == (1, True)
 
 
 def test_no_name_is_revoked_that_was_not_said(run):

@@ -39,7 +39,7 @@ def test_nothing_is_written_over_what_is_there(tmp_path: Path, name: str) -> Non
     (tmp_path / name).write_text("mine")
     ran = CliRunner().invoke(main, ["init", str(tmp_path)])
     assert ran.exit_code == 1
-    assert f"{name}: exists already, and nothing was written" in ran.output
+    assert f"{name}: already exists, so nothing was written" in ran.output
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 

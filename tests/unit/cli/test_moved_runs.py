@@ -102,7 +102,10 @@ def test_what_reaches_the_parts_of_a_run_is_not_done_in_a_copy_of_its_folder(run
     before = files(tmp_path)
     done = swarmq(*line.replace("RUN", str(copy)).split())
     assert done.exit_code == 1
-    assert done.output == f"swarmq: {copy}: a copy of a run folder; the processes of this run use {run}: name that folder\n"
+    assert (
+        done.output
+        == f"swarmq: {copy}: a copy of a run folder; the processes of this run use {run}: name that folder\n"
+    )
     assert files(tmp_path) == before
 
 

@@ -309,7 +309,7 @@ def test_the_command_as_its_help_shows_it_teaches_the_demonstrations(
     ran = CliRunner().invoke(main, told)
     assert ran.exit_code == 0, ran.output
     assert (
-        f"learning rate {rate[1] if rate else '2e-05; --learning-rate sets another'}".replace("1e-3", "0.001")
+        f"learning rate {rate[1] if rate else '2e-05 (change it with --learning-rate)'}".replace("1e-3", "0.001")
         in ran.output
     )
     losses = [float(line.rpartition(" ")[2]) for line in ran.output.splitlines() if line.startswith("step ")]

@@ -166,7 +166,8 @@ def read_step(log: Path, step: int) -> list[EpisodeRow]:
     if not rows and not dropped:
         there = sorted({_step_of(place.index) for place in places})
         raise EpisodeError(
-            f"{log}: no record of step {step}; " + (f"it has steps {there[0]} to {there[-1]}" if there else "it is empty")
+            f"{log}: no record of step {step}; "
+            + (f"it has steps {there[0]} to {there[-1]}" if there else "it is empty")
         )
     return rows + dropped
 
@@ -196,7 +197,9 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
     place = places[episode_id]
     step = _step_of(place.index)
     if reason := place.index.dropped.get(episode_id):
-        raise EpisodeError(f"{episode_id}: dropped in step {step}: {reason}; tokens are stored for trained episodes only")
+        raise EpisodeError(
+            f"{episode_id}: dropped in step {step}: {reason}; tokens are stored for trained episodes only"
+        )
     episode = next(one for one in batch_log.read_record(place).episodes if one.episode_id == episode_id)
     return build_view(episode, step, token_trace.find_trace(folder.token_log(policy), step, episode_id), decode)
 
@@ -309,7 +312,9 @@ def describe_narrow_rewards(view: EpisodeView) -> dict[str, str]:
         "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
         "reward by call": ", ".join(f"turn {number}: {reward:g}" for number, reward in by_call if reward is not None),
         "not received, not trained": f"{view.orphan_turns} turns" if view.orphan_turns else "",
-        "reward for a call that is not trained": ", ".join(f"{call}: {reward:g}" for call, reward in view.uncredited.items()),
+        "reward for a call that is not trained": ", ".join(
+            f"{call}: {reward:g}" for call, reward in view.uncredited.items()
+        ),
     }
     return {name: words for name, words in told.items() if words}
 
