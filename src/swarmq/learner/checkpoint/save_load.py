@@ -20,7 +20,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +49,7 @@ from swarmq.learner.memory.estimate import GIB, WHOLE_BYTES
 from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, map_os_errors, sha256
 from swarmq.learner.store.records import SCHEMA, RunIdentity
 from swarmq.runtime.files import fsync_folder
+from swarmq.version import __version__
 from swarmq.weights.format.packing import NamedTensors
 
 log = structlog.get_logger()
@@ -341,7 +341,7 @@ def _seal(draft: Draft) -> None:
         version=draft.version,
         files={name: File(size=(path / name).stat().st_size, sha256=sha256(path / name)) for name in names},
         written_at=time.time(),
-        swarmq=metadata.version("swarmq"),
+        swarmq=__version__,
     )
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
     fsync_tree(path)
