@@ -1,10 +1,10 @@
 """The smallest agent that trains: one question, one answer, one reward.
 
-    swarmq up job.toml                      # in another terminal; says how clients join
+    swarmq up job.toml                      # in another terminal; prints how clients join
     export SWARMQ_INVITE=runs/NAME
     python examples/first_agent.py
 
-Stop it, change `attempt`, start it again: training goes on meanwhile.
+To change `attempt`, stop the program, edit it and start it again: training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TASKS = [
 
 
 def attempt(ep: Episode) -> float:
-    """An ordinary function around an ordinary SDK; what it returns is the reward."""
+    """Attempt a task with an ordinary SDK, and return the reward."""
     model = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
     answer = model.chat.completions.create(
         model=ep.model, messages=[{"role": "user", "content": ep.payload["question"]}]

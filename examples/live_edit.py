@@ -1,4 +1,4 @@
-"""An agent whose reward is changed while the run trains (docs/tutorial.md).
+"""An agent with a reward that you change during training (docs/tutorial.md).
 
 python examples/live_edit.py          # stop it with Ctrl-C, edit `reward`, start it again
 """
@@ -11,7 +11,7 @@ TASKS = [{"id": f"{a}+{b}", "question": f"What is {a} + {b}?", "answer": a + b} 
 
 
 def reward(text: str, answer: int) -> float:
-    """Version 1: the number must be somewhere. Version 2 will want nothing but the number."""
+    """Return 1 if the number is anywhere in the text. The tutorial changes this: 1 only if the text is nothing but the number."""
     return 1.0 if str(answer) in text.split() else 0.0
 
 

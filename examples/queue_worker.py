@@ -1,9 +1,9 @@
-"""An agent for a queue of tasks, on as many machines as there are.
+"""An agent for a queue of tasks, on any number of machines.
 
     swarmq feed runs/NAME examples/data/questions.jsonl --epochs 3 --seed 0
-    swarmq worker examples.queue_worker:attempt --concurrency 32        # here, and there, and over there
+    swarmq worker examples.queue_worker:attempt --concurrency 32        # on every machine
 
-A worker that is killed loses nothing: its tasks go to the others.
+If a worker is killed, its tasks go to other workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarmq import Episode, Outcome
 
 
 def attempt(ep: Episode) -> Outcome:
-    """`ep.payload` is one line of the data set."""
+    """Answer one question; `ep.payload` is one line of the data set."""
     model = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
     answer = model.chat.completions.create(
         model=ep.model,

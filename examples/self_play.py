@@ -1,9 +1,9 @@
-"""Self-play: one model plays both sides of a game, and each side is rewarded for itself (docs/tutorial.md).
+"""Self-play: one model plays both sides of a game, and each side gets its own reward (docs/tutorial.md).
 
-Nim: two players take one to three stones in turn, and who takes the last one wins. The header `x-swarmq-agent` tells the
-sides apart, so a side is compared with the same side of the other games of its group: the first player of one position
-with the first players of the same position, never with its own opponent. For an opponent that does not learn, give the
-job a policy with `trained = false` and pass its name as `model` instead.
+Nim: two players take one to three stones in turn; the player who takes the last stone wins. The header `x-swarmq-agent` names the
+side of each request, so rewards of a side are compared with those of the same side in the other games of the group (same starting
+position), never with the opponent's. For an opponent that does not learn, give the job a policy with `trained = false` and pass its
+name as `model`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 3
 
 
 def move(model: OpenAI, ep: Episode, side: str, stones: int) -> int:
-    """Stones that a side takes; 0 where what it says is no move."""
+    """Return the stones that a side takes; 0 if its answer is not a valid move."""
     question = (
         f"Nim: {stones} stones are left. Take 1 to {MOST}; who takes the last one wins. How many? Only the number."
     )
@@ -39,7 +39,7 @@ def play(ep: Episode) -> Outcome:
         if stones == 0:
             break
         turn += 1
-    loser = SIDES[(turn + (stones == 0)) % 2]  # a move that is none loses at once
+    loser = SIDES[(turn + (stones == 0)) % 2]  # an invalid move loses at once
     sides = {side: 0.0 if side == loser else 1.0 for side in SIDES[: turn + 1]}
     return Outcome(0.5, agent_rewards={ep.model: sides}, metrics={"moves": turn + 1, "played_out": float(stones == 0)})
 

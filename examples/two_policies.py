@@ -1,6 +1,6 @@
-"""Two models trained in one episode: a planner writes a plan, an executor follows it, each has its own reward.
+"""Two models trained in one episode: a planner writes a plan, an executor follows it; each has its own reward.
 
-The job needs both: [policies.planner] and [policies.executor].
+The job needs a section for each: [policies.planner] and [policies.executor].
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def test_the_first_agent_trains(run, capsys, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_a_loop_by_hand_trains_and_evaluates(run, capsys):
-    await load("by_hand").main()
+async def test_a_loop_of_your_own_trains_and_evaluates(run, capsys):
+    await load("own_loop").main()
     assert "on 4 tasks (4 episodes, 0 failed)" in capsys.readouterr().out
     assert {end.status for end in run()} == {"finished"}
     assert len(run()) == 4 * 2 + 4

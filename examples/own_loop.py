@@ -1,4 +1,4 @@
-"""A loop of one's own: begin, end, evaluate. For when `run_episodes_until_all_complete` is too much help."""
+"""A training loop of your own: begin and end episodes, evaluate. Use it where `run_episodes_until_all_complete` does not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TURNS = 6
 
 
 async def play(ep: AsyncEpisode) -> Outcome:
-    """A game of several turns: guess a number, hear "higher" or "lower", guess again."""
+    """Play a game of several turns: the model guesses a number and is told "higher" or "lower"."""
     model = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     messages: list[Any] = [{"role": "user", "content": "Guess my number between 1 and 100. Say only the number."}]
     for turn in range(1, MAX_TURNS + 1):
@@ -31,11 +31,11 @@ async def play(ep: AsyncEpisode) -> Outcome:
 async def main() -> None:
     async with AsyncSwarmClient() as client:
         for task in SECRETS:
-            for _ in range(client.invite.group_size):  # attempts at one task are compared with each other
-                async with client.episode(task) as ep:  # an exception in here fails this episode only
+            for _ in range(client.invite.group_size):  # the attempts at one task form a group
+                async with client.episode(task) as ep:  # an exception in the block fails this episode only
                     outcome = await play(ep)
                     await ep.end(outcome.reward, success=outcome.success, metrics=outcome.metrics)
-        print(await client.evaluate(SECRETS, play))  # never trained
+        print(await client.evaluate(SECRETS, play))  # evaluation episodes are never trained
 
 
 if __name__ == "__main__":
