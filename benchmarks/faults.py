@@ -31,6 +31,7 @@ from benchmarks.faults_nursery import Nursery
 from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
 from benchmarks.report import parser, save, table
 from swarmq.broker import topology
+from swarmq.collector.decide.state import HOLD_S
 from swarmq.collector.ledger import read_fates
 from swarmq.errors import BrokerError, CollectorError, LearnerError
 from swarmq.learner.store import batch_log
@@ -143,14 +144,31 @@ async def _drain(world: World) -> list[str]:
 
 
 async def _drain_broken(world: World) -> list[str]:
-    """As far as it gets with a rule broken."""
+    """Drain as far as a broken rule allows: until nothing has moved for a while, with every process up.
+
+    An end that misses turns must be given the time after which the collector gives it up: that drop is the evidence.
+    """
     _calm(world)
-    began = time.monotonic()
+    began = up_since = time.monotonic()
     while (left := await _unsettled(world)) or world.still_s < QUIET_S:
-        if world.still_s > STILL_BROKEN_S or time.monotonic() - began > DRAIN_BROKEN_S:
+        now = time.monotonic()
+        if not all(part.listens for part in world.parts.values()):
+            up_since = now  # a process that was killed last is still starting
+        patience_s = HOLD_S + STILL_BROKEN_S if _holds_ends(world) else STILL_BROKEN_S
+        if now - max(up_since, world.moved_at) > patience_s or now - began > DRAIN_BROKEN_S:
             return [f"the end of all episodes did not come, {left}"]
         await asyncio.sleep(0.5)
     return []
+
+
+def _holds_ends(world: World) -> bool:
+    """Return whether the collector holds the confirmed end of an episode that is still open."""
+    try:
+        fates = read_fates(world.run_folder.inbox)
+    except CollectorError:
+        return False
+    opened = {episode for episode, fate in fates.items() if fate.state == "open"}
+    return any(line.event == "confirmed" and line.episode_id in opened for line in world.lines())
 
 
 def _calm(world: World) -> None:
