@@ -52,7 +52,7 @@ class WrittenAnswer(msgspec.Struct):
 
 
 class AnswerReceipts:
-    """The delivery reports of one proxy. `tell` must run."""
+    """The delivery reports of one proxy. `report` must run."""
 
     def __init__(self, run: str, broker: TurnPublisher, *, pause_s: float = PAUSE_S) -> None:
         self._run = run
@@ -80,7 +80,7 @@ class AnswerReceipts:
             if begun.recorded and begun.request.claims.mode == "train":
                 self._add(begun, has_left if is_whole else lambda: False)
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Publish reports until cancelled, then the remaining ones for a while."""
         try:
             while True:

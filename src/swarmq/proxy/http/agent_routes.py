@@ -19,7 +19,6 @@ from litestar.response import Response
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from swarmq.config import ProxySettings
-from swarmq.keys import Claims
 from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.answer_receipts import AnswerReceipts
 from swarmq.proxy.completions.pipeline import Completions
@@ -38,6 +37,7 @@ from swarmq.proxy.dialects import (
 from swarmq.proxy.dialects.base import policy_of
 from swarmq.proxy.engines.pool import EnginePool
 from swarmq.proxy.episodes.cache import EpisodeCache
+from swarmq.proxy.http.authorization import AGENT_SCHEME, Authority
 from swarmq.proxy.http_errors import RefusedError
 from swarmq.proxy.requests import RequestContext
 
@@ -47,8 +47,6 @@ T = TypeVar("T")
 MODELS = "/v1/models"
 PATTERN = frozenset("*?[")
 """Characters of alias patterns, which cannot be listed as model names."""
-AGENT_KEY = "agentKey"
-"""Name of the episode keys' security scheme in the OpenAPI document."""
 STATUSES = {
     400: "The request is wrong, or the model cannot do it; the message names the field.",
     401: "No key, or one that is forged, expired or of another run.",
@@ -67,14 +65,14 @@ class GoneError(Exception):
 
 
 class AgentRoutes:
-    """Handlers of the agents' requests. `claims_of` reads a request's key, or raises RefusedError."""
+    """Handlers of the agents' requests."""
 
     def __init__(
         self,
         completions: Completions,
         settings: ProxySettings,
         *,
-        claims_of: Callable[[Request[Any, Any, Any]], Claims],
+        authority: Authority,
         pools: Mapping[str, EnginePool],
         aliases: Mapping[str, Sequence[str]],
         episodes: EpisodeCache,
@@ -83,7 +81,7 @@ class AgentRoutes:
     ) -> None:
         self._completions = completions
         self._settings = settings
-        self._claims_of = claims_of
+        self._authority = authority
         self._pools = pools
         self._aliases = aliases
         self._episodes = episodes
@@ -156,7 +154,7 @@ class AgentRoutes:
         return self._watch(respond)
 
     async def _read_call(self, request: Request[Any, Any, Any], dialect: Dialect) -> RequestContext:
-        claims = self._claims_of(request)
+        claims = self._authority.verify_agent(request)
         with self._episodes.arriving(claims) as memory:
             call = read_request(
                 dialect,
@@ -186,7 +184,7 @@ class AgentRoutes:
 
     def _served_policies(self, request: Request[Any, Any, Any]) -> list[str]:
         """Return the key's policies that have an engine pool."""
-        return [name for name in self._claims_of(request).policies if name in self._pools]
+        return [name for name in self._authority.verify_agent(request).policies if name in self._pools]
 
     def _watch(self, respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> ASGIApp:
         """Return a response that counts as open, and that is cancelled when the agent disconnects."""
@@ -202,24 +200,11 @@ class AgentRoutes:
         return respond_unless_gone
 
 
-def not_served(method: str, path: str) -> RefusedError:
+def make_unknown_url_error(method: str, path: str) -> RefusedError:
     served = ", ".join([*(dialect.path for dialect in DIALECTS), CountTokens.path, MODELS])
     return RefusedError(
         f"{method} {path:.200} is not served: a policy answers at {served}", status=404, code="unknown_url"
     )
-
-
-def read_key(request: Request[Any, Any, Any]) -> str:
-    """Return the API key from the header that OpenAI's or Anthropic's library uses. Raises RefusedError if there is none."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key:
-        return key.strip()
-    if key := request.headers.get("x-api-key", ""):
-        return key.strip()
-    raise RefusedError(
-        "no api key: send `Authorization: Bearer <key>` or `x-api-key: <key>`, the key that `begin_episode()` returned",
-        status=401, code="invalid_api_key",
-    )  # fmt: skip
 
 
 def _whole(request: Request[Any, Any, Any], body: Json, told: Mapping[str, str]) -> ASGIApp:
@@ -288,7 +273,7 @@ def _operation(told: str, body: Json | None = None) -> type[Operation]:
         def __init__(self, **facts: Any) -> None:
             super().__init__(**facts)
             self.summary = told
-            self.security = [{AGENT_KEY: []}]
+            self.security = [{AGENT_SCHEME: []}]
             answered = {"application/json": _media({"type": "object"})}
             if body is not None:
                 self.request_body = RequestBody(required=True, content={"application/json": _media(body)})

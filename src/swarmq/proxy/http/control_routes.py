@@ -1,29 +1,27 @@
-"""The control routes and their authorization: operator tokens with the roles rollout, read and admin."""
+"""The control routes: episodes that operators begin and end, the state of the proxy, and its engines."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Annotated, Any, cast
 
 import msgspec
 from litestar import Request, get, post, route
-from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
 from litestar.exceptions import ClientException, SerializationException, ValidationException
-from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import Operation, RequestBody
 from litestar.params import Body, Parameter
 from litestar.response import Response
 from msgspec import Meta
 
-from swarmq import keys
 from swarmq.broker.client_rules import NAME_SEPARATOR
 from swarmq.proxy.engines.pool import EngineView
 from swarmq.proxy.engines.pools import EnginePools
 from swarmq.proxy.episodes.cache import EpisodeCache, OpenEpisodeView
+from swarmq.proxy.http.authorization import BY_CLIENT, OPERATOR, OPERATOR_SCHEME, Authority
 from swarmq.proxy.http.episode_control import (
     AbortRequest,
     BeginRequest,
@@ -35,15 +33,12 @@ from swarmq.proxy.http.episode_control import (
 from swarmq.proxy.http_errors import RefusedError, to_refusal
 
 PATH = "/v1/control"
-SECURITY = "operatorToken"
-OPERATOR = "swarmq_operator"
-BY_CLIENT = "swarmq_by_client"
+EPISODES = PATH + "/episodes"
+EPISODE_BY_ID = EPISODES + "/{episode_id:str}"
 
-NO_END, NO_WORDS = EndRequest(), AbortRequest()
+NO_END, NO_REASON = EndRequest(), AbortRequest()
 """The requests that empty bodies stand for."""
 
-Connection = ASGIConnection[Any, Any, Any, Any]
-Guard = Callable[[Connection, BaseRouteHandler], None]
 EpisodeId = Annotated[str, Parameter(pattern=r"^[0-9A-Za-z._:-]{1,64}$")]
 
 
@@ -92,7 +87,7 @@ NO_TICKET = ResponseSpec(FaultBody, description="No ticket in time; ask again wi
 UNKNOWN = ResponseSpec(FaultBody, description="This proxy does not know the episode.")
 
 
-class BodyMayLack(Operation):
+class OptionalBody(Operation):
     """OpenAPI operation whose empty body means `{}`."""
 
     def __init__(self, **facts: Any) -> None:
@@ -101,156 +96,112 @@ class BodyMayLack(Operation):
             self.request_body.required = False
 
 
-class Authority:
-    """Authorization of operator tokens for one run."""
+class ControlRoutes:
+    """Handlers of everything below `PATH`."""
 
     def __init__(
-        self, root: bytes, run: str, now: Callable[[], float] = time.time, removed: Container[str] = ()
+        self,
+        control: EpisodeControl,
+        authority: Authority,
+        episodes: EpisodeCache,
+        fleet: EnginePools,
+        status: Callable[[], ProxyStatus],
     ) -> None:
-        self._root = root
-        self._run = run
-        self._now = now
-        self._removed = removed
+        self._control = control
+        self._authority = authority
+        self._episodes = episodes
+        self._fleet = fleet
+        self._status = status
 
-    def needs(self, role: keys.Role) -> Guard:
-        """Return a guard for a role, which stores the operator in the request's state."""
+    def handlers(self) -> list[HTTPRouteHandler]:
+        """Return the route handlers for the application."""
+        common: dict[str, Any] = {
+            "exception_handlers": {ValidationException: _refuse_invalid, ClientException: _refuse_malformed},
+            "security": [{OPERATOR_SCHEME: []}],
+            "tags": ["control"],
+        }
+        read, rollout, admin = (
+            {**common, "guards": [self._authority.require(role)]} for role in ("read", "rollout", "admin")
+        )
+        known = {**FAULTS, 404: UNKNOWN}
+        begun = {**FAULTS, 409: CONFLICT, 429: NO_TICKET}
+        ended = {**FAULTS, 409: CONFLICT}
+        retry_after = ResponseHeader(name="retry-after", description="Seconds.", documentation_only=True)
+        return [
+            get(PATH + "/status", operation_id="status", responses=FAULTS, **read)(self.show_status),
+            route(EPISODES, http_method="OPTIONS", include_in_schema=False, status_code=204)(self.allow),
+            get(EPISODES, operation_id="listEpisodes", responses=FAULTS, **read)(self.list_episodes),
+            get(EPISODE_BY_ID, operation_id="showEpisode", responses=known, **read)(self.show_episode),
+            post(EPISODES, operation_id="beginEpisode", responses=begun, response_headers=[retry_after], **rollout)(
+                self.begin
+            ),
+            post(EPISODE_BY_ID + "/end", operation_id="endEpisode", responses=ended, status_code=200, **rollout)(
+                self.end
+            ),
+            post(
+                EPISODE_BY_ID + "/abort",
+                operation_id="abortEpisode",
+                operation_class=OptionalBody,
+                responses=ended,
+                status_code=200,
+                **rollout,
+            )(self.abort),
+            post(PATH + "/engines/add", operation_id="addEngine", responses=FAULTS, status_code=200, **admin)(
+                self.add_engine
+            ),
+            post(PATH + "/engines/remove", operation_id="removeEngine", responses=FAULTS, status_code=200, **admin)(
+                self.remove_engine
+            ),
+        ]
 
-        def guard(connection: Connection, _: BaseRouteHandler) -> None:
-            scheme, _space, token = connection.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not token:
-                raise RefusedError(
-                    "no operator token: send `Authorization: Bearer <token>`; `swarmq token` makes one",
-                    status=401, code="invalid_api_key",
-                )  # fmt: skip
-            operator = keys.verify_operator(
-                self._root, token.strip(), run=self._run, now=self._now(), removed=self._removed
-            )
-            if not operator.may(role):
-                raise RefusedError(
-                    f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
-                    status=403, code="role_missing",
-                )  # fmt: skip
-            connection.state[OPERATOR] = operator.name
-            connection.state[BY_CLIENT] = operator.by_client
-
-        return guard
-
-
-def control_routes(
-    control: EpisodeControl,
-    authority: Authority,
-    episodes: EpisodeCache,
-    fleet: EnginePools,
-    status: Callable[[], ProxyStatus],
-) -> list[HTTPRouteHandler]:
-    """Return the router of everything below `PATH`."""
-    common: dict[str, Any] = {
-        "exception_handlers": {ValidationException: _refuse_invalid, ClientException: _refuse_malformed},
-        "security": [{SECURITY: []}],
-        "tags": ["control"],
-    }
-
-    @get(PATH + "/status", guards=[authority.needs("read")], responses=FAULTS, operation_id="status", **common)
-    async def show_status() -> ProxyStatus:
+    async def show_status(self) -> ProxyStatus:
         """Show the state of this proxy and its engines."""
-        return status()
+        return self._status()
 
-    @get(PATH + "/episodes", guards=[authority.needs("read")], responses=FAULTS, operation_id="listEpisodes", **common)
-    async def list_episodes(limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[OpenEpisodeView]:
+    async def list_episodes(self, limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[OpenEpisodeView]:
         """List the episodes that this proxy remembers, the most recently used first."""
-        return episodes.views(limit)
+        return self._episodes.views(limit)
 
-    @get(
-        PATH + "/episodes/{episode_id:str}",
-        guards=[authority.needs("read")],
-        responses={**FAULTS, 404: UNKNOWN},
-        operation_id="showEpisode",
-        **common,
-    )
-    async def show_episode(episode_id: EpisodeId) -> OpenEpisodeView:
+    async def show_episode(self, episode_id: EpisodeId) -> OpenEpisodeView:
         """Show one episode."""
-        if view := episodes.view(episode_id):
+        if view := self._episodes.view(episode_id):
             return view
         raise RefusedError(
             f"this proxy has answered no call of episode {episode_id!r}", status=404, code="episode_unknown"
         )
 
-    @route(PATH + "/episodes", http_method="OPTIONS", include_in_schema=False, status_code=204)
-    async def allow() -> Response[None]:
+    async def allow(self) -> Response[None]:
         """Answer OPTIONS for a path's methods; Litestar's own answer would only know the first handler."""
         return Response(None, status_code=204, headers={"allow": "GET, OPTIONS, POST"})
 
-    @post(
-        PATH + "/episodes",
-        guards=[authority.needs("rollout")],
-        responses={**FAULTS, 409: CONFLICT, 429: NO_TICKET},
-        response_headers=[ResponseHeader(name="retry-after", description="Seconds.", documentation_only=True)],
-        operation_id="beginEpisode",
-        **common,
-    )
-    async def begin(data: Annotated[BeginRequest, Body()], request: Request[Any, Any, Any]) -> BegunEpisode:
+    async def begin(self, data: Annotated[BeginRequest, Body()], request: Request[Any, Any, Any]) -> BegunEpisode:
         """Begin an episode; answered when the broker has confirmed it. Repeatable with an `episode_id`."""
         _check_name(request, data.client_id)
         base_url = str(request.base_url).rstrip("/") + "/v1"
         by_client = bool(request.state[BY_CLIENT])
-        return await control.begin(data, operator=_operator(request), by_client=by_client, base_url=base_url)
+        return await self._control.begin(data, operator=_operator(request), by_client=by_client, base_url=base_url)
 
-    @post(
-        PATH + "/episodes/{episode_id:str}/end",
-        guards=[authority.needs("rollout")],
-        status_code=200,
-        responses={**FAULTS, 409: CONFLICT},
-        operation_id="endEpisode",
-        **common,
-    )
     async def end(
-        episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[EndRequest, Body()] = NO_END
+        self, episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[EndRequest, Body()] = NO_END
     ) -> EndResponse:
         """End an episode with its reward; answered when the broker has confirmed it. Repeatable."""
-        return await control.end(episode_id, data, client_id=_client_id(request))
+        return await self._control.end(episode_id, data, client_id=_client_id(request))
 
-    @post(
-        PATH + "/episodes/{episode_id:str}/abort",
-        guards=[authority.needs("rollout")],
-        status_code=200,
-        responses={**FAULTS, 409: CONFLICT},
-        operation_id="abortEpisode",
-        operation_class=BodyMayLack,
-        **common,
-    )
     async def abort(
-        episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[AbortRequest, Body()] = NO_WORDS
+        self, episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[AbortRequest, Body()] = NO_REASON
     ) -> EndResponse:
         """Abort an episode: it is never trained and never counts as a reward of 0. Repeatable."""
-        return await control.abort(episode_id, data, client_id=_client_id(request))
+        return await self._control.abort(episode_id, data, client_id=_client_id(request))
 
-    @post(
-        PATH + "/engines/add",
-        guards=[authority.needs("admin")],
-        status_code=200,
-        responses=FAULTS,
-        operation_id="addEngine",
-        **common,
-    )
-    async def add_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
+    async def add_engine(self, data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
         """Add an engine of a policy, at every proxy that shares this run folder."""
-        await fleet.change(data.policy, add=data.url)
-        return fleet.views()
+        await self._fleet.change(data.policy, add=data.url)
+        return self._fleet.views()
 
-    @post(
-        PATH + "/engines/remove",
-        guards=[authority.needs("admin")],
-        status_code=200,
-        responses=FAULTS,
-        operation_id="removeEngine",
-        **common,
-    )
-    async def remove_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
+    async def remove_engine(self, data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
         """Drain an engine: it gets no new calls, finishes its open ones, and is then forgotten."""
-        await fleet.change(data.policy, remove=data.url)
-        return fleet.views()
-
-    return [show_status, allow, list_episodes, show_episode, begin, end, abort, add_engine, remove_engine]
+        await self._fleet.change(data.policy, remove=data.url)
+        return self._fleet.views()
 
 
 def _operator(request: Request[Any, Any, Any]) -> str:
