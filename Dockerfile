@@ -9,8 +9,9 @@ RUN apt-get update \
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY requirements ./requirements
 COPY src ./src
-RUN pip install --no-cache-dir ".[proxy,learner]"
+RUN pip install --no-cache-dir -c requirements/tested.txt ".[proxy,learner]"
 
 USER swarmq
 WORKDIR /runs

