@@ -121,7 +121,7 @@ def measured(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...]) -> d
         before = torch.cuda.memory_allocated()
     torch.distributed.barrier()
     began = time.perf_counter()
-    fields, _ = trainer.accumulate(work, train)
+    fields = trainer.accumulate(work, train).fields
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began

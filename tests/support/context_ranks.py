@@ -94,9 +94,9 @@ def main(cases: Sequence[Case], target: Path) -> None:
 def seen(trainer: Trainer, train: Train) -> dict[str, Any]:
     """Of all ranks: tokens that they computed, and what each logged of the last step."""
     work = own_work(trainer, train, EPISODES)
-    passes = [trainer.laid(one) for one in work.passes]
+    passes = [trainer.place(one) for one in work.passes]
     ours = {
-        "tokens": trainer.tokens,
+        "tokens": trainer.token_traces,
         "lengths": [each.input_ids.shape[1] for each in passes],
         "sampled": [len(each.targets) for each in passes],
         "idle": sum(one.idle for one in work.passes),

@@ -83,7 +83,7 @@ def learned(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPIS
     work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
     with gatherings:
-        fields, _ = trainer.accumulate(work, train)
+        fields = trainer.accumulate(work, train).fields
     if is_sharded(trainer.model) and not train.lora:
         assert len(work.passes) > 1
         stayed = gathered.call_count == len(parts(trainer))

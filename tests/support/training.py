@@ -50,7 +50,7 @@ async def train_episode(stage: RealStage, model: Path, episode: Rollout) -> None
     assert "skipped" not in fields
     assert math.isfinite(fields["loss"])
     assert fields["grad_norm"] > 0
-    [seen] = trainer.tokens
+    [seen] = trainer.token_traces
     trained = {one.call_id: unpack_floats(one.logprobs).tolist() for one in seen.turns}
     for turn, whole in zip(turns, resolve(turns), strict=True):
         scored = await _scores(stage, whole.token_ids.tolist(), whole.prompt_length)

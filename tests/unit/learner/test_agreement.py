@@ -37,7 +37,7 @@ def sampled(trainer: Trainer, *, off: float = 0.0, edit: Edit = lambda turn: tur
     found: dict[tuple[int, int], dict[int, float]] = {}
     for one in build_rank_batch(episodes, train, trainer.traits).passes:
         with torch.no_grad():
-            logprobs = trainer.model(trainer.laid(one)).logprobs.tolist()
+            logprobs = trainer.model(trainer.place(one)).logprobs.tolist()
         layout = one.layout
         for e, t, o, value in zip(layout.episodes, layout.turns, layout.offsets, logprobs, strict=True):
             found.setdefault((int(e), int(t)), {})[int(o)] = value + (off if o % 2 else -off)

@@ -25,8 +25,7 @@ from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.model import logprob_head
 from swarmq.learner.model.layout_model import evaluation_mode
 from swarmq.learner.model.loading import load_lm
-from swarmq.learner.train.metrics import MetricSums
-from swarmq.learner.train.trainer import Trainer
+from swarmq.learner.train.trainer import GradientTally, Trainer
 from swarmq.messages import Rollout, Sampling, pack_floats
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
 
@@ -97,8 +96,7 @@ def gradient_of_parts(trainer: Trainer, train: Train, parts: list[RankBatch]) ->
     for part in parts:
         total = part.totals.of(train.normalisation)
         for one in [*part.passes, idle_micro_batch()]:
-            sums, trained = MetricSums(torch.device("cpu")), torch.zeros(len(batch()))
-            trainer._backward(0, one, train, total, sums, trained)
+            trainer._backward(one, train, total, GradientTally.start(len(batch()), torch.device("cpu")))
     return gradients(trainer)
 
 
@@ -215,7 +213,7 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
     train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
     with_worst = build_rank_batch([worst, *episodes[1:]], train, trainer.traits)
     trainer.optimizer.zero_grad()
-    fields, left = trainer.accumulate(with_worst, train)
+    fields, left, _ = trainer.accumulate(with_worst, train)
     ours = gradients(trainer)
     rest = [only(one, one.layout.episodes != 0) for one in with_worst.passes]
     trainer.optimizer.zero_grad()
@@ -237,7 +235,7 @@ def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trai
         )
         episodes = [msgspec.structs.replace(first, turns=turns), *rest]
         trainer.optimizer.zero_grad()
-        fields, _ = trainer.accumulate(build_rank_batch(episodes, train, trainer.traits), train)
+        fields = trainer.accumulate(build_rank_batch(episodes, train, trainer.traits), train).fields
         losses.append(fields["loss"])
     assert losses[0] == losses[1]
     assert math.isfinite(losses[0])
@@ -247,11 +245,13 @@ def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trai
 def test_a_filter_does_not_hide_the_mismatch_that_it_is_there_for(trainer: Trainer, filters: dict[str, Any]) -> None:
     """The figures are those of all tokens; loss and N those of what the filter leaves."""
     sampled = work(trainer, PLAIN)
-    (logprobs,) = trainer._logprobs(sampled)
+    (logprobs,) = trainer.score(sampled)
     gaps = torch.zeros(len(logprobs)).index_fill(0, torch.arange(len(logprobs) // 4), 3.0)
     layout = msgspec.structs.replace(sampled.passes[0].layout, logprobs=(logprobs - gaps).numpy())
     apart = msgspec.structs.replace(sampled, passes=[msgspec.structs.replace(sampled.passes[0], layout=layout)])
-    plain, filtered = (trainer.accumulate(apart, msgspec.structs.replace(PLAIN, **each))[0] for each in ({}, filters))
+    plain, filtered = (
+        trainer.accumulate(apart, msgspec.structs.replace(PLAIN, **each)).fields for each in ({}, filters)
+    )
     trainer.optimizer.zero_grad()
     assert filtered["tokens_trained"] < plain["tokens_trained"] == plain["tokens_compared"]
     assert filtered["loss"] != plain["loss"]
@@ -270,7 +270,7 @@ def test_the_mean_over_an_episode_is_over_what_filters_leave_of_it(trainer: Trai
     made = gradient(trainer, spread)
     whole = work(trainer, train)
     rest = []
-    for one, logprobs in zip(whole.passes, trainer._logprobs(whole), strict=True):
+    for one, logprobs in zip(whole.passes, trainer.score(whole), strict=True):
         ratio = (logprobs - torch.from_numpy(one.layout.logprobs)).exp().numpy()
         left = only(one, (ratio >= 0.9) & (ratio <= 1.1))
         counts = np.bincount(left.layout.episodes, minlength=len(batch()))
@@ -294,7 +294,7 @@ def test_turns_without_anything_to_learn_leave_gradient_and_denominator(trainer:
     train = msgspec.structs.replace(PLAIN, normalisation=normalisation)
     ours = build_rank_batch(group, train, trainer.traits)
     trainer.optimizer.zero_grad()
-    fields, left = trainer.accumulate(ours, train)
+    fields, left, _ = trainer.accumulate(ours, train)
     made = gradients(trainer)
     solved = msgspec.structs.replace(ours, passes=[only(one, one.layout.turns == 0) for one in ours.passes])
     trainer.optimizer.zero_grad()
@@ -309,7 +309,7 @@ def test_an_episode_that_two_ranks_share_counts_once(trainer: Trainer) -> None:
     """A filter leaves one call of an episode; ranks would each count the episode if they only added up."""
     train = msgspec.structs.replace(PLAIN, normalisation="episode", layout="rows", micro_batch_tokens=LONGEST)
     whole = work(trainer, train)
-    _, left = trainer.accumulate(whole, train)
+    left = trainer.accumulate(whole, train).units_left
     assert max(Counter(e for one in whole.passes for e in {e for e, *_ in keys(one)}).values()) > 1
     assert left == len(batch())
     trainer.optimizer.zero_grad()
@@ -370,9 +370,9 @@ def test_a_router_chooses_in_training_what_it_chooses_in_an_engine(
     routed = Trainer(str(tmp_path), PLAIN)
     for one in work(routed, PLAIN).passes:
         with torch.no_grad():
-            ours = routed.model(routed.laid(one)).logprobs
+            ours = routed.model(routed.place(one)).logprobs
         with evaluation_mode(routed.model):
-            wanted = routed.model(routed.laid(one)).logprobs
+            wanted = routed.model(routed.place(one)).logprobs
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
     assert routed.model.training
 

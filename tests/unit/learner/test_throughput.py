@@ -37,7 +37,7 @@ def counted(trainer: Trainer) -> tuple[float, float]:
     """What the step says, and what torch counts of products with weights, which leaves attention to us: for each pair of tokens,
     query by key and weight by value, and twice that backward."""
     with FlopCounterMode(display=False) as counter:
-        fields, _ = trainer.accumulate(build_rank_batch(EPISODES, TRAIN, trainer.traits), TRAIN)
+        fields = trainer.accumulate(build_rank_batch(EPISODES, TRAIN, trainer.traits), TRAIN).fields
     products = sum(
         counter.get_flop_counts()["Global"].get(product, 0) for product in (torch.ops.aten.mm, torch.ops.aten.addmm)
     )

@@ -10,7 +10,6 @@ from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.learner.batching.micro_batches import build_rank_batch
-from swarmq.learner.batching.token_trace_builder import TraceBuilder
 from swarmq.learner.store import token_trace
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
@@ -35,7 +34,7 @@ def stepped(tiny_qwen):
 
 def test_every_sampled_token_is_recorded_with_the_log_probability_that_the_model_gave_it(tiny_qwen, stepped):
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen)
-    recorded = {(e.episode_id, t.call_id): t for e in stepped.tokens for t in e.turns}
+    recorded = {(e.episode_id, t.call_id): t for e in stepped.token_traces for t in e.turns}
     episodes = record(TRAIN).episodes
     assert len(recorded) == sum(len(episode.turns) for episode in episodes)
     for episode in episodes:
@@ -54,7 +53,7 @@ def test_every_sampled_token_is_recorded_with_the_log_probability_that_the_model
 
 def test_the_advantage_is_the_one_that_was_trained_with(stepped):
     """Leave-one-out over rewards 0, 1 and 0.5."""
-    by_id = {e.episode_id: {t.advantage for t in e.turns} for e in stepped.tokens}
+    by_id = {e.episode_id: {t.advantage for t in e.turns} for e in stepped.token_traces}
     assert by_id["g0-0"] == {-0.75}
     assert by_id["g0-1"] == {0.75}
     assert by_id["g0-2"] == {0.0}
@@ -64,7 +63,7 @@ def test_tokens_that_a_filter_left_out_are_marked(tiny_qwen):
     train = msgspec.structs.replace(TRAIN, ratio_band=(0.9, 1.1))
     trainer = Trainer(str(tiny_qwen), train)
     trainer.step(record(train))
-    for episode in trainer.tokens:
+    for episode in trainer.token_traces:
         sampled = {
             turn.call_id: turn for e in record(train).episodes for turn in e.turns if e.episode_id == episode.episode_id
         }
@@ -80,7 +79,7 @@ def recorded(model, **changed):
     train = msgspec.structs.replace(TRAIN, **changed)
     trainer = Trainer(str(model), train)
     trainer.step(record(train))
-    return [(e.episode_id, turn) for e in trainer.tokens for turn in e.turns]
+    return [(e.episode_id, turn) for e in trainer.token_traces for turn in e.turns]
 
 
 def test_what_the_loss_did_to_the_gradient_of_a_token_is_marked(tiny_qwen):
@@ -112,7 +111,7 @@ def test_recording_does_not_change_the_step(tiny_qwen, stepped):
     trainer = Trainer(str(tiny_qwen), off)
     fields = trainer.step(record(off))
     on = Trainer(str(tiny_qwen), TRAIN).step(record(TRAIN))
-    assert trainer.tokens == []
+    assert trainer.token_traces == []
     assert (fields["loss"], fields["grad_norm"]) == (on["loss"], on["grad_norm"])
 
 
@@ -120,12 +119,11 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
     trainer = Trainer(str(tiny_qwen), TRAIN)
     episodes = record(TRAIN).episodes
     for rank in range(2):
-        trainer._seen = TraceBuilder()
         work = build_rank_batch(episodes, TRAIN, trainer.traits, rank=rank, world=2)
-        trainer.accumulate(work, TRAIN)
-        token_trace.write_trace(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
-        assert trainer._seen.by_episode(episodes)
-    for alone in stepped.tokens:
+        traces = trainer.accumulate(work, TRAIN).tally.traces
+        token_trace.write_trace(tmp_path, 1, rank, traces.by_episode(episodes))
+        assert traces.by_episode(episodes)
+    for alone in stepped.token_traces:
         together = token_trace.find_trace(tmp_path, 1, alone.episode_id)
         mine, theirs = ({t.call_id: t for t in one.turns} for one in (together, alone))
         assert len(mine) == len(together.turns)

@@ -140,8 +140,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
 def _gradient(trainer: Trainer, group: list[Rollout], train: Train) -> list[Tensor]:
     trainer.optimizer.zero_grad()
     work = build_rank_batch(group, train, trainer.traits)
-    trainer.consult(group, work, train)
-    trainer.accumulate(work, train)
-    made = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]
+    trainer.accumulate(work, train, teacher=trainer.ask_teacher(group, work, train))
+    gradient = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]
     trainer.optimizer.zero_grad()
-    return made
+    return gradient

@@ -182,9 +182,9 @@ class Learner:
                 self._save(link, asked=command.asked)
                 continue
             self._step(link, command, wait_s=time.monotonic() - began, began=began)
-            if tokens := self.trainer.tokens:
+            if traces := self.trainer.token_traces:
                 token_trace.write_trace(
-                    self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens
+                    self._tokens, self.trainer.version, self.trainer.accelerator.process_index, traces
                 )
             self._save_if_due(link)
         self._save_last(link)

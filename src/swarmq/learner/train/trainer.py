@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -80,6 +80,32 @@ CPU_ROW_PASS = 2048
 """Number of tokens of packed rows that keep a CPU busy; activations of more tokens leave its caches."""
 
 
+class GradientTally(NamedTuple):
+    """What is known about an accumulated gradient on this rank; tensors by episode hold numbers of tokens."""
+
+    sums: MetricSums
+    trained: Tensor
+    """[num_episodes] float32: tokens with a weight that no filter took."""
+    nonfinite: Tensor
+    """[num_episodes] float32: trained tokens whose loss is not finite."""
+    traces: TraceBuilder | None
+
+    @classmethod
+    def start(cls, num_episodes: int, device: torch.device, *, traced: bool = False) -> GradientTally:
+        trained, nonfinite = (torch.zeros(num_episodes, device=device) for _ in range(2))
+        return cls(MetricSums(device), trained, nonfinite, TraceBuilder() if traced else None)
+
+
+class Accumulated(NamedTuple):
+    """Result of accumulating one optimizer step's gradient."""
+
+    fields: dict[str, Any]
+    """Metrics, the same on every rank."""
+    units_left: int
+    """Number of units of the normalisation that no filter took, over all ranks."""
+    tally: GradientTally
+
+
 class Trainer:
     """Model and optimizer of one policy. `version` counts the steps taken since the initial model."""
 
@@ -141,17 +167,10 @@ class Trainer:
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
         )
         self._head_flops = count_head_flops(policy.model.get_output_embeddings().weight)
-        self.tokens: list[EpisodeTrace] = []
+        self.token_traces: list[EpisodeTrace] = []
         """Token traces of this rank's episodes in the newest step, if `train.token_log`."""
         self._whole: dict[str, Weight] = {}
         """On rank 0 of a sharded policy: weights for engines, gathered after the newest step."""
-        self._seen: TraceBuilder | None = None
-        self._taught: TeacherScores | None = None
-        """Scores of a served teacher for the episodes of the optimizer step."""
-        self._proximal: list[Tensor] | None = None
-        """Log-probabilities [S] of each micro-batch before the batch's first optimizer step, from the second step on."""
-        self._infinite: list[tuple[Tensor, Tensor]] = []
-        """For each micro-batch of the step [S]: the episode of a token, and whether its loss is not finite."""
         self.gather()
 
     @property
@@ -256,20 +275,18 @@ class Trainer:
         credit = {**nothing, **compute_advantages(group_by_slot(sound), train, record.baselines)}
         parts = split_groups(record.episodes, train.steps_per_batch)
         works = [build_rank_batch(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
-        proximal = [self._logprobs(work) for work in works[1:]]
-        fields, self.tokens = [], []
-        for number, (part, work) in enumerate(zip(parts, works, strict=True)):
-            self._seen = TraceBuilder() if train.token_log and self.context.is_first else None
-            self._proximal = proximal[number - 1] if number else None
-            self.consult(part, work, train)
-            fields.append(self.optimize(work, train, step=record.index.version))
-            self.tokens += self._seen.by_episode(part) if self._seen else []
-        self._proximal = self._taught = None
+        proximal = [None, *(self.score(work) for work in works[1:])]
+        fields, self.token_traces = [], []
+        for part, work, before in zip(parts, works, proximal, strict=True):
+            teacher = self.ask_teacher(part, work, train)
+            metrics, traces = self._optimize(work, train, step=record.index.version, teacher=teacher, proximal=before)
+            fields.append(metrics)
+            self.token_traces += traces.by_episode(part) if traces else []
         self.gather()
         self.version = record.index.version
-        whole = merge_metrics(fields)
-        whole["episodes_left_out"] += len(record.episodes) - len(sound)
-        return self._timed(whole, began)
+        merged = merge_metrics(fields)
+        merged["episodes_left_out"] += len(record.episodes) - len(sound)
+        return merged | self._measure_speed(merged, time.perf_counter() - began)
 
     def settings(self, record: BatchRecord) -> Train:
         """Return the record's settings, except for those that affect only how the step is computed, which are this learner's: a
@@ -286,61 +303,76 @@ class Trainer:
             teacher=teacher or record.settings.teacher,
         )
 
-    def _timed(self, fields: dict[str, Any], began: float) -> dict[str, Any]:
-        train_s = time.perf_counter() - began
-        available = self._matrix_rate() * train_s * self.accelerator.num_processes
-        return fields | {
+    def _measure_speed(self, fields: Mapping[str, Any], train_s: float) -> dict[str, float]:
+        rate = measure_matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
+        available = rate * train_s * self.accelerator.num_processes
+        return {
             "train_s": train_s,
             "tokens_per_s": fields["tokens_computed"] / train_s,
             "mfu": fields["flops"] / available,
         }
 
-    def _matrix_rate(self) -> float:
-        return measure_matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
-
-    def _logprobs(self, work: RankBatch) -> list[Tensor]:
+    def score(self, work: RankBatch) -> list[Tensor]:
         """Return the log-probabilities [S] of each micro-batch under the present weights."""
         with torch.no_grad():
-            return [self.model(self.laid(one), self._placed(one.temperatures)).logprobs for one in work.passes]
+            return [self.model(self.place(one), self._to_device(one.temperatures)).logprobs for one in work.passes]
 
-    def laid(self, one: MicroBatch) -> PlacedLayout:
+    def place(self, one: MicroBatch) -> PlacedLayout:
         """Return this rank's inputs for a micro-batch on its device."""
         return PlacedLayout.of(one.layout, self.accelerator.device, context=self.context)
 
-    def optimize(self, work: RankBatch, train: Train, *, step: int) -> dict[str, Any]:
-        """Take one optimizer step on this rank's part. If the gradient is not finite, it is computed again without the episodes
-        that cause it."""
-        fields, left = self.accumulate(work, train)
+    def _optimize(
+        self,
+        work: RankBatch,
+        train: Train,
+        *,
+        step: int,
+        teacher: TeacherScores | None,
+        proximal: Sequence[Tensor] | None,
+    ) -> tuple[dict[str, Any], TraceBuilder | None]:
+        """Take one optimizer step on this rank's part; returns its metrics and token traces. If the gradient is not finite, it
+        is computed again without the episodes that cause it."""
+        fields, units_left, tally = self.accumulate(work, train, teacher=teacher, proximal=proximal)
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
-        norm, broken = self._clip(train), list[int]()
-        if not np.isfinite(norm) and (broken := self._broken(work.num_episodes)):
+        norm, spoilt = self._clip(train), list[int]()
+        if not np.isfinite(norm) and (spoilt := self._sum(tally.nonfinite).nonzero().flatten().tolist()):
             self.optimizer.zero_grad()
-            self._seen = self._seen and TraceBuilder()
-            fields, left = self.accumulate(without_episodes(work, broken), train)
+            fields, units_left, tally = self.accumulate(
+                without_episodes(work, spoilt), train, teacher=teacher, proximal=proximal
+            )
             norm = self._clip(train)
-        return fields | {"episodes_left_out": len(broken)} | self._update(norm, train, step, anything=left > 0)
+        fields = fields | {"episodes_left_out": len(spoilt)} | self._update(norm, train, step, anything=units_left > 0)
+        return fields, tally.traces
 
-    def consult(self, episodes: Sequence[Rollout], work: RankBatch, train: Train) -> None:
-        """Ask a served teacher about `work`, which was made from `episodes` and is accumulated next.
+    def ask_teacher(self, episodes: Sequence[Rollout], work: RankBatch, train: Train) -> TeacherScores | None:
+        """Return a served teacher's scores for `work`, which was built from `episodes`; None without one.
 
         Raises LearnerError if it does not answer.
         """
-        served = train.teacher_url
-        self._taught = (
-            self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
-        )
+        url = train.teacher_url
+        return self.context.once(lambda: ServedTeacher(url, self._initial).scores(episodes, work)) if url else None
 
-    def accumulate(self, work: RankBatch, train: Train) -> tuple[dict[str, Any], int]:
-        """Accumulate the gradient of the objective in the parameters; returns its metrics and the number of units that no
-        filter took."""
+    def accumulate(
+        self,
+        work: RankBatch,
+        train: Train,
+        *,
+        teacher: TeacherScores | None = None,
+        proximal: Sequence[Tensor] | None = None,
+    ) -> Accumulated:
+        """Accumulate the gradient of the objective in the parameters.
+
+        `teacher`: a served teacher's scores. `proximal`: log-probabilities [S] of each micro-batch before the batch's first
+        optimizer step; None in that step.
+        """
         work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
-        sums = MetricSums(self.accelerator.device)
-        trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
-        self._infinite = []
+        traced = train.token_log and self.context.is_first
+        tally = GradientTally.start(work.num_episodes, self.accelerator.device, traced=traced)
         for index, one in enumerate(work.passes):
             with self._accumulating(last=index == len(work.passes) - 1):
-                self._backward(index, one, train, total, sums, trained)
-        fields = sums.reduced(self._sum) | {
+                before = proximal[index] if proximal else None
+                self._backward(one, train, total, tally, teacher=teacher, proximal=before)
+        fields = tally.sums.reduced(self._sum) | {
             "layout": work.plan.way,
             "layout_reason": work.plan.reason,
             "passes": len(work.plan.layouts),
@@ -350,13 +382,13 @@ class Trainer:
         if normalization_units(train.normalisation) == "tokens":
             left = fields["tokens_trained"]
         else:
-            left = int((self._sum(trained) > 0).sum())
+            left = int((self._sum(tally.trained) > 0).sum())
         if 0 < left != total:
             fields["loss"] *= total / left
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(total / left)
-        return fields, left
+        return Accumulated(fields, left, tally)
 
     def _as_filtered(self, work: RankBatch, train: Train) -> RankBatch:
         """Return the batch with weights recomputed from what filters leave of each episode, where that matters.
@@ -367,43 +399,55 @@ class Trainer:
         if train.normalisation != "episode" or not has_filters(train):
             return work
         left = torch.zeros(work.num_episodes, device=self.accelerator.device)
-        for one, logprobs in zip(work.passes, self._logprobs(work), strict=True):
-            behavior_logprobs, calls, weights = (self._placed(x) for x in (one.layout.logprobs, one.calls, one.weights))
+        for one, logprobs in zip(work.passes, self.score(work), strict=True):
+            behavior_logprobs, calls, weights = (
+                self._to_device(x) for x in (one.layout.logprobs, one.calls, one.weights)
+            )
             filtered = apply_filters(
                 LossInputs(logprobs, behavior_logprobs, behavior_logprobs, calls, one.num_calls), train, weights > 0
             )
             if filtered and not one.idle:
-                left.index_add_(0, self._placed(one.layout.episodes), filtered.tokens.float())
+                left.index_add_(0, self._to_device(one.layout.episodes), filtered.tokens.float())
         return reweight(work, train, self._sum(left).int().tolist())
 
     def _backward(
-        self, index: int, one: MicroBatch, train: Train, total: int, sums: MetricSums, trained: Tensor
+        self,
+        one: MicroBatch,
+        train: Train,
+        total: int,
+        tally: GradientTally,
+        *,
+        teacher: TeacherScores | None = None,
+        proximal: Tensor | None = None,
     ) -> None:
-        """Add the gradient of a micro-batch, and its trained tokens by episode to `trained`. Never waits for a GPU."""
+        """Add the gradient of a micro-batch to the parameters and its sums to `tally`. Never waits for a GPU."""
+        sums = tally.sums
         temperatures, behavior_logprobs, credit, calls, weights = (
-            self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
+            self._to_device(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
         )
-        laid = self.laid(one)
-        scored = self.model(laid, temperatures)
+        layout = self.place(one)
+        scored = self.model(layout, temperatures)
         tokens = LossInputs(
             scored.logprobs,
             behavior_logprobs,
             credit,
             calls,
             one.num_calls,
-            proximal=self._proximal[index] if self._proximal else None,
-            held=self._placed(one.held),
-            **{role: model.logprobs(laid, temperatures) for role, model in self.frozen.of(train).items()},
+            proximal=proximal,
+            held=self._to_device(one.held),
+            **{role: model.logprobs(layout, temperatures) for role, model in self.frozen.of(train).items()},
         )
-        if self._taught:
-            tokens = tokens._replace(teacher=self._taught.of(one, self.accelerator.device))
+        if teacher:
+            tokens = tokens._replace(teacher=teacher.of(one, self.accelerator.device))
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         sums.add_mismatch(tokens, kept)
         if train.loss.name not in WITHOUT_RATIO:
             same = one.plain & (one.layout.versions == self.version)
             sums.add_same(
-                tokens.logprobs if tokens.proximal is None else tokens.proximal, behavior_logprobs, self._placed(same)
+                tokens.logprobs if tokens.proximal is None else tokens.proximal,
+                behavior_logprobs,
+                self._to_device(same),
             )
         left_out = torch.zeros_like(kept)
         if (filtered := apply_filters(tokens, train, kept)) is not None:
@@ -417,22 +461,14 @@ class Trainer:
         if one.idle:
             return
         sums.add(loss=objective.detach())
-        whose = self._placed(one.layout.episodes)
-        trained.index_add_(0, whose, kept.float())
-        self._infinite.append((whose, kept & ~result.per_token.detach().isfinite()))
-        if self._seen:
-            self._seen.add(one, tokens.logprobs, result, left_out)
+        episodes = self._to_device(one.layout.episodes)
+        tally.trained.index_add_(0, episodes, kept.float())
+        tally.nonfinite.index_add_(0, episodes, (kept & ~result.per_token.detach().isfinite()).float())
+        if tally.traces:
+            tally.traces.add(one, tokens.logprobs, result, left_out)
 
-    def _placed(self, values: np.ndarray) -> Tensor:
+    def _to_device(self, values: np.ndarray) -> Tensor:
         return to_device(values, self.accelerator.device)
-
-    def _broken(self, num_episodes: int) -> list[int]:
-        """Return the episodes, on any rank, that have a token whose loss is not finite."""
-        tokens = torch.zeros(num_episodes, device=self.accelerator.device)
-        for whose, infinite in self._infinite:
-            tokens.index_add_(0, whose, infinite.float())
-        found: list[int] = self._sum(tokens).nonzero().flatten().tolist()
-        return found
 
     def _clip(self, train: Train) -> float:
         """Clip the gradient and return its norm before."""
