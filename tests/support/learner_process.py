@@ -88,7 +88,7 @@ class FolderBroker:
         deliveries = Deliveries(self._bury)
         for path in sorted((self.root / "queues" / queue).glob("*.msg")):
             opened = FolderQueue(self.root, queue)
-            deliveries.arrive(Arrival(opened, int(path.stem), path.read_bytes(), {KEY_HEADER: path.stem}, False, queue))
+            deliveries.put(Arrival(opened, int(path.stem), path.read_bytes(), {KEY_HEADER: path.stem}, False, queue))
         yield deliveries
 
     async def depths(self, queues: Iterable[str]) -> dict[str, Depth]:

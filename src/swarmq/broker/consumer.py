@@ -140,7 +140,7 @@ class ConsumerSession:
         if self._session.lost.done() or tag is None:
             return
         self._unacked[tag] = UnackedMessage(message, self._loop.time())
-        self._deliveries.arrive(
+        self._deliveries.put(
             Arrival(
                 settler=self,
                 tag=tag,

@@ -1,6 +1,6 @@
 """Deliveries as a consumer sees them: decoded, checked, and brought by an async iterator.
 
-A source (an AMQP session, or memory in tests) calls `arrive` for each message, `forget` when its session is lost and its
+A source (an AMQP session, or memory in tests) calls `put` for each message, `forget` when its session is lost and its
 messages will be redelivered, and `fail` or `close` at the end. The consumer iterates.
 """
 
@@ -10,12 +10,14 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from swarmq.broker import topology
 from swarmq.broker.client_rules import find_violation
 from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Message, RefusedTurn, Turn, decode, idempotency_key
+
+Item = TypeVar("Item")
 
 KEY_HEADER = "x-sq-id"
 """Header with the idempotency key, which is equal for two publishes of the same fact."""
@@ -83,15 +85,47 @@ class Delivery:
         await self.arrival.settler.ack(self.arrival.tag, through=False)
 
 
-class Deliveries:
+class FeedQueue(Generic[Item]):
+    """Queue between a broker session, which puts items, and one reader, until the feed fails or is closed."""
+
+    def __init__(self, *, max_items: int | None = None) -> None:
+        """`max_items`: backlog above which the oldest items are lost."""
+        self._items: deque[Item] = deque(maxlen=max_items)
+        self._changed = asyncio.Event()
+        self._failure: BrokerError | None = None
+        self._closed = False
+
+    async def _next_item(self) -> Item:
+        """Wait for an item. With none left, raises the BrokerError of a failed feed, StopAsyncIteration for a closed one."""
+        while not self._items:
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._items.popleft()
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        self._changed.set()
+
+    def fail(self, error: BrokerError) -> None:
+        self._failure = error
+        self._changed.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._items.clear()
+        self._changed.set()
+
+
+class Deliveries(FeedQueue[Arrival]):
     """Async iterator over a queue, which continues with fresh deliveries after a lost session."""
 
     def __init__(self, bury: Callable[[Arrival, str], Awaitable[None]]) -> None:
+        super().__init__()
         self._bury = bury
-        self._arrivals: deque[Arrival] = deque()
-        self._wake = asyncio.Event()
-        self._failure: BrokerError | None = None
-        self._closed = False
         self.recycle_s = math.inf
         """Seconds a delivery may be held before it is redelivered to any consumer."""
 
@@ -102,25 +136,16 @@ class Deliveries:
         """Return the next delivery. Raises StopAsyncIteration once the context is closed, BrokerError when the queue cannot be
         consumed."""
         while True:
-            while self._arrivals:
-                delivery = await self._admit(self._arrivals.popleft())
-                if delivery is not None:
-                    return delivery
-            if self._failure is not None:
-                raise self._failure
-            if self._closed:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            if (delivery := await self._admit(await self._next_item())) is not None:
+                return delivery
 
     async def batch(self, limit: int) -> list[Delivery]:
         """Wait for one delivery, then take those already here, at most `limit`. Returns an empty list once the context is
         closed."""
         async for first in self:
             taken = [first]
-            while self._arrivals and len(taken) < limit:
-                delivery = await self._admit(self._arrivals.popleft())
-                if delivery is not None:
+            while self._items and len(taken) < limit:
+                if (delivery := await self._admit(self._items.popleft())) is not None:
                     taken.append(delivery)
             return taken
         return []
@@ -147,21 +172,8 @@ class Deliveries:
             return None
         return delivery
 
-    def arrive(self, arrival: Arrival) -> None:
-        self._arrivals.append(arrival)
-        self._wake.set()
-
     def forget(self) -> None:
-        self._arrivals.clear()
-
-    def fail(self, error: BrokerError) -> None:
-        self._failure = error
-        self._wake.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._arrivals.clear()
-        self._wake.set()
+        self._items.clear()
 
 
 def _to_refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:

@@ -7,7 +7,6 @@ carries turns and episode ends.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,10 +15,11 @@ from aio_pika import Message as AmqpMessage
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from swarmq.broker import topology
+from swarmq.broker.deliveries import FeedQueue
 from swarmq.broker.publisher import APP_ID, CONTENT_TYPE
 from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
-from swarmq.errors import BrokerError, MessageError
+from swarmq.errors import MessageError
 from swarmq.messages import Event, decode, encode
 
 EMIT_S = 1.0
@@ -85,46 +85,23 @@ async def open_event_feed(url: str, run: str, *, name: str) -> AsyncIterator[Asy
             feed.close()
 
 
-class EventFeed:
+class EventFeed(FeedQueue[bytes]):
     """Async iterator over events."""
 
     def __init__(self) -> None:
-        self._bodies: deque[bytes] = deque(maxlen=topology.EVENT_BACKLOG)
-        self._wake = asyncio.Event()
-        self._failure: BrokerError | None = None
-        self._closed = False
+        super().__init__(max_items=topology.EVENT_BACKLOG)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
 
     async def __anext__(self) -> Event:
         while True:
-            while self._bodies:
-                try:
-                    event = decode(self._bodies.popleft())
-                except MessageError:
-                    continue  # an event of a newer release or a foreign message; nothing depends on it
-                if isinstance(event, Event):
-                    return event
-            if self._failure is not None:
-                raise self._failure
-            if self._closed:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            try:
+                event = decode(await self._next_item())
+            except MessageError:
+                continue  # an event of a newer release or a foreign message; nothing depends on it
+            if isinstance(event, Event):
+                return event
 
     async def on_message(self, message: AbstractIncomingMessage) -> None:
         self.put(message.body)
-
-    def put(self, body: bytes) -> None:
-        self._bodies.append(body)
-        self._wake.set()
-
-    def fail(self, error: BrokerError) -> None:
-        self._failure = error
-        self._wake.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._bodies.clear()
-        self._wake.set()

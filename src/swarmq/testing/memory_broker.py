@@ -292,7 +292,7 @@ class _Consumer:
 
     def take(self, stored: Stored) -> None:
         tag = self._session.hold(stored)
-        self.deliveries.arrive(
+        self.deliveries.put(
             Arrival(
                 self._session, tag, stored.body, stored.headers, bool(stored.delivered), self._queue.name, stored.kind
             )

@@ -124,10 +124,10 @@ async def test_what_a_client_calls_a_turn_taints_nobodys_episode(say, broker):
 
     for sender, kind in [("r.someone", "turn"), ("", "")]:
         deliveries = Deliveries(bury)
-        deliveries.arrive(
+        deliveries.put(
             Arrival(None, 1, body, {KEY_HEADER: "e:b"}, False, topology.inbox("r"), kind=kind, sender=sender)
         )
-        assert await deliveries._admit(deliveries._arrivals.popleft()) is None
+        assert await deliveries._admit(deliveries._items.popleft()) is None
     assert len(buried) == 2
 
 
