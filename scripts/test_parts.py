@@ -15,15 +15,15 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
 BESIDE = {
-    "those with torch": ("benchmarks", "demo", "engine_control", "learner", "tree"),
+    "those with torch": ("benchmarks", "demo", "learner", "weights"),
     "collector, proxy and timelines": ("collector", "proxy", "timeline"),
 }
 NOTHING_FOUND = 5
 
 
 def main(arguments: list[str]) -> int:
-    folders = sorted(folder for folder in (TESTS / "unit").iterdir() if not folder.name.startswith(("_", ".")))
-    others = [folder for folder in folders if not any(folder.name in names for names in BESIDE.values())]
+    parts = sorted(path for path in (TESTS / "unit").iterdir() if not path.name.startswith(("_", ".")))
+    others = [path for path in parts if not any(path.name in names for names in BESIDE.values())]
     with ExitStack() as files:
         running = []
         for title, names in BESIDE.items():
@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
     return failed[0] if failed else min(statuses)
 
 
-def pytest(folders: list[Path], arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-m", "not slow", *map(str, folders), *arguments]
+def pytest(paths: list[Path], arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", "not slow", *map(str, paths), *arguments]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write tests/unit/learner/trl_golden.json: what TRL's trainers compute for the losses and advantages that it has as well.
+"""Write tests/unit/learner/algorithms/trl_golden.json: what TRL's trainers compute for the losses and advantages that it has as well.
 
 The file is there so that the quick tests need no TRL, whose import takes seconds; a long one computes it anew with the TRL
 that is installed (`make install` brings the version that pyproject.toml names). To write it for another version:
@@ -37,7 +37,7 @@ from trl.experimental.iw_opd import IWOPDTrainer  # noqa: E402
 import trl  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
-TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "trl_golden.json"
+TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "algorithms" / "trl_golden.json"
 CONSTANT_LENGTH = 16
 REWARDS = [0.0, 1.0, 0.25, 0.5, 2.0, -1.0, 0.0, 0.0]
 GROUP = 4

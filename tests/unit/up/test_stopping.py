@@ -24,7 +24,7 @@ from swarmq.testing import MemoryBroker
 from swarmq.up.deployment import Deployment, keep_learners
 from swarmq.up.shutdown import describe_stopped_run, drain_s, stop_daemon
 from swarmq.up.supervision import Daemon
-from unit.learner.test_batch_log import OURS, batch, drops
+from unit.learner.store.test_batch_log import OURS, batch, drops
 from unit.up.test_placement import QWEN
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.learner.test_desk import broker_with, desk, job, stopped
 
 from support.episodes import make_group
 from swarmq.learner.feed.step_events import StepEvents
@@ -14,6 +13,7 @@ from swarmq.learner.store import records
 from swarmq.messages import Event
 from swarmq.observe.curves import read_events
 from swarmq.testing import MemoryBroker
+from unit.learner.feed.test_process import broker_with, desk, job, stopped
 
 
 def step(version: int) -> Event:

@@ -100,7 +100,7 @@ def test_noise_is_told_of_in_few_of_50_trainings(memory: float, most: int) -> No
 
 def test_of_trainings_that_went_well_nothing_is_told() -> None:
     """Nine of `benchmarks.learns`: rewards rose from 0.4 to 0.98, and entropy fell to a fifth."""
-    path = Path(__file__).parents[3] / "benchmarks" / "results" / "learns_h200.json"
+    path = Path(__file__).parents[4] / "benchmarks" / "results" / "learns_h200.json"
     runs = json.loads(path.read_text())["detail"]["runs"]
     columns = ("rewards", "rewards_by_kind", "entropy")
     curves = [list(zip(*(run[name] for name in columns), strict=True)) for run in runs]

@@ -22,7 +22,7 @@ from swarmq.learner.algorithms.losses import LossInputs, policy_loss
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]
-SCRIPT = Path(__file__).parents[3] / "scripts" / "trl_golden.py"
+SCRIPT = Path(__file__).parents[4] / "scripts" / "trl_golden.py"
 
 
 @pytest.mark.parametrize("case", GOLDEN["computed"])

@@ -247,7 +247,7 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
         "s.loader.exec_module(t); log = t.BatchLog(Path(sys.argv[2]), t.OURS);"
         "log.append(t.batch(3))"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[3]}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [
             sys.executable,

@@ -272,7 +272,7 @@ async def test_an_outcome_that_is_wrong_is_told_with_who_returned_it(swarm, clie
 
     await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, auto_retry=False, **FAST)
     shown = capsys.readouterr().err
-    assert re.search(r"agent \(test_runner.py:\d+\) returned an Outcome: metrics.length is nan", shown)
+    assert re.search(r"agent \(test_attempts.py:\d+\) returned an Outcome: metrics.length is nan", shown)
 
 
 @pytest.mark.parametrize("returned", [None, float("nan"), "1.0"])
@@ -283,7 +283,7 @@ async def test_a_reward_that_is_no_number_fails_the_episode_and_is_never_a_zero(
     assert (summary.finished, summary.failed) == (0, 1)
     assert [(end.status, end.rewards) for end in swarm.ends] == [("failed", {})]
     shown = capsys.readouterr().err
-    assert re.search(r"attempt 1: what .*<lambda> \(test_runner.py:\d+\) returned is (None|nan|'1.0')", shown)
+    assert re.search(r"attempt 1: what .*<lambda> \(test_attempts.py:\d+\) returned is (None|nan|'1.0')", shown)
     assert "Traceback" not in shown, "there is nothing of the agent's in it"
     assert "swarmq/client" not in shown
 

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.unit.learner.test_desk import READY, broker_with, desk, logged, stopped
-
 from support.episodes import make_group
 from swarmq.broker import Deliveries, topology
 from swarmq.learner.store import records
 from swarmq.messages import Change, Control
 from swarmq.testing import MemoryBroker
+from unit.learner.feed.test_process import READY, broker_with, desk, logged, stopped
 
 RATE = "policies.main.train.learning_rate"
 CONTROL = topology.control("r", "main")
