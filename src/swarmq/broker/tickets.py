@@ -115,7 +115,7 @@ class TicketSource:
                 "waiting_for_ticket",
                 kind=self._kind,
                 now=if_first_waiter(waiter, self._waiting),
-                why="the collector issues tickets as the learner trains, and none while the run is paused or drained; "
+                reason="the collector issues tickets as the learner trains, and none while the run is paused or drained; "
                 "`swarmq status` shows which it is",
             ):
                 return await waiter

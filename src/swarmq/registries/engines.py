@@ -32,9 +32,7 @@ class EngineRegistry:
     def urls(self) -> Urls:
         """Return policy -> URLs of its engines at present. Raises EngineError if the file cannot be read."""
         try:
-            written = read_or_reset(
-                self._path, DECODER.decode, Urls(), consequence="the engines of the job file are used"
-            )
+            written = read_or_reset(self._path, DECODER.decode, Urls(), action="the engines of the job file are used")
         except OSError as error:
             raise EngineError(f"{self._path} cannot be read ({error}): check the folder and its rights") from error
         return {name: written.get(name, urls) for name, urls in self._at_start.items()}

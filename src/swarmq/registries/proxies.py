@@ -50,6 +50,6 @@ class ProxyRegistry:
                 "proxies_unreadable",
                 file=str(self._path),
                 reason=str(error),
-                consequence="clients use the proxies of their invite",
+                action="clients use the proxies of their invite",
             )
             return ()

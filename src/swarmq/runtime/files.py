@@ -49,10 +49,10 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, consequence: str) -> T:
+def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, action: str) -> T:
     """Return what `read` decodes from the file, or `empty` if the file does not exist.
 
-    A file that `read` rejects is renamed to NAME.damaged, `empty` is returned, and the log states the `consequence`. Raises
+    A file that `read` rejects is renamed to NAME.damaged, `empty` is returned, and the log states the `action` that follows. Raises
     OSError if the file cannot be read or renamed.
     """
     try:
@@ -62,7 +62,7 @@ def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, consequen
     except (ValueError, msgspec.MsgspecError) as error:
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
-        log.warning("file_damaged", file=str(path), reason=str(error), set_aside_as=aside.name, consequence=consequence)
+        log.warning("file_damaged", file=str(path), reason=str(error), set_aside_as=aside.name, action=action)
         return empty
 
 

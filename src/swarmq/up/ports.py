@@ -59,7 +59,7 @@ async def wait_for_proxy_ports(job: SwarmJob) -> None:
 def assign_ports(job: SwarmJob, names: list[str]) -> dict[str, int]:
     """Return a port for each name: the last start's if it is free, else a new one."""
     path = job.run_folder.path / "ports.json"
-    known = read_or_reset(path, PORTS.decode, dict[str, int](), consequence="proxies and engines get other ports")
+    known = read_or_reset(path, PORTS.decode, dict[str, int](), action="proxies and engines get other ports")
     ports = {
         name: known[name] if is_port_free(known.get(name, 0)) and name in known else reserve_port() for name in names
     }

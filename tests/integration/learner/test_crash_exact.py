@@ -118,7 +118,7 @@ def reference(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize(
     ("points", "starts"),
     [
-        (["ack-1", "ack-6", "publish-2", "step-3"], 1),  # the I/O process dies: log to ack, step to report
+        (["ack-1", "ack-6", "publish-2", "step-3"], 1),  # the batch feeder dies: log to ack, step to report
         (["push-2", "push-4"], 3),  # the trainer dies: after the step, before it is reported or checkpointed
     ],
 )

@@ -125,9 +125,7 @@ def load_identity(folder: Path, *, port: int) -> NodeIdentity:
         identity = fresh
     except msgspec.MsgspecError as error:
         identity = _recover(folder, fresh)
-        log.warning(
-            "file_damaged", file=str(path), reason=str(error), consequence="rebuilt from the node's other files"
-        )
+        log.warning("file_damaged", file=str(path), reason=str(error), action="rebuilt from the node's other files")
     identity = msgspec.structs.replace(
         identity,
         amqp_port=port or identity.amqp_port,

@@ -72,7 +72,7 @@ async def feed(
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
         start = _confirmed(progress_file, data) if resume else 0  # now that no other feed of it runs
         if start >= total:
-            log.info("nothing_left_to_feed", confirmed=start, hint="raise epochs to feed more of it")
+            log.info("nothing_left_to_feed", confirmed=start, action="raise epochs to feed more of it")
         report(min(start, total), total)
         if not resume:
             await receipts.clear()

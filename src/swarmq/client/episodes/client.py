@@ -346,7 +346,7 @@ class EpisodeClient:
     async def leave(self, ep: Handle) -> None:
         """The block of an episode was left in peace; it should have ended by now."""
         if not ep.ended:
-            log.warning("episode_left_open", episode=ep.episode_id, hint="call ep.end(reward) inside the block")
+            log.warning("episode_left_open", episode=ep.episode_id, action="call ep.end(reward) inside the block")
             await self.fail_episode(ep, "the block was left without end(reward)")
 
     async def proxy_serves(self) -> bool:

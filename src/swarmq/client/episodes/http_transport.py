@@ -74,7 +74,7 @@ class HttpTransport:
             with warn_if_slow(
                 "waiting_for_ticket",
                 kind=begin.kind,
-                why="asked of the proxy, which has tickets as the learner trains, and none while the run is paused or drained; "
+                reason="asked of the proxy, which has tickets as the learner trains, and none while the run is paused or drained; "
                 "`swarmq status` shows which it is",
                 now=if_first_waiter(asking, waiting),
             ):

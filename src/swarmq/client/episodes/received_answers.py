@@ -116,7 +116,7 @@ def hear(headers: Mapping[str, str] | Message) -> None:
         log.warning(
             "sampled_otherwise_than_asked",
             overridden=overridden,
-            hint="the run's settings count: policies.*.sampling, and the engine's room for max_tokens",
+            reason="the run's settings count: policies.*.sampling, and the engine's room for max_tokens",
         )
 
 

@@ -76,5 +76,5 @@ class Outage:
             log.warning(
                 "attempts_keep_failing",
                 failed_in_a_row=self._in_a_row,
-                consequence="one begins at a time, after longer and longer pauses, until one succeeds",
+                action="one begins at a time, after longer and longer pauses, until one succeeds",
             )

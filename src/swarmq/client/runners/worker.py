@@ -114,7 +114,8 @@ class Worker:
                 log.warning(
                     "attempts_may_be_repeated",
                     after_s=sources[0].recycle_s,
-                    why="this RabbitMQ gives to another worker what one has held so long: use 3.12 or a newer one, or see docs/access.md",
+                    reason="this RabbitMQ redelivers a message that a worker has held for so long",
+                    action="use RabbitMQ 3.12 or newer, or see docs/access.md",
                 )
             yield sources
 

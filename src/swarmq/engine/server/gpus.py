@@ -42,7 +42,9 @@ def find_visible_gpus() -> list[GpuCapacity]:
     gpus = parse_nvidia_smi(said.stdout, os.environ.get(VISIBLE_ENV))
     known = {name: gpu for name, gpu in gpus.items() if gpu is not None}
     for name in gpus.keys() - known.keys():
-        log.warning("gpu_left_out", gpu=name, why="nvidia-smi does not tell its memory, and no plan is made for it")
+        log.warning(
+            "gpu_left_out", gpu=name, reason="nvidia-smi does not report its memory, so nothing is placed on it"
+        )
     if known and len(known) < len(gpus):
         os.environ[VISIBLE_ENV] = ",".join(known)
     return list(known.values())

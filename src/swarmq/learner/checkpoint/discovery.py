@@ -50,7 +50,7 @@ def find_newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> 
         try:
             manifest = verify(path, hashed=hashed)
         except DamagedError as error:
-            log.warning("checkpoint_damaged", path=str(path), what=str(error), consequence="the one before is used")
+            log.warning("checkpoint_damaged", path=str(path), reason=str(error), action="the one before is used")
             continue
         if difference := identity.difference(manifest.identity):
             raise SetUpError(

@@ -170,7 +170,7 @@ def _optimizer_written(
                 return [partial(torch.save, state if is_sharded(trainer.model) else copies.of_optimizer(state), file)]
             except NotGrantedError as error:
                 short = str(error)
-        log.info("checkpoint_waited_for", what=short, consequence="the optimizer is written while training waits")
+        log.info("checkpoint_waited_for", reason=short, action="the optimizer is written while training waits")
     torch.save(state, file)
     return []
 
@@ -185,7 +185,7 @@ def _model_written(
     try:
         files = trainer.files(copies)
     except NotGrantedError as error:  # on the one rank that copies, with nobody to wait for it
-        log.info("checkpoint_waited_for", what=str(error), consequence="all of it is written while training waits")
+        log.info("checkpoint_waited_for", reason=str(error), action="all of it is written while training waits")
         while before:
             before.pop()()
         if (files := trainer.files()) is not None:
@@ -391,5 +391,5 @@ def _keep_on_failure(path: Path) -> Iterator[None]:
 def _say_left(path: Path, what: str) -> None:
     """Warn once about what cannot be removed."""
     log.warning(
-        "checkpoint_not_removed", path=str(path), what=what, consequence="it takes room until somebody removes it"
+        "checkpoint_not_removed", path=str(path), reason=what, action="remove it to free the room that it takes"
     )

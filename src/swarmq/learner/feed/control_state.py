@@ -38,7 +38,7 @@ class ControlState:
         with map_os_errors(path):
             nothing = StoredControl(state=Control(run=file.run, number=0))
             self._kept = read_or_reset(
-                path, DECODER.decode, nothing, consequence="the collector sends it again at its start"
+                path, DECODER.decode, nothing, action="the collector sends it again at its start"
             )
         self._settle()
 

@@ -55,8 +55,8 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
         try:
             part = sock.recv(min(size - len(data), 1 << 20))
         except ConnectionError as error:
-            raise EOFError("the I/O process is gone") from error
+            raise EOFError("the batch feeder is gone") from error
         if not part:
-            raise EOFError("the I/O process is gone")
+            raise EOFError("the batch feeder is gone")
         data += part
     return bytes(data)

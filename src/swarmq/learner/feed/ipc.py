@@ -56,7 +56,9 @@ class StopSignal:
         os.write(self._waker, b"!")
 
     def _ask(self, number: int, _: object) -> None:
-        log.info("stopping", signal=signal.Signals(number).name, hint="again to stop at once, without a checkpoint")
+        log.info(
+            "stopping", signal=signal.Signals(number).name, action="signal again to stop at once, without a checkpoint"
+        )
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
         self.ask()
@@ -164,9 +166,9 @@ class FeederLink:
         status = self._process.wait()
         if self._deaths.record_death() >= MAX_DEATHS:
             raise LearnerError(
-                f"the learner's I/O process died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
+                f"the batch feeder died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
             )
-        log.warning("io_process_died", status=status, consequence="started again; nothing is lost")
+        log.warning("batch_feeder_died", status=status, action="started again; nothing is lost")
         self._start(again=True)
 
 

@@ -237,7 +237,7 @@ class BatchFeeder:
                 for delivery in chunk:
                     await self._accept(delivery)
                 for text in self.intake.news():
-                    log.warning("episode_dropped", why=text)
+                    log.warning("episode_dropped", reason=text)
                     await self._emit("warning", {"text": f"learner {self.policy}: {text}; others like it are counted"})
                 await self._serve()
 
@@ -374,7 +374,7 @@ class BatchFeeder:
             for index in self.reports.told(self.intake.limits.window):
                 await self._tell(index)
             await self._to_inbox(StepReport(run=self.job.run, policy=self.policy, version=self.version, trained=()))
-        log.info("asked_again", why="waiting for a batch, and nothing comes")
+        log.info("asked_again", reason="waiting for a batch, and nothing comes")
 
     async def _tick(self) -> None:
         stuck_said = 0.0

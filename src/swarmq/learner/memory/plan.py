@@ -169,8 +169,8 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
                 f"{total} for them, {(needed - room.bound) / GIB:.1f} are missing; {instead}"
             )
         if needed > room.free:
-            what = f"{said}{room.free / GIB:.1f} {total} free, {(needed - room.free) / GIB:.1f} are missing"
-            log.warning("host_memory_short", what=what, consequence="the kernel may kill a rank", instead=instead)
+            reason = f"{said}{room.free / GIB:.1f} {total} free, {(needed - room.free) / GIB:.1f} are missing: the kernel may kill a rank"
+            log.warning("host_memory_short", reason=reason, action=instead)
 
 
 def _judged_by(source: str, train: Train) -> list[int]:

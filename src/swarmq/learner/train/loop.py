@@ -192,7 +192,7 @@ class Learner:
         if link:
             if not self.stop.asked:  # who starts a run again that has reached its last step wants its weights served
                 self._while_waiting(link, again=False)
-            log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
+            log.info("ended", version=self.trainer.version, reason="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
 
     def _next(self, link: FeederLink) -> RankCommand:
@@ -290,7 +290,7 @@ class Learner:
         return True
 
     def _warn(self, link: FeederLink, what: str) -> None:
-        log.warning("teacher_away", what=what)
+        log.warning("teacher_away", reason=what)
         link.tell(records.Warn(text=f"learner {self.policy}: {what}"))
 
     def _save_if_due(self, link: FeederLink | None) -> None:
@@ -362,7 +362,7 @@ class Learner:
         due = self.trainer.version + 1
         due += -due % self._train.checkpoint_every
         then = "it is tried again until there is room" if asked else f"training goes on, and that of {due} is tried"
-        log.warning("checkpoint_without_room", version=version, error=str(error), consequence=then)
+        log.warning("checkpoint_without_room", version=version, reason=str(error), action=then)
         link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
 
     def _save_last(self, link: FeederLink | None) -> None:

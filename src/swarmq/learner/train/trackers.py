@@ -84,7 +84,7 @@ class Trackers:
             except Exception as error:
                 self._failed[tracker.name] += 1
                 if self._failed[tracker.name] == 1:
-                    _warn(tracker, error, version=version, consequence="figures are in events until it is back")
+                    _warn(tracker, error, version=version, action="figures are in events until it is back")
             else:
                 if failed := self._failed.pop(tracker.name, 0):
                     log.info("tracker_back", tracker=tracker.name, version=version, steps_missed=failed)
@@ -104,7 +104,7 @@ class Trackers:
             try:
                 tracker.finish()
             except Exception as error:
-                _warn(tracker, error, consequence="its newest figures may be missing there; they are in events")
+                _warn(tracker, error, action="its newest figures may be missing there; they are in events")
 
 
 def _warn(tracker: Any, error: Exception, **what: Any) -> None:

@@ -501,7 +501,7 @@ def _is_sound(episode: Rollout) -> bool:
     try:
         check(episode)
     except MessageError as error:
-        log.warning("episode_left_out", why=str(error))
+        log.warning("episode_left_out", reason=str(error))
         return False
     return True
 

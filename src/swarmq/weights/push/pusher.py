@@ -325,7 +325,7 @@ class WeightPusher:
         if self._doubtful_pushes[engine.url] < MAX_DOUBTFUL_PUSHES:
             return
         self._doubtful_pushes.pop(engine.url)
-        log.error("engine condemned", engine=engine.url, version=version, consequence="left out until it is restarted")
+        log.error("engine condemned", engine=engine.url, version=version, action="left out until it is restarted")
         try:
             await engine.condemn(version)
         except EngineError as error:

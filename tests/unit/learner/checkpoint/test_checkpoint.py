@@ -218,7 +218,7 @@ def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
     assert copies.nbytes == 0, "training needs it more"
     with capture_logs() as said:
         draft = save_load.draft_checkpoint(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
-    (waited,) = [line["consequence"] for line in said if line["event"] == "checkpoint_waited_for"]
+    (waited,) = [line["action"] for line in said if line["event"] == "checkpoint_waited_for"]
     assert waited.startswith("the optimizer is" if weights is None else "all of it is")
     assert (draft.path / "state" / "optimizer.bin").exists(), (
         "a copy of it would have the memory that weights of a GPU need"
@@ -275,7 +275,7 @@ class Told:
         self.messages.append(message)
 
     def next(self, **_: object) -> object:
-        raise LearnerError("the I/O process cannot go on")
+        raise LearnerError("the batch feeder cannot go on")
 
 
 def make_learner(tmp_path: Path, model: Path, **changed: object) -> Learner:

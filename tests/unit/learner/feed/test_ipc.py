@@ -1,4 +1,4 @@
-"""Rank 0's end of the I/O process, against scripted ones."""
+"""Rank 0's link to the batch feeder, against scripted ones."""
 
 from __future__ import annotations
 

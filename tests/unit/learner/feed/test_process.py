@@ -1,4 +1,4 @@
-"""The I/O process against a broker in memory: what is logged, acknowledged, handed over and reported, in which order."""
+"""The batch feeder against a broker in memory: what is logged, acknowledged, handed over and reported, in which order."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(t
 
 
 async def test_a_batch_that_the_trainer_had_in_its_hands_is_not_replayed_to_it(tmp_path: Path) -> None:
-    """An I/O process died after it had handed the batch over, and the trainer told its successor of the weights before."""
+    """A batch feeder died after it had handed the batch over, and the trainer told its successor of the weights before."""
     broker = await broker_with(make_group("a"), make_group("b"))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()

@@ -186,7 +186,7 @@ def test_memory_that_others_may_give_up_is_a_warning(tiny_qwen: Path) -> None:
         with capture_logs() as logs:
             check_host(str(tiny_qwen), Train(), full=False, cuda=True, rooms=here(0, bound=bound))
         assert [line["event"] for line in logs] == ["host_memory_short"]
-        assert "are missing" in logs[0]["what"]
+        assert "are missing" in logs[0]["reason"]
 
 
 def test_a_learner_looks_before_it_loads(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from swarmq.learner.store.report_offsets import ReportOffsets
 
 
 def test_a_disk_that_refuses_the_number_is_an_error_for_people(tmp_path: Path) -> None:
-    """Not a bare OSError, which would be taken for a crash of the I/O process and tried again without end."""
+    """Not a bare OSError, which would be taken for a crash of the batch feeder and tried again without end."""
     log = BatchLog(tmp_path, RunIdentity(run="r", policy="main", model="m"))
     reports = ReportOffsets(tmp_path / "gone" / "reported", log)
     with pytest.raises(LearnerError, match="gone/reported"):

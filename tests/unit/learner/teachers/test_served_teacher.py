@@ -150,7 +150,7 @@ def test_a_teacher_that_is_not_there_is_named(tiny_qwen: Path) -> None:
 
 
 class Waiting:
-    """In the place of the I/O process: has a batch, and does as `react` says when people are told that it waits."""
+    """In the place of the batch feeder: has a batch, and does as `react` says when people are told that it waits."""
 
     def __init__(self, batch: BatchRecord, react: Callable[[], None]) -> None:
         self._batches = [BatchReady(record=encode_record(batch), replayed=False)]

@@ -232,7 +232,7 @@ async def test_a_learner_looks_at_the_engines_of_now_before_it_loads_anything(tm
 
 
 class Late:
-    """In the place of the I/O process: an engine comes up while a learner waits, the learner looks after its engines if it
+    """In the place of the batch feeder: an engine comes up while a learner waits, the learner looks after its engines if it
     is `idle` for long enough, and gets a batch. The engines take all weights."""
 
     def __init__(self, engine: Tokenizing, *, idle: bool) -> None:

@@ -56,7 +56,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
 class OneBatch:
-    """In the place of the I/O process: hands out one batch, then says that it was the last."""
+    """In the place of the batch feeder: hands out one batch, then says that it was the last."""
 
     def __init__(self, record: BatchRecord) -> None:
         self.left: list[BatchReady] = [
@@ -100,7 +100,7 @@ def test_every_figure_of_the_loop_reaches_a_tracker_under_a_name_that_all_tracke
     learner = Learner(job, "main", pusher=TwoEngines(), stop=StopSignal())
     with capture_logs() as logs:
         learner.run(OneBatch(record))
-    assert logs[-1] == {"event": "ended", "version": 1, "why": "train.max_steps", "log_level": "info"}
+    assert logs[-1] == {"event": "ended", "version": 1, "reason": "train.max_steps", "log_level": "info"}
     tags = set(EventAccumulator(str(job.run_folder.trackers("main") / "r.main")).Reload().Tags()["scalars"])
     assert tags >= LOGGED_BY_THE_LOOP
     assert [name for name in tags if not NAME.fullmatch(name)] == []
