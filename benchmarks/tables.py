@@ -185,11 +185,11 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
     yield f"| **all** | {' | '.join(map(str, total))} | {sum(sum(r['dropped'].values()) for r in rows)} | {longest_s:.1f} s |\n\n"
     yield f"{account['begun']} episodes begun, {account['trained']} trained, {account['waiting']} waiting for a full batch at "
     yield f"the end; {figures['hangs']} hangs. Version {weights['version']} of the weights is "
-    yield f"{'to the bit that' if weights['checkpoint_equal'] else 'NOT that'} of a replay without faults, and so were "
-    yield f"{weights['pushes'] - len(weights['pushes_wrong'])} of the {weights['pushes']} pushes that an engine took.\n\n"
+    yield f"{'bit-identical to' if weights['checkpoint_equal'] else 'DIFFERENT from'} that of a replay without faults, as were "
+    yield f"{weights['pushes'] - len(weights['pushes_wrong'])} of the {weights['pushes']} versions pushed to an engine.\n\n"
     for stall in detail.get("stalls", []):
         meanwhile = ", ".join(f"{fault} at {at:.0f} s" for at, fault in stall["during"]) or "no other fault"
-        yield f'* nothing moved for {stall["seconds"]:.1f} s after "{stall["before"]}"; meanwhile: {meanwhile}\n'
+        yield f'* {stall["seconds"]:.1f} s without progress after "{stall["before"]}"; meanwhile: {meanwhile}\n'
     yield "\n" if detail.get("stalls") else ""
 
 
