@@ -32,7 +32,7 @@ from swarmq.learner.model.batched_attention import AttentionForm
 from swarmq.learner.model.layout_attention import Visibility
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm
-from swarmq.timeline import Layout, PrefixTree, row_layouts, standalone
+from swarmq.timeline import Layout, PrefixTree, make_resolved_turn, plan_rows
 
 T = TypeVar("T")
 
@@ -351,8 +351,8 @@ def compare(folder: Path, turns: Sequence[Turn]) -> dict[str, Any]:
     """The learner with the oracle, and both with the engine."""
     torch.set_num_threads(1)
     truth, slope = oracle(folder, turns)
-    group = [[standalone(turn.prompt, turn.sampled, turn.logprobs) for turn in turns]]
-    ways: dict[str, Callable[[], Sequence[Layout]]] = {"rows": lambda: row_layouts(group, 300)}
+    group = [[make_resolved_turn(turn.prompt, turn.sampled, turn.logprobs) for turn in turns]]
+    ways: dict[str, Callable[[], Sequence[Layout]]] = {"rows": lambda: plan_rows(group, 300)}
     model = LayoutModel(load_lm(str(folder), gradient_checkpointing=True))
     if not model.rows_only:
         ways["trees"] = lambda: PrefixTree(group).layouts(300)

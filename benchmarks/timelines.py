@@ -37,7 +37,7 @@ from benchmarks.timelines_results import HEADS, WAYS, Flops, Measured, described
 from benchmarks.workloads import WORKLOADS, Episode, Source, Workload, batch
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
-from swarmq.timeline import Cost, Folded, Layout, PrefixTree, lay_rows, pack, plan_layouts, row_layouts, unfold
+from swarmq.timeline import Cost, FoldedEpisodes, Layout, PrefixTree, lay_rows, pack, plan_layouts, plan_rows, unfold
 
 PROFILED = {"linear_30", "forks_3"}
 LARGE = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -232,7 +232,7 @@ def time_ways(
         trained=sum(layout.num_trained for layout in passes["rows"]),
         plan_s={way: each.plan_s for way, each in chosen.items()},
         pass_tokens={way: each.budget for way, each in chosen.items()},
-        chosen=plan_layouts(Folded(episodes), max(setting.budgets), cost=model.cost).way,
+        chosen=plan_layouts(FoldedEpisodes(episodes), max(setting.budgets), cost=model.cost).way,
         goal=workload.goal,
     )
 
@@ -268,7 +268,7 @@ def layouts_of(way: str, episodes: Sequence[Episode], budget: int) -> list[Layou
     if way == "tree":
         return PrefixTree(episodes).layouts(budget)
     if way == "rows":
-        return row_layouts(episodes, budget)
+        return plan_rows(episodes, budget)
     rows = [(e, row) for e, turns in enumerate(episodes) for row in unfold(turns)]
     return [lay_rows([rows[i] for i in members]) for members in pack([len(row) for _, row in rows], budget)]
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Q
 from benchmarks.workloads import Episode, Source, forks, think_stripped
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
-from swarmq.timeline import Layout, PrefixTree, row_layouts
+from swarmq.timeline import Layout, PrefixTree, plan_rows
 
 VOCAB = 512
 SHAPE = {
@@ -40,7 +40,7 @@ def compare(device: torch.device) -> dict[str, dict[str, float]]:
     found = {}
     for name in CONFIGS:
         logprobs, gradient = by_turn(build(name, device), group)
-        for way, layouts in (("rows", row_layouts(group, budget)), ("tree", PrefixTree(group).layouts(budget))):
+        for way, layouts in (("rows", plan_rows(group, budget)), ("tree", PrefixTree(group).layouts(budget))):
             theirs, their_gradient = by_layout(LayoutModel(build(name, device)), layouts)
             found[f"{name} {way}"] = {
                 "oracle_logprob_max_abs": max(abs(theirs[key] - logprobs[key]) for key in logprobs),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swarmq.timeline import PrefixTree, ResolvedTurn, standalone
+from swarmq.timeline import PrefixTree, ResolvedTurn, make_resolved_turn
 
 Episode = list[ResolvedTurn]
 COMPACTED_EVERY = 8
@@ -40,7 +40,7 @@ class Source:
 
     def sample(self, history: list[int], units: float = 1) -> ResolvedTurn:
         sampled = self.tokens(units)
-        return standalone(history, sampled, np.full(len(sampled), -1.0, np.float32))
+        return make_resolved_turn(history, sampled, np.full(len(sampled), -1.0, np.float32))
 
 
 def chat(source: Source, history: list[int], turns: int) -> Episode:

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Mistr
 
 from swarmq.learner.model import logprob_head
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
-from swarmq.learner.model.layout_attention import padded_lengths
+from swarmq.learner.model.layout_attention import list_padded_lengths
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.logprob_head import LmHead, LogitForm, score_hidden
-from swarmq.timeline import PrefixTree, row_layouts, standalone
+from swarmq.timeline import PrefixTree, make_resolved_turn, plan_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,7 @@ def group(branches=3, depth=4, size=40):
     def talk(history):
         turns = []
         for _ in range(depth):
-            turns.append(standalone(history, tokens(), [-1.0] * size))
+            turns.append(make_resolved_turn(history, tokens(), [-1.0] * size))
             history = [*turns[-1].token_ids.tolist(), *tokens()]
         return turns, history
 
@@ -101,12 +101,12 @@ def in_turn(logprobs, model):
 def test_log_probabilities_and_gradient_are_the_oracles(name, way, others_kept, monkeypatch):
     episodes = group()
     logprobs, gradient = oracle(build(name), episodes)
-    layouts = PrefixTree(episodes).layouts(2000) if way == "tree" else row_layouts(episodes, 2000)
+    layouts = PrefixTree(episodes).layouts(2000) if way == "tree" else plan_rows(episodes, 2000)
     assert len(layouts) > 1
     model = LayoutModel(build(name))
     assert model.rows_only is None
     model.compile_layers()
-    monkeypatch.setattr(ActivationCheckpointing, "_how_many", lambda *_: others_kept)
+    monkeypatch.setattr(ActivationCheckpointing, "_count_layers_to_keep", lambda *_: others_kept)
     ActivationCheckpointing.enable(model.model)
     ours, our_gradient = computed(model, layouts)
     assert (our_gradient - gradient).norm() / gradient.norm() < 1e-5
@@ -125,7 +125,7 @@ def test_a_model_that_is_still_on_the_cpu_is_checked_with_the_kernels_that_will_
 def test_attention_is_compiled_before_the_first_pass(name, autocast):
     torch.compiler.reset()
     episodes = [PrefixTree(group(size=size)).layouts(4000) for size in (10, 40, 90)]
-    assert {len(padded_lengths(layout.num_tokens)) for layouts in episodes for layout in layouts} == {1, 2}
+    assert {len(list_padded_lengths(layout.num_tokens)) for layouts in episodes for layout in layouts} == {1, 2}
     model = LayoutModel(build(name), dtype=torch.bfloat16 if autocast else torch.float32, pass_tokens=4000)
     compiled = counters["stats"]["unique_graphs"]
     assert compiled

@@ -120,12 +120,12 @@ def asks_once(trainer: Trainer) -> None:
     def fail() -> str:
         raise LearnerError(f"no answer for {trainer.share}")
 
-    assert trainer.context.once(ask) == f"by {trainer.share}"
+    assert trainer.context.run_on_first(ask) == f"by {trainer.share}"
     assert len(asked) == trainer.context.is_first
     with pytest.raises(LearnerError, match="no answer for"):
-        trainer.context.once(fail)
+        trainer.context.run_on_first(fail)
     number = float(trainer.accelerator.process_index)
-    assert trainer.context.least(number) == number - trainer.context.rank
+    assert trainer.context.reduce_min(number) == number - trainer.context.rank
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import models as families
 
-from swarmq.timeline import ResolvedTurn, standalone
+from swarmq.timeline import ResolvedTurn, make_resolved_turn
 
 VOCAB = 48
 SHARED = {
@@ -95,7 +95,7 @@ def make_group(seed: int, episodes: int = 3, turns: int = 5) -> list[list[Resolv
                 history = before.token_ids[:kept].tolist()
             history = [*history, *rng.integers(0, VOCAB, rng.integers(0, 5)).tolist()]
             sampled = rng.integers(0, VOCAB, rng.integers(1, 6)).tolist()
-            made.append(standalone(history, sampled, rng.normal(-1, 0.1, len(sampled))))
+            made.append(make_resolved_turn(history, sampled, rng.normal(-1, 0.1, len(sampled))))
         made.append(made[0])
         group.append(made)
     return group

@@ -40,7 +40,7 @@ from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import full_tensor, is_sharded
 from swarmq.learner.memory import plan
 from swarmq.learner.model import attention_check, layout_model
-from swarmq.learner.model.layout_model import PlacedLayout, decoder_layers
+from swarmq.learner.model.layout_model import PlacedLayout, find_decoder_layers
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout
@@ -65,7 +65,7 @@ def main(model: str, trains: Sequence[Train], target: Path) -> None:
         made.append(learned(trainer, train))
         trainer.accelerator.wait_for_everyone()
         if is_sharded(trainer.model) and not number:
-            assert len(decoder_layers(trainer.lm)) == trainer.lm.config.num_hidden_layers, (
+            assert len(find_decoder_layers(trainer.lm)) == trainer.lm.config.num_hidden_layers, (
                 "what is not found is not compiled"
             )
             let_go(model, train, made[0]["gradient"])

@@ -42,7 +42,7 @@ def replay(
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.for_single_rank(settings.train)))
+    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.adapt_to_single_rank(settings.train)))
     wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(

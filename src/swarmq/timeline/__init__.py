@@ -7,15 +7,15 @@
 """
 
 from swarmq.timeline.fold import Timeline, fold, unfold
-from swarmq.timeline.layout import Layout, lay_rows, with_rows
-from swarmq.timeline.layout_plan import Cost, Folded, Plan, plan_layouts, row_layouts
+from swarmq.timeline.layout import Layout, lay_rows, pad_rows
+from swarmq.timeline.layout_plan import Cost, FoldedEpisodes, Plan, plan_layouts, plan_rows
 from swarmq.timeline.pack import pack
 from swarmq.timeline.tree import PrefixTree
-from swarmq.timeline.turns import ResolvedTurn, resolve, standalone
+from swarmq.timeline.turns import ResolvedTurn, make_resolved_turn, resolve
 
 __all__ = [
     "Cost",
-    "Folded",
+    "FoldedEpisodes",
     "Layout",
     "Plan",
     "PrefixTree",
@@ -23,11 +23,11 @@ __all__ = [
     "Timeline",
     "fold",
     "lay_rows",
+    "make_resolved_turn",
     "pack",
+    "pad_rows",
     "plan_layouts",
+    "plan_rows",
     "resolve",
-    "row_layouts",
-    "standalone",
     "unfold",
-    "with_rows",
 ]

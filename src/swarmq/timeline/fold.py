@@ -34,7 +34,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 def fold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
     """Return the fewest timelines of one episode, ordered by their first turn."""
-    successors = _successors(turns)
+    successors = _find_successors(turns)
     continued = set(successors.values())
     rows = []
     for first in range(len(turns)):
@@ -43,19 +43,19 @@ def fold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
         chain = [first]
         while chain[-1] in successors:
             chain.append(successors[chain[-1]])
-        rows.append(_row(turns, chain))
+        rows.append(_build_row(turns, chain))
     return rows
 
 
 def unfold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
     """Return every turn as its own timeline: the reference for tests."""
-    return [_row(turns, [i]) for i in range(len(turns))]
+    return [_build_row(turns, [i]) for i in range(len(turns))]
 
 
-def _successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
+def _find_successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
     """Return turn -> the turn that continues it in its row."""
     trie = Trie()
-    ends = trie.plant(turns)
+    ends = trie.insert_turns(turns)
     free: dict[int, list[int]] = {}
     for i in reversed(range(len(turns))):
         free.setdefault(ends[i], []).append(i)
@@ -65,13 +65,13 @@ def _successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
         node = ends[j]
         while trie.end(node) > turn.prompt_length:
             node = trie.parents[node]
-        node = _nearest(node, free, above)
+        node = _find_free_ancestor(node, free, above)
         if node != ROOT:
             successors[free[node].pop()] = j
     return successors
 
 
-def _nearest(node: int, free: dict[int, list[int]], above: list[int]) -> int:
+def _find_free_ancestor(node: int, free: dict[int, list[int]], above: list[int]) -> int:
     """Return the deepest node at or above `node` with a free turn, or the root; skipped nodes are remembered."""
     skipped = []
     while node != ROOT and not free.get(node):
@@ -82,7 +82,7 @@ def _nearest(node: int, free: dict[int, list[int]], above: list[int]) -> int:
     return node
 
 
-def _row(turns: Sequence[ResolvedTurn], chain: Sequence[int]) -> Timeline:
+def _build_row(turns: Sequence[ResolvedTurn], chain: Sequence[int]) -> Timeline:
     tokens = turns[chain[-1]].token_ids
     size = len(tokens)
     row = Timeline(

@@ -68,11 +68,11 @@ def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
         versions=_ints([row.versions[at] for (_, row), at in zip(rows, trained, strict=True)]),
         episodes=_ints([np.full(len(at), episode) for (episode, _), at in zip(rows, trained, strict=True)]),
         turns=turns,
-        offsets=_offsets(at, turns),
+        offsets=_find_offsets(at, turns),
     )
 
 
-def with_rows(layout: Layout, count: int) -> Layout:
+def pad_rows(layout: Layout, count: int) -> Layout:
     """Return the layout with padding rows of one untrained token, up to `count` rows."""
     extra = np.arange(layout.num_tokens, layout.num_tokens + count - len(layout.node_starts), dtype=np.int32)
     return msgspec.structs.replace(
@@ -85,19 +85,19 @@ def with_rows(layout: Layout, count: int) -> Layout:
     )
 
 
-def node_spans(layout: Layout) -> list[tuple[int, int]]:
+def list_node_spans(layout: Layout) -> list[tuple[int, int]]:
     """Return start and end of every node as indices into the tokens."""
     edges = [*layout.node_starts.tolist(), layout.num_tokens]
     return list(pairwise(edges))
 
 
-def num_pairs(layout: Layout, window: int | None = None) -> int:
+def count_pairs(layout: Layout, window: int | None = None) -> int:
     """Return the number of (query, key) pairs of attention, over all ancestors or only those less than `window` back."""
     seen = layout.positions if window is None else np.minimum(layout.positions, window - 1)
     return int(seen.sum(dtype=np.int64)) + layout.num_tokens
 
 
-def visible(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
+def build_mask(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
     """Return the attention mask [T, T], True where a query (row) sees a key (column): the definition, for tests and small
     cases."""
     index = np.arange(layout.num_tokens)
@@ -107,7 +107,7 @@ def visible(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
     return mask
 
 
-def block_map(
+def map_blocks(
     exits: IntArray, positions: IntArray, block: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return which blocks of `block` queries x `block` keys are partly and which wholly visible, as two arrays [T/block,
@@ -129,7 +129,7 @@ def block_map(
     return some & ~whole, whole
 
 
-def _offsets(at: IntArray, turns: IntArray) -> IntArray:
+def _find_offsets(at: IntArray, turns: IntArray) -> IntArray:
     """Return the index of each sampled token within its turn; a turn's tokens are consecutive in a row, and rows are never
     adjacent."""
     begins = np.ones(len(at), np.bool_)

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from swarmq.timeline.fold import Timeline, fold
-from swarmq.timeline.layout import Layout, lay_rows, num_pairs
+from swarmq.timeline.layout import Layout, count_pairs, lay_rows
 from swarmq.timeline.pack import pack
 from swarmq.timeline.tree import PrefixTree
 from swarmq.timeline.turns import ResolvedTurn
@@ -39,12 +39,12 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     def attention(self, layouts: Iterable[Layout]) -> float:
         """Return the cost of attention over all pairs of `layouts`."""
         prices = [(None, self.pair), *self.windowed.items()]
-        return sum(price * num_pairs(layout, window) for layout in layouts for window, price in prices)
+        return sum(price * count_pairs(layout, window) for layout in layouts for window, price in prices)
 
     def training(self, layouts: Sequence[Layout]) -> float:
         """Return the cost of forward and backward passes. The backward pass of a product is two products, the gradients of both
         factors, or one if a factor is a frozen weight."""
-        return (3 * self.token - self.frozen) * _tokens(layouts) + 3 * self.attention(layouts)
+        return (3 * self.token - self.frozen) * _count_tokens(layouts) + 3 * self.attention(layouts)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens if every turn were its own row."""
 
 
-class Folded:
+class FoldedEpisodes:
     """Resolved episodes with their timelines and tree, computed once for any number of budgets."""
 
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
@@ -77,7 +77,7 @@ class Folded:
 
 
 def plan_layouts(
-    folded: Folded,
+    folded: FoldedEpisodes,
     budget: int,
     *,
     cost: Cost,
@@ -94,29 +94,33 @@ def plan_layouts(
     lengths = [len(turn) for turns in folded.episodes for turn in turns]
     unfolded, longest = sum(lengths), max(lengths, default=0)
     if only == "tree":
-        return _plan(folded.tree.layouts(budget), "tree", because, unfolded)
+        return _make_plan(folded.tree.layouts(budget), "tree", because, unfolded)
     rows = _pack_rows(folded.rows, budget if row_pass is None else min(budget, max(row_pass, longest)))
     if only == "rows":
-        return _plan(rows, "rows", because, unfolded)
+        return _make_plan(rows, "rows", because, unfolded)
     trees = folded.tree.layouts(budget)
     row_price, tree_price = (cost.training(layouts) for layouts in (rows, trees))
     saved = 1 - tree_price / row_price if row_price else 0.0
-    said = f"the tree needs {_tokens(trees)} tokens where rows need {_tokens(rows)}, {saved:.1%} less work"
-    return _plan(trees, "tree", said, unfolded) if saved >= TREE_MUST_SAVE else _plan(rows, "rows", said, unfolded)
+    said = f"the tree needs {_count_tokens(trees)} tokens where rows need {_count_tokens(rows)}, {saved:.1%} less work"
+    return (
+        _make_plan(trees, "tree", said, unfolded)
+        if saved >= TREE_MUST_SAVE
+        else _make_plan(rows, "rows", said, unfolded)
+    )
 
 
-def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
+def plan_rows(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
     """Return the folded timelines of all episodes as packed rows."""
-    return _pack_rows(Folded(episodes).rows, budget)
+    return _pack_rows(FoldedEpisodes(episodes).rows, budget)
 
 
 def _pack_rows(rows: Sequence[tuple[int, Timeline]], budget: int) -> list[Layout]:
     return [lay_rows([rows[i] for i in members]) for members in pack([len(row) for _, row in rows], budget)]
 
 
-def _tokens(layouts: Sequence[Layout]) -> int:
+def _count_tokens(layouts: Sequence[Layout]) -> int:
     return sum(layout.num_tokens for layout in layouts)
 
 
-def _plan(layouts: list[Layout], way: Way, reason: str, unfolded: int) -> Plan:
-    return Plan(layouts=layouts, way=way, reason=reason, tokens=_tokens(layouts), tokens_unfolded=unfolded)
+def _make_plan(layouts: list[Layout], way: Way, reason: str, unfolded: int) -> Plan:
+    return Plan(layouts=layouts, way=way, reason=reason, tokens=_count_tokens(layouts), tokens_unfolded=unfolded)

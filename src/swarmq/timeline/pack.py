@@ -29,7 +29,7 @@ class Bins:
         self.items[at - self._leaves].extend(items)
         self._set(at, self._room[at] - size)
 
-    def taken(self, number: int) -> int:
+    def get_size(self, number: int) -> int:
         """Return the number of tokens in a bin, including its opening tokens."""
         return self.budget - self._room[self._leaves + number]
 
@@ -57,14 +57,14 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """
     if lengths and max(lengths) > budget:
         worst = max(range(len(lengths)), key=lengths.__getitem__)
-        raise over_budget(worst, lengths[worst], budget)
+        raise make_over_budget_error(worst, lengths[worst], budget)
     bins = Bins(budget)
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         bins.add([item], lengths[item])
     return bins.items
 
 
-def over_budget(item: int, length: int, budget: int) -> TimelineError:
+def make_over_budget_error(item: int, length: int, budget: int) -> TimelineError:
     return TimelineError(
         "over_budget",
         f"sequence {item} has {length} tokens, over the budget of {budget}: raise train.micro_batch_tokens, "

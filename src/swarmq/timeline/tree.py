@@ -22,9 +22,9 @@ class PrefixTree:
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
         self.episodes = episodes
         self.trie = Trie()
-        self.ends = [self.trie.plant(turns) for turns in episodes]
+        self.ends = [self.trie.insert_turns(turns) for turns in episodes]
         """Episode -> turn -> the node that ends where the turn ends."""
-        self.order = _depth_first(self.trie)
+        self.order = _order_depth_first(self.trie)
         """All nodes but the root, parents before children, subtrees contiguous."""
         self._rank = {node: rank for rank, node in enumerate(self.order)}
         self._ending: dict[int, list[tuple[int, int]]] = {}
@@ -69,13 +69,13 @@ class PrefixTree:
         shift = dict(zip(order, (starts - depths).tolist(), strict=True))
         who = sorted(turn for node in training for turn in self._ending.get(node, ()))
         turns = [self.episodes[e][t] for e, t in who]
-        sampled = [self._sampled_at(self.ends[e][t], turn, shift) for (e, t), turn in zip(who, turns, strict=True)]
+        sampled = [self._locate_sampled(self.ends[e][t], turn, shift) for (e, t), turn in zip(who, turns, strict=True)]
         sizes = [len(at) for at in sampled]
         at = np.concatenate(sampled)
         return Layout(
             token_ids=token_ids,
             positions=np.arange(edges[-1], dtype=np.int32) + np.repeat(depths - starts, lengths),
-            exits=np.repeat(_subtree_ends(parents, ends), lengths),
+            exits=np.repeat(_find_subtree_ends(parents, ends), lengths),
             node_starts=starts,
             node_parents=parents,
             predictors=previous[at],
@@ -87,7 +87,7 @@ class PrefixTree:
             offsets=np.concatenate([np.arange(size, dtype=np.int32) for size in sizes]),
         )
 
-    def _sampled_at(self, end: int, turn: ResolvedTurn, shift: dict[int, int]) -> IntArray:
+    def _locate_sampled(self, end: int, turn: ResolvedTurn, shift: dict[int, int]) -> IntArray:
         """Return the positions of a turn's sampled tokens: depth plus the shift of the node that holds the token."""
         pieces = []
         node = end
@@ -98,7 +98,7 @@ class PrefixTree:
         return np.concatenate(pieces[::-1])
 
 
-def _depth_first(trie: Trie) -> list[int]:
+def _order_depth_first(trie: Trie) -> list[int]:
     order, stack = [], [ROOT]
     while stack:
         node = stack.pop()
@@ -107,7 +107,7 @@ def _depth_first(trie: Trie) -> list[int]:
     return order[1:]
 
 
-def _subtree_ends(parents: IntArray, ends: IntArray) -> IntArray:
+def _find_subtree_ends(parents: IntArray, ends: IntArray) -> IntArray:
     """Return node -> index after the last token of its subtree, for nodes in depth-first order."""
     last = ends.tolist()
     for node in range(len(last) - 1, -1, -1):

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from swarmq.timeline.pack import Bins, over_budget, pack
+from swarmq.timeline.pack import Bins, make_over_budget_error, pack
 
-SHORT = 1 / 256
+SHORT_SHARE = 1 / 256
 """Share of the budget up to which a node counts as short and may be repeated freely."""
 
 TOP = -1
@@ -46,7 +46,7 @@ class Tree:
             self.sizes[parents[node]] += self.sizes[node]
             self.after[parents[node]] = max(self.after[parents[node]], self.after[node])
 
-    def closed(self, tops: Iterable[int]) -> set[int]:
+    def include_ancestors(self, tops: Iterable[int]) -> set[int]:
         """Return the subtrees of `tops` and all nodes above them."""
         nodes: set[int] = set()
         for top in tops:
@@ -72,14 +72,14 @@ def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[
     ways = (
         cut(tree, budget),
         pack_from_leaves(tree, budget, short=0),
-        pack_from_leaves(tree, budget, short=int(SHORT * budget)),
+        pack_from_leaves(tree, budget, short=int(SHORT_SHARE * budget)),
     )
     return min(ways, key=lambda passes: sum(map(tree.size, passes)))
 
 
 def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
     """Split by first-fit decreasing from the leaves up; nodes of at most `short` tokens are repeated for every child."""
-    small, whom = _without(tree, short)
+    small, whom = _merge_short_nodes(tree, short)
     passes: dict[int, Bins] = {}
     """Node whose subtree is split -> passes that hold whole subtrees below it and the path from the root to it."""
     for node in range(len(small.parents) - 1, TOP - 1, -1):
@@ -91,14 +91,14 @@ def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
             divided.pop() if divided else Bins(budget)
         )  # those of most passes stay as they are: what joins them is less
         items = [(small.sizes[child], [whom[child]]) for child in children if way + small.sizes[child] <= budget]
-        items += [(each.taken(i) - way, tops) for each in divided for i, tops in enumerate(each.items)]
+        items += [(each.get_size(i) - way, tops) for each in divided for i, tops in enumerate(each.items)]
         for size, tops in sorted(items, key=lambda item: -item[0]):
             bins.add(tops, size, opening=way)
         passes[node] = bins
-    return [tree.closed(tops) for tops in passes[TOP].items]
+    return [tree.include_ancestors(tops) for tops in passes[TOP].items]
 
 
-def _without(tree: Tree, short: int) -> tuple[Tree, list[int]]:
+def _merge_short_nodes(tree: Tree, short: int) -> tuple[Tree, list[int]]:
     """Return the tree with short and single-child nodes merged into their children, and the original node of each node."""
     lengths: list[int] = []
     parents: list[int] = []
@@ -124,12 +124,15 @@ def cut(tree: Tree, budget: int) -> list[set[int]]:
     depths = [tree.ends[leaf] for leaf in leaves]
     if depths and max(depths) > budget:
         worst = int(np.argmax(depths))
-        raise over_budget(worst, depths[worst], budget)
-    parts = [tree.closed(leaves[a:b]) for a, b in _cheapest_cuts(depths, _shared_with_previous(tree, leaves), budget)]
+        raise make_over_budget_error(worst, depths[worst], budget)
+    parts = [
+        tree.include_ancestors(leaves[a:b])
+        for a, b in _find_cheapest_cuts(depths, _measure_shared_prefixes(tree, leaves), budget)
+    ]
     return [set().union(*(parts[i] for i in members)) for members in pack([*map(tree.size, parts)], budget)]
 
 
-def _shared_with_previous(tree: Tree, leaves: Sequence[int]) -> list[int]:
+def _measure_shared_prefixes(tree: Tree, leaves: Sequence[int]) -> list[int]:
     shared, seen = [], {TOP}
     for leaf in leaves:
         node = leaf
@@ -140,7 +143,7 @@ def _shared_with_previous(tree: Tree, leaves: Sequence[int]) -> list[int]:
     return shared
 
 
-def _cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
+def _find_cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
     """Return ranges of leaves, each within `budget`, with the least sum of `shared` at the ranges' starts.
 
     A range from i to j has depths[i] + sum of (depth - shared) of the leaves after i tokens, which falls as i grows; so the

@@ -41,11 +41,11 @@ class Trie:
 
     def insert(self, tokens: IntArray, *, near: int = ROOT, known: int = 0) -> int:
         """Return the node that ends where `tokens` end; `tokens[:known]` must equal the path to `near`."""
-        node, depth = self._above(near, known), known
+        node, depth = self._find_ancestor(near, known), known
         while True:
             rest = self.labels[node][depth - self.starts[node] :]
             if len(rest):
-                same = _common_prefix(rest, tokens[depth:])
+                same = _measure_common_prefix(rest, tokens[depth:])
                 depth += same
                 if same < len(rest):
                     node = self._split(node, depth - self.starts[node])
@@ -56,7 +56,7 @@ class Trie:
                 return self._add(node, tokens[depth:], depth)
             node = child
 
-    def plant(self, turns: Sequence[ResolvedTurn]) -> list[int]:
+    def insert_turns(self, turns: Sequence[ResolvedTurn]) -> list[int]:
         """Insert an episode's turns and return the end node of each."""
         ends: list[int] = []
         for i, turn in enumerate(turns):
@@ -66,9 +66,9 @@ class Trie:
                 ends.append(self.insert(turn.token_ids))
         return ends
 
-    def _above(self, node: int, depth: int) -> int:
+    def _find_ancestor(self, node: int, depth: int) -> int:
         """Return the node on the path to `node` that holds token number `depth` (from 1), or the root for 0."""
-        return self._trails[node].holding(depth)
+        return self._trails[node].find_node(depth)
 
     def _add(self, parent: int, label: IntArray, start: int) -> int:
         trail = self._trails[parent]
@@ -117,7 +117,7 @@ class Trail:
         self.ends.insert(at, end)
         self.nodes.insert(at, node)
 
-    def holding(self, depth: int) -> int:
+    def find_node(self, depth: int) -> int:
         """Return the node, in this trail or above, that holds token number `depth`."""
         trail = self
         while trail.start >= depth:
@@ -130,7 +130,7 @@ class Trail:
         return far if self.level - near.level == near.level - far.level else self
 
 
-def _common_prefix(a: IntArray, b: IntArray) -> int:
+def _measure_common_prefix(a: IntArray, b: IntArray) -> int:
     size = min(len(a), len(b))
     if not size:
         return 0

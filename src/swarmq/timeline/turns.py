@@ -52,15 +52,15 @@ def resolve(
     `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`), `id_outside_vocabulary`, `logprob_missing`,
     `logprob_not_finite`, `version_missing`.
     """
-    parents = _parents(turns)
-    lengths = _lengths(turns, parents, max_length)
-    sequences = _sequences(turns, parents, lengths)
+    parents = _find_parents(turns)
+    lengths = _measure_lengths(turns, parents, max_length)
+    sequences = _build_sequences(turns, parents, lengths)
     return [
         ResolvedTurn(
             token_ids=_check_ids(turn, sequence, vocab_size),
             prompt_length=len(sequence) - turn.num_sampled,
-            logprobs=_logprobs(turn),
-            versions=_versions(turn),
+            logprobs=_decode_logprobs(turn),
+            versions=_expand_versions(turn),
             parent=parent,
             shared=turn.shared,
         )
@@ -68,7 +68,7 @@ def resolve(
     ]
 
 
-def standalone(
+def make_resolved_turn(
     prompt_ids: Sequence[int] | IntArray,
     sampled_ids: Sequence[int] | IntArray,
     logprobs: Sequence[float] | FloatArray,
@@ -84,30 +84,34 @@ def standalone(
     )
 
 
-def _parents(turns: Sequence[Turn]) -> list[int]:
+def _find_parents(turns: Sequence[Turn]) -> list[int]:
     index: dict[str, int] = {}
     for i, turn in enumerate(turns):
         if turn.call_id in index:
-            raise _error("duplicate_call", turn, "the episode has two turns of this call id")
+            raise _make_error("duplicate_call", turn, "the episode has two turns of this call id")
         index[turn.call_id] = i
     for turn in turns:
         if turn.parent is not None and turn.parent not in index:
-            raise _error("parent_unknown", turn, f"its parent {turn.parent} is not among the episode's turns")
+            raise _make_error("parent_unknown", turn, f"its parent {turn.parent} is not among the episode's turns")
     return [-1 if turn.parent is None else index[turn.parent] for turn in turns]
 
 
-def _lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | None) -> list[int]:
+def _measure_lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | None) -> list[int]:
     lengths = [turn.num_prompt + turn.num_sampled for turn in turns]
     for turn, parent, length in zip(turns, parents, lengths, strict=True):
         available = lengths[parent] if parent >= 0 else 0
         if not 0 <= turn.shared <= available:
-            raise _error("shared_beyond_parent", turn, f"shares {turn.shared} tokens of a parent that has {available}")
+            raise _make_error(
+                "shared_beyond_parent", turn, f"shares {turn.shared} tokens of a parent that has {available}"
+            )
         if not turn.sampled_ids:
-            raise _error("nothing_sampled", turn, "no sampled tokens, so nothing to learn from")
+            raise _make_error("nothing_sampled", turn, "no sampled tokens, so nothing to learn from")
         if length == turn.num_sampled:
-            raise _error("empty_prompt", turn, "nothing precedes its first sampled token, which nothing can predict")
+            raise _make_error(
+                "empty_prompt", turn, "nothing precedes its first sampled token, which nothing can predict"
+            )
         if max_length is not None and length > max_length:
-            raise _error(
+            raise _make_error(
                 "over_budget",
                 turn,
                 f"{length} tokens are more than the {max_length} that fit one pass: train.micro_batch_tokens, or what the model was made for",
@@ -115,7 +119,7 @@ def _lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | No
     return lengths
 
 
-def _sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
+def _build_sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
     """Return whole sequences; the first turn that extends all of its parent shares the parent's buffer."""
     heirs: dict[int, int] = {}
     children: dict[int, list[int]] = {}
@@ -141,7 +145,7 @@ def _sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[
             heads.extend(reversed(children.get(i, [])))
         resolved += len(chain)
     if resolved < len(turns):
-        raise _error(
+        raise _make_error(
             "parent_cycle", next(t for t, s in zip(turns, sequences, strict=True) if not len(s)), "is its own ancestor"
         )
     return sequences
@@ -152,13 +156,13 @@ def _check_ids(turn: Turn, sequence: IntArray, vocab_size: int | None) -> IntArr
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if own.min() < 0 or own.max() > top:
         wrong = own[(own < 0) | (own > top)][0]
-        raise _error("id_outside_vocabulary", turn, f"token id {wrong} is not in [0, {top}]")
+        raise _make_error("id_outside_vocabulary", turn, f"token id {wrong} is not in [0, {top}]")
     return sequence
 
 
-def _logprobs(turn: Turn) -> FloatArray:
+def _decode_logprobs(turn: Turn) -> FloatArray:
     if len(turn.logprobs) != len(turn.sampled_ids):
-        raise _error(
+        raise _make_error(
             "logprob_missing",
             turn,
             f"{turn.num_sampled} sampled tokens, {len(turn.logprobs) / 4:g} log-probabilities",
@@ -166,20 +170,20 @@ def _logprobs(turn: Turn) -> FloatArray:
     values = np.frombuffer(turn.logprobs, "<f4").astype(np.float32)
     if not np.isfinite(values).all():
         where = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise _error("logprob_not_finite", turn, f"log-probability {values[where]} at sampled token {where}")
+        raise _make_error("logprob_not_finite", turn, f"log-probability {values[where]} at sampled token {where}")
     return values
 
 
-def _versions(turn: Turn) -> IntArray:
+def _expand_versions(turn: Turn) -> IntArray:
     """Return one version per sampled token. An engine that was never given weights reports none, which means version 0."""
     values = np.full(turn.num_sampled, -1 if turn.versions else 0, np.int32)
     for span in turn.versions:
         values[span.start : span.end] = span.version
     if values.min() < 0:
         where = int(np.flatnonzero(values < 0)[0])
-        raise _error("version_missing", turn, f"no weight version for sampled token {where}")
+        raise _make_error("version_missing", turn, f"no weight version for sampled token {where}")
     return values
 
 
-def _error(reason: str, turn: Turn, what: str) -> TimelineError:
+def _make_error(reason: str, turn: Turn, what: str) -> TimelineError:
     return TimelineError(reason, f"turn {turn.call_id} of {turn.episode_id}: {what}")

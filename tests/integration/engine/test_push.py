@@ -19,7 +19,7 @@ from swarmq.config import Lora, Train
 from swarmq.errors import EngineError
 from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.train.trainer import Trainer
-from swarmq.timeline import lay_rows, standalone, unfold
+from swarmq.timeline import lay_rows, make_resolved_turn, unfold
 from swarmq.weights.format.conventions import UNANNOUNCED
 from swarmq.weights.push.engine_control import EngineControl, EngineStatus, Payload
 from swarmq.weights.push.pusher import WeightPusher
@@ -71,7 +71,7 @@ async def test_what_adapters_learned_is_what_the_engine_samples_from_after_every
         network.load_state_dict(dict(trainer.named_tensors()))
         assert sampled == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
         assert max(abs(a - b) for a, b in zip(sampled, before, strict=True)) > 0.1, "as good as what was served before"
-        layout = lay_rows([(0, unfold([standalone(PROMPT, choice["token_ids"], sampled)])[0])])
+        layout = lay_rows([(0, unfold([make_resolved_turn(PROMPT, choice["token_ids"], sampled)])[0])])
         with torch.no_grad():
             learner = trainer.model(PlacedLayout.of(layout, torch.device("cpu"))).logprobs
         assert sampled == pytest.approx(learner.tolist(), abs=TOLERANCE)

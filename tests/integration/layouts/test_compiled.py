@@ -7,7 +7,7 @@ from swarmq.learner.model.batched_attention import AttentionForm
 from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank
 from swarmq.learner.model.layout_attention import BLOCK, Visibility
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
-from swarmq.timeline import PrefixTree, row_layouts
+from swarmq.timeline import PrefixTree, plan_rows
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def test_flex_attention_computes_what_plain_attention_computes(name):
     """On a CPU the compiler knows the forward pass only; tests/gpu holds the backward pass too."""
     model = LayoutModel(make_model(name).eval())
     group = make_group(seed=1, episodes=5, turns=30)
-    for layouts in (PrefixTree(group).layouts(1000), row_layouts(group, 1000)):
+    for layouts in (PrefixTree(group).layouts(1000), plan_rows(group, 1000)):
         for layout in layouts[:2]:
             with torch.no_grad():
                 plain, compiled = (model(PlacedLayout.of(layout, CPU, compiled=c)).logprobs for c in (False, True))

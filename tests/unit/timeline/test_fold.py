@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.timeline import fold, resolve, standalone, unfold
+from swarmq.timeline import fold, make_resolved_turn, resolve, unfold
 from swarmq.timeline.trie import Trie
 
 ways = pytest.mark.parametrize("way", [fold, unfold])
@@ -52,14 +52,14 @@ def test_rows_are_the_fewest_and_of_the_fewest_tokens(episodes, data):
 @given(data=st.data())
 def test_known_parents_only_save_comparisons(episodes, data):
     turns = resolve(data.draw(episodes()))
-    plain = [standalone(t.prompt_ids, t.sampled_ids, t.logprobs) for t in turns]
+    plain = [make_resolved_turn(t.prompt_ids, t.sampled_ids, t.logprobs) for t in turns]
     assert [row.turns.tolist() for row in fold(turns)] == [row.turns.tolist() for row in fold(plain)]
 
 
 def test_a_chat_that_grows_is_one_row():
     turns, history = [], [1, 2, 3]
     for i in range(20):
-        turns.append(standalone(history, [10 + i, 11 + i], [-1.0, -2.0]))
+        turns.append(make_resolved_turn(history, [10 + i, 11 + i], [-1.0, -2.0]))
         history = [*history, 10 + i, 11 + i, 7]
     (row,) = fold(turns)
     assert row.trained.sum() == 40
@@ -67,17 +67,17 @@ def test_a_chat_that_grows_is_one_row():
 
 
 def test_equal_samples_of_one_prompt_are_each_trained():
-    turns = [standalone([1, 2], [3, 4], [-1.0 - i] * 2) for i in range(3)]
+    turns = [make_resolved_turn([1, 2], [3, 4], [-1.0 - i] * 2) for i in range(3)]
     assert [row.logprobs.tolist() for row in fold(turns)] == [[0, 0, -1.0 - i, -1.0 - i] for i in range(3)]
 
 
 def test_a_prompt_equal_to_what_a_turn_sampled_continues_it_whoever_wrote_it():
-    turns = [standalone([1], [2, 3], [-1.0, -1.0]), standalone([1, 2, 3], [4], [-1.0])]
+    turns = [make_resolved_turn([1], [2, 3], [-1.0, -1.0]), make_resolved_turn([1, 2, 3], [4], [-1.0])]
     assert len(fold(turns)) == 1
 
 
 def test_a_prompt_that_drops_part_of_a_sample_does_not_continue_it():
-    turns = [standalone([1], [2, 3], [-1.0, -1.0]), standalone([1, 2], [4], [-1.0])]
+    turns = [make_resolved_turn([1], [2, 3], [-1.0, -1.0]), make_resolved_turn([1, 2], [4], [-1.0])]
     assert len(fold(turns)) == 2
 
 
@@ -113,7 +113,7 @@ def test_early_forks_of_a_long_chain_are_found_without_walking_up_to_them(make_t
     )
     began = time.process_time()
     trie = Trie()
-    ends = trie.plant(turns)
+    ends = trie.insert_turns(turns)
     assert time.process_time() - began < 1.0
     assert [trie.end(end) for end in ends] == [len(turn) for turn in turns]
 
@@ -146,7 +146,11 @@ def fewest_rows_and_tokens(turns):
 
 
 def test_the_exhaustive_search_itself_is_right():
-    turns = [standalone([1], [2], [-1.0]), standalone([1, 2, 3], [4], [-1.0]), standalone([1, 2, 5], [6], [-1.0])]
+    turns = [
+        make_resolved_turn([1], [2], [-1.0]),
+        make_resolved_turn([1, 2, 3], [4], [-1.0]),
+        make_resolved_turn([1, 2, 5], [6], [-1.0]),
+    ]
     assert fewest_rows_and_tokens(turns) == (2, 8)
     for order in itertools.permutations(turns):
         assert len(fold(list(order))) == 2

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.timeline import Cost, Folded, plan_layouts, standalone
+from swarmq.timeline import Cost, FoldedEpisodes, make_resolved_turn, plan_layouts
 
 PER_TOKEN = Cost(token=1.0, pair=0.0)
 
@@ -11,18 +11,18 @@ PER_TOKEN = Cost(token=1.0, pair=0.0)
 def chat(turns, prompt=50):
     history, made = list(range(prompt)), []
     for i in range(turns):
-        made.append(standalone(history, [100 + i] * 5, [-1.0] * 5))
+        made.append(make_resolved_turn(history, [100 + i] * 5, [-1.0] * 5))
         history = [*history, *[100 + i] * 5, 7, 8]
     return made
 
 
 def test_a_linear_chat_keeps_packed_rows():
-    assert plan_layouts(Folded([chat(5)]), 1000, cost=PER_TOKEN).way == "rows"
+    assert plan_layouts(FoldedEpisodes([chat(5)]), 1000, cost=PER_TOKEN).way == "rows"
 
 
 def test_a_group_with_a_shared_prompt_takes_the_tree_and_says_why():
-    group = [[standalone(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
-    chosen = plan_layouts(Folded(group), 2000, cost=PER_TOKEN)
+    group = [[make_resolved_turn(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
+    chosen = plan_layouts(FoldedEpisodes(group), 2000, cost=PER_TOKEN)
     assert chosen.way == "tree"
     assert chosen.tokens == 240
     assert chosen.tokens_unfolded == 1640
@@ -31,39 +31,40 @@ def test_a_group_with_a_shared_prompt_takes_the_tree_and_says_why():
 
 @pytest.mark.parametrize("way", ["rows", "tree"])
 def test_what_is_asked_for_is_taken_and_it_is_said_why(way):
-    group = [[standalone(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
+    group = [[make_resolved_turn(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
     for episodes in (group, [chat(5)]):
-        chosen = plan_layouts(Folded(episodes), 2000, cost=PER_TOKEN, only=way, because="asked for")
+        chosen = plan_layouts(FoldedEpisodes(episodes), 2000, cost=PER_TOKEN, only=way, because="asked for")
         assert (chosen.way, chosen.reason) == (way, "asked for")
 
 
 def test_rows_may_go_into_smaller_passes_than_trees():
-    rows, tree = [[standalone(range(200), [300] * 5, [-1.0] * 5)]] * 8, [chat(9)] * 8
+    rows, tree = [[make_resolved_turn(range(200), [300] * 5, [-1.0] * 5)]] * 8, [chat(9)] * 8
     assert [
-        each.num_tokens for each in plan_layouts(Folded(rows), 2000, cost=PER_TOKEN, only="rows", row_pass=500).layouts
+        each.num_tokens
+        for each in plan_layouts(FoldedEpisodes(rows), 2000, cost=PER_TOKEN, only="rows", row_pass=500).layouts
     ] == [410] * 4
-    assert len(plan_layouts(Folded(rows), 2000, cost=PER_TOKEN, only="rows", row_pass=1).layouts) == 8
-    assert len(plan_layouts(Folded(tree), 2000, cost=PER_TOKEN, row_pass=100).layouts) == 1
+    assert len(plan_layouts(FoldedEpisodes(rows), 2000, cost=PER_TOKEN, only="rows", row_pass=1).layouts) == 8
+    assert len(plan_layouts(FoldedEpisodes(tree), 2000, cost=PER_TOKEN, row_pass=100).layouts) == 1
 
 
 def test_a_tree_that_a_tight_budget_makes_no_cheaper_is_not_taken():
-    group = [[standalone(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
-    assert plan_layouts(Folded(group), 205, cost=PER_TOKEN).way == "rows"
+    group = [[make_resolved_turn(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
+    assert plan_layouts(FoldedEpisodes(group), 205, cost=PER_TOKEN).way == "rows"
 
 
 def test_layers_with_a_window_make_what_lies_far_behind_no_dearer():
     """A shared prompt is little of the work where everything is seen, and enough of it where attention ends soon."""
-    group = [[standalone(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
-    assert plan_layouts(Folded(group), 10_000, cost=Cost(token=1.0, pair=1.0)).way == "rows"
-    assert plan_layouts(Folded(group), 10_000, cost=Cost(token=1.0, pair=0.0, windowed={10: 1.0})).way == "tree"
+    group = [[make_resolved_turn(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
+    assert plan_layouts(FoldedEpisodes(group), 10_000, cost=Cost(token=1.0, pair=1.0)).way == "rows"
+    assert plan_layouts(FoldedEpisodes(group), 10_000, cost=Cost(token=1.0, pair=0.0, windowed={10: 1.0})).way == "tree"
 
 
 def test_tokens_weigh_less_beside_attention_where_weights_are_not_trained():
     """Then a product is followed by one backward; those of attention by two, always."""
-    group = [[standalone(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
+    group = [[make_resolved_turn(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
     for frozen, way in ((0.0, "tree"), (1.0, "rows")):
         cost = Cost(token=1.0, pair=0.00065, frozen=frozen)
-        chosen = plan_layouts(Folded(group), 10_000, cost=cost)
+        chosen = plan_layouts(FoldedEpisodes(group), 10_000, cost=cost)
         assert chosen.way == way
         assert cost.training(chosen.layouts) == pytest.approx(
             (3 - frozen) * chosen.tokens + 3 * cost.attention(chosen.layouts)
@@ -74,7 +75,7 @@ def test_tokens_weigh_less_beside_attention_where_weights_are_not_trained():
 def test_whichever_way_the_same_tokens_are_trained(groups, data):
     batch = data.draw(groups())
     budget = max(len(turn) for turns in batch for turn in turns) + 20
-    both = [plan_layouts(Folded(batch), budget, cost=PER_TOKEN, only=only) for only in (None, "rows")]
+    both = [plan_layouts(FoldedEpisodes(batch), budget, cost=PER_TOKEN, only=only) for only in (None, "rows")]
     assert trained(both[0]) == trained(both[1])
     assert both[0].tokens <= both[1].tokens <= both[1].tokens_unfolded
 
@@ -84,9 +85,9 @@ def test_whichever_way_the_same_tokens_are_trained(groups, data):
 def test_what_was_folded_for_one_budget_does_for_another(groups, data, way):
     batch = data.draw(groups())
     longest = max(len(turn) for turns in batch for turn in turns)
-    folded = Folded(batch)
+    folded = FoldedEpisodes(batch)
     for budget in (longest + 20, longest):
-        again, anew = (plan_layouts(each, budget, cost=PER_TOKEN, only=way) for each in (folded, Folded(batch)))
+        again, anew = (plan_layouts(each, budget, cost=PER_TOKEN, only=way) for each in (folded, FoldedEpisodes(batch)))
         assert trained(again) == trained(anew)
         assert [each.token_ids.tolist() for each in again.layouts] == [each.token_ids.tolist() for each in anew.layouts]
 

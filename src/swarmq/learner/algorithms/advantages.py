@@ -19,21 +19,21 @@ import msgspec
 from swarmq.config import Train
 from swarmq.messages import Rollout, Turn
 
-EQUAL = 1e-9
+EQUAL_WITHIN = 1e-9
 """Difference below which rewards count as equal, because only rounding separates them."""
 GRPO_EPSILON = 1e-6
 
 Tag = tuple[str, str | None]
 Baselines = dict[str, float]
 """Kind (and tag of a separately credited turn) -> `ema` baseline."""
-Of = Mapping[str, Mapping[str, float]]
+EpisodeValues = Mapping[str, Mapping[str, float]]
 """Episode id -> call id, or "" for the episode's or agent's reward -> reward or advantage."""
-Values = dict[Tag, Of]
+TagValues = dict[Tag, EpisodeValues]
 TurnAdvantages = Mapping[str, Sequence[float | None]]
 """Episode id -> one advantage per turn; None for a turn that is not trained."""
 
 
-def leave_one_out(rewards: Of) -> Of:
+def leave_one_out(rewards: EpisodeValues) -> EpisodeValues:
     """Return the difference to the mean of the other episodes' values; unbiased for two or more episodes (2402.14740)."""
     own = {episode: math.fsum(of.values()) for episode, of in rewards.items()}
     total, count = math.fsum(own.values()), sum(map(len, rewards.values()))
@@ -41,18 +41,18 @@ def leave_one_out(rewards: Of) -> Of:
     return {e: {call: reward - others[e] for call, reward in of.items()} for e, of in rewards.items()}
 
 
-def center(rewards: Of) -> Of:
+def center(rewards: EpisodeValues) -> EpisodeValues:
     """Return (k - 1)/k of `leave_one_out` for k episodes: with one value each, the difference to the mean of all (2503.20783)."""
     return _scale(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
 
 
-def standardize(rewards: Of) -> Of:
+def standardize(rewards: EpisodeValues) -> EpisodeValues:
     """Return centred values divided by their standard deviation, with n - 1 in its denominator (2402.03300)."""
     deviation = statistics.stdev(reward for of in rewards.values() for reward in of.values())
     return _scale(center(rewards), 1 / (deviation + GRPO_EPSILON))
 
 
-WITHIN_GROUP: dict[str, Callable[[Of], Of]] = {
+WITHIN_GROUP: dict[str, Callable[[EpisodeValues], EpisodeValues]] = {
     "rloo": leave_one_out,
     "centered": center,
     "grpo": standardize,
@@ -70,7 +70,7 @@ def compute_advantages(
     return {
         episode_id: values
         for name in dict.fromkeys(methods)
-        for episode_id, values in _by_method(
+        for episode_id, values in _compute_by_method(
             [group for group, method in zip(groups, methods, strict=True) if method == name],
             msgspec.structs.replace(train, advantage=name),
             baselines,
@@ -78,41 +78,41 @@ def compute_advantages(
     }
 
 
-def _by_method(
+def _compute_by_method(
     groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None
 ) -> dict[str, list[float | None]]:
-    rewards = [_rewards(group, train) for group in groups]
+    rewards = [_collect_rewards(group, train) for group in groups]
     if train.advantage == "ema":
-        values = _against_the_past(baselines or {}, groups, rewards)
+        values = _subtract_baselines(baselines or {}, groups, rewards)
     else:
         within = WITHIN_GROUP[train.advantage]
         values = [{tag: _compare(of, within) for tag, of in by_tag.items()} for by_tag in rewards]
-    deviation = _deviation(values) if train.advantage == "batch_norm" else 1.0
+    deviation = _compute_deviation(values) if train.advantage == "batch_norm" else 1.0
     nothing = None if train.needs_baseline else 0.0
     return {
         episode.episode_id: [
             of_group[tag][episode.episode_id][call] / deviation if of_group[tag] else nothing for tag, call in keys
         ]
         for group, of_group in zip(groups, values, strict=True)
-        for episode, keys in _credits(group, train)
+        for episode, keys in _find_credits(group, train)
     }
 
 
 def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train) -> Baselines:
     """Return the `ema` baselines after a batch: b <- alpha b + (1 - alpha) R for each of its rewards in turn."""
-    rewards = [_rewards(group, train) for group in groups]
-    after = _begun(baselines, groups, rewards)
+    rewards = [_collect_rewards(group, train) for group in groups]
+    after = _add_new_baselines(baselines, groups, rewards)
     for group, by_tag in zip(groups, rewards, strict=True):
         for tag, of in by_tag.items():
-            name = _name(group, tag)
-            for reward in _all(of):
+            name = _name_baseline(group, tag)
+            for reward in _flatten(of):
                 after[name] = train.ema_decay * after[name] + (1 - train.ema_decay) * reward
     return after
 
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
     """Return whether any turn of the group would get an advantage other than 0, or needs none."""
-    return not train.needs_baseline or any(_compare(of, center) for of in _rewards(group, train).values())
+    return not train.needs_baseline or any(_compare(of, center) for of in _collect_rewards(group, train).values())
 
 
 def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -120,7 +120,7 @@ def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
     return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
 
-def length_penalty(episode: Rollout, train: Train) -> float:
+def compute_length_penalty(episode: Rollout, train: Train) -> float:
     """Return the penalty for the episode's length (soft overlong punishment, 2503.14476)."""
     if (rule := train.length_penalty) is None:
         return 0.0
@@ -130,85 +130,91 @@ def length_penalty(episode: Rollout, train: Train) -> float:
 
 def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
     """Return for each turn of the group which reward credits it: `call`, `agent` or `episode`."""
-    return [level for _, keys in _credits(group, train) for (level, _), _ in keys]
+    return [level for _, keys in _find_credits(group, train) for (level, _), _ in keys]
 
 
-def _compare(of: Of, within: Callable[[Of], Of]) -> Of:
+def _compare(of: EpisodeValues, within: Callable[[EpisodeValues], EpisodeValues]) -> EpisodeValues:
     """Apply a method within the group; empty if only one episode has such rewards or all are equal."""
-    rewards = _all(of)
-    return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL else {}
+    rewards = _flatten(of)
+    return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL_WITHIN else {}
 
 
-def _all(of: Of) -> list[float]:
+def _flatten(of: EpisodeValues) -> list[float]:
     return [value for own in of.values() for value in own.values()]
 
 
-def _scale(of: Of, factor: float) -> Of:
+def _scale(of: EpisodeValues, factor: float) -> EpisodeValues:
     return {episode: {call: value * factor for call, value in own.items()} for episode, own in of.items()}
 
 
-def _deviation(values: Sequence[Values]) -> float:
-    centred = [value for by_tag in values for of in by_tag.values() for value in _all(of)]
+def _compute_deviation(values: Sequence[TagValues]) -> float:
+    centred = [value for by_tag in values for of in by_tag.values() for value in _flatten(of)]
     return math.sqrt(math.fsum(v * v for v in centred) / max(len(centred), 1)) + GRPO_EPSILON
 
 
-def _against_the_past(
-    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]
-) -> list[Values]:
+def _subtract_baselines(
+    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
+) -> list[TagValues]:
     """Return the differences to the baselines. Values without a past are centred within the batch, because A = R would teach
     only to be rewarded."""
-    first = {name: _compare(of, center) for name, of in _by_name(groups, rewards).items() if name not in baselines}
+    first = {
+        name: _compare(of, center) for name, of in _group_by_baseline(groups, rewards).items() if name not in baselines
+    }
 
-    def against(name: str, of: Of) -> Of:
+    def against(name: str, of: EpisodeValues) -> EpisodeValues:
         if name in first:
             return {episode: first[name][episode] for episode in of if episode in first[name]}
         return {e: {call: reward - baselines[name] for call, reward in own.items()} for e, own in of.items()}
 
     return [
-        {tag: against(_name(group, tag), of) for tag, of in by_tag.items()}
+        {tag: against(_name_baseline(group, tag), of) for tag, of in by_tag.items()}
         for group, by_tag in zip(groups, rewards, strict=True)
     ]
 
 
-def _begun(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]) -> Baselines:
+def _add_new_baselines(
+    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
+) -> Baselines:
     """Return the baselines; a new one begins with the batch's own mean."""
-    return {name: statistics.fmean(_all(of)) for name, of in _by_name(groups, rewards).items()} | dict(baselines)
+    return {name: statistics.fmean(_flatten(of)) for name, of in _group_by_baseline(groups, rewards).items()} | dict(
+        baselines
+    )
 
 
-def _by_name(groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]) -> dict[str, Of]:
+def _group_by_baseline(groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]) -> dict[str, EpisodeValues]:
     """Return all rewards of the batch that share an `ema` baseline."""
     together: dict[str, dict[str, dict[str, float]]] = {}
     for group, by_tag in zip(groups, rewards, strict=True):
         for tag, of in by_tag.items():
             for episode, own in of.items():
-                together.setdefault(_name(group, tag), {}).setdefault(episode, {}).update(own)
+                together.setdefault(_name_baseline(group, tag), {}).setdefault(episode, {}).update(own)
     return dict(together)
 
 
-def _name(group: Sequence[Rollout], tag: Tag) -> str:
+def _name_baseline(group: Sequence[Rollout], tag: Tag) -> str:
     kind, (level, agent) = group[0].kind, tag
     return kind if level == "episode" else f"{kind}/{level}/{agent or ''}"
 
 
-def _rewards(group: Sequence[Rollout], train: Train) -> Values:
+def _collect_rewards(group: Sequence[Rollout], train: Train) -> TagValues:
     """Return all rewards that credit a turn of the group."""
     rewards: dict[Tag, dict[str, dict[str, float]]] = {}
     discounted = _find_discounted(group, train)
     for episode in group:
-        for tag, call, reward in _all_rewards(episode, discounted, train):
+        for tag, call, reward in _list_rewards(episode, discounted, train):
             rewards.setdefault(tag, {}).setdefault(episode.episode_id, {})[call] = reward
-    used = {tag for _, keys in _credits(group, train) for tag, _ in keys}
+    used = {tag for _, keys in _find_credits(group, train) for tag, _ in keys}
     return {tag: of for tag, of in rewards.items() if tag in used}
 
 
-def _all_rewards(episode: Rollout, discounted: Sequence[str | None], train: Train) -> Iterator[tuple[Tag, str, float]]:
-    yield ("episode", None), "", episode.reward - length_penalty(episode, train)
+def _list_rewards(episode: Rollout, discounted: Sequence[str | None], train: Train) -> Iterator[tuple[Tag, str, float]]:
+    yield ("episode", None), "", episode.reward - compute_length_penalty(episode, train)
     yield from ((("agent", agent), "", reward) for agent, reward in episode.agent_rewards.items())
     for turn in episode.turns:
         if turn.call_id in episode.call_rewards and turn.agent not in discounted:
             yield ("call", turn.agent), turn.call_id, episode.call_rewards[turn.call_id]
     for agent in discounted:
-        yield from ((("call", agent), call, value) for call, value in _returns(episode, agent, train))
+        yield from ((("call", agent), call, value) for call, value in _discount_returns(episode, agent, train))
 
 
 def _find_discounted(group: Sequence[Rollout], train: Train) -> list[str | None]:
@@ -218,20 +224,23 @@ def _find_discounted(group: Sequence[Rollout], train: Train) -> list[str | None]
     return list(dict.fromkeys(t.agent for episode in group for t in episode.turns if t.call_id in episode.call_rewards))
 
 
-def _returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
+def _discount_returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
     """Yield G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
 
     Choices of one request are one step: each has its own reward, and a request is worth the mean of its choices' G.
     """
     # the last calls answer for how things ended, unless they have a reward of their own
-    unrated, later = episode.agent_rewards.get(agent or "", episode.reward - length_penalty(episode, train)), 0.0
-    for choices in reversed(_requests(episode, agent)):
+    unrated, later = (
+        episode.agent_rewards.get(agent or "", episode.reward - compute_length_penalty(episode, train)),
+        0.0,
+    )
+    for choices in reversed(_group_by_request(episode, agent)):
         returns = {turn.call_id: episode.call_rewards.get(turn.call_id, unrated) + later for turn in choices}
         yield from returns.items()
         unrated, later = 0.0, (train.call_discount or 0.0) * statistics.fmean(returns.values())
 
 
-def _requests(episode: Rollout, agent: str | None) -> list[list[Turn]]:
+def _group_by_request(episode: Rollout, agent: str | None) -> list[list[Turn]]:
     """Return the agent's requests, each with its choices, in the order of their begin; turns arrive in the order of their end."""
     requests: dict[str, list[Turn]] = {}
     for turn in sorted(episode.turns, key=lambda turn: turn.timings.began_at):
@@ -240,13 +249,13 @@ def _requests(episode: Rollout, agent: str | None) -> list[list[Turn]]:
     return list(requests.values())
 
 
-def _credits(group: Sequence[Rollout], train: Train) -> list[tuple[Rollout, list[tuple[Tag, str]]]]:
+def _find_credits(group: Sequence[Rollout], train: Train) -> list[tuple[Rollout, list[tuple[Tag, str]]]]:
     """Return for each turn the tag and call under which its reward is found."""
     discounted = _find_discounted(group, train)
-    return [(episode, [_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
+    return [(episode, [_find_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
 
 
-def _credit(episode: Rollout, turn: Turn, discounted: Sequence[str | None]) -> tuple[Tag, str]:
+def _find_credit(episode: Rollout, turn: Turn, discounted: Sequence[str | None]) -> tuple[Tag, str]:
     if turn.agent in discounted or turn.call_id in episode.call_rewards:
         return ("call", turn.agent), turn.call_id
     if turn.agent is not None and turn.agent in episode.agent_rewards:

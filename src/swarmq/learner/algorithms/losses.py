@@ -23,7 +23,7 @@ PPO_LOW, PPO_HIGH = 0.2, 0.28
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
 MAX_LOG_RATIO = 20.0
 """Largest log-ratio. exp() of more overflows later computations, and such a token is broken whatever its ratio."""
-PULL_REACH = 3.0
+PENALTY_SQUARE_REACH = 3.0
 """Log-ratio in nats, where `ratio_cap` is by default, beyond which the penalty of `tis_mask` grows linearly."""
 
 
@@ -56,9 +56,9 @@ def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
     masked = ((tokens.advantages > 0) & (moved > loss.mask_delta)) | (
         (tokens.advantages < 0) & (moved < -loss.mask_delta)
     )
-    ratio = _ratio(logprobs, tokens.behavior_logprobs)
+    ratio = _compute_ratio(logprobs, tokens.behavior_logprobs)
     weight = ratio.clamp(max=loss.ratio_cap) * ~masked
-    pull = loss.logratio_penalty * _pull(tokens.logprobs - tokens.behavior_logprobs)
+    pull = loss.logratio_penalty * _penalize_log_ratio(tokens.logprobs - tokens.behavior_logprobs)
     if tokens.held is not None:
         pull = (
             pull * ~tokens.held
@@ -67,16 +67,16 @@ def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs + pull, effects, tokens.advantages)
 
 
-def _pull(gap: Tensor) -> Tensor:
+def _penalize_log_ratio(gap: Tensor) -> Tensor:
     """Return the square of the gap, continued by its tangent from PULL_REACH on."""
-    near = gap.detach().clamp(-PULL_REACH, PULL_REACH)
+    near = gap.detach().clamp(-PENALTY_SQUARE_REACH, PENALTY_SQUARE_REACH)
     return near * (2 * gap - near)
 
 
 def ppo_clip(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Clipped ratio, wider upwards, with a second clip for A < 0 (1707.06347, 2503.14476)."""
-    ratio = _ratio(tokens.logprobs, tokens.behavior_logprobs)
-    limited = ratio.clamp(1 - _or(loss.clip_low, PPO_LOW), 1 + _or(loss.clip_high, PPO_HIGH))
+    ratio = _compute_ratio(tokens.logprobs, tokens.behavior_logprobs)
+    limited = ratio.clamp(1 - _or_default(loss.clip_low, PPO_LOW), 1 + _or_default(loss.clip_high, PPO_HIGH))
     a = tokens.advantages
     objective = torch.minimum(ratio * a, limited * a)
     objective = torch.where(a < 0, torch.maximum(objective, loss.dual_clip * a), objective)
@@ -86,8 +86,8 @@ def ppo_clip(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 def cispo(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Clipped importance weight that leaves every token a gradient (2506.13585)."""
-    ratio = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
-    high = 1 + _or(loss.clip_high, CISPO_HIGH)
+    ratio = _compute_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
+    high = 1 + _or_default(loss.clip_high, CISPO_HIGH)
     return _weight_by_ratio(tokens, ratio, high)
 
 
@@ -100,14 +100,14 @@ def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
     total = torch.zeros_like(size).index_add_(0, tokens.calls, tokens.logprobs.detach() - tokens.behavior_logprobs)
     sequence = (total / size.clamp(min=1)).clamp(max=MAX_LOG_RATIO).exp()[tokens.calls]
     ratio = sequence * (tokens.logprobs - tokens.logprobs.detach()).exp()
-    limited = ratio.clamp(1 - _or(loss.clip_low, GSPO_LOW), 1 + _or(loss.clip_high, GSPO_HIGH))
+    limited = ratio.clamp(1 - _or_default(loss.clip_low, GSPO_LOW), 1 + _or_default(loss.clip_high, GSPO_HIGH))
     a = tokens.advantages
     return TokenLoss(-torch.minimum(ratio * a, limited * a), (limited * a < ratio * a) * LossEffect.CLIPPED, a)
 
 
 def reinforce(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """The policy gradient with a truncated importance weight."""
-    return _weight_by_ratio(tokens, _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs), loss.ratio_cap)
+    return _weight_by_ratio(tokens, _compute_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs), loss.ratio_cap)
 
 
 def sft(tokens: LossInputs, _: Loss) -> TokenLoss:
@@ -145,19 +145,19 @@ def policy_loss(tokens: LossInputs, loss: Loss) -> TokenLoss:
     if tokens.proximal is None or loss.name in WITHOUT_RATIO:
         result = LOSSES[loss.name](tokens, loss)
     else:
-        behaviour = _ratio(tokens.proximal, tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
+        behaviour = _compute_ratio(tokens.proximal, tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
         result = LOSSES[loss.name](tokens._replace(behavior_logprobs=tokens.proximal), loss)
         result = result._replace(per_token=behaviour * result.per_token)
     if tokens.reference is None:
         return result
-    return result._replace(per_token=result.per_token + loss.kl * divergence(tokens, loss))
+    return result._replace(per_token=result.per_token + loss.kl * estimate_divergence(tokens, loss))
 
 
-def divergence(tokens: LossInputs, loss: Loss) -> Tensor:
+def estimate_divergence(tokens: LossInputs, loss: Loss) -> Tensor:
     """Return the k3 estimate of the divergence from the reference, [S]: e^d - d - 1 with d = reference - logprobs."""
     assert tokens.reference is not None
     d = (tokens.reference - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
-    weight = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
+    weight = _compute_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
     return weight * (d.exp() - d - 1)
 
 
@@ -167,9 +167,9 @@ def _weight_by_ratio(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss
     return TokenLoss(-ratio.clamp(max=cap) * a * tokens.logprobs, (ratio > cap) * LossEffect.TRUNCATED, a)
 
 
-def _ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+def _compute_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     return (logprobs - behavior_logprobs).clamp(max=MAX_LOG_RATIO).exp()
 
 
-def _or(setting: float | None, default: float) -> float:
+def _or_default(setting: float | None, default: float) -> float:
     return default if setting is None else setting

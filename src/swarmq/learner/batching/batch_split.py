@@ -9,14 +9,14 @@ from typing import Any
 from swarmq.learner.algorithms.advantages import group_by_slot
 from swarmq.messages import Rollout
 
-ADDED = frozenset(
+SUMMED = frozenset(
     {
         *("tokens_trained", "tokens_compared", "same_weights_tokens", "calls_left_out", "tokens_left_out"),
         *("episodes_left_out", "passes", "tokens_computed", "flops"),
     }
 )
 """Metrics that add up over the steps of a batch; the others are averaged over trained tokens."""
-COMPARED = frozenset(
+AVERAGED_BEFORE_FILTERS = frozenset(
     {"kl_k3", "gap_p99", "same_weights_gap", "effective_samples", "filtered_positive", "filtered_negative"}
 )
 """Averaged metrics that are weighted by tokens before filters."""
@@ -39,10 +39,10 @@ def merge_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return steps[0]
     whole = dict(steps[-1])
     for name, last in steps[-1].items():
-        if name in ADDED:
+        if name in SUMMED:
             whole[name] = sum(step[name] for step in steps)
         elif isinstance(last, float):
-            tokens = "tokens_compared" if name in COMPARED else "tokens_trained"
+            tokens = "tokens_compared" if name in AVERAGED_BEFORE_FILTERS else "tokens_trained"
             weights = [max(step[tokens], 1) for step in steps]
             whole[name] = sum(w * step[name] for w, step in zip(weights, steps, strict=True)) / sum(weights)
     if skipped := {step["skipped"] for step in steps if "skipped" in step}:

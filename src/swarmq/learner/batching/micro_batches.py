@@ -22,20 +22,20 @@ from swarmq.learner.batching.sampling_checks import is_comparable
 from swarmq.messages import Rollout
 from swarmq.timeline import (
     Cost,
-    Folded,
+    FoldedEpisodes,
     Layout,
     Plan,
     ResolvedTurn,
+    make_resolved_turn,
+    pad_rows,
     plan_layouts,
+    plan_rows,
     resolve,
-    row_layouts,
-    standalone,
-    with_rows,
 )
 
 FloatArray = NDArray[np.float32]
 
-UNEVEN = 1.05
+IMBALANCE = 1.05
 """Factor by which a rank's micro-batches may exceed an even share, because splits repeat tokens and packing leaves gaps."""
 
 
@@ -107,25 +107,27 @@ def build_rank_batch(
     Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
     """
     resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
-    folded = Folded(resolved)
+    folded = FoldedEpisodes(resolved)
     whole = _plan_layouts(folded, train, traits, train.micro_batch_tokens)
     if world > 1:
-        whole = _plan_layouts(folded, train, traits, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
+        whole = _plan_layouts(
+            folded, train, traits, _choose_even_budget(whole.tokens, world, train.micro_batch_tokens, resolved)
+        )
     mine = _deal_layouts(whole.layouts, world)
-    weigh = Weigher(episodes, train, credit)
+    weigh = MicroBatchBuilder(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
-    passes += [idle_micro_batch()] * (max(map(len, mine)) - len(passes))
+    passes += [make_idle_micro_batch()] * (max(map(len, mine)) - len(passes))
     return RankBatch(
-        passes=_in_step(passes, mine) if traits.rows_only else passes,
+        passes=_equalize_rows(passes, mine) if traits.rows_only else passes,
         plan=whole,
         num_episodes=len(episodes),
         totals=weigh.totals,
     )
 
 
-def idle_micro_batch() -> MicroBatch:
+def make_idle_micro_batch() -> MicroBatch:
     """Return a micro-batch that trains nothing, for a rank with fewer than another."""
-    (layout,) = row_layouts([[standalone([0], [0], [0.0])]], budget=2)
+    (layout,) = plan_rows([[make_resolved_turn([0], [0], [0.0])]], budget=2)
     nothing = np.zeros(1, np.float32)
     return MicroBatch(
         layout=msgspec.structs.replace(layout, episodes=np.full(1, -1, np.int32)),
@@ -157,7 +159,7 @@ def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
     )
 
 
-def without_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
+def exclude_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
     """Return the batch as if the episodes with these indices had nothing to learn from, nor any number that is not finite."""
 
     def cleaned(one: MicroBatch) -> MicroBatch:
@@ -172,7 +174,7 @@ def without_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
     return msgspec.structs.replace(work, passes=[cleaned(one) for one in work.passes])
 
 
-class Weigher:
+class MicroBatchBuilder:
     """Weights of every turn of a batch."""
 
     def __init__(self, episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages | None = None) -> None:
@@ -209,7 +211,7 @@ class Weigher:
         )
 
 
-def _plan_layouts(folded: Folded, train: Train, traits: ModelProfile, budget: int) -> Plan:
+def _plan_layouts(folded: FoldedEpisodes, train: Train, traits: ModelProfile, budget: int) -> Plan:
     if train.layout != "auto":
         return plan_layouts(
             folded,
@@ -225,22 +227,22 @@ def _plan_layouts(folded: Folded, train: Train, traits: ModelProfile, budget: in
     return plan_layouts(folded, budget, cost=traits.cost, row_pass=traits.row_pass)
 
 
-def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
+def _choose_even_budget(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
     """Return the budget with which every rank gets the same number of micro-batches of about the same size."""
     rounds = math.ceil(tokens / (world * budget))
     longest = max(len(turn) for turns in episodes for turn in turns)
-    return min(budget, max(longest, math.ceil(UNEVEN * tokens / (world * rounds))))
+    return min(budget, max(longest, math.ceil(IMBALANCE * tokens / (world * rounds))))
 
 
-def _in_step(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) -> list[MicroBatch]:
+def _equalize_rows(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) -> list[MicroBatch]:
     """Pad each micro-batch to the largest number of rows on any rank: rows computed one by one gather sharded layers each, and
     a rank that waits for another's collective would wait forever."""
     rows = [
         max(len(layout.node_starts) for layout in side)
-        for side in zip_longest(*dealt, fillvalue=idle_micro_batch().layout)
+        for side in zip_longest(*dealt, fillvalue=make_idle_micro_batch().layout)
     ]
     return [
-        msgspec.structs.replace(one, layout=with_rows(one.layout, count))
+        msgspec.structs.replace(one, layout=pad_rows(one.layout, count))
         for one, count in zip(passes, rows, strict=True)
     ]
 

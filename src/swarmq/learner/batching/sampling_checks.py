@@ -8,20 +8,22 @@ from swarmq.messages import Sampling, Turn
 
 HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
 """Sampling parameters that leave the distribution a softmax over the whole vocabulary."""
-APART = frozenset({"grammar", "others"})
+CHECKED_SEPARATELY = frozenset({"grammar", "others"})
 """Parameters treated separately: a grammar is the agent's choice and is trained; `others` already are names."""
-WHOLE = Sampling()
-COLDEST = 0.01
+DEFAULTS = Sampling()
+MIN_TEMPERATURE = 0.01
 """Lowest temperature at which vLLM samples; 0 takes the most probable token."""
 
 
 def find_altered_sampling(sampling: Sampling) -> list[str]:
     """Return the parameters that changed the distribution, as `name=value`. No ratio corrects for them afterwards."""
-    greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature < COLDEST else []
+    greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature < MIN_TEMPERATURE else []
     others = [
         f"{name}={value}"
         for name, value in msgspec.structs.asdict(sampling).items()
-        if name not in HARMLESS | APART and value != getattr(WHOLE, name) and not (name == "top_k" and value < 0)
+        if name not in HARMLESS | CHECKED_SEPARATELY
+        and value != getattr(DEFAULTS, name)
+        and not (name == "top_k" and value < 0)
     ]
     return [*greedy, *others, *sampling.others]
 

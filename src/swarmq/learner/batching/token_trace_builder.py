@@ -31,7 +31,7 @@ class TraceBuilder:
             torch.stack([logprobs.detach().float(), left_out.float(), used.float(), loss.effects.float()])
         )
 
-    def by_episode(self, episodes: Sequence[Rollout]) -> list[EpisodeTrace]:
+    def build(self, episodes: Sequence[Rollout]) -> list[EpisodeTrace]:
         """Return the traces; `episodes`: those to which the micro-batches' indices refer."""
         if not self._passes:
             return []
@@ -49,19 +49,19 @@ class TraceBuilder:
                 TurnTrace(
                     call_id=episodes[index].turns[turn[part[0]]].call_id,
                     advantage=float(used[part[0]]) if self._judged and not apart else None,
-                    logprobs=_floats(logprobs[part]),
-                    left_out=_flags(left_out[part]),
-                    advantages=_floats(used[part]) if apart else b"",
-                    effects=_flags(effects[part]),
+                    logprobs=_encode_floats(logprobs[part]),
+                    left_out=_encode_flags(left_out[part]),
+                    advantages=_encode_floats(used[part]) if apart else b"",
+                    effects=_encode_flags(effects[part]),
                 )
             )
         return [EpisodeTrace(episode_id=episodes[i].episode_id, turns=tuple(of)) for i, of in turns.items()]
 
 
-def _floats(values: np.ndarray) -> bytes:
+def _encode_floats(values: np.ndarray) -> bytes:
     return values.astype("<f4").tobytes()
 
 
-def _flags(values: np.ndarray) -> bytes:
+def _encode_flags(values: np.ndarray) -> bytes:
     """Return one byte per flag, or no bytes if all are 0."""
     return values.astype(np.uint8).tobytes() if values.any() else b""

@@ -217,7 +217,7 @@ def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Traine
     short = next((room for room in host.measure_rooms() if room.free + gathered < 2 * needed), None)
     if short is None:
         return None
-    return f"{(short.free + gathered) / GIB:.1f} GiB are free of {short.whose}, and a copy takes {needed / GIB:.1f}"
+    return f"{(short.free + gathered) / GIB:.1f} GiB are free of {short.source}, and a copy takes {needed / GIB:.1f}"
 
 
 def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:

@@ -23,7 +23,7 @@ from swarmq.learner.store.records import BatchRecord, RunIdentity
 from swarmq.learner.train.gpu_errors import map_gpu_errors
 from swarmq.learner.train.trainer import Trainer, load_trainer
 from swarmq.messages import Rollout
-from swarmq.timeline import resolve, row_layouts
+from swarmq.timeline import plan_rows, resolve
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
 """Largest difference of two log-probabilities by rounding: under autocast, the model's own logits are BF16."""
@@ -52,7 +52,7 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
-    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.for_single_rank(settings.train)))
+    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.adapt_to_single_rank(settings.train)))
     stored = [batch_log.read_record(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(
@@ -98,7 +98,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
         )
     turns = (turn for episode in record.episodes for turn in resolve(episode.turns))
     turn = min(turns, key=lambda turn: (max(CHUNKS - len(turn.logprobs), 0), len(turn)))
-    (layout,) = row_layouts([[turn]], budget=len(turn))
+    (layout,) = plan_rows([[turn]], budget=len(turn))
     placed, device = PlacedLayout.of(layout, trainer.accelerator.device), trainer.accelerator.device
     temperatures = torch.full((layout.num_trained,), WARM, device=device)
     chunk = max(1, layout.num_trained // CHUNKS)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import count_credited, group_by_slot, length_penalty
+from swarmq.learner.algorithms.advantages import compute_length_penalty, count_credited, group_by_slot
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import Rollout
 from swarmq.token_drift import Drift
@@ -56,7 +56,7 @@ def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict
         "groups": groups,
         "equal_groups": equal / max(groups + equal, 1),
         "partial_groups": sum(len(g) < g[0].group_size for g in grouped) / max(groups, 1),
-        "length_penalised": _share(length_penalty(e, record.settings) > 0 for e in episodes)
+        "length_penalised": _share(compute_length_penalty(e, record.settings) > 0 for e in episodes)
         if record.settings
         else 0.0,
         "turns": len(turns),

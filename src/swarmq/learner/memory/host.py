@@ -16,8 +16,8 @@ import msgspec
 PAGE_CACHE = ("active_file", "inactive_file")
 """Fields of a cgroup's `memory.stat` that count as used and are released on demand; in version 1 those of all cgroups below:
 `total_...`."""
-ADDRESSES = "Max address space"
-STRICT = "2"
+ADDRESS_SPACE_LIMIT = "Max address space"
+STRICT_OVERCOMMIT = "2"
 """Value of `vm.overcommit_memory` with strict commitments."""
 TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
 """Text in a RuntimeError of torch that means too little host memory; there is no other sign."""
@@ -26,7 +26,7 @@ TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
 class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of memory, including swap."""
 
-    whose: str
+    source: str
     total: int
     free: int
     bound: int | None
@@ -40,14 +40,19 @@ def measure_rooms(root: Path = Path("/")) -> list[HostRoom]:
     `root`: root of the file system.
     """
     proc = root / "proc"
-    memory = {name: 1024 * value for name, value in _table(proc / "meminfo").items()}
+    memory = {name: 1024 * value for name, value in _read_table(proc / "meminfo").items()}
     if "MemTotal" not in memory:
         return []
     swap = memory.get("SwapFree", 0)
     total, free = memory["MemTotal"] + memory.get("SwapTotal", 0), memory["MemAvailable"] + swap
-    virtual = any("hypervisor" in line.split() for line in _lines(proc / "cpuinfo"))
-    host = HostRoom(whose="the host", total=total, free=free, bound=None if virtual else total)
-    return [*_limits(root, swap=swap), *_process(proc), *_promises(proc, memory, virtual=virtual), host]
+    virtual = any("hypervisor" in line.split() for line in _read_lines(proc / "cpuinfo"))
+    host = HostRoom(source="the host", total=total, free=free, bound=None if virtual else total)
+    return [
+        *_read_cgroup_limits(root, swap=swap),
+        *_read_process_limit(proc),
+        *_read_commit_limit(proc, memory, virtual=virtual),
+        host,
+    ]
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -55,58 +60,60 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and TORCH_HAS_NO_MEMORY in str(error))
 
 
-def _process(proc: Path) -> Iterator[HostRoom]:
+def _read_process_limit(proc: Path) -> Iterator[HostRoom]:
     limits = (
-        line.removeprefix(ADDRESSES).split() for line in _lines(proc / "self/limits") if line.startswith(ADDRESSES)
+        line.removeprefix(ADDRESS_SPACE_LIMIT).split()
+        for line in _read_lines(proc / "self/limits")
+        if line.startswith(ADDRESS_SPACE_LIMIT)
     )
     for limit, *_ in limits:
         if limit.isdecimal():  # else there is none: "unlimited"
-            free = int(limit) - 1024 * _kib(proc / "self/status", "VmSize")
+            free = int(limit) - 1024 * _read_kib(proc / "self/status", "VmSize")
             # not bound by it: other ranks have as much
-            yield HostRoom(whose="this process (ulimit -v)", total=int(limit), free=free, bound=None)
+            yield HostRoom(source="this process (ulimit -v)", total=int(limit), free=free, bound=None)
 
 
-def _promises(proc: Path, memory: Mapping[str, int], *, virtual: bool) -> Iterator[HostRoom]:
-    if _lines(proc / "sys/vm/overcommit_memory") == [STRICT]:
+def _read_commit_limit(proc: Path, memory: Mapping[str, int], *, virtual: bool) -> Iterator[HostRoom]:
+    if _read_lines(proc / "sys/vm/overcommit_memory") == [STRICT_OVERCOMMIT]:
         total = memory["CommitLimit"]
         whose = "what the host promises (vm.overcommit_memory = 2)"
-        yield HostRoom(whose=whose, total=total, free=total - memory["Committed_AS"], bound=None if virtual else total)
+        yield HostRoom(source=whose, total=total, free=total - memory["Committed_AS"], bound=None if virtual else total)
 
 
-def _limits(root: Path, *, swap: int) -> Iterator[HostRoom]:
+def _read_cgroup_limits(root: Path, *, swap: int) -> Iterator[HostRoom]:
     mount = root / "sys/fs/cgroup"
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _above(mount, path, ("memory.max", "memory.current", ""), swap=swap)
+            yield from _walk_up_cgroups(mount, path, ("memory.max", "memory.current", ""), swap=swap)
         elif "memory" in controllers.split(","):
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-            yield from _above(mount / "memory", path, files, swap=swap)
+            yield from _walk_up_cgroups(mount / "memory", path, files, swap=swap)
 
 
-def _above(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[HostRoom]:
+def _walk_up_cgroups(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[HostRoom]:
     """Yield the rooms of a cgroup and its ancestors, as far as this process sees them: a container sees its own as the mount."""
     limit_file, used_file, prefix = files
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):
         limit = folder / limit_file
-        said = "".join(_lines(limit)) if folder.is_relative_to(mount) else ""
+        said = "".join(_read_lines(limit)) if folder.is_relative_to(mount) else ""
         if said.isdecimal():  # else there is none: "max"
-            stat = _table(folder / "memory.stat")
+            stat = _read_table(folder / "memory.stat")
             used = int((folder / used_file).read_text()) - sum(stat.get(prefix + name, 0) for name in PAGE_CACHE)
             free = int(said) - used + swap
-            yield HostRoom(whose=str(limit), total=int(said) + swap, free=free, bound=free)
+            yield HostRoom(source=str(limit), total=int(said) + swap, free=free, bound=free)
 
 
-def _table(file: Path) -> dict[str, int]:
-    rows = (line.replace(":", " ").split() for line in _lines(file))
+def _read_table(file: Path) -> dict[str, int]:
+    rows = (line.replace(":", " ").split() for line in _read_lines(file))
     return {name: int(value) for name, value, *_ in rows}
 
 
-def _kib(file: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in _lines(file) if line.startswith(f"{name}:"))
+def _read_kib(file: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in _read_lines(file) if line.startswith(f"{name}:"))
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     """Return the file's lines, or [] if it does not exist."""
     return file.read_text().splitlines() if file.is_file() else []

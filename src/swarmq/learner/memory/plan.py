@@ -27,7 +27,7 @@ from swarmq.learner.memory.estimate import (
 )
 from swarmq.learner.memory.host import HostRoom
 from swarmq.learner.memory.outline import build_outline, load_config, name_setting_in_errors
-from swarmq.learner.memory.ranks import check_offload, num_ranks, ranks_of_this_host
+from swarmq.learner.memory.ranks import check_offload, get_local_ranks, num_ranks
 
 log = structlog.get_logger()
 
@@ -58,17 +58,17 @@ def load_shape(source: str) -> ModelShape:
         parameters=sum(p.numel() for p in lm.parameters()),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
-        fans=sum(_fans(name, matrix) for name, matrix in matrices),
+        fans=sum(_count_fans(name, matrix) for name, matrix in matrices),
     )
 
 
-def _fans(name: str, matrix: Sequence[int]) -> int:
+def _count_fans(name: str, matrix: Sequence[int]) -> int:
     """Return inputs plus outputs of a matrix; PEFT gives stacked experts with fused gates the rank of both matrices."""
     *stacked, fan_out, fan_in = matrix
     return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
 
 
-def for_single_rank(train: Train) -> Train:
+def adapt_to_single_rank(train: Train) -> Train:
     """Return the settings for one rank that repeats what several have trained (replay, doctor): no offload, and whole
     micro-batches."""
     return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
@@ -90,7 +90,9 @@ def choose_sharding(source: str, train: Train) -> Sharding:
     if not torch.cuda.is_available():
         return Sharding(full=False, reason="no GPU whose memory could be short")
     gpu = torch.cuda.get_device_properties(0).total_memory
-    needed = learner_bytes(load_shape(source), train, ranks=ranks, full=False, judged_by=_judged_by(source, train))
+    needed = learner_bytes(
+        load_shape(source), train, ranks=ranks, full=False, judged_by=_list_frozen_sizes(source, train)
+    )
     said = f"the whole takes {needed / GIB:.0f} GiB of a GPU's {gpu / GIB:.0f}"
     return Sharding(full=needed > HEADROOM * gpu, reason=said)
 
@@ -100,7 +102,9 @@ def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemo
 
     Raises LearnerError if they do not, with the missing memory and what to change.
     """
-    return check_shape(load_shape(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
+    return check_shape(
+        load_shape(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_list_frozen_sizes(source, train)
+    )
 
 
 def has_room_for_whole(source: str, train: Train, *, ranks: int, gpu: GpuMemory | None) -> bool:
@@ -111,7 +115,9 @@ def has_room_for_whole(source: str, train: Train, *, ranks: int, gpu: GpuMemory 
     if gpu is None:
         return True
     shape = load_shape(source)
-    needed = learner_bytes(shape, train, ranks=ranks, judged_by=_judged_by(source, train)) + whole_bytes(shape, train)
+    needed = learner_bytes(shape, train, ranks=ranks, judged_by=_list_frozen_sizes(source, train)) + whole_bytes(
+        shape, train
+    )
     return needed <= gpu.free
 
 
@@ -150,7 +156,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    here, shape, judged_by = ranks_of_this_host(), load_shape(source), _judged_by(source, train)
+    here, shape, judged_by = get_local_ranks(), load_shape(source), _list_frozen_sizes(source, train)
     taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
     needed = taking(full=full)
     instead = "raise the limit of the container, or take a host with more"
@@ -162,7 +168,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
         instead += "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
     for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"
-        said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.whose} has "
+        said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.source} has "
         if room.bound is not None and needed > room.bound:
             raise LearnerError(
                 f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} "
@@ -173,10 +179,10 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
             log.warning("host_memory_short", reason=reason, action=instead)
 
 
-def _judged_by(source: str, train: Train) -> list[int]:
-    return [_judge(role, judge).parameters for role, judge in list_frozen_models(train, source).items()]
+def _list_frozen_sizes(source: str, train: Train) -> list[int]:
+    return [_load_frozen_shape(role, judge).parameters for role, judge in list_frozen_models(train, source).items()]
 
 
-def _judge(role: str, source: str) -> ModelShape:
+def _load_frozen_shape(role: str, source: str) -> ModelShape:
     with name_setting_in_errors(f"train.{role}"):
         return load_shape(source)

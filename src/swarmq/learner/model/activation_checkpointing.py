@@ -23,11 +23,11 @@ from swarmq.learner.memory.estimate import GPU_SHARE, layer_bytes
 
 log = structlog.get_logger()
 
-SHARE = 0.8
+ACTIVATION_SHARE = 0.8
 """Share of the expected free memory (besides gradients, one recomputed layer and the inputs of all others) that activations may
 fill: the head needs some, and memory is fragmented."""
 
-GATHERED = 2
+GATHERED_LAYERS = 2
 """Number of layers that are gathered at a time if they do not stay gathered: the present one and the next."""
 
 
@@ -46,7 +46,7 @@ class KeptActivations:
         self._outputs: dict[nn.Module, Tensor] = {}
         self._fits: bool | None = None
 
-    def output(self, module: Any, saved: int, compute: Callable[[], Tensor]) -> Tensor:
+    def compute_attention(self, module: Any, saved: int, compute: Callable[[], Tensor]) -> Tensor:
         """Return the attention that `compute` makes, or made before if `module` is being recomputed. Its backward pass needs
         `saved` bytes.
 
@@ -57,7 +57,7 @@ class KeptActivations:
             return self._outputs.pop(module)
         if not torch.is_grad_enabled() or not self._may_keep(saved) or self.whole:
             return compute()
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
             output = compute()
         self._outputs[module] = output.detach().requires_grad_(output.requires_grad)
         return output
@@ -82,7 +82,7 @@ class ActivationCheckpointing:
             layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
 
     @staticmethod
-    def share_out(lm: Any, *, held: bool) -> None:
+    def announce_sharding(lm: Any, *, held: bool) -> None:
         """Tell the installed instance that ranks shard the layers; `held`: layers stay gathered between micro-batches."""
         for layer in lm.modules():
             if isinstance(decide := getattr(layer, "_gradient_checkpointing_func", None), ActivationCheckpointing):
@@ -95,7 +95,7 @@ class ActivationCheckpointing:
         """Whether sharded layers stay gathered between micro-batches; None if each rank has whole layers."""
         self._passes = 0
         """Number of passes with gradients since the layers that stay gathered were gathered."""
-        self._told: int | None = None
+        self._logged: int | None = None
 
     def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
         """Compute `layer` of `inputs`, the first of which is the hidden states [1, T, hidden]."""
@@ -104,43 +104,47 @@ class ActivationCheckpointing:
             return checkpoint(layer, *inputs, use_reentrant=False)
         kept, hidden, context = visibility.kept, inputs[0], visibility.context
         if kept.layers is None:
-            self._begin()
-            free = context.least(self._room(hidden, context.ranks))
+            self._count_pass()
+            free = context.reduce_min(self._compute_room(hidden, context.ranks))
             kept.layers, kept.room = 0, free / self._num_layers
             if layer_bytes(hidden.numel(), context.ranks) < free:
-                before = allocated(hidden.device)
-                outputs = _whole(kept, layer, inputs)
-                taken = allocated(hidden.device) - before
-                left = self._room(hidden, context.ranks)
-                more = self._how_many(left, taken - hidden.nbytes, kept.attention_bytes)
-                kept.layers = int(context.least(more))  # what is computed again gathers again, on all ranks or on none
-                self._tell(kept.layers + 1, hidden)
+                before = get_allocated_bytes(hidden.device)
+                outputs = _keep_whole_layer(kept, layer, inputs)
+                taken = get_allocated_bytes(hidden.device) - before
+                left = self._compute_room(hidden, context.ranks)
+                more = self._count_layers_to_keep(left, taken - hidden.nbytes, kept.attention_bytes)
+                kept.layers = int(
+                    context.reduce_min(more)
+                )  # what is computed again gathers again, on all ranks or on none
+                self._log_kept(kept.layers + 1, hidden)
                 return outputs
-            self._tell(0, hidden)
+            self._log_kept(0, hidden)
         if kept.layers > 0:
             kept.layers -= 1
-            return _whole(kept, layer, inputs)
+            return _keep_whole_layer(kept, layer, inputs)
         return checkpoint(layer, *inputs, use_reentrant=False)
 
-    def _how_many(self, room: float, whole: int, attention: int) -> int:
+    def _count_layers_to_keep(self, room: float, whole: int, attention: int) -> int:
         """Return the number of layers besides the first that may be kept, if a layer takes `whole` bytes besides its input, of
         which `attention` bytes are kept anyway."""
         others = self._num_layers - 1
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
-    def _room(self, hidden: Tensor, ranks: int) -> float:
+    def _compute_room(self, hidden: Tensor, ranks: int) -> float:
         """Return the bytes that may be kept besides what is unavoidable: missing weights and gradients, the input of every
         layer, and one layer recomputed by one of the `ranks` that share the pass."""
-        later = self._later(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
-        return SHARE * (keepable_bytes(hidden.device) - later)
+        later = (
+            self._estimate_later_bytes(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
+        )
+        return ACTIVATION_SHARE * (get_keepable_bytes(hidden.device) - later)
 
-    def _begin(self) -> None:
+    def _count_pass(self) -> None:
         """Count the passes since layers were gathered: parameters that stay gathered do not show the gradient of a pass."""
         if any(isinstance(p, DTensor) for p in self._parameters()):
             self._passes = 0
         self._passes += torch.is_grad_enabled()
 
-    def _later(self, hidden: Tensor) -> int:
+    def _estimate_later_bytes(self, hidden: Tensor) -> int:
         """Return the bytes that computed weights and gradients will take besides their present ones, before the first layer."""
         parameters = list(self._parameters())
         trained = [p for p in parameters if p.requires_grad and p.grad is None]
@@ -154,16 +158,16 @@ class ActivationCheckpointing:
         if self.held:
             return hidden.itemsize * apart + (0 if self._passes > 1 else 4 * learned)
         shares = sum(p.to_local().numel() for p in trained if isinstance(p, DTensor) and p.device == hidden.device)
-        together = ends + GATHERED * apart // self._num_layers
+        together = ends + GATHERED_LAYERS * apart // self._num_layers
         return 4 * shares + hidden.itemsize * together + 4 * together * learned // (apart + ends)
 
-    def _tell(self, kept: int, hidden: Tensor) -> None:
-        if kept != self._told:
+    def _log_kept(self, kept: int, hidden: Tensor) -> None:
+        if kept != self._logged:
             log.info("gradient_checkpointing", layers_kept=kept, layers=self._num_layers, tokens=hidden.shape[-2])
-            self._told = kept
+            self._logged = kept
 
 
-def _whole(kept: KeptActivations, layer: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+def _keep_whole_layer(kept: KeptActivations, layer: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     kept.whole = True
     try:
         return layer(*inputs)
@@ -171,20 +175,20 @@ def _whole(kept: KeptActivations, layer: Callable[..., Any], inputs: Sequence[Te
         kept.whole = False
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def free_memory(device: torch.device) -> int:
+def get_free_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that this process could allocate."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - get_allocated_bytes(device)
 
 
-def keepable_bytes(device: torch.device) -> int:
+def get_keepable_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that this process may fill with activations it could recompute."""
     mine = float(os.environ.get(GPU_SHARE, "1")) * torch.cuda.mem_get_info(device)[1]
-    return min(free_memory(device), int(mine) - allocated(device))
+    return min(get_free_bytes(device), int(mine) - get_allocated_bytes(device))
 
 
-def allocated(device: torch.device) -> int:
+def get_allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)

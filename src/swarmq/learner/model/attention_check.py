@@ -18,14 +18,14 @@ from torch.nn import functional as F  # noqa: N812 - as torch's own documentatio
 
 from swarmq.learner.model.batched_attention import AttentionForm
 from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank, cut_length
-from swarmq.learner.model.layout_attention import BLOCK, Visibility, padded_lengths
+from swarmq.learner.model.layout_attention import BLOCK, Visibility, list_padded_lengths
 from swarmq.timeline import Layout
 
 T = TypeVar("T")
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest error relative to the largest value, in single and double precision."""
-ROUNDED = 0.1
+HALF_PRECISION_TOLERANCE = 0.1
 """Largest relative error in half precision."""
 
 
@@ -76,20 +76,20 @@ def find_refusal(
     """
     here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
-    padded = [_visibilities_by_rank(layout, device, length, ranks) for length in padded_lengths(longest)]
-    limit = TOLERANCE.get(dtype, ROUNDED)
+    padded = [_build_visibilities(layout, device, length, ranks) for length in list_padded_lengths(longest)]
+    limit = TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
     for call in calls:
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
-        expected = _outcome(rounded, call.form, here, backward=backward)
+        expected = _compute_outcome(rounded, call.form, here, backward=backward)
         for there in padded:
             try:
-                outcome = _outcome([x.to(device, dtype) for x in rounded], call.form, there, backward=backward)
+                outcome = _compute_outcome([x.to(device, dtype) for x in rounded], call.form, there, backward=backward)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:
                 what = (str(error).splitlines() or [type(error).__name__])[0]
                 return f"its attention cannot be compiled for this GPU: {what}"
-            worst = max(_error(a.cpu(), b) for a, b in zip(outcome, expected, strict=True))
+            worst = max(_compute_relative_error(a.cpu(), b) for a, b in zip(outcome, expected, strict=True))
             if not worst < limit:
                 return f"its compiled attention is off by {worst:.2g} of the largest value"
     return None
@@ -114,12 +114,12 @@ def broadcast_from_rank0(found: T) -> T:
     return box[0]
 
 
-def _error(values: Tensor, expected: Tensor) -> float:
+def _compute_relative_error(values: Tensor, expected: Tensor) -> float:
     """Return the error relative to the largest value; where a gradient should vanish there is only rounding to compare with."""
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))
 
 
-def _visibilities_by_rank(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
+def _build_visibilities(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
     """Return the visibility on every rank."""
     if ranks == 1:
         return [Visibility(layout, device, compiled=True, least=least)]
@@ -143,7 +143,9 @@ def attend_as_ranks(
     return torch.cat(outputs, dim=2)[:, :, torch.cat(tokens).argsort()[:count]]
 
 
-def _outcome(inputs: list[Tensor], form: AttentionForm, ranks: Sequence[Visibility], *, backward: bool) -> list[Tensor]:
+def _compute_outcome(
+    inputs: list[Tensor], form: AttentionForm, ranks: Sequence[Visibility], *, backward: bool
+) -> list[Tensor]:
     """Return the attention's output and the gradients of half the sum of its squares with respect to every input."""
     sinks = () if form.sinks is None else (form.sinks.detach().to(inputs[0].device),)
     asked = [x.detach().requires_grad_(backward) for x in (*inputs, *sinks)]

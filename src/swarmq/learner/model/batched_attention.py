@@ -18,11 +18,11 @@ from swarmq.timeline.turns import IntArray
 
 Run = tuple[int, int]
 
-PIECE = 512
+PIECE_QUERIES = 512
 """Number of queries into which a node that needs a mask is cut, so that no mask grows with length x length."""
-TOLERATED_WASTE = 1.5
+MAX_PADDING_RATIO = 1.5
 """Largest ratio of padded to real pairs in a batch."""
-WORTHWHILE_PAIRS = 1 << 16
+MIN_BATCH_PAIRS = 1 << 16
 """Number of pairs below which a batch costs little more than its call."""
 
 
@@ -95,14 +95,14 @@ def build_batches(
 ) -> AttentionBatches:
     """Build the batches of a layout. `paths`: the runs of tokens from the root to the end of each node. `tokens` [L],
     ascending: the tokens with queries, by default all."""
-    parts = zip(nodes, paths, strict=True) if tokens is None else _only(tokens, nodes, paths)
-    pieces = [piece for part, path in parts for piece in _cut(part, path, window)]
+    parts = zip(nodes, paths, strict=True) if tokens is None else _select_parts(tokens, nodes, paths)
+    pieces = [piece for part, path in parts for piece in _cut_node(part, path, window)]
     pieces.sort(key=lambda piece: (piece.num_keys, piece.num_queries), reverse=True)
     batches = []
     answers = np.empty(max(end for _, end in nodes), np.int64)
     done = 0
     for members in _group_by_size(pieces):
-        batches.append(_batch(members, window, device))
+        batches.append(_build_batch(members, window, device))
         width = batches[-1].queries.shape[1]
         for piece in members:
             answers[piece.start : piece.end] = done + np.arange(piece.num_queries)
@@ -135,7 +135,7 @@ def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, for
     return weights.to(v.dtype) @ v
 
 
-def _only(
+def _select_parts(
     tokens: IntArray, nodes: Sequence[Run], paths: Sequence[Sequence[Run]]
 ) -> Iterator[tuple[Run, Sequence[Run]]]:
     """Return the parts of nodes that are these tokens, each with the path to its own end."""
@@ -145,22 +145,22 @@ def _only(
         for low, high in runs:
             first, last = max(start, low), min(end, high)
             if first < last:
-                yield (first, last), _middle(path, 0, length - (end - last))
+                yield (first, last), _slice_path(path, 0, length - (end - last))
 
 
-def _cut(node: Run, path: Sequence[Run], window: int | None) -> Iterator[QueryPiece]:
+def _cut_node(node: Run, path: Sequence[Run], window: int | None) -> Iterator[QueryPiece]:
     start, end = node
     length = sum(b - a for a, b in path)
     depth = length - (end - start)
-    step = end - start if depth == 0 and window is None else PIECE
+    step = end - start if depth == 0 and window is None else PIECE_QUERIES
     for first in range(start, end, step):
         last = min(first + step, end)
         unseen = 0 if window is None else max(0, depth + first - start - window + 1)
-        keys = _middle(path, unseen, depth + last - start)
+        keys = _slice_path(path, unseen, depth + last - start)
         yield QueryPiece(first, last, keys, depth + last - start - unseen)
 
 
-def _middle(path: Sequence[Run], first: int, last: int) -> list[Run]:
+def _slice_path(path: Sequence[Run], first: int, last: int) -> list[Run]:
     """Return tokens number `first` up to `last` of a path."""
     kept, at = [], 0
     for start, end in path:
@@ -179,7 +179,7 @@ def _group_by_size(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
         pairs = piece.num_queries * piece.num_keys
         width = max(widest, piece.num_queries)
         padded = (len(members) + 1) * width * (members[0] if members else piece).num_keys
-        if members and padded > max(WORTHWHILE_PAIRS, TOLERATED_WASTE * (real + pairs)):
+        if members and padded > max(MIN_BATCH_PAIRS, MAX_PADDING_RATIO * (real + pairs)):
             yield members
             members, real, width = [], 0, piece.num_queries
         members.append(piece)
@@ -187,7 +187,7 @@ def _group_by_size(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
     yield members
 
 
-def _batch(pieces: Sequence[QueryPiece], window: int | None, device: torch.device) -> AttentionBatch:
+def _build_batch(pieces: Sequence[QueryPiece], window: int | None, device: torch.device) -> AttentionBatch:
     """Build one batch. Missing queries repeat the first one and see the first key; missing keys are seen by no other query."""
     num_queries, num_keys = (max(sizes) for sizes in zip(*((p.num_queries, p.num_keys) for p in pieces), strict=True))
     queries, keys = (np.empty((len(pieces), size), np.int64) for size in (num_queries, num_keys))

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from swarmq.errors import LearnerError
-from swarmq.timeline.layout import Layout, with_rows
+from swarmq.timeline.layout import Layout, pad_rows
 from swarmq.timeline.turns import IntArray
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def cut_for_rank(layout: Layout, context: ContextGroup, *, block: int = 1) -> Co
     tokens = np.concatenate([np.arange(number * chunk, (number + 1) * chunk) for number in mine]).astype(np.int32)
     sampled = np.flatnonzero(np.isin(layout.predictors // chunk, mine)).astype(np.int32)
     return ContextPart(
-        layout=with_rows(layout, len(layout.node_starts) + length - layout.num_tokens),
+        layout=pad_rows(layout, len(layout.node_starts) + length - layout.num_tokens),
         tokens=tokens,
         predictors=np.searchsorted(tokens, layout.predictors[sampled]).astype(np.int32),
         sampled=sampled,
@@ -104,21 +104,21 @@ class ContextGroup:
         """Whether sums over all ranks use this rank's numbers: ranks that share a micro-batch have the same ones."""
         return self.rank == 0
 
-    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all ranks' tokens in the layout's order from those of this rank's tokens, [1, key heads, L,
         D] each."""
         if self._devices is None:
             return key, value
-        keys, values = _Gathered.apply(key, value, self)  # type: ignore[no-untyped-call]
+        keys, values = _GatherKeysAndValues.apply(key, value, self)  # type: ignore[no-untyped-call]
         return keys, values
 
-    def together(self, scored: Tensor, sampled: Tensor, count: int) -> Tensor:
+    def combine_scores(self, scored: Tensor, sampled: Tensor, count: int) -> Tensor:
         """Return [..., S] for all S = `count` sampled tokens, of which this rank scored P: `scored` [..., P], with indices
         `sampled` [P]."""
-        whole: Tensor = _Together.apply(scored, sampled, count, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _CombineScores.apply(scored, sampled, count, self)  # type: ignore[no-untyped-call]
         return whole
 
-    def least(self, value: float) -> float:
+    def reduce_min(self, value: float) -> float:
         """Return the smallest `value` of all ranks that share the micro-batch."""
         if self._hosts is None:
             return value
@@ -126,7 +126,7 @@ class ContextGroup:
         torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=self._hosts)
         return float(said)
 
-    def once(self, ask: Callable[[], T]) -> T:
+    def run_on_first(self, ask: Callable[[], T]) -> T:
         """Return what `ask` returns on the first of these ranks, which alone calls it. A LearnerError there is raised on all of
         them."""
         if self._hosts is None:
@@ -163,22 +163,22 @@ class ContextGroup:
 ALONE = ContextGroup()
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherKeysAndValues(torch.autograd.Function):
     """Gathers keys and values together: as two graph nodes, another rank could execute them in another order."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Tensor, Tensor]:
         ctx.context = context
-        return _in_order(context.all_gather(key)), _in_order(context.all_gather(value))
+        return _to_layout_order(context.all_gather(key)), _to_layout_order(context.all_gather(value))
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         """Sum in FP32, like everything that ranks sum."""
-        key, value = (ctx.context.reduce_scatter(_by_rank(x, ctx.context.ranks)).to(x.dtype) for x in above)
+        key, value = (ctx.context.reduce_scatter(_to_rank_order(x, ctx.context.ranks)).to(x.dtype) for x in above)
         return key, value, None
 
 
-class _Together(torch.autograd.Function):
+class _CombineScores(torch.autograd.Function):
     """Combines scores. Every rank has the same loss, so the gradient of its own tokens is already there."""
 
     @staticmethod
@@ -192,13 +192,13 @@ class _Together(torch.autograd.Function):
         return above[0].index_select(-1, sampled), None, None, None
 
 
-def _in_order(parts: Tensor) -> Tensor:
+def _to_layout_order(parts: Tensor) -> Tensor:
     """Return each rank's tokens, [n, heads, L, D], as [1, heads, n L, D] in the layout's order."""
     early, late = parts.chunk(2, dim=2)
     return torch.cat([*early, *reversed(late.unbind())], dim=1)[None]
 
 
-def _by_rank(tokens: Tensor, ranks: int) -> Tensor:
+def _to_rank_order(tokens: Tensor, ranks: int) -> Tensor:
     """Return the inverse of `_in_order`, in FP32."""
     chunks = tokens[0].chunk(2 * ranks, dim=1)
     size = chunks[0].shape[1]

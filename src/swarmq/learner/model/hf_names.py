@@ -24,14 +24,14 @@ def to_hf_names(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
     when they are requested; all others are passed on unchanged."""
     together: dict[tuple[str, ...], Sources] = {}
     for name, tensor in named:
-        parts = _revert_names(lm, {name: _outline(tensor)})
+        parts = _revert_names(lm, {name: _make_outline(tensor)})
         together.setdefault(tuple(parts), {})[name] = tensor
     for sources in together.values():
-        yield from _parts(lm, sources)
+        yield from _revert_group(lm, sources)
 
 
-def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
-    outlines = {name: _outline(tensor) for name, tensor in sources.items()}
+def _revert_group(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
+    outlines = {name: _make_outline(tensor) for name, tensor in sources.items()}
     known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
     apart, bases = SplitTensors(lm, sources), [get_stored_tensor(tensor) for tensor in sources.values()]
     unchanged = all(base is not tensor for base, tensor in zip(bases, sources.values(), strict=True))
@@ -62,5 +62,5 @@ def _revert_names(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return parts
 
 
-def _outline(tensor: Weight) -> Tensor:
+def _make_outline(tensor: Weight) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -30,7 +30,7 @@ from swarmq.learner.model.batched_attention import (
     build_batches,
 )
 from swarmq.learner.model.context_parallel import ALONE, ContextGroup, ContextPart
-from swarmq.timeline.layout import Layout, block_map, node_spans
+from swarmq.timeline.layout import Layout, list_node_spans, map_blocks
 from swarmq.timeline.turns import IntArray
 
 NAME = "swarmq_layout"
@@ -42,7 +42,7 @@ LENGTHS = [1024, 4096, 8192, *(step * 2**n for n in range(7) for step in (16384,
 copies; a compilation costs seconds."""
 
 
-def padded_lengths(tokens: int) -> list[int]:
+def list_padded_lengths(tokens: int) -> list[int]:
     """Return all lengths to which layouts of up to `tokens` tokens are padded."""
     return LENGTHS[: bisect_left(LENGTHS, tokens) + 1]
 
@@ -73,31 +73,31 @@ class Visibility:
         self.context = context
         self._layout = layout
         self._device = device
-        length = padded_lengths(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
-        self._exits, self._positions = _lengthen(layout, length)
+        length = list_padded_lengths(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
+        self._exits, self._positions = _pad_layout(layout, length)
         self._block_masks: dict[int | None, BlockMask] = {}
         self._batches: dict[int | None, AttentionBatches] = {}
         self.kept = KeptActivations()
 
     @functools.cached_property
     def nodes(self) -> list[Run]:
-        return node_spans(self._layout)
+        return list_node_spans(self._layout)
 
     @functools.cached_property
     def paths(self) -> list[list[Run]]:
         """Node -> runs of tokens from its root to its own end, in order."""
-        return _paths(self.nodes, self._layout.node_parents.tolist())
+        return _list_paths(self.nodes, self._layout.node_parents.tolist())
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the block mask for queries and keys padded to `padded_length`; cached per window and layout."""
         if window not in self._block_masks:
-            partly, wholly = block_map(self._exits, self._positions, BLOCK, window)
+            partly, wholly = map_blocks(self._exits, self._positions, BLOCK, window)
             partly[-(-self.num_tokens // BLOCK) :] = False  # padding alone
-            sees = _sees(to_device(self._exits, self._device), to_device(self._positions, self._device), window)
+            sees = _make_mask(to_device(self._exits, self._device), to_device(self._positions, self._device), window)
             if self.part:
                 rows, tokens = self.part.tokens[::BLOCK] // BLOCK, self.part.tokens
-                partly, wholly = (_longer(x[rows], self.padded_queries // BLOCK) for x in (partly, wholly))
-                sees = _from(to_device(_longer(tokens, self.padded_queries), self._device), sees)
+                partly, wholly = (_append_zeros(x[rows], self.padded_queries // BLOCK) for x in (partly, wholly))
+                sees = _restrict_queries(to_device(_append_zeros(tokens, self.padded_queries), self._device), sees)
             self._block_masks[window] = BlockMask.from_kv_blocks(
                 *_order_blocks(partly, self._device),
                 *_order_blocks(wholly, self._device),
@@ -119,8 +119,10 @@ class Visibility:
         if self.compiled:
             gathered = self.context.ranks * (key.nbytes + value.nbytes)
             saved = 2 * query.nbytes + gathered  # the output is as large as the query
-            return self.kept.output(module, saved, lambda: _attend_compiled(query, key, value, self, form))
-        keys, values = self.context.gathered(key, value)
+            return self.kept.compute_attention(
+                module, saved, lambda: _run_flex_attention(query, key, value, self, form)
+            )
+        keys, values = self.context.gather(key, value)
         return attend_in_batches(query, keys, values, self.batches(form.window), form)
 
     @property
@@ -169,18 +171,20 @@ def attend(
     return visibility.attend(module, query, key, value, form).transpose(1, 2).contiguous(), None
 
 
-def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: AttentionForm) -> Tensor:
+def _run_flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: AttentionForm
+) -> Tensor:
     count, kind = query.shape[2], query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    key, value = visibility.context.gathered(key.to(dtype), value.to(dtype))
-    query = _padded(query.to(dtype), visibility.padded_queries)
-    key, value = (_padded(x, visibility.padded_length) for x in (key, value))
+    key, value = visibility.context.gather(key.to(dtype), value.to(dtype))
+    query = _pad_tokens(query.to(dtype), visibility.padded_queries)
+    key, value = (_pad_tokens(x, visibility.padded_length) for x in (key, value))
     with torch.autocast(kind, torch.bfloat16, enabled=False):  # else what was compiled without it is compiled again
-        output = _compiled_flex_attention()(
+        output = _compile_flex_attention()(
             query,
             key,
             value,
-            score_mod=None if form.softcap is None else _capped(form.softcap),
+            score_mod=None if form.softcap is None else _make_softcap(form.softcap),
             block_mask=visibility.block_mask(form.window),
             scale=form.scale,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -194,11 +198,11 @@ def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visi
     return seen
 
 
-def _padded(values: Tensor, length: int) -> Tensor:
+def _pad_tokens(values: Tensor, length: int) -> Tensor:
     return F.pad(values, (0, 0, 0, length - values.shape[2])).contiguous()
 
 
-def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
+def _list_paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
     paths: list[list[Run]] = []
     for (start, end), parent in zip(nodes, parents, strict=True):
         path = paths[parent] if parent >= 0 else []
@@ -209,13 +213,13 @@ def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
     return paths
 
 
-def _lengthen(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
+def _pad_layout(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
     """Return exits and positions, padded with tokens that see nothing but themselves."""
     extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
 
 
-def _longer(values: NDArray[Any], length: int) -> NDArray[Any]:
+def _append_zeros(values: NDArray[Any], length: int) -> NDArray[Any]:
     """Return `values` with zeros appended along the first dimension."""
     return np.pad(values, [(0, length - len(values)), *[(0, 0)] * (values.ndim - 1)])
 
@@ -226,7 +230,7 @@ def _order_blocks(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tens
     return tuple(to_device(x.astype(np.int32)[None, None], device) for x in (blocks.sum(1), which))  # type: ignore[return-value]
 
 
-def _sees(exits: Tensor, positions: Tensor, window: int | None) -> Callable[..., Tensor]:
+def _make_mask(exits: Tensor, positions: Tensor, window: int | None) -> Callable[..., Tensor]:
     def ancestor(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < exits[k])
 
@@ -239,7 +243,7 @@ def _sees(exits: Tensor, positions: Tensor, window: int | None) -> Callable[...,
     return ancestor_within
 
 
-def _from(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _restrict_queries(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Adapt a mask function to queries that are some of the tokens."""
 
     def of_token(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -249,7 +253,7 @@ def _from(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 @functools.cache
-def _capped(softcap: float) -> Callable[..., Tensor]:
+def _make_softcap(softcap: float) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -257,7 +261,7 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., Any]:
+def _compile_flex_attention() -> Callable[..., Any]:
     """Return FlexAttention compiled per padded length, window and dtype. `fullgraph` makes one compilation too many an error,
     because uncompiled FlexAttention would fill the memory with T x T scores."""
     config = torch._dynamo.config  # noqa: SLF001 - the only home of this limit

@@ -33,27 +33,27 @@ from swarmq.learner.model.attention_check import (
 from swarmq.learner.model.context_parallel import ALONE, ContextGroup, cut_for_rank
 from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, to_device
 from swarmq.learner.model.logprob_head import Scored, get_head, score_hidden, score_logits
-from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
+from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, make_resolved_turn, unfold
 
 log = structlog.get_logger()
 
 EAGER = "eager"
 """transformers' attention that implements every feature: the faster ones silently drop soft-capping and sinks."""
 
-LAYERS = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Layer types whose computation is fully determined by the attention mask."""
 
 EXPERTS = "experts"
 """Name of the module of routed experts in transformers; shared experts are in another module."""
-EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+TOTAL_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that configurations have for the number of routed experts of a layer."""
 
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
 """Forking prompts and samples with which a model is checked."""
-GPU_FAILS = (torch.OutOfMemoryError, torch.AcceleratorError)
+GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that say nothing about the model."""
-TOLERATED = 1e-3
+TOLERANCE_NATS = 1e-3
 """Largest difference, in nats, of log-probabilities of `EXAMPLE`."""
 
 
@@ -95,7 +95,7 @@ class PlacedLayout:
         )
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers by their class names in transformers; FSDP2 puts its own class before a layer's."""
     names = set(model._no_split_modules or ())  # noqa: SLF001 - it has no public name
     return [module for module in model.modules() if not names.isdisjoint(c.__name__ for c in type(module).__mro__)]
@@ -136,7 +136,7 @@ class LayoutModel(nn.Module):
         """Reason for which trees cannot be computed; None if they can."""
         self._windows: list[int | None] = []
         """Attention window of each layer, as far as it was found out."""
-        self._own: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
+        self._row_attention: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
         """transformers' attention with which rows are computed one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
         self._device = device or self.model.device
@@ -150,7 +150,7 @@ class LayoutModel(nn.Module):
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
         ends = {id(end.weight) for end in (self.model.get_input_embeddings(), self.model.get_output_embeddings())}
         inner = [(name, each) for name, each in self.model.named_parameters() if id(each) not in ends]
-        share = _share_of_experts(config)
+        share = _get_expert_share(config)
         prices = [2.0 * each.numel() * (share if EXPERTS in name.split(".") else 1) for name, each in inner]
         frozen = sum(price for price, (_, each) in zip(prices, inner, strict=True) if not each.requires_grad)
         layers, pair = Counter(self._windows or [None] * config.num_hidden_layers), 4.0 * width
@@ -165,7 +165,7 @@ class LayoutModel(nn.Module):
         config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
         config.suppress_errors = True
         config.optimize_ddp = False  # which cuts a layer up for the sake of overlaps that there are from layer to layer
-        for layer in decoder_layers(self.model):
+        for layer in find_decoder_layers(self.model):
             layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
 
     def forward(self, placed: PlacedLayout, temperatures: Tensor | float = 1.0) -> Scored:
@@ -176,7 +176,7 @@ class LayoutModel(nn.Module):
         if shared is not None and temperatures.ndim:
             temperatures = temperatures[shared]
         temperatures = temperatures.expand(len(placed.targets))
-        run = _row_by_row if self.rows_only else _together
+        run = _run_row_by_row if self.rows_only else _run_whole
         outputs = run(self.model.get_decoder() if self.head_apart else self.model, placed)
         # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
         chosen = F.embedding(placed.predictors, outputs)
@@ -186,17 +186,17 @@ class LayoutModel(nn.Module):
             scored = score_logits(chosen, placed.targets, temperatures)
         if shared is None:
             return scored
-        logprobs, entropies = placed.visibility.context.together(torch.stack(scored), shared, placed.num_sampled)
+        logprobs, entropies = placed.visibility.context.combine_scores(torch.stack(scored), shared, placed.num_sampled)
         return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns of views
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
         """Compare head and attention with the model's own computation for a small example, and kernels with attention in
         batches."""
-        turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
+        turns = [make_resolved_turn(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
         calls = [] if self.model.device.type == "meta" else self._try_layouts(rows, tree)
-        self.head_apart, self.rows_only, self._windows, self._own, calls = broadcast_from_rank0(
-            (self.head_apart, self.rows_only, self._windows, self._own, calls)
+        self.head_apart, self.rows_only, self._windows, self._row_attention, calls = broadcast_from_rank0(
+            (self.head_apart, self.rows_only, self._windows, self._row_attention, calls)
         )
         if self.rows_only is None and device.type == "cuda":
             trained = any(parameter.requires_grad for parameter in self.parameters())
@@ -207,7 +207,7 @@ class LayoutModel(nn.Module):
         if self.rows_only is None:
             self._attend_over_layouts()
         else:
-            self._attend_with(self._own)
+            self._attend_with(self._row_attention)
         if self.rows_only or not self.head_apart:
             log.warning(
                 "slower_than_could_be",
@@ -222,38 +222,38 @@ class LayoutModel(nn.Module):
         few, forked = (PlacedLayout.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = RecordingVisibility(tree, self.model.device)
         with torch.no_grad(), full_precision(self.model):
-            as_trained = _by_the_book(self.model, few)
+            as_trained = _compute_reference(self.model, few)
         with evaluation_mode(self.model), full_precision(self.model):
-            expected = _by_the_book(self.model, few)
+            expected = _compute_reference(self.model, few)
             _check_noise(self.model, float((as_trained - expected).abs().max()))
-            expected = self._eagerly(few, expected)
-            self.head_apart = self._flaw(few, expected) is None
-            self.rows_only = why_no_trees(self.model)
+            expected = self._compare_with_eager(few, expected)
+            self.head_apart = self._find_flaw(few, expected) is None
+            self.rows_only = find_tree_obstacle(self.model)
             if self.rows_only is None:
                 self._attend_over_layouts()
-                self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
+                self.rows_only = self._find_flaw(replace(forked, visibility=recorded), expected)
                 self.rows_only = self.rows_only or _find_hidden_window(self.model, recorded.windows)
                 self._windows = [] if self.rows_only else recorded.windows
         if any(call.form.softcap is not None or call.form.sinks is not None for call in recorded.calls):
-            self._own = EAGER  # only eager attention has both; an example this small need not show it
+            self._row_attention = EAGER  # only eager attention has both; an example this small need not show it
         return recorded.calls
 
-    def _eagerly(self, few: PlacedLayout, expected: Tensor) -> Tensor:
+    def _compare_with_eager(self, few: PlacedLayout, expected: Tensor) -> Tensor:
         """Return log-probabilities by transformers' eager attention, which implements every feature of the configuration.
 
         `expected`: those of the implementation with which the model was loaded, which is kept for rows if both agree.
         """
-        if self._own == EAGER:
+        if self._row_attention == EAGER:
             return expected
         try:
             self._attend_with(EAGER)
         except (ValueError, NotImplementedError):  # a model with one attention of its own
-            self._attend_with(self._own)
+            self._attend_with(self._row_attention)
             return expected
-        eagerly = _by_the_book(self.model, few)
-        if not float((eagerly - expected).abs().max()) < TOLERATED:
-            self._own = EAGER
-        self._attend_with(self._own)
+        eagerly = _compute_reference(self.model, few)
+        if not float((eagerly - expected).abs().max()) < TOLERANCE_NATS:
+            self._row_attention = EAGER
+        self._attend_with(self._row_attention)
         return eagerly
 
     def _attend_with(self, implementation: str) -> None:
@@ -264,31 +264,31 @@ class LayoutModel(nn.Module):
         AttentionInterface.register(layout_attention.NAME, layout_attention.attend)
         self._attend_with(layout_attention.NAME)
 
-    def _flaw(self, placed: PlacedLayout, expected: Tensor) -> str | None:
+    def _find_flaw(self, placed: PlacedLayout, expected: Tensor) -> str | None:
         try:
             off = float((self(placed).logprobs - expected).abs().max())
-        except GPU_FAILS:
+        except GPU_ERRORS:
             raise
         except NoLayoutError:
             return "its layers do not hand the layout (visibility) on to their attention"
         except Exception as error:
-            return f"a small example fails: {_words(error)}"
-        return None if off < TOLERATED else f"a small example is off by {off:.2g}"
+            return f"a small example fails: {_describe_error(error)}"
+        return None if off < TOLERANCE_NATS else f"a small example is off by {off:.2g}"
 
 
-def _share_of_experts(config: Any) -> float:
+def _get_expert_share(config: Any) -> float:
     """Return the share of a layer's routed experts that compute a token; 1 if the configuration does not say."""
     chosen, there = (
         next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
-        for names in (EXPERTS_OF_A_TOKEN, EXPERTS_OF_A_LAYER)
+        for names in (ACTIVE_EXPERTS_KEYS, TOTAL_EXPERTS_KEYS)
     )
     return chosen / there if chosen and there else 1.0
 
 
-def why_no_trees(model: PreTrainedModel) -> str | None:
+def find_tree_obstacle(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute trees, as far as class and configuration tell, or None."""
     config = model.config.get_text_config()
-    strange = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    strange = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if strange:
         return f"it has layers of kind {', '.join(sorted(strange))}"
     if not getattr(model, "_supports_attention_backend", False):
@@ -307,13 +307,13 @@ def _find_hidden_window(model: PreTrainedModel, windows: Iterable[int | None]) -
     return f"its layers do not hand their sliding window ({window} tokens) on to their attention"
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, LearnerError):
         return str(error)
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _together(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
+def _run_whole(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
     """Return the output of `network` for all T tokens in one pass."""
     return network(
         input_ids=placed.input_ids,
@@ -324,7 +324,7 @@ def _together(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) 
     )[0][0]
 
 
-def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
+def _run_row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
     """Return the output of `network` for packed rows, a pass each, with the model's own attention."""
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
@@ -334,27 +334,27 @@ def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout
 
 def _check_noise(model: PreTrainedModel, noise: float) -> None:
     """Raise LearnerError if a model computes differently while it is trained."""
-    if noise > TOLERATED:
+    if noise > TOLERANCE_NATS:
         raise SetUpError(
             f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
             "example: take the noise out of its config.json, or train another model"
         )
 
 
-def _by_the_book(model: PreTrainedModel, placed: PlacedLayout) -> Tensor:
+def _compute_reference(model: PreTrainedModel, placed: PlacedLayout) -> Tensor:
     """Return log-probabilities as the model itself computes them. Raises LearnerError if it cannot."""
     try:
-        logits = _row_by_row(model, placed)[placed.predictors]
-    except GPU_FAILS:
+        logits = _run_row_by_row(model, placed)[placed.predictors]
+    except GPU_ERRORS:
         raise
     except Exception as error:
         if host.is_out_of_memory(error):
             raise LearnerError(
-                f"the host has no memory for a small example of {type(model).__name__}: {_words(error)}; free some of it, or raise "
+                f"the host has no memory for a small example of {type(model).__name__}: {_describe_error(error)}; free some of it, or raise "
                 "the limit of this process (ulimit -v, the container's)"
             ) from error
         raise SetUpError(
-            f"{type(model).__name__} cannot compute a small example: {_words(error)}; train another model"
+            f"{type(model).__name__} cannot compute a small example: {_describe_error(error)}; train another model"
         ) from error
     return score_logits(logits, placed.targets, torch.ones(len(logits), device=logits.device)).logprobs
 
@@ -377,7 +377,7 @@ def full_precision(model: PreTrainedModel) -> Iterator[None]:
     """Compute in FP32 inside the block if weights have less precision, because rounding would hide errors or look like one.
     Weights of a decoder layer are converted only while it is computed."""
     narrow: dict[int, Tensor] = {}
-    layers = decoder_layers(model)
+    layers = find_decoder_layers(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
 

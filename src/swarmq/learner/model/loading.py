@@ -29,11 +29,11 @@ def load_lm(
     it cannot be trained.
     """
     config = load_config(source)
-    _drop_nothing(config)
+    _disable_dropout(config)
     disable_progress_bar()
     lm = build_outline(source, config, dtype)
     if not empty:
-        lm = _with_weights(source, config, dtype)
+        lm = _load_weights(source, config, dtype)
     lm.train()
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
@@ -45,7 +45,7 @@ def load_lm(
     return lm
 
 
-def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
+def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     """Load the model with its weights. Raises LearnerError also if the files do not match the configuration, because missing
     weights would be random."""
     instead = "fetch its files again, all of them"
@@ -58,9 +58,9 @@ def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     wrong = {
         "missing": found["missing_keys"],
         "of another shape": {name for name, *_ in found["mismatched_keys"]},
-        "of layers that it does not have": _of_further_layers(lm, found["unexpected_keys"]),
+        "of layers that it does not have": _find_extra_layers(lm, found["unexpected_keys"]),
     }
-    if said := "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names):
+    if said := "; ".join(f"{what}: {_abbreviate(names)}" for what, names in wrong.items() if names):
         raise SetUpError(
             f"model {source}: its weights are not those that its config.json describes ({said}); fetch its files again, "
             "all of them, or correct config.json"
@@ -68,7 +68,7 @@ def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     return lm
 
 
-def _of_further_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
+def _find_extra_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
     """Return unexpected weights of further layers. Other weights may be ignored: of vision towers, of multi-token prediction
     heads, and constants of old files."""
     decoder = f"{lm.base_model_prefix}."  # which names lack where a folder has the decoder alone
@@ -82,12 +82,12 @@ def _of_further_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
     return {name for name in unexpected if place(name)[1] > last.get(place(name)[0], math.inf) + ahead}
 
 
-def _some(names: Collection[str]) -> str:
+def _abbreviate(names: Collection[str]) -> str:
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _drop_nothing(config: Any) -> None:
+def _disable_dropout(config: Any) -> None:
     """Set dropout in the configuration to 0, because layers apply it with the values from their construction
     (`attention_dropout`, `resid_pdrop`, `layerdrop` and similar)."""
     for part in (config, config.get_text_config()):
@@ -96,5 +96,5 @@ def _drop_nothing(config: Any) -> None:
                 setattr(part, name, 0.0)
 
 
-def vocab_size(lm: Any) -> int:
+def get_vocab_size(lm: Any) -> int:
     return int(lm.get_input_embeddings().weight.shape[0])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmq.learner.model.activation_checkpointing import free_memory
+from swarmq.learner.model.activation_checkpointing import get_free_bytes
 
 CPU_CHUNK = 1 << 22
 """Most logits at once on a CPU (16 MiB), and most kept gradients of logits."""
@@ -100,15 +100,15 @@ class _Score(torch.autograd.Function):
         ctx.form, ctx.chunk = form, chunk
         factor = weight.to(ctx.dtype).t()
         logprobs, entropies, norms = (torch.empty(len(targets), device=device) for _ in range(3))
-        room = _most_kept(device, ctx.dtype) // len(weight) if learning else 0
+        room = _get_max_kept_gradients(device, ctx.dtype) // len(weight) if learning else 0
         kept = torch.empty(min(room, len(targets)), len(weight), dtype=ctx.dtype, device=device)
-        for part in _chunks(len(targets), weight, size=chunk):
-            logits = _product(hidden[part].to(ctx.dtype), factor, bias)
+        for part in _list_chunks(len(targets), weight, size=chunk):
+            logits = _multiply(hidden[part].to(ctx.dtype), factor, bias)
             logprobs[part], entropies[part], norms[part] = _reduce(logits, targets[part], temperatures[part], form)
             held = slice(part.start, min(part.stop, len(kept)))
             if held.start < held.stop:
                 chosen = ChunkTargets(targets[held], temperatures[held], norms[held])
-                _slope(logits[: held.stop - held.start], chosen, form, kept[held])
+                _write_gradient(logits[: held.stop - held.start], chosen, form, kept[held])
             del logits  # before there are those of the next chunk
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, kept)
         ctx.mark_non_differentiable(entropies)
@@ -123,16 +123,18 @@ class _Score(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight) if learns and not len(targets) else None
         bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias_learns else None
         by_scaled = (gradients[0] / temperatures)[:, None]
-        for part in _kept_and_chunks(len(kept), len(targets), weight, ctx.chunk):
+        for part in _list_kept_and_chunks(len(kept), len(targets), weight, ctx.chunk):
             inputs, above = hidden[part].to(ctx.dtype), by_scaled[part]
             if part.stop <= len(kept):
                 by_product = kept[part]
             else:
-                logits = _product(inputs, factor.t(), bias)
+                logits = _multiply(inputs, factor.t(), bias)
                 by_product = torch.empty_like(logits, dtype=ctx.dtype)
-                _slope(logits, ChunkTargets(targets[part], temperatures[part], norms[part]), ctx.form, by_product)
+                _write_gradient(
+                    logits, ChunkTargets(targets[part], temperatures[part], norms[part]), ctx.form, by_product
+                )
                 del logits
-            hidden_grad[part] = (_product(by_product, factor) * above).to(hidden.dtype)
+            hidden_grad[part] = (_multiply(by_product, factor) * above).to(hidden.dtype)
             if learns:
                 weight_grad = _add_product(weight_grad, by_product.t(), (inputs * above).to(ctx.dtype))
             if bias_grad is not None:
@@ -157,21 +159,21 @@ class ChunkTargets(NamedTuple):
 def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: LogitForm) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability of each target, entropy, and log of the sum of exponentials."""
     if logits.is_cuda and not torch.is_grad_enabled():
-        logprobs, entropies, norms = _kernels().reduce_rows(logits, targets, temperatures, *form)
+        logprobs, entropies, norms = _import_kernels().reduce_rows(logits, targets, temperatures, *form)
         return logprobs, entropies, norms
-    scaled = _formed(logits, form) / temperatures[:, None]
+    scaled = _transform(logits, form) / temperatures[:, None]
     norms = torch.logsumexp(scaled, dim=-1)
     chosen = scaled.gather(1, targets[:, None])[:, 0]
     expected = (torch.exp(scaled - norms[:, None]) * scaled).sum(-1)
     return chosen - norms, norms - expected, norms
 
 
-def _slope(logits: Tensor, chosen: ChunkTargets, form: LogitForm, out: Tensor) -> None:
+def _write_gradient(logits: Tensor, chosen: ChunkTargets, form: LogitForm, out: Tensor) -> None:
     """Write to `out` the gradient of each log-probability times its temperature with respect to the product W h + b."""
     if logits.is_cuda:
-        _kernels().slope_rows(logits, *chosen, *form, out)
+        _import_kernels().slope_rows(logits, *chosen, *form, out)
         return
-    formed = _formed(logits, form)
+    formed = _transform(logits, form)
     gap = -torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
     gap[torch.arange(len(gap)), chosen.targets] += 1
     gap *= form.multiplier
@@ -180,54 +182,54 @@ def _slope(logits: Tensor, chosen: ChunkTargets, form: LogitForm, out: Tensor) -
     out.copy_(gap)
 
 
-def _formed(logits: Tensor, form: LogitForm) -> Tensor:
+def _transform(logits: Tensor, form: LogitForm) -> Tensor:
     scaled = logits if form.multiplier == 1.0 else logits * form.multiplier
     return scaled if form.softcap is None else form.softcap * torch.tanh(scaled / form.softcap)
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a @ b + bias in FP32, from factors of the compute dtype."""
-    product = torch.mm(a, b, out_dtype=torch.float32) if _mixed(a) else (a @ b).float()
+    product = torch.mm(a, b, out_dtype=torch.float32) if _is_mixed_precision(a) else (a @ b).float()
     return product if bias is None else product + bias.float()
 
 
 def _add_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Return to + a @ b in FP32."""
     if to is None:
-        return _product(a, b)
-    return torch.addmm(to, a, b, out_dtype=torch.float32) if _mixed(a) else to.add_(_product(a, b))
+        return _multiply(a, b)
+    return torch.addmm(to, a, b, out_dtype=torch.float32) if _is_mixed_precision(a) else to.add_(_multiply(a, b))
 
 
-def _mixed(factor: Tensor) -> bool:
+def _is_mixed_precision(factor: Tensor) -> bool:
     return factor.is_cuda and factor.dtype != torch.float32
 
 
-def _chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None = None) -> list[slice]:
-    size = size or max(1, _most_logits(weight.device) // len(weight))
+def _list_chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None = None) -> list[slice]:
+    size = size or max(1, _get_max_logits(weight.device) // len(weight))
     return [slice(at, min(at + size, num_tokens)) for at in range(start, num_tokens, size)]
 
 
-def _kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
+def _list_kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
     """Return the slices of the chunks; those whose gradients are kept form one chunk."""
-    return [*([slice(0, num_kept)] if num_kept else []), *_chunks(num_tokens, weight, start=num_kept, size=size)]
+    return [*([slice(0, num_kept)] if num_kept else []), *_list_chunks(num_tokens, weight, start=num_kept, size=size)]
 
 
-def _most_logits(device: torch.device) -> int:
-    return _room(device) // 4 if device.type == "cuda" else CPU_CHUNK
+def _get_max_logits(device: torch.device) -> int:
+    return _get_room_bytes(device) // 4 if device.type == "cuda" else CPU_CHUNK
 
 
-def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
-    return _room(device) // dtype.itemsize if device.type == "cuda" else CPU_CHUNK
+def _get_max_kept_gradients(device: torch.device, dtype: torch.dtype) -> int:
+    return _get_room_bytes(device) // dtype.itemsize if device.type == "cuda" else CPU_CHUNK
 
 
-def _room(device: torch.device) -> int:
+def _get_room_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU for logits: a share of all memory, or less if little is free."""
     if torch.are_deterministic_algorithms_enabled():
         return FIXED_ROOM
-    return int(min(GPU_SHARE * torch.cuda.mem_get_info(device)[1], FREE_SHARE * free_memory(device)))
+    return int(min(GPU_SHARE * torch.cuda.mem_get_info(device)[1], FREE_SHARE * get_free_bytes(device)))
 
 
-def _kernels() -> Any:
+def _import_kernels() -> Any:
     from swarmq.learner.model import logprob_kernel  # noqa: PLC0415 - needs Triton, which is where CUDA is
 
     return logprob_kernel

@@ -44,7 +44,7 @@ def reduce_rows(
     return logprobs, entropies, norms
 
 
-def slope_rows(
+def write_gradient_rows(
     logits: Tensor,  # [S, V] float32
     targets: Tensor,  # [S]
     temperatures: Tensor,  # [S]
@@ -55,7 +55,7 @@ def slope_rows(
 ) -> None:
     """Write to `out` the gradient of each log-probability times its temperature with respect to the product W h + b."""
     if len(logits):
-        _slope[(len(logits),)](
+        _write_gradient[(len(logits),)](
             logits.contiguous(),
             targets.contiguous(),
             temperatures.contiguous(),
@@ -71,7 +71,7 @@ def slope_rows(
 
 
 @triton.jit
-def _formed(logits, multiplier, softcap, CAPPED: tl.constexpr):
+def _transform(logits, multiplier, softcap, CAPPED: tl.constexpr):
     scaled = logits * multiplier
     if CAPPED:
         scaled = softcap * libdevice.tanh(scaled / softcap)
@@ -103,7 +103,7 @@ def _reduce(
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocab
-        x = _formed(tl.load(logits + at, mask=inside, other=0.0), multiplier, softcap, CAPPED) / temperature
+        x = _transform(tl.load(logits + at, mask=inside, other=0.0), multiplier, softcap, CAPPED) / temperature
         higher = tl.where(inside, tl.maximum(most, x), most)
         shift = most - higher
         kept = tl.exp(shift)
@@ -119,14 +119,14 @@ def _reduce(
     total_all = tl.sum(kept * total, 0)
     log_total = tl.log(total_all)
     target = tl.load(targets + row)
-    chosen = _formed(tl.load(logits + target), multiplier, softcap, CAPPED) / temperature
+    chosen = _transform(tl.load(logits + target), multiplier, softcap, CAPPED) / temperature
     tl.store(logprobs + row, chosen - peak - log_total)
     tl.store(entropies + row, log_total - moment_all / total_all)
     tl.store(norms + row, peak + log_total)
 
 
 @triton.jit
-def _slope(
+def _write_gradient(
     logits,
     targets,
     temperatures,
@@ -147,7 +147,7 @@ def _slope(
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocab
-        formed = _formed(tl.load(logits + at, mask=inside, other=0.0), multiplier, softcap, CAPPED)
+        formed = _transform(tl.load(logits + at, mask=inside, other=0.0), multiplier, softcap, CAPPED)
         gap = tl.where(at == target, 1.0, 0.0) - tl.exp(formed / temperature - norm)
         gap *= multiplier
         if CAPPED:

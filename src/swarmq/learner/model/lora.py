@@ -84,14 +84,14 @@ def without_adapters(lm: Any) -> Iterator[None]:
     moment to moment.
     """
     layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
-    _switch(layers, off=True)
+    _set_disabled(layers, off=True)
     try:
         yield
     finally:
-        _switch(layers, off=False)
+        _set_disabled(layers, off=False)
 
 
-def _switch(layers: Iterable[Any], *, off: bool) -> None:
+def _set_disabled(layers: Iterable[Any], *, off: bool) -> None:
     for layer in layers:
         layer._disable_adapters = off  # noqa: SLF001 - what `disable_adapters` tells
 
@@ -104,7 +104,7 @@ def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tu
     for name, tensor in weights.items():
         if MARK in name:
             continue
-        layer, plain = _layer_of(name, layers), name.replace(WRAPPED, "")
+        layer, plain = _find_layer(name, layers), name.replace(WRAPPED, "")
         if layer is not None:
             yield plain, _adapt_weight(tensor, layer)
         else:
@@ -115,12 +115,12 @@ def _adapt_weight(weight: Tensor, layer: Any) -> Weight:
     """Return a weight with its adapter. Only plain linear layers have an adapter of two matrices and a factor; stacked experts
     and transposed layers do not."""
     if type(layer) is not Linear or layer.fan_in_fan_out:
-        return LazyTensor(weight.shape, torch.float32, weight.device, partial(_sum, weight, layer))
+        return LazyTensor(weight.shape, torch.float32, weight.device, partial(_merge_weight, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
     return FolderWeight(weight, LowRankUpdate(down, up, float(layer.scaling[NAME])))
 
 
-def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
+def _find_layer(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
     """Return the adapter layer of a weight. Stacked experts have several tensors in a module, with nested adapters around them."""
     owner, _, leaf = name.rpartition(".")
     while owner.endswith(WRAPPED):
@@ -130,7 +130,7 @@ def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
     return None
 
 
-def _sum(weight: Tensor, layer: Any) -> Tensor:
+def _merge_weight(weight: Tensor, layer: Any) -> Tensor:
     """Return base plus adapter in FP32, whatever type the weight has."""
     with torch.no_grad():
         whole: Tensor = weight.float() + layer.get_delta_weight(NAME).float()

@@ -24,11 +24,11 @@ def pin_rotations(model: nn.Module, max_model_len: int | None) -> None:
     """Pin the rotations of `model`. `max_model_len`: context length of the engine; None: the model's own."""
     module: Any
     for module in model.modules():
-        for layers, kind in _kinds(module).items():
+        for layers, kind in _get_rope_types(module).items():
             if kind == LONGROPE:
-                _choose(module, layers, max_model_len)
+                _choose_factors(module, layers, max_model_len)
             if kind == LONGROPE or "dynamic" in kind:
-                module.rope_type = PINNED if layers is None else {**_kinds(module), layers: PINNED}
+                module.rope_type = PINNED if layers is None else {**_get_rope_types(module), layers: PINNED}
 
 
 def uses_long_factors(config: Any, max_model_len: int | None) -> bool | None:
@@ -45,13 +45,13 @@ def _is_long(max_model_len: int | None, made_for: int, original: int) -> bool:
     return min(max_model_len or made_for, made_for) > original
 
 
-def _kinds(module: nn.Module) -> dict[str | None, str]:
+def _get_rope_types(module: nn.Module) -> dict[str | None, str]:
     """Return the rotary types by layer type, or under None for all layers."""
     kind: Any = getattr(module, "rope_type", None) or {}
     return {None: kind} if isinstance(kind, str) else kind if isinstance(kind, dict) else {}
 
 
-def _choose(module: Any, layers: str | None, max_model_len: int | None) -> None:
+def _choose_factors(module: Any, layers: str | None, max_model_len: int | None) -> None:
     """Give the module its own configuration, with the same factors for short and long rows."""
     module.config = config = copy.deepcopy(module.config)
     told = config.rope_parameters if layers is None else config.rope_parameters[layers]

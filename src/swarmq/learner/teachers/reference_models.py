@@ -15,7 +15,7 @@ from swarmq.learner.distributed.sharding import compute_dtype, is_sharded, loads
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.outline import name_setting_in_errors
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout, evaluation_mode
-from swarmq.learner.model.loading import load_lm, vocab_size
+from swarmq.learner.model.loading import get_vocab_size, load_lm
 from swarmq.learner.model.lora import without_adapters
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 
@@ -38,9 +38,9 @@ class FrozenModel:
         has fewer tokens than the policy."""
         with name_setting_in_errors(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=loads_no_weights(accelerator))
-        if vocab_size(lm) < vocab:
+        if get_vocab_size(lm) < vocab:
             raise SetUpError(
-                f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
+                f"train.{role}: {source} knows {get_vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
             )
         lm = lm.requires_grad_(requires_grad=False)
         judge = LayoutModel(
@@ -84,7 +84,7 @@ class ReferenceModels:
 
     def __init__(self, initial: str, accelerator: Accelerator, policy: LayoutModel, lora: Lora | None) -> None:
         """`policy`: what this rank computes with, inside all wrappers; `lora`: its adapters."""
-        self._initial, self._accelerator, self._vocab = initial, accelerator, vocab_size(policy.model)
+        self._initial, self._accelerator, self._vocab = initial, accelerator, get_vocab_size(policy.model)
         self._lora, self._under, self._ranks = lora, InitialModelUnderAdapters(policy), policy.ranks
         self._max_model_len = policy.max_model_len
         self._loaded: dict[tuple[str, str], FrozenModel] = {}

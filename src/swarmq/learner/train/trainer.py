@@ -37,8 +37,8 @@ from swarmq.learner.batching.micro_batches import (
     ModelProfile,
     RankBatch,
     build_rank_batch,
+    exclude_episodes,
     reweight,
-    without_episodes,
 )
 from swarmq.learner.batching.token_trace_builder import TraceBuilder
 from swarmq.learner.checkpoint.discovery import Checkpoint, check_continues
@@ -61,7 +61,7 @@ from swarmq.learner.model.context_parallel import ContextGroup
 from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.layout_attention import to_device
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
-from swarmq.learner.model.loading import load_lm, vocab_size
+from swarmq.learner.model.loading import get_vocab_size, load_lm
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.store.token_trace import EpisodeTrace
 from swarmq.learner.teachers.reference_models import ReferenceModels
@@ -151,7 +151,7 @@ class Trainer:
         adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = prepare_model(policy, self.accelerator, adamw)
         if is_sharded(self.model):
-            ActivationCheckpointing.share_out(policy, held=self._held)
+            ActivationCheckpointing.announce_sharding(policy, held=self._held)
         if not train.lora:  # adapters inside of layers are best left alone
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
@@ -180,7 +180,7 @@ class Trainer:
 
     @property
     def vocab_size(self) -> int:
-        return vocab_size(self.lm)
+        return get_vocab_size(self.lm)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -281,7 +281,7 @@ class Trainer:
             teacher = self.ask_teacher(part, work, train)
             metrics, traces = self._optimize(work, train, step=record.index.version, teacher=teacher, proximal=before)
             fields.append(metrics)
-            self.token_traces += traces.by_episode(part) if traces else []
+            self.token_traces += traces.build(part) if traces else []
         self.gather()
         self.version = record.index.version
         merged = merge_metrics(fields)
@@ -338,7 +338,7 @@ class Trainer:
         if not np.isfinite(norm) and (spoilt := self._sum(tally.nonfinite).nonzero().flatten().tolist()):
             self.optimizer.zero_grad()
             fields, units_left, tally = self.accumulate(
-                without_episodes(work, spoilt), train, teacher=teacher, proximal=proximal
+                exclude_episodes(work, spoilt), train, teacher=teacher, proximal=proximal
             )
             norm = self._clip(train)
         fields = fields | {"episodes_left_out": len(spoilt)} | self._update(norm, train, step, anything=units_left > 0)
@@ -350,7 +350,9 @@ class Trainer:
         Raises LearnerError if it does not answer.
         """
         url = train.teacher_url
-        return self.context.once(lambda: ServedTeacher(url, self._initial).scores(episodes, work)) if url else None
+        return (
+            self.context.run_on_first(lambda: ServedTeacher(url, self._initial).scores(episodes, work)) if url else None
+        )
 
     def accumulate(
         self,

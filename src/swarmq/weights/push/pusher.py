@@ -212,7 +212,7 @@ class WeightPusher:
         began = time.perf_counter()
         snapshot = WeightSnapshot(self._transfers, tensors, version)
         try:
-            outcome = await self._offer(urls, snapshot)
+            outcome = await self._update_engines(urls, snapshot)
         finally:
             snapshot.withdraw()
         taken = {url: result for url, result in outcome.items() if isinstance(result, PushSuccess)}
@@ -226,14 +226,14 @@ class WeightPusher:
             failed=_get_failures(outcome),
         )
 
-    async def _offer(self, urls: Sequence[str], snapshot: WeightSnapshot) -> PushOutcome:
+    async def _update_engines(self, urls: Sequence[str], snapshot: WeightSnapshot) -> PushOutcome:
         """Once: an engine that does not answer now may be minutes away, and `ensure` brings it up to date when it is back."""
         routes = await _gather_by_url(urls, lambda url: self._route(url, has_adapters=snapshot.has_adapters))
         for route in routes.values():
             if isinstance(route, Route):
                 snapshot.publish(route)  # of every way before the first pause begins
         outcome = await self._update_all(routes, snapshot)
-        self._note(outcome)
+        self._record_failures(outcome)
         failures = [result for result in outcome.values() if isinstance(result, EngineError)]
         if len(failures) == len(outcome):
             if self._cooldowns.keys() >= set(self._engines()):
@@ -241,7 +241,7 @@ class WeightPusher:
             raise EngineError(f"no engine took version {snapshot.version}: {failures[0]}") from failures[0]
         return outcome
 
-    def _note(self, outcome: PushOutcome) -> None:
+    def _record_failures(self, outcome: PushOutcome) -> None:
         others = {url: reason for url, reason in self.failing.items() if url not in outcome}
         self.failing = others | _get_failures(outcome)
 

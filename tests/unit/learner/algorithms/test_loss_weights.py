@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.learner.algorithms.advantages import compute_advantages, count_credited, group_by_slot
-from swarmq.learner.batching.micro_batches import MicroBatch, ModelProfile, Weigher, build_rank_batch
+from swarmq.learner.batching.micro_batches import MicroBatch, MicroBatchBuilder, ModelProfile, build_rank_batch
 from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.messages import Rollout, Turn
@@ -58,7 +58,7 @@ def test_weight_and_advantage_of_a_token_are_those_of_the_oracle_however_it_is_l
     batch: list[Rollout], normalisation: Any, advantage: Any, budget: int, world: int
 ) -> None:
     train = Train(normalisation=normalisation, advantage=advantage, micro_batch_tokens=budget)
-    weigh = Weigher(batch, train)
+    weigh = MicroBatchBuilder(batch, train)
     oracle = laid([weigh(lay_rows([(e, row) for row in unfold(resolve(one.turns))])) for e, one in enumerate(batch)])
     credit = compute_advantages(group_by_slot(batch), train)
     if normalisation == "episode":

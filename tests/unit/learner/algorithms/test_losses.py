@@ -11,7 +11,7 @@ import torch
 from swarmq.config import Loss, Train
 from swarmq.learner.algorithms.filters import apply_filters
 from swarmq.learner.algorithms.loss_effects import LossEffect
-from swarmq.learner.algorithms.losses import LOSSES, PULL_REACH, LossInputs, policy_loss
+from swarmq.learner.algorithms.losses import LOSSES, PENALTY_SQUARE_REACH, LossInputs, policy_loss
 
 EVERY = torch.ones(1, dtype=torch.bool)
 CALLS = [0, 0, 0, 1, 1, 2]
@@ -193,7 +193,7 @@ def test_a_token_that_a_grammar_forced_is_moved_by_its_reward_alone(advantage: f
     assert logprobs.grad is not None
     forced, free = logprobs.grad.tolist()
     assert forced == pytest.approx(-advantage * math.exp(-11))
-    assert free == pytest.approx(-advantage * math.exp(-11) - 2e-3 * PULL_REACH)
+    assert free == pytest.approx(-advantage * math.exp(-11) - 2e-3 * PENALTY_SQUARE_REACH)
 
 
 @pytest.mark.parametrize("behavior_logprobs", [-9999.0, -1e30])
@@ -203,7 +203,7 @@ def test_a_log_probability_out_of_all_bounds_pulls_no_harder_than_a_large_one(be
     tokens = LossInputs(logprobs, torch.tensor([behavior_logprobs]), nothing, torch.zeros(1, dtype=torch.int64), 1)
     policy_loss(tokens, Loss()).per_token.sum().backward()
     assert logprobs.grad is not None
-    assert float(logprobs.grad) == pytest.approx(2e-3 * PULL_REACH)
+    assert float(logprobs.grad) == pytest.approx(2e-3 * PENALTY_SQUARE_REACH)
 
 
 def test_the_advantages_are_those_that_the_loss_used() -> None:

@@ -117,7 +117,7 @@ def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
         save_load.save_checkpoint(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
         moments = num_bytes(outline_copies((), trainer.optimizer.state_dict()))
         needed = moments + 4 * trainer.num_parameters - copies.nbytes
-        free = HostRoom(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
+        free = HostRoom(source="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
         monkeypatch.setattr(save_load.host, "measure_rooms", lambda free=free: [free])
         draft = save_load.draft_checkpoint(tmp_path / "made", trainer, OURS, model=model, copies=copies)
         assert (draft.path / "state" / "optimizer.bin").exists() is not room
@@ -171,7 +171,9 @@ def test_memory_for_copies_is_got_beside_training_once_half_of_the_steps_are_mad
 def test_no_memory_is_got_where_there_is_no_room(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, copies = Trainer(str(tiny_qwen), TRAIN), HostCopies()
     trainer.step(batch(1))
-    monkeypatch.setattr(save_load.host, "measure_rooms", lambda: [HostRoom(whose="the host", total=1, free=1, bound=1)])
+    monkeypatch.setattr(
+        save_load.host, "measure_rooms", lambda: [HostRoom(source="the host", total=1, free=1, bound=1)]
+    )
     save_load.reserve_copies(trainer, copies)()
     assert copies.nbytes == 0
 
@@ -184,7 +186,7 @@ def test_what_ranks_have_gathered_of_a_policy_that_they_share_out_takes_no_room_
     trainer.step(batch(1))
     gathered = num_bytes(outline_copies((), trainer.optimizer.state_dict()))
     needed = gathered + 4 * trainer.num_parameters
-    left = HostRoom(whose="the host", total=1 << 40, free=2 * needed - gathered - (not room), bound=None)
+    left = HostRoom(source="the host", total=1 << 40, free=2 * needed - gathered - (not room), bound=None)
     monkeypatch.setattr(save_load, "is_sharded", lambda _: True)
     monkeypatch.setattr(save_load.host, "measure_rooms", lambda: [left])
     draft = save_load.draft_checkpoint(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())

@@ -251,7 +251,7 @@ def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
     trainer = Trainer(str(tiny_qwen), TRAIN)
     group = make_group("a", turns=turns, length=5)
     record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(group), settings=TRAIN)
-    product, chunks = logprob_head._product, list[int]()
+    product, chunks = logprob_head._multiply, list[int]()
 
     def slips(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         logits = product(hidden, *args)
@@ -260,10 +260,10 @@ def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
         chunks.append(len(hidden))
         return logits
 
-    monkeypatch.setattr(logprob_head, "_product", slips)
+    monkeypatch.setattr(logprob_head, "_multiply", slips)
     assert head_agrees(trainer, record).level == "error"
     assert len(chunks) >= 3
-    monkeypatch.setattr(logprob_head, "_product", product)
+    monkeypatch.setattr(logprob_head, "_multiply", product)
     assert f", {chunks[0]} at a time" in head_agrees(trainer, record).text
     assert trainer.accelerator.unwrap_model(trainer.model).head_chunk is None, "which is for the check alone"
 

@@ -17,7 +17,7 @@ from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, ModelShape, host_bytes
 from swarmq.learner.memory.host import HostRoom, measure_rooms
 from swarmq.learner.memory.plan import check_host, load_shape
-from swarmq.learner.memory.ranks import ranks_of_this_host
+from swarmq.learner.memory.ranks import get_local_ranks
 from swarmq.learner.train import trainer
 
 SHARED = Train(sharding="full", mixed_precision="bf16")
@@ -52,7 +52,7 @@ OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 def test_a_machine_of_metal_has_what_it_has_and_a_virtual_one_may_be_given_more(tmp_path: Path) -> None:
     (metal,) = measure_rooms(make_host(tmp_path / "metal"))
-    assert metal == HostRoom(whose="the host", total=66 * GIB, free=50 * GIB, bound=66 * GIB)
+    assert metal == HostRoom(source="the host", total=66 * GIB, free=50 * GIB, bound=66 * GIB)
     (virtual,) = measure_rooms(make_host(tmp_path / "virtual", flags="fpu hypervisor sse"))
     assert virtual == msgspec.structs.replace(metal, bound=None)
     assert measure_rooms(tmp_path / "another system") == []
@@ -74,15 +74,15 @@ def test_a_limit_of_a_cgroup_bounds_what_is_not_held_but_for_files(
 ) -> None:
     files = cgroup_files(mount, names, str(32 * GIB))
     limited, host = measure_rooms(make_host(tmp_path, cgroup=cgroup, **files))
-    assert names[0] in limited.whose
+    assert names[0] in limited.source
     assert limited.free == limited.bound == (32 - (20 - 6) + 2) * GIB
     assert limited.total == 34 * GIB
-    assert host.whose == "the host"
+    assert host.source == "the host"
 
 
 def test_a_cgroup_without_a_limit_says_nothing(tmp_path: Path) -> None:
     files = cgroup_files("sys/fs/cgroup/mine", NEW, "max\n")
-    assert [room.whose for room in measure_rooms(make_host(tmp_path, cgroup="0::/mine\n", **files))] == ["the host"]
+    assert [room.source for room in measure_rooms(make_host(tmp_path, cgroup="0::/mine\n", **files))] == ["the host"]
 
 
 def test_a_process_has_no_more_addresses_than_its_limit(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_process_has_no_more_addresses_than_its_limit(tmp_path: Path) -> None:
         "proc/self/status": f"Name:\tpython\nVmSize:\t{20 * GIB // 1024} kB\n",
     }
     limited, host = measure_rooms(make_host(tmp_path, **files))
-    assert limited == HostRoom(whose="this process (ulimit -v)", total=32 * GIB, free=12 * GIB, bound=None)
-    assert host.whose == "the host"
+    assert limited == HostRoom(source="this process (ulimit -v)", total=32 * GIB, free=12 * GIB, bound=None)
+    assert host.source == "the host"
     assert measure_rooms(make_host(tmp_path, **files | {"proc/self/limits": rows.format("unlimited")})) == [host]
 
 
@@ -103,7 +103,7 @@ def test_a_strict_kernel_promises_no_more_than_it_can_keep(flags: str, bound: in
     files = {"proc/sys/vm/overcommit_memory": "2\n"}
     promised = {"CommitLimit": 40 * GIB, "Committed_AS": 15 * GIB}
     strict, _ = measure_rooms(make_host(tmp_path, flags=flags, memory=promised, **files))
-    assert "vm.overcommit_memory = 2" in strict.whose
+    assert "vm.overcommit_memory = 2" in strict.source
     assert (strict.total, strict.free, strict.bound) == (40 * GIB, 25 * GIB, bound)
     files = {"proc/sys/vm/overcommit_memory": "0\n"}
     assert len(measure_rooms(make_host(tmp_path, flags=flags, memory=promised, **files))) == 1
@@ -115,7 +115,7 @@ def test_the_limits_of_this_very_process_are_read() -> None:
     limit = 1 << 45 if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
-        (own,) = [room for room in measure_rooms() if "ulimit" in room.whose]
+        (own,) = [room for room in measure_rooms() if "ulimit" in room.source]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert own.total == limit
@@ -153,7 +153,7 @@ def test_what_is_kept_in_host_memory_between_uses_counts_there() -> None:
 
 
 def here(free: int, *, bound: int | None) -> list[HostRoom]:
-    return [HostRoom(whose="the host", total=1 << 20, free=free, bound=bound)]
+    return [HostRoom(source="the host", total=1 << 20, free=free, bound=bound)]
 
 
 def test_a_host_that_cannot_have_the_memory_is_refused_and_says_what_is_missing(
@@ -199,8 +199,8 @@ def test_a_learner_looks_before_it_loads(tiny_qwen: Path, monkeypatch: pytest.Mo
 def test_ranks_of_a_host_are_counted_as_their_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert ranks_of_this_host() == range(1)
+    assert get_local_ranks() == range(1)
     monkeypatch.setattr(os, "environ", {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"})
-    assert ranks_of_this_host() == range(4)
+    assert get_local_ranks() == range(4)
     monkeypatch.setattr(os, "environ", {"RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"})
-    assert ranks_of_this_host() == range(8, 16)
+    assert get_local_ranks() == range(8, 16)

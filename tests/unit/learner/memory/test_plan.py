@@ -22,10 +22,10 @@ from swarmq.learner.memory import plan
 from swarmq.learner.memory.estimate import GIB, ModelShape, learner_bytes
 from swarmq.learner.memory.plan import (
     GpuMemory,
+    adapt_to_single_rank,
     check_gpu,
     check_shape,
     choose_sharding,
-    for_single_rank,
     has_room_for_whole,
     load_shape,
 )
@@ -186,7 +186,7 @@ def test_one_rank_cannot_keep_its_state_in_host_memory_and_says_so(monkeypatch: 
         choose_sharding("m", offloaded)
     assert learner_bytes(MIDDLE, offloaded) == learner_bytes(MIDDLE, TRAIN)
     assert learner_bytes(MIDDLE, offloaded, ranks=2) < learner_bytes(MIDDLE, TRAIN, ranks=2) / 2
-    assert not choose_sharding("m", for_single_rank(offloaded)).full, (
+    assert not choose_sharding("m", adapt_to_single_rank(offloaded)).full, (
         "what goes over its batches afterwards may be alone"
     )
 
@@ -215,7 +215,7 @@ def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "6")
     check_rank_count(three, num_ranks())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    check_rank_count(for_single_rank(three), num_ranks())
+    check_rank_count(adapt_to_single_rank(three), num_ranks())
 
 
 def test_ranks_that_share_a_pass_have_room_for_longer_ones() -> None:

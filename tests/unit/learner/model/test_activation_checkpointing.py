@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
     def forward(self, x, kept):
         x = torch.tanh(self.before(x))
-        return torch.tanh(self.after(kept.output(self, 4 * x.nbytes, lambda: self.attend(x))))
+        return torch.tanh(self.after(kept.compute_attention(self, 4 * x.nbytes, lambda: self.attend(x))))
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ class Decoder:
 
     def __init__(self, monkeypatch, layers, total):
         self.total, self.taken = total, 0
-        monkeypatch.setattr(keeping, "SHARE", 1)
-        monkeypatch.setattr(keeping, "keepable_bytes", lambda _: self.total - self.taken)
-        monkeypatch.setattr(keeping, "allocated", lambda _: self.taken)
+        monkeypatch.setattr(keeping, "ACTIVATION_SHARE", 1)
+        monkeypatch.setattr(keeping, "get_keepable_bytes", lambda _: self.total - self.taken)
+        monkeypatch.setattr(keeping, "get_allocated_bytes", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
         self.layers, self.checkpointing = layers, ActivationCheckpointing(LAYERS, list)
         self.kept, self.context = [], ALONE
@@ -143,7 +143,7 @@ def test_ranks_that_share_a_pass_keep_as_much_as_the_one_with_the_least_room(lay
     class Beside:
         ranks, said = 1, []
 
-        def least(self, value):
+        def reduce_min(self, value):
             self.said.append(value)
             return min(value, 2 * TRIED if len(self.said) == 1 else 0)
 
@@ -192,8 +192,8 @@ def later(monkeypatch, *, held, passes, trained=None):
     checkpointing.held = held
     for learns in passes:
         with torch.set_grad_enabled(learns):
-            checkpointing._begin()
-            yield checkpointing._later(HIDDEN)
+            checkpointing._count_pass()
+            yield checkpointing._estimate_later_bytes(HIDDEN)
         if held:
             layers[:] = [torch.zeros(each.numel(), requires_grad=each.requires_grad) for each in layers]
 

@@ -62,7 +62,7 @@ def checked(make_model, make_group, monkeypatch):
         placed = PlacedLayout.of(layout, CPU)
         with torch.no_grad():
             model(PlacedLayout(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
-        monkeypatch.setattr(layout_attention, "_attend_compiled", kernel)
+        monkeypatch.setattr(layout_attention, "_run_flex_attention", kernel)
         return find_refusal(recorded.calls, layout, CPU, dtype, backward=backward, **asked)
 
     return check
@@ -86,8 +86,8 @@ def flex_by_definition(query, key, value, *, score_mod, block_mask, scale, enabl
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt-oss"])
 def test_what_is_made_of_the_compilers_attention_is_that_of_every_kind_of_layer(checked, monkeypatch, name, ranks):
     """Windows, capped scores and sinks, and lengths that are padded; whole passes and those that ranks share."""
-    monkeypatch.setattr(layout_attention, "_compiled_flex_attention", lambda: flex_by_definition)
-    assert checked(layout_attention._attend_compiled, name, ranks=ranks) is None
+    monkeypatch.setattr(layout_attention, "_compile_flex_attention", lambda: flex_by_definition)
+    assert checked(layout_attention._run_flex_attention, name, ranks=ranks) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

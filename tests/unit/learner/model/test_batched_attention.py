@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from swarmq.learner.model import batched_attention
-from swarmq.learner.model.batched_attention import TOLERATED_WASTE, build_batches
+from swarmq.learner.model.batched_attention import MAX_PADDING_RATIO, build_batches
 from swarmq.learner.model.layout_attention import Visibility
-from swarmq.timeline import PrefixTree, row_layouts
-from swarmq.timeline.layout import visible
+from swarmq.timeline import PrefixTree, plan_rows
+from swarmq.timeline.layout import build_mask
 
 CPU = torch.device("cpu")
 
 
 def laid(way, make_group):
     group = make_group(seed=3, episodes=4, turns=9)
-    (layout,) = PrefixTree(group).layouts(5000) if way == "tree" else row_layouts(group, 5000)
+    (layout,) = PrefixTree(group).layouts(5000) if way == "tree" else plan_rows(group, 5000)
     return layout
 
 
@@ -41,10 +41,10 @@ def seen(made, size):
 @pytest.mark.parametrize("piece", [2, 512])
 @pytest.mark.parametrize("worthwhile", [0, 1 << 16])
 def test_every_token_sees_its_ancestors_and_nothing_else(make_group, monkeypatch, way, window, piece, worthwhile):
-    monkeypatch.setattr(batched_attention, "PIECE", piece)
-    monkeypatch.setattr(batched_attention, "WORTHWHILE_PAIRS", worthwhile)
+    monkeypatch.setattr(batched_attention, "PIECE_QUERIES", piece)
+    monkeypatch.setattr(batched_attention, "MIN_BATCH_PAIRS", worthwhile)
     layout = laid(way, make_group)
-    assert np.array_equal(seen(batches(layout, window), layout.num_tokens), visible(layout, window))
+    assert np.array_equal(seen(batches(layout, window), layout.num_tokens), build_mask(layout, window))
 
 
 def test_packed_rows_need_no_mask(make_group):
@@ -53,17 +53,17 @@ def test_packed_rows_need_no_mask(make_group):
 
 @pytest.mark.parametrize("way", ["rows", "tree"])
 def test_little_is_padded_where_it_would_cost(make_group, monkeypatch, way):
-    monkeypatch.setattr(batched_attention, "WORTHWHILE_PAIRS", 0)
+    monkeypatch.setattr(batched_attention, "MIN_BATCH_PAIRS", 0)
     layout = laid(way, make_group)
     made = batches(layout, None).batches
     padded = sum(batch.queries.numel() * batch.keys.shape[1] for batch in made)
     each = Visibility(layout, CPU, compiled=False)
     real = sum((b - a) * sum(y - x for x, y in path) for (a, b), path in zip(each.nodes, each.paths, strict=True))
-    assert real <= padded <= TOLERATED_WASTE * real
+    assert real <= padded <= MAX_PADDING_RATIO * real
     assert len(made) < len(each.nodes) / 2
 
 
 def test_no_mask_grows_with_the_square_of_a_long_node(monkeypatch):
-    monkeypatch.setattr(batched_attention, "PIECE", 8)
+    monkeypatch.setattr(batched_attention, "PIECE_QUERIES", 8)
     made = build_batches([(0, 100), (100, 200)], [[(0, 100)], [(0, 200)]], None, CPU)
     assert all(batch.queries.shape[1] <= 8 for batch in made.batches if batch.mask is not None)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from support.forks import make_group
 from swarmq.learner.model.attention_check import RecordingVisibility, attend_as_ranks
-from swarmq.learner.model.context_parallel import ALONE, ContextGroup, _by_rank, _in_order, cut_for_rank
+from swarmq.learner.model.context_parallel import ALONE, ContextGroup, _to_layout_order, _to_rank_order, cut_for_rank
 from swarmq.learner.model.layout_attention import BLOCK, LENGTHS, Visibility
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
-from swarmq.timeline import PrefixTree, lay_rows, row_layouts, standalone, unfold
-from swarmq.timeline.layout import visible
+from swarmq.timeline import PrefixTree, lay_rows, make_resolved_turn, plan_rows, unfold
+from swarmq.timeline.layout import build_mask
 
 CPU = torch.device("cpu")
 RANKS = [2, 3, 4, 8]
@@ -24,11 +24,11 @@ def parts_of(layout, ranks, block=1):
 
 def layouts(seed, turns=5):
     group = make_group(seed, turns=turns)
-    return [*PrefixTree(group).layouts(400), *row_layouts(group, 400)]
+    return [*PrefixTree(group).layouts(400), *plan_rows(group, 400)]
 
 
 def one_row(length):
-    return lay_rows([(0, row) for row in unfold([standalone([1] * (length - 1), [2], [0.0])])])
+    return lay_rows([(0, row) for row in unfold([make_resolved_turn([1] * (length - 1), [2], [0.0])])])
 
 
 @given(seed=st.integers(0, 50), ranks=st.sampled_from(RANKS), block=st.sampled_from([1, 16, BLOCK]))
@@ -63,7 +63,7 @@ def test_ranks_have_as_much_to_see_as_each_other(ranks):
 def test_blocks_and_masks_are_those_of_the_layout(ranks, window):
     for layout in layouts(seed=3, turns=30):
         whole = parts_of(layout, ranks, BLOCK)[0].layout
-        allowed = visible(whole, window)
+        allowed = build_mask(whole, window)
         found = []
         for part in parts_of(layout, ranks, BLOCK):
             context = ContextGroup(ranks, len(found))
@@ -134,14 +134,14 @@ def test_gathered_tokens_are_in_the_layouts_order_and_their_gradients_go_back_to
     layout = one_row(4 * ranks)
     tokens = torch.randn(1, 3, 4 * ranks, 5)
     parts = torch.cat([tokens[:, :, part.tokens] for part in parts_of(layout, ranks)])
-    assert torch.equal(_in_order(parts), tokens)
-    assert torch.equal(_by_rank(tokens, ranks), parts)
-    assert _by_rank(tokens.bfloat16(), ranks).dtype == torch.float32
+    assert torch.equal(_to_layout_order(parts), tokens)
+    assert torch.equal(_to_rank_order(tokens, ranks), parts)
+    assert _to_rank_order(tokens.bfloat16(), ranks).dtype == torch.float32
 
 
 def test_one_rank_that_shares_nothing_exchanges_nothing():
     key, value = torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2, 3)
-    assert all(a is b for a, b in zip(ALONE.gathered(key, value), (key, value), strict=True))
-    assert ALONE.least(3.0) == 3.0
-    assert ALONE.once(lambda: 4) == 4
+    assert all(a is b for a, b in zip(ALONE.gather(key, value), (key, value), strict=True))
+    assert ALONE.reduce_min(3.0) == 3.0
+    assert ALONE.run_on_first(lambda: 4) == 4
     assert ALONE.is_first

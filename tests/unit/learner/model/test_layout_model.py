@@ -8,7 +8,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.model.layout_attention import NAME
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm
-from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
+from swarmq.timeline import Cost, PrefixTree, lay_rows, make_resolved_turn, plan_rows, unfold
 
 CPU = torch.device("cpu")
 
@@ -19,8 +19,11 @@ def score(model, layout, **options):
 
 def neighbours(first_token):
     """Two episodes in one packed layout; the first one's prompt begins with `first_token`."""
-    episodes = [[standalone([first_token, 2, 3], [4, 5], [-1] * 2)], [standalone([6, 7], [8, 9, 10], [-1] * 3)]]
-    (layout,) = row_layouts(episodes, budget=100)
+    episodes = [
+        [make_resolved_turn([first_token, 2, 3], [4, 5], [-1] * 2)],
+        [make_resolved_turn([6, 7], [8, 9, 10], [-1] * 3)],
+    ]
+    (layout,) = plan_rows(episodes, budget=100)
     return layout
 
 
@@ -49,7 +52,7 @@ def test_changing_a_branch_changes_nothing_for_its_sibling(make_model):
     model = LayoutModel(make_model("gemma3"))
     scored = []
     for token in (20, 30):
-        turns = [standalone([1, 2, 3, token], [5, 6], [-1] * 2), standalone([1, 2, 3, 7], [8], [-1])]
+        turns = [make_resolved_turn([1, 2, 3, token], [5, 6], [-1] * 2), make_resolved_turn([1, 2, 3, 7], [8], [-1])]
         (layout,) = PrefixTree([turns]).layouts(100)
         scored.append(score(model, layout)[torch.from_numpy(layout.turns == 1)])
     assert torch.equal(*scored)
@@ -58,15 +61,15 @@ def test_changing_a_branch_changes_nothing_for_its_sibling(make_model):
 def test_a_model_whose_state_runs_along_the_tokens_computes_rows_one_by_one_and_says_why(make_model):
     model = LayoutModel(make_model("qwen3-next"))
     assert model.rows_only == "it has layers of kind linear_attention"
-    turns = [standalone([1, 2, 3], [4, 5], [-1] * 2), standalone([6, 7], [8, 9], [-1] * 2)]
+    turns = [make_resolved_turn([1, 2, 3], [4, 5], [-1] * 2), make_resolved_turn([6, 7], [8, 9], [-1] * 2)]
     expected = torch.cat([score(model, lay_rows([(0, row)])) for row in unfold(turns)])
-    (packed,) = row_layouts([turns], 100)
+    (packed,) = plan_rows([turns], 100)
     assert torch.allclose(score(model, packed), expected, atol=1e-6)
 
 
 def test_a_tree_given_to_such_a_model_is_refused(make_model):
     model = LayoutModel(make_model("qwen3-next"))
-    (tree,) = PrefixTree([[standalone([1, 2], [3], [-1]), standalone([1, 2], [4], [-1])]]).layouts(100)
+    (tree,) = PrefixTree([[make_resolved_turn([1, 2], [3], [-1]), make_resolved_turn([1, 2], [4], [-1])]]).layouts(100)
     with pytest.raises(LearnerError, match="packed rows only"):
         score(model, tree)
 
@@ -86,7 +89,9 @@ def test_a_model_that_keeps_things_to_itself_is_computed_as_it_computes_itself(m
     model = LayoutModel(make_model(name).eval())
     assert model.rows_only == reason
     ids = list(range(1, 23))
-    (layout,) = row_layouts([[standalone([7, 7], [8], [-1])], [standalone(ids[:19], ids[19:], [-1] * 3)]], 100)
+    (layout,) = plan_rows(
+        [[make_resolved_turn([7, 7], [8], [-1])], [make_resolved_turn(ids[:19], ids[19:], [-1] * 3)]], 100
+    )
     logits = make_model(name).eval()(input_ids=torch.tensor([ids])).logits[0, 18:21]
     expected = logits.log_softmax(-1)[[0, 1, 2], ids[19:]]
     ours = score(model, layout)[torch.from_numpy(layout.episodes == 1)]
@@ -152,7 +157,7 @@ def test_a_head_that_does_something_of_its_own_is_found_out_and_still_computed(m
     model = LayoutModel(lm)
     assert not model.head_apart
     assert model.rows_only is None
-    (layout,) = row_layouts([[standalone([1, 2, 3], [4, 5], [-1] * 2)]], 100)
+    (layout,) = plan_rows([[make_resolved_turn([1, 2, 3], [4, 5], [-1] * 2)]], 100)
     expected = make_model("llama")(input_ids=torch.tensor([[1, 2, 3, 4, 5]])).logits[0, 2:4].sin()
     expected = expected.log_softmax(-1)[[0, 1], [4, 5]]
     assert torch.allclose(score(model, layout), expected, atol=1e-5)
@@ -201,7 +206,7 @@ def test_temperature_may_differ_by_token(make_model):
 def test_the_gradient_of_forks_is_the_same_to_the_bit_whichever_thread_is_first(make_model):
     """Hundreds of answers to one prompt: as many gradients meet at its last token."""
     model = LayoutModel(make_model("llama"))
-    turns = [standalone([1, 2, 3], [i % 48, i // 48], [-1] * 2) for i in range(600)]
+    turns = [make_resolved_turn([1, 2, 3], [i % 48, i // 48], [-1] * 2) for i in range(600)]
     (layout,) = PrefixTree([turns]).layouts(2000)
     weights = torch.linspace(-1, 1, layout.num_trained)
     torch.set_num_threads(4)
@@ -238,7 +243,7 @@ def test_the_cost_model_knows_which_layers_have_a_window(make_model, name, full,
 
 def test_what_is_computed_by_blocks_on_a_gpu_is_what_the_definition_says(make_group):
     from swarmq.learner.model.layout_attention import BLOCK, Visibility
-    from swarmq.timeline.layout import visible
+    from swarmq.timeline.layout import build_mask
 
     group = make_group(seed=5, episodes=6, turns=40)
     (layout,) = PrefixTree(group).layouts(10_000)
@@ -248,7 +253,9 @@ def test_what_is_computed_by_blocks_on_a_gpu_is_what_the_definition_says(make_gr
         mask = visibility.block_mask(window)
         index = torch.arange(size)
         exact = mask.mask_mod(None, None, index[:, None], index[None, :])
-        assert torch.equal(exact[: layout.num_tokens, : layout.num_tokens], torch.from_numpy(visible(layout, window)))
+        assert torch.equal(
+            exact[: layout.num_tokens, : layout.num_tokens], torch.from_numpy(build_mask(layout, window))
+        )
         blocks = exact.reshape(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
         computed = mask.to_dense()[0, 0].bool()
         real = -(-layout.num_tokens // BLOCK)
@@ -321,7 +328,7 @@ def capped_error(model, folder, attention):
     """The largest difference from transformers' own capped attention. `attention`: what the model is to compute with."""
     assert model.model.config._attn_implementation == attention
     ids = torch.arange(40) % VOCAB
-    (layout,) = row_layouts([[standalone(ids[:10].tolist(), ids[10:].tolist(), [-1.0] * 30)]], 100)
+    (layout,) = plan_rows([[make_resolved_turn(ids[:10].tolist(), ids[10:].tolist(), [-1.0] * 30)]], 100)
     exact = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     if model.rows_only:
         mix_tokens(exact)

@@ -113,7 +113,7 @@ def test_logits_never_exist_at_once():
 def test_without_a_gradient_nothing_is_kept(inputs, monkeypatch):
     hidden, weight, bias, targets, temperatures = inputs
     asked = []
-    monkeypatch.setattr(logprob_head, "_slope", lambda *_: asked.append(1))
+    monkeypatch.setattr(logprob_head, "_write_gradient", lambda *_: asked.append(1))
     with torch.no_grad():
         score_hidden(hidden, LmHead(weight, bias), targets, temperatures)
     assert not asked
@@ -125,6 +125,6 @@ def test_what_comes_out_the_same_to_the_bit_is_cut_alike_whatever_else_a_gpu_hol
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
     for free in (100 << 30, 10 << 30):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 139 << 30))
-        monkeypatch.setattr(logprob_head, "free_memory", lambda _, free=free: free)
-        sizes.append((logprob_head._most_logits(gpu), logprob_head._most_kept(gpu, torch.bfloat16)))
+        monkeypatch.setattr(logprob_head, "get_free_bytes", lambda _, free=free: free)
+        sizes.append((logprob_head._get_max_logits(gpu), logprob_head._get_max_kept_gradients(gpu, torch.bfloat16)))
     assert (sizes[0] == sizes[1]) is exact

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
-from swarmq.timeline import PrefixTree, row_layouts
+from swarmq.timeline import PrefixTree, plan_rows
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def gradient(model, loss):
 
 
 def passes(group, way):
-    return PrefixTree(group).layouts(BUDGET) if way == "tree" else row_layouts(group, BUDGET)
+    return PrefixTree(group).layouts(BUDGET) if way == "tree" else plan_rows(group, BUDGET)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])

@@ -16,7 +16,7 @@ from swarmq.config import EngineSettings, Policy, Train
 from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.train.trainer import load_trainer
-from swarmq.timeline import lay_rows, row_layouts, standalone, unfold
+from swarmq.timeline import lay_rows, make_resolved_turn, plan_rows, unfold
 
 CPU = torch.device("cpu")
 ORIGINAL, MADE_FOR = 32, 128
@@ -63,8 +63,8 @@ def make(name: str, **changed: Any) -> PreTrainedModel:
 
 def logprobs(model: LayoutModel, *lengths: int) -> torch.Tensor:
     """Of a pass with a row of each length, the first one's."""
-    rows = [[standalone([5 + n] * (length - 2), [3, 4], [-1.0] * 2)] for n, length in enumerate(lengths)]
-    (layout,) = row_layouts(rows, budget=1000)
+    rows = [[make_resolved_turn([5 + n] * (length - 2), [3, 4], [-1.0] * 2)] for n, length in enumerate(lengths)]
+    (layout,) = plan_rows(rows, budget=1000)
     with torch.no_grad():
         return model(PlacedLayout.of(layout, CPU)).logprobs[torch.from_numpy(layout.episodes == 0)]
 
@@ -115,7 +115,7 @@ def test_ranks_that_compute_other_tokens_of_a_row_turn_them_alike(name: str) -> 
     lm = make(name)
     LayoutModel(lm)
     kinds = {"layer_type": "full_attention"} if name == "some layers" else {}
-    layout = lay_rows([(0, row) for row in unfold([standalone([1] * 99, [2], [0.0])])])
+    layout = lay_rows([(0, row) for row in unfold([make_resolved_turn([1] * 99, [2], [0.0])])])
     rotary = lm.model.rotary_emb
     whole = rotary(torch.zeros(1), position_ids=torch.arange(104)[None], **kinds)[0][0]
     for rank in range(2):

@@ -121,8 +121,8 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
     for rank in range(2):
         work = build_rank_batch(episodes, TRAIN, trainer.traits, rank=rank, world=2)
         traces = trainer.accumulate(work, TRAIN).tally.traces
-        token_trace.write_trace(tmp_path, 1, rank, traces.by_episode(episodes))
-        assert traces.by_episode(episodes)
+        token_trace.write_trace(tmp_path, 1, rank, traces.build(episodes))
+        assert traces.build(episodes)
     for alone in stepped.token_traces:
         together = token_trace.find_trace(tmp_path, 1, alone.episode_id)
         mine, theirs = ({t.call_id: t for t in one.turns} for one in (together, alone))

@@ -20,7 +20,13 @@ from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.algorithms.advantages import compute_advantages
 from swarmq.learner.algorithms.losses import LOSSES
-from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch, Weigher, build_rank_batch, idle_micro_batch
+from swarmq.learner.batching.micro_batches import (
+    MicroBatch,
+    MicroBatchBuilder,
+    RankBatch,
+    build_rank_batch,
+    make_idle_micro_batch,
+)
 from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.model import logprob_head
 from swarmq.learner.model.layout_model import evaluation_mode
@@ -81,7 +87,7 @@ def unfolded(trainer: Trainer, train: Train) -> RankBatch:
     layouts = [lay_rows([(e, row) for row in unfold(resolve(turns.turns))]) for e, turns in enumerate(batch())]
     tokens = sum(layout.num_tokens for layout in layouts)
     plan = Plan(layouts=layouts, way="rows", reason="", tokens=tokens, tokens_unfolded=tokens)
-    weigh = Weigher(batch(), train)
+    weigh = MicroBatchBuilder(batch(), train)
     passes = [weigh(layout) for layout in layouts]
     return RankBatch(passes=passes, plan=plan, num_episodes=len(batch()), totals=weigh.totals)
 
@@ -95,7 +101,7 @@ def gradient_of_parts(trainer: Trainer, train: Train, parts: list[RankBatch]) ->
     trainer.optimizer.zero_grad()
     for part in parts:
         total = part.totals.of(train.normalisation)
-        for one in [*part.passes, idle_micro_batch()]:
+        for one in [*part.passes, make_idle_micro_batch()]:
             trainer._backward(one, train, total, GradientTally.start(len(batch()), torch.device("cpu")))
     return gradients(trainer)
 
