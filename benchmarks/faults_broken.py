@@ -182,8 +182,8 @@ class Forgetful(process.BatchFeeder):
 class Trusting(process.BatchFeeder):
     """Never asks for what it lacks: the collector would send it again, and what was acknowledged too early come back."""
 
-    async def _ask(self) -> None:
-        self.asked = True
+    async def _ask_collector(self) -> None:
+        self.asked_collector = True
 
 
 class _Nothing(OrderedDict[str, None]):
@@ -227,7 +227,7 @@ def learner(job: SwarmJob, rule: str) -> None:
     stop, folder = StopSignal(), job.run_folder.path / policy
     pusher = WeightPusher(job.policies[policy].engine.urls, folder / "weights")
     command = [sys.executable, "-m", "benchmarks.faults_broken", "io_process", "-", rule]
-    with stop.installed(), hold_lock(folder / "lock"):
+    with stop.handle_signals(), hold_lock(folder / "lock"):
         trainer = Learner(job, policy, pusher=pusher, stop=stop)
         with FeederLink(trainer.hello, stop, command=command) as link:
             trainer.run(link)
@@ -243,7 +243,7 @@ async def _eager_broker(hello: Hello) -> AsyncIterator[EagerBroker]:
 def main(role: str, job_file: str, rule: str, rest: Sequence[str]) -> None:
     if role == "io_process":
         eager = rule == "acknowledge-before-log"
-        process.main(_eager_broker if eager else process.open_amqp, desk=Trusting if eager else Forgetful)
+        process.main(_eager_broker if eager else process.open_amqp, feeder_type=Trusting if eager else Forgetful)
         return
     assert not rest
     job = SwarmJob.load(Path(job_file))

@@ -139,7 +139,7 @@ def trainer(job: SwarmJob) -> None:
     def hello() -> records.Hello:
         return records.Hello(job=job, policy=POLICY, version=version, vocab_size=128)
 
-    with stop.installed(), FeederLink(hello, stop) as link:
+    with stop.handle_signals(), FeederLink(hello, stop) as link:
         while batch := link.next(idle=lambda **_: None, idle_s=lambda: 60.0):
             version = records.decode_record(batch.record).index.version
             _label(job, version)

@@ -159,7 +159,7 @@ def trainer(root: Path) -> None:
 
     die_in_drafts(root)
     job, stop = SwarmJob.load(root / "job.toml"), StopSignal()
-    with stop.installed(), hold_lock(job.run_folder.path / "main" / "lock"):
+    with stop.handle_signals(), hold_lock(job.run_folder.path / "main" / "lock"):
         learner = Learner(job, "main", pusher=Recorder(root), stop=stop)
         with FeederLink(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
             learner.run(link)

@@ -73,7 +73,7 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
         tokenizers.check()
         pusher = _pusher(job, policy)
     stop = StopSignal()
-    with stop.installed(), map_gpu_errors("the learner"):
+    with stop.handle_signals(), map_gpu_errors("the learner"):
         learner = Learner(job, policy, pusher=pusher, stop=stop, tokenizers=tokenizers)
         if not is_main:
             learner.run(None)

@@ -115,7 +115,7 @@ class Batcher:
         self._ready = {kind: [] for kind in (*ready, *limits.kinds)}
         for kind, groups in ready.items():
             for group in groups:
-                self._judge(kind, group.usable, group.dropped)
+                self._queue_usable(kind, group.usable, group.dropped)
 
     def note(self, index: BatchIndex) -> None:
         """Note that a record is in the log."""
@@ -135,7 +135,7 @@ class Batcher:
         members = self._incomplete.setdefault(episode.group_id, {})
         members[episode.episode_id] = episode
         if len(members) >= episode.group_members:
-            self._complete(list(self._incomplete.pop(episode.group_id).values()))
+            self._finish_group(list(self._incomplete.pop(episode.group_id).values()))
         return True
 
     def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
@@ -144,7 +144,7 @@ class Batcher:
         wanted, carry = self.next_batch(version + 1)
         if any(len(self._ready[kind]) < count for kind, count in wanted.items()):
             return None
-        groups = [group for kind, count in wanted.items() for group in self._oldest(kind, count)]
+        groups = [group for kind, count in wanted.items() for group in self._take_oldest(kind, count)]
         for group in groups:
             self._drop(group.dropped)
         episodes = tuple(episode for group in groups for episode in group.usable)
@@ -177,47 +177,47 @@ class Batcher:
     def groups_incomplete(self) -> int:
         return len(self._incomplete)
 
-    def _complete(self, members: list[Rollout]) -> None:
+    def _finish_group(self, members: list[Rollout]) -> None:
         """Drop members that cannot be trained, and queue the rest."""
         kind = members[0].kind
         if kind not in self._ready:
-            self._drop(_all(members, "kind_not_in_mix"))
+            self._drop(_with_reason(members, "kind_not_in_mix"))
             return
         members.sort(key=lambda episode: (episode.slot, episode.episode_id))
-        self._judge(kind, members, {})
+        self._queue_usable(kind, members, {})
 
-    def _judge(self, kind: str, members: list[Rollout], dropped: Mapping[str, str]) -> None:
+    def _queue_usable(self, kind: str, members: list[Rollout], dropped: Mapping[str, str]) -> None:
         """Queue a group if enough members are left. `dropped`: members already dropped."""
         out = dict(dropped)
         for episode in members:
-            reason, why = self._unusable(episode)
+            reason, why = self._find_fault(episode)
             if reason:
                 out[episode.episode_id] = reason
-                self._tell(reason, why)
+                self._add_news(reason, why)
         self._make_ready(kind, [episode for episode in members if episode.episode_id not in out], out)
 
     def _make_ready(self, kind: str, usable: list[Rollout], dropped: dict[str, str]) -> None:
         train = self.limits.train.of_kind(kind)
-        if not usable or (len(usable) < self._least(usable) and train.needs_baseline):
-            self._drop(dropped | _all(usable, "group_too_small"))
+        if not usable or (len(usable) < self._min_members(usable) and train.needs_baseline):
+            self._drop(dropped | _with_reason(usable, "group_too_small"))
             if not dropped:
                 why = (
                     f"{usable[0].episode_id} is alone in its group, and advantage {train.advantage!r} compares attempts"
                 )
-                self._tell("group_too_small", f"{why}: take larger groups, or 'ema'")
+                self._add_news("group_too_small", f"{why}: take larger groups, or 'ema'")
         elif not has_signal(usable, train):
             self._groups_equal += 1
             self._tally = add_sums([self._tally, sum_episodes(usable)])
-            self._drop(dropped | _all(usable, EQUAL_REWARDS))
+            self._drop(dropped | _with_reason(usable, EQUAL_REWARDS))
         else:
             oldest, newest = min(map(oldest_version, usable)), max(map(newest_version, usable))
             self._ready[kind].append(PendingGroup(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
-    def _least(self, usable: list[Rollout]) -> int:
+    def _min_members(self, usable: list[Rollout]) -> int:
         """Return the fewest members of a group; the collector passes smaller groups on that never had more."""
         return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
 
-    def _unusable(self, episode: Rollout) -> tuple[str, str]:
+    def _find_fault(self, episode: Rollout) -> tuple[str, str]:
         """Return why an episode cannot be trained, as one word to count by and as a sentence, or two empty strings if it can."""
         try:
             resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
@@ -235,27 +235,29 @@ class Batcher:
                 return "overlong", f"turn {turn.call_id} of {episode.episode_id} {why}"
         return ("", "") if episode.turns else ("no_turns", f"{episode.episode_id} made no model call")
 
-    def _tell(self, reason: str, why: str) -> None:
+    def _add_news(self, reason: str, sentence: str) -> None:
         if reason not in self._reasons:
             self._reasons.add(reason)
-            self._news.append(f"dropped as {reason}: {why}")
+            self._news.append(f"dropped as {reason}: {sentence}")
 
     def _drop_stale(self, version: int) -> None:
         """Drop episodes with a token that is too old for the next step, or from weights that were never made here, and episodes
         that this leaves without a baseline."""
         oldest = version - self.limits.max_staleness
         for kind, groups in self._ready.items():
-            in_time = [oldest <= group.oldest and group.newest <= version for group in groups]
-            self._ready[kind] = list(compress(groups, in_time))
-            for group in compress(groups, map(not_, in_time)):
+            fresh_enough = [oldest <= group.oldest and group.newest <= version for group in groups]
+            self._ready[kind] = list(compress(groups, fresh_enough))
+            for group in compress(groups, map(not_, fresh_enough)):
                 ahead = [episode for episode in group.usable if newest_version(episode) > version]
                 stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
                 for episode in ahead[:1]:
-                    self._tell("version_unknown", _why_unknown(episode, version))
+                    self._add_news("version_unknown", _describe_unknown_version(episode, version))
                 fresh = [episode for episode in group.usable if episode not in (*ahead, *stale)]
-                self._make_ready(kind, fresh, group.dropped | _all(stale, "stale") | _all(ahead, "version_unknown"))
+                self._make_ready(
+                    kind, fresh, group.dropped | _with_reason(stale, "stale") | _with_reason(ahead, "version_unknown")
+                )
 
-    def _oldest(self, kind: str, count: int) -> list[PendingGroup]:
+    def _take_oldest(self, kind: str, count: int) -> list[PendingGroup]:
         """Take the `count` oldest groups of a kind."""
         groups = sorted(self._ready[kind], key=lambda group: group.oldest)
         self._ready[kind] = groups[count:]
@@ -300,12 +302,12 @@ def _baselines(before: Mapping[str, float], episodes: tuple[Rollout, ...], train
     )
 
 
-def _why_unknown(episode: Rollout, version: int) -> str:
+def _describe_unknown_version(episode: Rollout, version: int) -> str:
     return (
         f"{episode.episode_id} has tokens of version {newest_version(episode)}, and the learner has made {version}: "
         "their engine served another run's weights, or this run's log was removed"
     )
 
 
-def _all(episodes: Iterable[Rollout], reason: str) -> dict[str, str]:
+def _with_reason(episodes: Iterable[Rollout], reason: str) -> dict[str, str]:
     return {episode.episode_id: reason for episode in episodes}

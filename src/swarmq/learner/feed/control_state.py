@@ -57,7 +57,7 @@ class ControlState:
         self._write(msgspec.structs.replace(self._kept, state=state))
         return True
 
-    def saved(self, number: int) -> None:
+    def record_checkpoints(self, number: int) -> None:
         """Record that the requested checkpoints up to `number` are written."""
         self._write(msgspec.structs.replace(self._kept, checkpoints=max(number, self._kept.checkpoints)))
 

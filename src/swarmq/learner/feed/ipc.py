@@ -43,7 +43,7 @@ class StopSignal:
         self.wakeup, self._waker = os.pipe()
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -131,7 +131,7 @@ class FeederLink:
             self._restart()
             return None
         if isinstance(message, records.FeederFailed):
-            raise _told(message)
+            raise _to_error(message)
         return message
 
     def _send(self, message: records.ToIO) -> None:
@@ -139,15 +139,15 @@ class FeederLink:
             try:
                 return frames.send(self._socket, message)
             except OSError:
-                self._raise_last_words()
+                self._raise_reported_error()
                 self._restart()
 
-    def _raise_last_words(self) -> None:
+    def _raise_reported_error(self) -> None:
         """Raise the error that an ended process left in the socket."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if isinstance(message := frames.receive(self._socket), records.FeederFailed):
-                    raise _told(message)
+                    raise _to_error(message)
 
     def _start(self, *, again: bool) -> None:
         self._socket, theirs = socket.socketpair()
@@ -172,5 +172,5 @@ class FeederLink:
         self._start(again=True)
 
 
-def _told(message: records.FeederFailed) -> LearnerError:
+def _to_error(message: records.FeederFailed) -> LearnerError:
     return (SetUpError if message.for_good else LearnerError)(message.text)

@@ -65,7 +65,7 @@ MAX_PREFETCH = 65535
 CHUNK = 256
 
 OpenBroker = Callable[[Hello], AbstractAsyncContextManager[Broker]]
-Hear = Callable[[], Awaitable[records.ToIO]]
+NextMessage = Callable[[], Awaitable[records.ToIO]]
 T = TypeVar("T")
 
 
@@ -79,15 +79,15 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
     return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else initial_connect_timeout_s())
 
 
-def main(open_broker: OpenBroker = open_amqp, *, desk: type[BatchFeeder] | None = None) -> None:
+def main(open_broker: OpenBroker = open_amqp, *, feeder_type: type[BatchFeeder] | None = None) -> None:
     """Entry point of the process, whose last argument is the number of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
     with contextlib.suppress(EOFError):
-        asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, desk or BatchFeeder))
+        asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, feeder_type or BatchFeeder))
 
 
-async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[BatchFeeder]) -> None:
+async def _run(sock: socket.socket, open_broker: OpenBroker, feeder_type: type[BatchFeeder]) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     hello = await frames.read(reader)
     assert isinstance(hello, Hello)
@@ -96,10 +96,10 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[BatchFee
     try:
         with map_os_errors(folder), hold_lock(folder / "lock", wait_s=PREDECESSOR_S):
             async with asyncio.TaskGroup() as tasks:
-                said: asyncio.Queue[records.ToIO] = asyncio.Queue()
-                listening = tasks.create_task(_listen(reader, said))
+                messages: asyncio.Queue[records.ToIO] = asyncio.Queue()
+                listening = tasks.create_task(_listen(reader, messages))
                 async with open_broker(hello) as broker:
-                    await desk(hello, folder, broker, writer).run(said.get)
+                    await feeder_type(hello, folder, broker, writer).run(messages.get)
                 listening.cancel()
     except* EOFError:
         log.info("trainer_gone")
@@ -112,10 +112,10 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[BatchFee
         writer.close()
 
 
-async def _listen(reader: asyncio.StreamReader, said: asyncio.Queue[records.ToIO]) -> None:
+async def _listen(reader: asyncio.StreamReader, messages: asyncio.Queue[records.ToIO]) -> None:
     """Queue the trainer's messages. Its end (EOFError) ends this process even while the broker is awaited."""
     while True:
-        said.put_nowait(await frames.read(reader))
+        messages.put_nowait(await frames.read(reader))
 
 
 class StoppedError(Exception):
@@ -130,42 +130,42 @@ class BatchFeeder:
         self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
         self.fence = Fence(folder / "lock")
         self.log = BatchLog(folder, RunIdentity.of(job, policy), needed=hello.version)
-        self.orders = ControlState(folder / "control", job, policy)
+        self.control = ControlState(folder / "control", job, policy)
         self.steps = StepEvents(job.run_folder.events, broker)
         self.reports = ReportOffsets(folder / "reported", self.log)
         self.version = hello.version
         self.replay = self.log.after(hello.version)
-        self.reach = {"vocab_size": hello.vocab_size, "max_length": hello.max_length}
-        self.intake = Batcher(self.orders.limits(**self.reach), self.log.indices)
+        self.model_limits = {"vocab_size": hello.vocab_size, "max_length": hello.max_length}
+        self.intake = Batcher(self.control.limits(**self.model_limits), self.log.indices)
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
         self.figures = dict[int, dict[str, Any]]()
         """Version -> metrics of the batch that was handed over."""
-        self.lookout = SignWatch()
+        self.signs = SignWatch()
         self.wanted_since: float | None = None
         """Time when the trainer asked for a batch; None while it has one."""
-        self.orders_due = 0
+        self.controls_due = 0
         """Number of control states that waited when this process began and are not read yet; one of them may lift the last
         step."""
         self.heard_at = time.monotonic()
         """Time when a new rollout last came."""
-        self.asked = False
+        self.asked_collector = False
         """Whether the collector was asked since then."""
         self.serving = asyncio.Lock()
-        self.telling = asyncio.Lock()
-        self.owed = asyncio.Event()
-        self.owed.set()
+        self.reporting = asyncio.Lock()
+        self.reports_due = asyncio.Event()
+        self.reports_due.set()
 
-    async def run(self, hear: Hear) -> None:
-        """Run until the trainer asks to stop. `hear`: returns the trainer's next message."""
+    async def run(self, next_message: NextMessage) -> None:
+        """Run until the trainer asks to stop. `next_message`: returns the trainer's next message."""
         await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
-        orders = topology.control(self.job.run, self.policy)
-        self.orders_due = (await self.broker.depths([orders]))[orders].ready
+        queue = topology.control(self.job.run, self.policy)
+        self.controls_due = (await self.broker.depths([queue]))[queue].ready
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._obey(hear))
-                tasks.create_task(self._consume())
-                tasks.create_task(self._listen())
+                tasks.create_task(self._follow_trainer(next_message))
+                tasks.create_task(self._consume_rollouts())
+                tasks.create_task(self._consume_control())
                 tasks.create_task(self._report())
                 tasks.create_task(self._tick())
         except* StoppedError:
@@ -173,35 +173,35 @@ class BatchFeeder:
         finally:
             self.log.close()
 
-    async def _obey(self, hear: Hear) -> None:
+    async def _follow_trainer(self, next_message: NextMessage) -> None:
         while True:
-            match await hear():
+            match await next_message():
                 case records.RequestBatch():
                     self.wanted_since = time.monotonic()
                     await self._serve()
                     if self.wanted_since is not None:
                         await frames.write(self.writer, records.QueueEmpty())
-                case records.StepDone() as stepped:
-                    await self._stepped(stepped)
+                case records.StepDone() as done:
+                    await self._finish_step(done)
                 case records.PhaseChange(phase=phase):
                     self.phase = phase
-                    await self._state()
+                    await self._emit_state()
                 case records.Warn(text=text):
                     await self._emit("warning", {"text": text})
                 case records.CheckpointSaved(oldest=oldest, asked=asked):
-                    if not self.orders.train.keep_batches:
+                    if not self.control.train.keep_batches:
                         self.fence.check()
                         spare = self.intake.limits.num_known
                         self.log.prune(oldest, reported=self.reports.through, spare=spare)
                     if asked:
-                        await self._written(partial(self.orders.saved, asked))
-                        await self._emit("control", self.orders.answer(self.next_step) | {"checkpoint": self.version})
+                        await self._retry_until_room(partial(self.control.record_checkpoints, asked))
+                        await self._emit("control", self.control.answer(self.next_step) | {"checkpoint": self.version})
                 case records.Stop():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(DRAIN_S):
                             await self._publish_due()
                     self.phase = "ended"
-                    await self._state()
+                    await self._emit_state()
                     raise StoppedError
                 case Hello():
                     raise AssertionError("a second hello")
@@ -211,25 +211,25 @@ class BatchFeeder:
         """First step whose batch is not in the log yet."""
         return max(self.version, self.log.version) + 1
 
-    async def _listen(self) -> None:
+    async def _consume_control(self) -> None:
         """Take control states: store, report, acknowledge; in effect from the next batch on."""
         queue = topology.control(self.job.run, self.policy)
         async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
             async for delivery in deliveries:
                 state = delivery.message
-                self.orders_due -= 1
+                self.controls_due -= 1
                 if not isinstance(state, Control) or state.run != self.job.run:
                     await self.broker.dead_letter(delivery, f"{type(state).__name__} on a learner's control queue")
                     continue
-                if await self._written(partial(self.orders.take, state)):
-                    self.intake.change(self.orders.limits(**self.reach))
+                if await self._retry_until_room(partial(self.control.take, state)):
+                    self.intake.change(self.control.limits(**self.model_limits))
                     log.info("control", number=state.number, pace=state.pace, changes=len(state.changes))
-                if state.number == self.orders.state.number and state.command_id and not self.orders.checkpoint_due:
-                    await self._emit("control", self.orders.answer(self.next_step))
+                if state.number == self.control.state.number and state.command_id and not self.control.checkpoint_due:
+                    await self._emit("control", self.control.answer(self.next_step))
                 await _ack([delivery])
                 await self._serve()
 
-    async def _consume(self) -> None:
+    async def _consume_rollouts(self) -> None:
         # The collector's window bounds what is out; a smaller bound of our own could only keep a batch from filling.
         queue = topology.ready(self.job.run, self.policy)
         async with self.broker.consume(queue, prefetch=MAX_PREFETCH) as deliveries:
@@ -248,7 +248,7 @@ class BatchFeeder:
         elif self.intake.accept(episode):
             before, self.unacked[episode.episode_id] = self.unacked.get(episode.episode_id), delivery
             if before is None:
-                self.heard_at, self.asked = time.monotonic(), False
+                self.heard_at, self.asked_collector = time.monotonic(), False
             else:
                 await _ack([before])  # this one stands for it
         else:
@@ -257,18 +257,18 @@ class BatchFeeder:
     async def _serve(self) -> None:
         """Record drops, and hand over a batch if the trainer is free and one is full."""
         async with self.serving:
-            limit = self.orders.train.max_steps
+            limit = self.control.train.max_steps
             if self.wanted_since is None:
                 await self._record_drops()
             elif replayed := next((record for record in self.replay if record.index.version > self.version), None):
                 await self._hand_over(replayed, replayed=True)
-            elif self.orders.checkpoint_due:
-                await self._say(records.SaveCheckpoint(asked=self.orders.state.checkpoints))
+            elif self.control.checkpoint_due:
+                await self._send_to_trainer(records.SaveCheckpoint(asked=self.control.state.checkpoints))
             elif limit and self.version >= limit:
-                if self.orders_due <= 0:
-                    await self._say(records.TrainingDone())
-            elif self.orders.state.pace != "paused" and (
-                record := self.intake.take(version=self.version, at=time.time(), settings=self.orders.train)
+                if self.controls_due <= 0:
+                    await self._send_to_trainer(records.TrainingDone())
+            elif self.control.state.pace != "paused" and (
+                record := self.intake.take(version=self.version, at=time.time(), settings=self.control.train)
             ):
                 await self._commit(record)
                 await self._hand_over(record, replayed=False)
@@ -278,18 +278,18 @@ class BatchFeeder:
     async def _record_drops(self) -> None:
         if drops := self.intake.drops(version=self.version, at=time.time()):
             await self._commit(drops)
-            self.owed.set()
+            self.reports_due.set()
 
     async def _commit(self, record: BatchRecord) -> None:
         def append() -> None:
             self.fence.check()
             self.log.append(record)
 
-        await self._written(append)  # durable,
+        await self._retry_until_room(append)  # durable,
         ids = (*record.index.trained, *record.index.dropped)
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
 
-    async def _written(self, write: Callable[[], T]) -> T:
+    async def _retry_until_room(self, write: Callable[[], T]) -> T:
         """Return the result of `write`, retried until the disk has room. Meanwhile nothing is acknowledged and no batch is
         trained, with warnings; a stop need not wait, because the queue has everything."""
         full = False
@@ -310,41 +310,43 @@ class BatchFeeder:
     async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
         version = record.index.version
         self.figures = {version: batch_metrics(*self.log.step(version))}
-        await self._say(
+        await self._send_to_trainer(
             records.BatchReady(record=records.encode_record(record), replayed=replayed, figures=self.figures[version])
         )
 
-    async def _say(self, message: records.BatchReady | records.SaveCheckpoint | records.TrainingDone) -> None:
+    async def _send_to_trainer(
+        self, message: records.BatchReady | records.SaveCheckpoint | records.TrainingDone
+    ) -> None:
         """Send the trainer something to do."""
         self.wanted_since = None
         await frames.write(self.writer, message)
 
-    async def _stepped(self, stepped: records.StepDone) -> None:
-        self.version = stepped.version
-        self.owed.set()
-        figures = self.figures.get(stepped.version) or batch_metrics(*self.log.step(stepped.version))
-        fields = {**figures, **stepped.fields, "version": stepped.version}
+    async def _finish_step(self, done: records.StepDone) -> None:
+        self.version = done.version
+        self.reports_due.set()
+        figures = self.figures.get(done.version) or batch_metrics(*self.log.step(done.version))
+        fields = {**figures, **done.fields, "version": done.version}
         await self.steps.add(self._event("step", fields))
-        for sign in self.lookout.step(fields, self.intake.limits.max_staleness):
-            if not stepped.fields.get("replayed"):  # those were told of when they were new
+        for sign in self.signs.step(fields, self.intake.limits.max_staleness):
+            if not done.fields.get("replayed"):  # those were told of when they were new
                 log.warning("sign", sign=sign.check, text=sign.text)
-                text = f"step {stepped.version}: {sign.line}"
+                text = f"step {done.version}: {sign.line}"
                 await self._emit("warning", {"text": text})
 
     async def _report(self) -> None:
         while True:
-            await self.owed.wait()
-            self.owed.clear()
+            await self.reports_due.wait()
+            self.reports_due.clear()
             await self._publish_due()
 
     async def _publish_due(self) -> None:
-        async with self.telling:
+        async with self.reporting:
             for index in self.reports.due(self.version):
-                await self._tell(index)
+                await self._publish_report(index)
                 with contextlib.suppress(DiskFullError):  # known here; the next number that fits covers it
                     self.reports.confirm(index.record)
 
-    async def _tell(self, index: BatchIndex) -> None:
+    async def _publish_report(self, index: BatchIndex) -> None:
         await self._to_inbox(
             StepReport(
                 run=self.job.run,
@@ -366,39 +368,39 @@ class BatchFeeder:
                 await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
             await asyncio.sleep(RETRY_S)
 
-    async def _ask(self) -> None:
+    async def _ask_collector(self) -> None:
         """Ask the collector for lost messages: reports may be lost, so that their rollouts still count as ours, or rollouts may
         be."""
-        self.asked = True
-        async with self.telling:
-            for index in self.reports.told(self.intake.limits.window):
-                await self._tell(index)
+        self.asked_collector = True
+        async with self.reporting:
+            for index in self.reports.newest(self.intake.limits.window):
+                await self._publish_report(index)
             await self._to_inbox(StepReport(run=self.job.run, policy=self.policy, version=self.version, trained=()))
         log.info("asked_again", reason="waiting for a batch, and nothing comes")
 
     async def _tick(self) -> None:
-        stuck_said = 0.0
+        warned_at = 0.0
         while True:
             await self.steps.settle()
-            await self._state()
+            await self._emit_state()
             now = time.monotonic()
             waited = now - (self.wanted_since or now)
-            if not self.asked and min(waited, now - self.heard_at) > ASK_S:
-                await self._ask()
-            if waited > STUCK_S and time.monotonic() - stuck_said > STUCK_S:
-                stuck_said = time.monotonic()
-                await self._say_stuck(waited)
+            if not self.asked_collector and min(waited, now - self.heard_at) > ASK_S:
+                await self._ask_collector()
+            if waited > STUCK_S and time.monotonic() - warned_at > STUCK_S:
+                warned_at = time.monotonic()
+                await self._warn_stuck(waited)
             await asyncio.sleep(STATE_EVERY_S)
 
-    async def _state(self) -> None:
+    async def _emit_state(self) -> None:
         ready = sum(self.intake.groups_ready.values())
-        control = self.orders.state.number
+        control = self.control.state.number
         fields = {"phase": self.phase, "version": self.version, "groups_ready": ready, "control": control}
         await self._emit("state", fields)
 
-    async def _say_stuck(self, waited_s: float) -> None:
+    async def _warn_stuck(self, waited_s: float) -> None:
         """Log in one line who waits for whom."""
-        if self.orders.state.pace != "running":
+        if self.control.state.pace != "running":
             return
         needed = self.intake.next_batch(self.version + 1).counts
         ready = self.intake.groups_ready

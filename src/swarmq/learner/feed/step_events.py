@@ -16,20 +16,20 @@ from swarmq.broker import Broker
 from swarmq.messages import Event
 from swarmq.runtime.logs import log
 
-MOST = 1000
-"""Most waiting events; older ones are discarded."""
+MAX_WAITING = 1000
+"""Largest number of waiting events; older events are discarded."""
 
 
 class StepEvents:
     def __init__(self, path: Path, broker: Broker) -> None:
         self._path, self._broker = path, broker
-        self._unwritten, self._untold = deque[Event](maxlen=MOST), deque[Event](maxlen=MOST)
-        self._telling = asyncio.Lock()
+        self._unwritten, self._unpublished = deque[Event](maxlen=MAX_WAITING), deque[Event](maxlen=MAX_WAITING)
+        self._publishing = asyncio.Lock()
         self._failing = False
 
     async def add(self, event: Event) -> None:
         self._unwritten.append(event)
-        self._untold.append(event)
+        self._unpublished.append(event)
         await self.settle()
 
     async def settle(self) -> None:
@@ -41,9 +41,9 @@ class StepEvents:
             if not self._failing:
                 log.warning("step_not_recorded_yet", path=str(self._path), error=str(error))
             self._failing = True
-        async with self._telling:
-            while self._untold and await self._broker.emit(self._untold[0]):
-                self._untold.popleft()
+        async with self._publishing:
+            while self._unpublished and await self._broker.emit(self._unpublished[0]):
+                self._unpublished.popleft()
 
     def _write(self) -> None:
         while self._unwritten:

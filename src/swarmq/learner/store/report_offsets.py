@@ -30,17 +30,17 @@ class ReportOffsets:
             if place.index.version <= version and place.index.record not in self._confirmed
         ]
 
-    def told(self, num_episodes: int) -> list[BatchIndex]:
+    def newest(self, num_episodes: int) -> list[BatchIndex]:
         """Return the newest reported records with `num_episodes` episodes, oldest first."""
-        newest: list[BatchIndex] = []
+        found: list[BatchIndex] = []
         for place in reversed(self.log.places):
             index = place.index
             if num_episodes <= 0:
                 break
             if index.record <= self.through or index.record in self._confirmed:
-                newest.append(index)
+                found.append(index)
                 num_episodes -= len(index.trained) + len(index.dropped)
-        return newest[::-1]
+        return found[::-1]
 
     def confirm(self, record: int) -> None:
         """Record that the broker has confirmed a report. Losing this file repeats reports, which the collector recognises.

@@ -110,7 +110,7 @@ async def test_a_checkpoint_that_was_asked_for_is_written_once(tmp_path: Path) -
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker) as trainer:
         await broker.publish(CONTROL, Control(run="r", number=1, checkpoints=1, command_id="c1"))
-        while not trainer.desk.orders.checkpoint_due:
+        while not trainer.desk.control.checkpoint_due:
             await trainer.tell(records.PhaseChange(phase="waiting"))
             async with broker.events("r") as events:
                 await anext(events)

@@ -137,7 +137,7 @@ def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> No
 def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
     stop = StopSignal()
     idle = Idle(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with stop.installed(), link("hear(); say(records.QueueEmpty()); hear(); say(records.Stopped())", stop) as one:
+    with stop.handle_signals(), link("hear(); say(records.QueueEmpty()); hear(); say(records.Stopped())", stop) as one:
         assert one.next(idle=idle, idle_s=lambda: 60) is None
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         one.finish()
