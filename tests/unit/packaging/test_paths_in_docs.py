@@ -29,5 +29,8 @@ def test_the_map_of_files_names_every_module_once():
             package = found[1] or ""
     source = ROOT / "src/swarmq"
     modules = {path.relative_to(source).as_posix() for path in source.rglob("*.py") if not path.name.startswith("__")}
-    assert {"missing": modules - set(listed), "no such file": set(listed) - modules} == {"missing": set(), "no such file": set()}
+    assert {"missing": modules - set(listed), "no such file": set(listed) - modules} == {
+        "missing": set(),
+        "no such file": set(),
+    }
     assert len(listed) == len(modules), "a file is listed twice"
