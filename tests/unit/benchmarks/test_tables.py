@@ -72,6 +72,17 @@ def test_parsing_has_a_row_for_every_answer_and_way(tmp_path):
     assert "| both | as the proxy does | 9 | 0.50 s | 0.25 s | 3.0 ms |" in render(text, tmp_path)
 
 
+def test_clients_have_a_row_for_every_protocol_also_where_they_fail(tmp_path):
+    text = "<!-- figures: clients -->\n<!-- end of figures -->\n"
+    assert render(text, tmp_path) == text
+    row = {"client": "c", "version": "1.2", "protocol": "chat", "run": "tools", "calls": 3, "turns": 3, "equal": 2}
+    detail = {"rows": [row | {"result": "unequal: 1 answer"}, row | {"protocol": "messages", "result": "a | b"}]}
+    (tmp_path / "clients.json").write_text(json.dumps(MADE | {"figures": {}, "detail": detail}))
+    made = render(text, tmp_path)
+    assert "| c | 1.2 | chat | tools | 3 | 3 | 2 | unequal: 1 answer |" in made
+    assert "| c | 1.2 | messages | tools | 3 | 3 | 2 | a \\| b |" in made
+
+
 def test_the_oracle_has_a_row_for_every_family_also_for_those_that_do_not_load(tmp_path):
     text = "<!-- figures: oracle -->\n<!-- end of figures -->\n"
     assert render(text, tmp_path) == text
