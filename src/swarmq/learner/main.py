@@ -46,7 +46,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """Run the loop of one rank; lock and collector are held already."""
+    """Run the loop of one rank, while the caller holds lock and collector."""
     from swarmq.learner.distributed.accelerator import leave_group  # noqa: PLC0415  (torch comes with the loop, only where it trains)
 
     _train(job, policy, is_main=is_main, no_push=no_push)
@@ -54,7 +54,7 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """Run the loop so that no model is left when it returns."""
+    """Run the loop so that no model exists when it returns."""
     from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
     from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers  # noqa: PLC0415
     from swarmq.learner.train.gpu_errors import map_gpu_errors  # noqa: PLC0415

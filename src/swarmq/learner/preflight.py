@@ -13,8 +13,8 @@ from swarmq.learner.train.tracker_packages import check_trackers
 
 
 def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
-    """Raise LearnerError for anything that the policy's learner with this number of ranks would refuse. References and teachers
-    are compared by their tokenizers, for which alone transformers is loaded."""
+    """Raise LearnerError for any setting that the policy's learner with this number of ranks would refuse. References and
+    teachers are compared by their tokenizers, which needs transformers."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
     if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):

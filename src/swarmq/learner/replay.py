@@ -1,4 +1,4 @@
-"""Replay: train again from a checkpoint and the batch log alone, without broker and engine, changing nothing in the run folder."""
+"""Replay: train again from a checkpoint and the batch log, without broker and engine. The run folder is not changed."""
 
 from __future__ import annotations
 

@@ -30,19 +30,20 @@ from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 NOBODY = "warm"
-"""Name of run and policy in records that no run has sampled."""
+"""Name of run and policy in records of a warm start, which belong to no run."""
 RATE = 2e-5
-"""Learning rate of a warm start, whatever the run's: supervised training tolerates far more than a policy gradient."""
+"""Learning rate of a warm start, whatever the run's learning rate: supervised training tolerates far larger steps than a policy
+gradient."""
 ADAPTERS_RATE = 2e-4
-"""Learning rate of a warm start with adapters, which tolerate still more."""
+"""Learning rate of a warm start with adapters, which tolerate still larger steps."""
 RISE = 10
-"""Inverse of the largest fraction of the steps over which the learning rate rises."""
+"""Inverse of the largest share of the steps over which the learning rate warms up."""
 ROLES = {"system", "user", "assistant", "tool"}
 """Roles that chat templates know."""
 
 
 class ChatDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration as it stands in the file."""
+    """A demonstration as stored in the file."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -59,11 +60,11 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """Context length of the engine that will serve the model; None: the model's own."""
     train: Train
-    """Optimizer, precision, sharding and micro-batch size. The loss is always `sft`, and settings that compare with an engine
-    are ignored, because no engine sampled the tokens."""
+    """Optimizer, precision, sharding and micro-batch size. The loss is always `sft`. Settings that compare with an engine are
+    ignored, because no engine sampled the tokens."""
     epochs: int = 1
     batch: int = 32
-    """Demonstrations of an optimizer step."""
+    """Number of demonstrations in an optimizer step."""
 
 
 class WarmStartProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +75,12 @@ class WarmStartProgress(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     """Number of demonstrations longer than `max_length`."""
     max_length: int
-    """Most tokens of a demonstration, limited by the model and by `train.micro_batch_tokens`."""
+    """Longest demonstration in tokens, limited by the model and by `train.micro_batch_tokens`."""
 
 
 def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
-    """Train and write `out`; the first rank reports. Raises TaskError for unusable demonstrations, LearnerError for the model,
-    for a step that would do harm, and if `out` cannot be written."""
+    """Train and write `out`; the first rank reports. Raises TaskError for unusable demonstrations; LearnerError for an unusable
+    model, for a step that is skipped, and if `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
     config = load_config(plan.model)  # which says best what is wrong with it
@@ -102,8 +103,8 @@ def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
 
 @contextlib.contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """Provide a folder that becomes `out` if all goes well. Raises LearnerError if it cannot be created, or another process
-    creates it."""
+    """Provide a folder that is renamed to `out` on success. Raises LearnerError if it cannot be created, or if another process
+    creates `out`."""
     workshop = out.with_name(f".{out.name}.partial")
     draft = workshop / "model"
     if not is_main():
@@ -128,7 +129,7 @@ def _draft(out: Path) -> Iterator[Path]:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Raise LearnerError if there is no room for so many bytes, before anything is trained."""
+    """Raise LearnerError if the disk has less than `needed` bytes free, before anything is trained."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise LearnerError(
             f"{folder}: {free / 1e9:.3g} GB are free there, and the model takes {needed / 1e9:.3g}: free space, or name another folder"
@@ -180,7 +181,7 @@ def _supervise(train: Train) -> Train:
 
 
 def read_demonstrations(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Rollout]:
-    """Yield an episode for every line. Raises TaskError that names file and line."""
+    """Yield one episode per line. Raises TaskError that names file and line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
     except OSError as error:
@@ -193,10 +194,10 @@ def read_demonstrations(path: Path, tokenizer: Any, *, ends: Collection[int] = (
 
 
 def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Rollout:
-    """Return an episode with a turn for every message of the assistant, each with the prompt that the chat template renders
-    before it.
+    """Return an episode with one turn per message of the assistant, whose prompt is what the chat template renders before the
+    message.
 
-    `ends`: tokens that end an answer, besides the tokenizer's own. Raises TaskError, which begins with `where`.
+    `ends`: tokens that end an answer, besides the tokenizer's end token. Raises TaskError, which begins with `where`.
     """
     try:
         chat = msgspec.json.decode(line, type=ChatDemonstration)
@@ -228,13 +229,13 @@ def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collecti
 
 
 class _Spelling:
-    """A chat as rendered by the model's template. Raises TaskError if the template fails."""
+    """A chat, rendered by the model's template. Raises TaskError if the template fails."""
 
     def __init__(self, tokenizer: Any, chat: ChatDemonstration, where: str) -> None:
         self._tokenizer, self._chat, self._where = tokenizer, chat, where
 
     def around(self, at: int) -> tuple[str, str]:
-        """Return the prompt for message `at`, and the text up to that message's end, which begins with the prompt."""
+        """Return the prompt for message `at`, and the prompt followed by the message."""
         messages = self._chat.messages
         prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
         if not whole.startswith(prompt):
@@ -282,8 +283,8 @@ def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
 
 
 def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of the prompt and of the text after it, encoded in its place, because some tokenizers put a space
-    before the first word of a text."""
+    """Return the tokens of the prompt and of the text after it. Both are encoded as one text, because some tokenizers put a
+    space before the first word of a text."""
     asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, whole)
     if ids[: len(asked)] == asked:
         return asked, ids[len(asked) :]
@@ -291,7 +292,7 @@ def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int
 
 
 def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
-    """Remove what the template writes after the end of the turn, which a model never samples."""
+    """Return the tokens up to the end of the turn, without what the template writes after it, which a model never samples."""
     if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
         return said[:end]
     # a base model names no token that ends turns, yet its template has one, and white space after it
@@ -317,7 +318,7 @@ def _tokenizer(model: str) -> Any:
 
 
 def _ends(model: str, config: Any) -> set[int]:
-    """Return the tokens at which engines end an answer, besides the tokenizer's own."""
+    """Return the tokens at which engines end an answer, besides the tokenizer's end token."""
     from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
 
     try:

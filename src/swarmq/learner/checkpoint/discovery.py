@@ -1,5 +1,4 @@
-"""Discovery of checkpoints: the newest valid one in a policy's folder, and whether a learner's settings continue it. Without
-torch."""
+"""Discovery of a policy's newest valid checkpoint, and the check that a learner's settings continue it. Without torch."""
 
 from __future__ import annotations
 
@@ -42,9 +41,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> Checkpoint | None:
-    """Return the newest valid checkpoint, or None; `hashed` as for `verify`.
+    """Return the newest valid checkpoint, or None. `hashed` as for `verify`.
 
-    Raises LearnerError for a checkpoint of another run, policy or model, or of a newer version: that is not damage.
+    Raises LearnerError for a checkpoint of another run, policy or model, or of a newer version, which is not damage.
     """
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -66,9 +65,9 @@ class DamagedError(Exception):
 
 
 def verify(path: Path, *, hashed: bool = True) -> Manifest:
-    """Return the manifest if every file is as it was written; without `hashed`, files are compared by size alone.
+    """Return the manifest of an undamaged checkpoint. Without `hashed`, files are compared by size alone.
 
-    Raises DamagedError if not, and LearnerError for a newer schema.
+    Raises DamagedError if a file differs, and LearnerError for a newer schema.
     """
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
@@ -85,8 +84,7 @@ def verify(path: Path, *, hashed: bool = True) -> Manifest:
 
 
 def check_continues(folder: Path, lora: Lora | None) -> None:
-    """Raise LearnerError for a checkpoint whose training the settings `lora` do not continue, because its weights would not be
-    theirs."""
+    """Raise LearnerError if the settings `lora` differ from those with which the checkpoint's adapters were trained."""
     was = None
     if (file := folder / ADAPTER_FILE).is_file():
         with safe_open(file, framework="np") as opened:

@@ -28,7 +28,7 @@ class ModelFiles(NamedTuple):
     weights: dict[str, Tensor]
     """Weights by the names of the model's folder, in host memory."""
     configs: tuple[Any, ...]
-    """Configurations of transformers: the model's, and that of generation, which may name further end tokens."""
+    """Configurations of transformers: model and generation; the latter may name further end tokens."""
     adapters: Adapters | None
 
     def write(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class HostCopies:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a copy, valid until the next copy under this name."""
+        """Return a copy of the tensor, valid until the next copy of the same name."""
         self.reserve([(name, tensor.shape, tensor.dtype)])
         return self._kept[name].copy_(tensor)
 
@@ -74,9 +74,9 @@ class HostCopies:
         return {**state, "state": own}
 
     def reserve(self, outlines: Iterable[CopyOutline]) -> None:
-        """Allocate memory for copies now, and touch it, because a kernel provides promised memory only on the first write.
+        """Allocate memory for copies and touch it, because a kernel provides promised memory only at the first write.
 
-        Raises NotGrantedError if the memory is not granted; all kept memory is then freed, because training needs it more.
+        Raises NotGrantedError if the memory is not granted; all kept memory is then freed, because training needs it.
         """
         for name, shape, dtype in outlines:
             kept = self._kept.get(name)
@@ -95,7 +95,7 @@ class HostCopies:
 
 
 def outline_copies(weights: NamedTensors, state: Mapping[str, Any]) -> list[CopyOutline]:
-    """Return the outlines of a model's weights and an `Optimizer.state_dict`, as `HostCopies` holds them."""
+    """Return outlines of a model's weights and an `Optimizer.state_dict`, named as in `HostCopies`."""
     moments = [
         (_moment(index, name), each) for index, values in state["state"].items() for name, each in values.items()
     ]
@@ -107,5 +107,5 @@ def num_bytes(outlines: Iterable[CopyOutline]) -> int:
 
 
 def _moment(index: int, name: str) -> str:
-    """Return the name of a parameter's moment, by the parameter's index."""
+    """Return the name of an optimizer moment, from the index of its parameter."""
     return f"{index}.{name}"

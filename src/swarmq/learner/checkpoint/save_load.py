@@ -61,7 +61,7 @@ DRAFT = ".draft-"
 OLD = f"{DRAFT}old-"
 """Prefix of a checkpoint that is being removed."""
 TORCH_CANNOT_WRITE = ("inline_container", "iostream", "Parent directory")
-"""Texts in a RuntimeError of `torch.save` that mean a disk error; there is no other sign."""
+"""Texts in a RuntimeError of `torch.save` that mean a disk error; nothing else distinguishes it."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -74,7 +74,7 @@ TOKENIZER_FILES = (
 
 
 class TrainerState(Protocol):
-    """What a checkpoint needs of a trainer."""
+    """Interface of the trainer that checkpoints need."""
 
     accelerator: Accelerator
     model: Any
@@ -103,15 +103,15 @@ def save_checkpoint(folder: Path, trainer: TrainerState, identity: RunIdentity, 
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint in the making, which a crash may still lose."""
+    """A checkpoint that is being written and that a crash may lose."""
 
     path: Path
     identity: RunIdentity
     version: int
     writing: tuple[Callable[[], None], ...] = ()
-    """Functions that write the files still missing; on rank 0 alone."""
+    """Functions that write the missing files; on rank 0 alone."""
     whole: bool = False
-    """Whether there is a valid checkpoint of this version already and nothing is to be written."""
+    """Whether a valid checkpoint of this version exists, so that nothing is written."""
 
     @property
     def target(self) -> Path:
@@ -124,7 +124,7 @@ def draft_checkpoint(
     """Draft a checkpoint of the trainer's state, after removing earlier drafts. Every rank calls it.
 
     With `copies`, training may go on: copied data is written later, and data for which the host has no memory is written now.
-    Raises LearnerError if it cannot be written, DiskFullError if it can be tried again: on every rank, and all checkpoints are
+    Raises LearnerError on every rank if it cannot be written, DiskFullError if it can be tried again; earlier checkpoints are
     then unchanged.
     """
     accelerator = trainer.accelerator
@@ -146,7 +146,7 @@ def draft_checkpoint(
 
 
 def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> Draft:
-    """Return an empty draft, the same on every rank, in a folder of its own, because another learner of the run may be writing,
+    """Return an empty draft, the same on every rank, in a unique folder, because another learner of the run may be writing,
     too."""
     path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
     draft = Draft(path=path, identity=identity, version=version)
@@ -195,8 +195,8 @@ def _model_written(
 
 
 def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
-    """Return a function that allocates memory for the copies of the next checkpoint, as far as the host has room, to be called
-    beside training. Rank 0 alone calls it."""
+    """Return a function that allocates memory for the next checkpoint's copies, as far as the host has room, to be called in
+    another thread. Rank 0 alone calls it."""
     if is_sharded(trainer.model):  # whose parts are gathered into other memory
         return lambda: None
     state = trainer.optimizer.state_dict()
@@ -210,7 +210,7 @@ def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], No
 
 
 def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: TrainerState) -> str | None:
-    """Return why the host has no room for copies of optimizer state and weights, with as much again for others, or None."""
+    """Return why the host has no room for copies of optimizer state and weights with as much again left free, or None."""
     moments = num_bytes(outline_copies((), state))
     gathered = moments if is_sharded(trainer.model) else 0  # which is there by now
     needed = moments + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
@@ -246,7 +246,7 @@ def _write(draft: Draft, check: Callable[[], None]) -> None:
 
 
 def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
-    """Restore optimizer and random numbers; the trainer's weights were already loaded from `checkpoint.path`."""
+    """Restore optimizer and random-number generators. The trainer's weights were already loaded from `checkpoint.path`."""
     state = checkpoint.path / STATE
     if not (state / OPTIMIZER).is_file():
         raise SetUpError(
@@ -258,13 +258,13 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove drafts that a crash left. Only for the holder of the policy's lock."""
+    """Remove drafts that a crash left. Only the holder of the policy's lock may call it."""
     for draft in folder.glob(f"{DRAFT}*"):
         _remove(draft)
 
 
 def copy_tokenizer(model: str, folder: Path) -> None:
-    """Copy the tokenizer's files beside the weights, unchanged if the model is a folder."""
+    """Copy the tokenizer's files beside the weights, unchanged if `model` is a folder."""
     if Path(model).is_dir():
         for pattern in TOKENIZER_FILES:
             for file in Path(model).glob(pattern):
@@ -277,7 +277,7 @@ def copy_tokenizer(model: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
-    """Raise on every rank what fails on one, and remove the draft: otherwise the other ranks would go on and wait forever."""
+    """Raise an error of one rank on every rank, so that none waits forever, and remove the draft."""
     own: LearnerError | None = None
     try:
         with _explain_write_errors(draft):
@@ -294,8 +294,8 @@ def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_write_errors(draft: Draft) -> Iterator[None]:
-    """Raise LearnerError for errors of writing a draft, including those of torch and safetensors, which do not tell a full disk
-    from others."""
+    """Map errors of writing a draft to LearnerError. Errors of torch and safetensors do not distinguish a full disk from
+    others."""
     with map_os_errors(draft.path.parent):
         try:
             yield
@@ -318,7 +318,7 @@ def _explain_write_errors(draft: Draft) -> Iterator[None]:
 
 
 def _is_whole(draft: Draft) -> bool:
-    """Return whether there is a valid checkpoint of this version already."""
+    """Return whether a valid checkpoint of this version exists."""
     try:
         return draft.target.is_dir() and not draft.identity.difference(verify(draft.target).identity)
     except DamagedError:
@@ -326,7 +326,7 @@ def _is_whole(draft: Draft) -> bool:
 
 
 def _optimizer(trainer: TrainerState) -> Any:
-    """Return the optimizer with its state as that of one process, whatever the ranks hold."""
+    """Return the optimizer, whose state is saved as that of one process however many ranks hold it."""
     if is_sharded(trainer.model):
         return FullOptimizerState(trainer.optimizer, keep=trainer.accelerator.is_main_process)
     return trainer.optimizer
@@ -356,8 +356,8 @@ def _publish(draft: Draft) -> None:
 
 
 def _prune(folder: Path, version: int, keep: int) -> int:
-    """Remove all but the `keep` newest checkpoints up to `version` and return the version of the oldest one kept. Newer ones
-    were skipped as damaged."""
+    """Remove all but the `keep` newest checkpoints up to `version`, and return the version of the oldest one kept. Checkpoints
+    newer than `version` were skipped as damaged."""
     paths = [path for path in list_checkpoints(folder) if version_of(path) <= version]
     for path in paths[:-keep]:
         with _keep_on_failure(path):
@@ -366,12 +366,12 @@ def _prune(folder: Path, version: int, keep: int) -> int:
 
 
 def _aside(path: Path) -> Path:
-    """Rename the checkpoint to a unique name and return it."""
+    """Rename a checkpoint to a unique name and return the new path."""
     return path.rename(path.with_name(f"{OLD}{path.name}-{secrets.token_hex(4)}"))
 
 
 def _remove(path: Path) -> None:
-    """Remove as much of the folder as possible; it may contain foreign files."""
+    """Remove as much of the folder as possible; it may contain files of other users."""
     with _keep_on_failure(path):
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
@@ -380,7 +380,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _keep_on_failure(path: Path) -> Iterator[None]:
-    """Ignore errors of removal."""
+    """Warn instead of raising if something cannot be removed."""
     try:
         yield
     except OSError as error:
@@ -389,7 +389,7 @@ def _keep_on_failure(path: Path) -> Iterator[None]:
 
 @cache
 def _say_left(path: Path, what: str) -> None:
-    """Warn once about what cannot be removed."""
+    """Warn once about a path that cannot be removed."""
     log.warning(
         "checkpoint_not_removed", path=str(path), reason=what, action="remove it to free the room that it takes"
     )

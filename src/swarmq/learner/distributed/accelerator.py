@@ -1,4 +1,4 @@
-"""The accelerator of a learner's ranks: created once, before a model is loaded, and left when no model is trained any more."""
+"""The accelerator of a learner's ranks: created before a model is loaded, left when no model is trained any more."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 log = structlog.get_logger()
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Timeout of commands. Ranks wait for rank 0, which waits for rollouts, so no time is too long; a dead rank ends all of them."""
+"""Timeout of commands. Ranks wait for rank 0, which may wait for rollouts for days; a dead rank ends all ranks sooner."""
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of collectives within a step and a checkpoint. A terabyte is written in half of it; a GPU that hangs ends the other
-ranks after it, and the next start continues."""
+"""Timeout of collectives within a step or a checkpoint. Half of it suffices to write a terabyte; if a GPU hangs, the other
+ranks end after it, and the next start continues."""
 
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
@@ -54,7 +54,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 
 @functools.cache
 def serve_store() -> Any:
-    """On rank 0 of swarmq's own launcher, serve the store at which ranks meet, on the socket that the launcher opened."""
+    """Serve the store at which ranks meet, on the socket that the launcher opened; on rank 0 of swarmq's own launcher."""
     if STORE_SOCKET_ENV not in os.environ or own_rank() != 0:
         return None
     distributed: Any = torch.distributed  # which does not export it to type checkers
@@ -69,10 +69,9 @@ def serve_store() -> Any:
 
 
 def can_stay_gathered(accelerator: Accelerator, train: Train, source: str) -> bool:
-    """Return whether layers of a sharded policy can stay gathered between micro-batches, because every rank has room for all of
-    them.
+    """Return whether every rank has room to keep all layers of a sharded policy gathered between micro-batches.
 
-    Raises LearnerError if the policy does not fit the free memory of this rank's GPU, or of its host.
+    Raises LearnerError if the policy does not fit the free memory of this rank's GPU or of its host.
     """
     ranks, full, gpu = accelerator.num_processes, is_sharding(accelerator), None
     if accelerator.device.type == "cuda":
@@ -91,7 +90,7 @@ def can_stay_gathered(accelerator: Accelerator, train: Train, source: str) -> bo
 
 
 def leave_group() -> None:
-    """Leave the process group, if there are several ranks. Models and trainers must be out of use by now.
+    """Leave the process group, if there are several ranks. No model or trainer may be in use.
 
     After a collective, a Gloo thread takes the GIL to release its caller's objects. Until then, two ways out fail: a process
     that just ends is aborted, and a DDP model that outlives all other holders of the group waits for that thread while holding

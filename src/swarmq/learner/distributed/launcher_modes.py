@@ -1,7 +1,7 @@
-"""Modes of `accelerate launch`, set by options or by accelerate's configuration file, that a learner refuses.
+"""Modes of `accelerate launch`, set by options or accelerate's configuration file, that a learner refuses.
 
-accelerate reads them from each rank's environment, whatever an `Accelerator` is created with, and they would change the
-computation.
+accelerate reads the modes from each rank's environment even if an `Accelerator` is created with other arguments, and they would
+change the computation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MODES = {
     "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "layers are compiled without it where that is of use"),
     "ACCELERATE_FP8_BACKEND": ("--fp8_backend", "train.mixed_precision says what layers compute in"),
 }
-"""Environment variable of a mode -> its option, and the alternative in swarmq."""
+"""Environment variable of a mode -> its option, and swarmq's alternative."""
 OFF = {"", "0", "false", "no"}
 
 
 def refuse_modes(environment: Mapping[str, str], *, cuda: bool) -> None:
-    """Raise LearnerError for modes that accelerate must not apply here. `cuda`: whether there is a GPU."""
+    """Raise LearnerError if accelerate would apply a mode that changes the computation. `cuda`: whether there is a GPU."""
     for axis, name in CUTS.items():
         if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
             raise SetUpError(

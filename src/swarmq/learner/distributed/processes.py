@@ -1,7 +1,7 @@
 """The learner's child processes: the collector, and the ranks if there are several.
 
-They read the job from a file that only the user can read, run in sessions of their own, and end with their parent. A rank that
-dies ends the others; the next start resumes from checkpoint and batch log.
+Child processes read the job from a file that only the user can read, run in sessions of their own, and end with their parent. A
+rank that dies ends the others; the next start resumes from checkpoint and batch log.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ WHY = {
     signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
 }
 HEAR_S = 1.0
-"""Seconds to wait for the exit of a rank that the system killed, which may be noticed after the ranks that it ended."""
+"""Seconds to wait for a rank that was killed by a signal, whose exit may be noticed after that of the ranks that it ended."""
 STEADY_S = 120.0
 """Seconds of life after which a process's restart delay is short again."""
 
 
 def own_rank() -> int | None:
-    """Return this process's rank if a launcher made it one, else None."""
+    """Return this process's rank, or None if no launcher started it."""
     return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
@@ -103,7 +103,7 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
 
 def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
     """Start ranks that meet on loopback. torch listens on every interface, whatever MASTER_ADDR says, so that anybody who
-    reaches that port could join without a password; rank 0 therefore gets a bound socket (`accelerator.serve_store`)."""
+    reaches the port could join without a password; rank 0 therefore gets a bound socket (`accelerator.serve_store`)."""
     with socket.create_server((LOOPBACK, 0)) as meeting:
         world = {
             "MASTER_ADDR": LOOPBACK,
@@ -120,7 +120,7 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
 
 
 def _first_of(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
-    """Return the rank that failed first, and its status."""
+    """Return number and exit status of the rank that failed first."""
     with contextlib.suppress(queue.Empty):
         while status != -signal.SIGKILL:
             other = ended.get(timeout=HEAR_S)
@@ -146,7 +146,7 @@ def write_job_file(job: SwarmJob, policy: str) -> Path:
 
 
 class CommandKeeper:
-    """Runs a command until told to stop, and starts it again when it dies."""
+    """Supervisor of a command: restarts it when it dies, until stopped."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv

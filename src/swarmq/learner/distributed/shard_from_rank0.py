@@ -24,19 +24,19 @@ from swarmq.learner.model.attention_check import broadcast_from_rank0
 
 
 class TensorOutline(NamedTuple):
-    """A tensor of a model without its values."""
+    """Name, shape and kind of a tensor, without its values."""
 
     first: str
-    """First of its names; tied weights have several."""
+    """First name of the tensor; tied weights have several."""
     shape: torch.Size
     dtype: torch.dtype
     trained: bool | None
-    """Whether it is a trained parameter; None for a buffer."""
+    """Whether the tensor is a trained parameter; None for a buffer."""
 
 
 def shard_from_rank0(model: nn.Module, accelerator: Accelerator) -> Any:
-    """Return the model with every rank holding its shards of rank 0's values; other ranks pass it on the meta device. Every
-    rank calls it.
+    """Return the model with every rank holding its shards of rank 0's values; other ranks pass the model on the meta device.
+    Every rank calls it.
 
     Raises LearnerError if the ranks' models differ in structure.
     """
@@ -55,7 +55,7 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def outline_tensors(model: nn.Module) -> dict[str, TensorOutline]:
-    """Return the outlines of every parameter and buffer, under each of its names."""
+    """Return outlines of all parameters and buffers, under each of their names."""
     first: dict[int, str] = {}
     return {
         name: TensorOutline(
@@ -82,7 +82,7 @@ def _check_alike(ours: dict[str, TensorOutline], outlines: dict[str, TensorOutli
 
 
 def _make_empty(model: nn.Module, outlines: dict[str, TensorOutline]) -> None:
-    """Replace all tensors by tensors without values, tied like rank 0's."""
+    """Replace all tensors by tensors without values, tied as on rank 0."""
     made: dict[str, Tensor] = {}
     for name, one in outlines.items():
         if one.first not in made:
@@ -99,7 +99,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _fill(
     model: nn.Module, outlines: dict[str, TensorOutline], values: dict[str, Tensor], accelerator: Accelerator
 ) -> None:
-    """Fill the shards; parameters stay the objects that FSDP2 knows, and rank 0 frees what it has sent."""
+    """Fill the shards in place, because FSDP2 keeps references to its parameters; rank 0 frees what it has sent."""
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -117,5 +117,5 @@ def _fill(
 
 
 def _ready(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
-    """Return rank 0's value, or an empty tensor for it."""
+    """Return the value on rank 0, on other ranks an empty tensor to receive it."""
     return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

@@ -49,7 +49,7 @@ AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 
 def build_fsdp_plugin(train: Train) -> FullyShardedDataParallelPlugin:
-    """Return the plug-in for full sharding of every decoder layer, as named by transformers."""
+    """Return the FSDP plug-in that shards every decoder layer, as named by transformers."""
     os.environ["FSDP_OFFLOAD_PARAMS"] = str(train.cpu_offload).lower()  # accelerate founds CPU collectives by it alone
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -75,7 +75,7 @@ def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin)
 
 
 def check_collectives(train: Train, device: torch.device) -> None:
-    """Raise LearnerError if tensors cannot be gathered where they are kept."""
+    """Raise LearnerError if tensors cannot be gathered on the device that holds them."""
     kept_on = "cpu" if train.cpu_offload else device.type
     backends = torch.distributed.get_backend_config()
     if f"{kept_on}:" not in backends:
@@ -86,18 +86,19 @@ def check_collectives(train: Train, device: torch.device) -> None:
 
 
 def keep_layers_gathered(accelerator: Accelerator) -> None:
-    """Before models are prepared: keep their layers gathered from forward to backward pass."""
+    """Keep layers gathered from forward to backward pass. Called before models are prepared."""
     accelerator.state.fsdp_plugin.reshard_after_forward = False
 
 
 def set_gradient_sync(model: Any, *, last: bool) -> None:
-    """Before a pass of a model with gathered layers: only the `last` pass of a step reduces gradients and frees layers."""
+    """Let only the `last` pass of a step reduce gradients and free layers. Called before each pass of a model with gathered
+    layers."""
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
 
 
 def is_sharding(accelerator: Accelerator) -> bool:
-    """Return whether the ranks hold a part of every model each, which rank 0 alone then loads."""
+    """Return whether each rank holds a part of every model; rank 0 alone then loads models."""
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
@@ -109,7 +110,8 @@ def loads_no_weights(accelerator: Accelerator) -> bool:
 def prepare_model(
     model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[nn.Parameter]], Optimizer]
 ) -> Any:
-    """Return the trained model, laid out over the ranks, and the optimizer that `optimizer` makes of its trained parameters."""
+    """Return the model to train, distributed over the ranks, and the optimizer that `optimizer` creates for its trained
+    parameters."""
     if is_sharding(accelerator):
         sharded = shard_from_rank0(model, accelerator)
         return sharded, accelerator.prepare_optimizer(optimizer(_trained(sharded)))
@@ -142,7 +144,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
-    """Return sharded tensors whole, in host memory of their own if `keep`, else empty. Every rank calls it."""
+    """Return sharded tensors whole, in newly allocated host memory if `keep`, else empty. Every rank calls it."""
 
     def bring(_: str, tensor: Weight) -> Tensor:
         full = full_tensor(materialize(tensor))
@@ -158,8 +160,8 @@ def gather_compute_weights(
     """Return the weights of `lm` inside the sharded `model` in the compute dtype, in host memory if `keep`, else empty. Every
     rank calls it.
 
-    A layer's weights are gathered at once, as for its computation: a tenth of the collectives. `into`: the result of an earlier
-    call, to be filled again, because pinned memory is slow to get. `as_named`: maps gathered weights to the wanted ones.
+    The weights of a layer are gathered together, which takes a tenth of the collectives. `into`: the result of an earlier call,
+    whose memory is used again, because pinned memory is slow to allocate. `as_named`: maps gathered weights to the wanted ones.
     """
 
     def bring(name: str, weight: Weight) -> Weight:
@@ -182,7 +184,7 @@ def gather_compute_weights(
 
 
 def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]) -> dict[str, Made]:
-    """Return by name what `bring` makes of every tensor, once for a tensor with several names (a tied head)."""
+    """Return name -> result of `bring`, which is called once for a tensor with several names (a tied head)."""
     places: dict[int, Made] = {}
     for name, tensor in named.items():
         if id(get_stored_tensor(tensor)) not in places:
@@ -191,7 +193,7 @@ def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]
 
 
 def _on_host(weight: Weight, place: Weight | None) -> Weight:
-    """Return the weight on the host; `place`: its memory from before."""
+    """Return the weight on the host. `place`: memory to use again."""
     if not isinstance(weight, FolderWeight):
         assert place is None or isinstance(place, Tensor)
         return _kept(materialize(weight).detach().to(weight.dtype), place)
@@ -216,15 +218,14 @@ def _kept(full: Tensor, place: Tensor | None) -> Tensor:
 
 
 class FullOptimizerState:
-    """The state of a sharded optimizer, saved and loaded as that of one process, so that any number of ranks can continue from
-    it."""
+    """State of a sharded optimizer, saved and loaded as that of one process, so that any number of ranks can continue from it."""
 
     def __init__(self, optimizer: Any, *, keep: bool) -> None:
-        """`keep`: whether this rank saves."""
+        """`keep`: whether this rank keeps the state."""
         self._optimizer, self._keep = optimizer, keep
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in host memory of its own, without tensors if not kept. Every rank calls it."""
+        """Return the state in newly allocated host memory, without tensors unless this rank keeps it. Every rank calls it."""
         saved: dict[str, Any] = self._optimizer.state_dict()
         whole_state: dict[int, dict[str, Any]] = {}
         for index, values in saved["state"].items():
@@ -235,7 +236,7 @@ class FullOptimizerState:
         return {**saved, "state": whole_state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's part."""
+        """Load this rank's part of a saved state."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         parts = {
             index: {name: _part(value, parameters[index]) for name, value in values.items()}
@@ -245,7 +246,7 @@ class FullOptimizerState:
 
 
 def _part(value: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of a value of the parameter `of`; numbers, such as the step count, are unchanged."""
+    """Return this rank's shard of a value of the parameter `of`; scalars, such as the step count, unchanged."""
     if not isinstance(of, DTensor) or value.shape != of.shape:
         return value
     return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None).clone()

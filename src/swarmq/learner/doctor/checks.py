@@ -22,7 +22,7 @@ LOST_LIMIT = 0.05
 
 
 def checks(policy: Policy, records: Sequence[BatchRecord], traits: ModelProfile, vocab: int) -> Iterator[Finding]:
-    """Yield findings about the batches of one policy; `traits` and `vocab`: those of its learner."""
+    """Yield findings about the batches of one policy. `traits` and `vocab`: of its learner."""
     turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
     yield _engine_arguments(policy)
     yield _sampling(turns)
@@ -105,7 +105,7 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
 
 
 def _drift(turns: Sequence[Turn]) -> Finding:
-    """Report drift: repaired turns are fine; turns that lost their recorded tokens recompute their whole context."""
+    """Check for drift. Repaired turns are fine; turns that lost their recorded tokens recompute their whole context."""
     drift = Drift.of(turns)
     return judge_value(
         "conversations go on token by token",
@@ -120,8 +120,8 @@ def _drift(turns: Sequence[Turn]) -> Finding:
 
 
 def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[Finding]:
-    """Check that each sampled token is there exactly once after folding, packing and division, with the weight and advantage of
-    its episode."""
+    """Check that folding, packing and division keep each sampled token exactly once, with the weight and advantage of its
+    episode."""
     tokens = apart = 0
     for record in records:
         train = record.settings or Train()

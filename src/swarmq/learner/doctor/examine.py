@@ -1,4 +1,4 @@
-"""One examination: load the newest checkpoint before stored batches, check, replay, compare."""
+"""One examination: load the newest checkpoint before the stored batches, check the batches, replay them, compare."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from swarmq.messages import Rollout
 from swarmq.timeline import plan_rows, resolve
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
-"""Largest difference of two log-probabilities by rounding: under autocast, the model's own logits are BF16."""
+"""Largest difference of two log-probabilities by rounding, by precision; under autocast, the model's own logits are BF16."""
 CHUNKS = 3
-"""Fewest chunks of the head that are compared with whole logits, so that one of them has neighbours on both sides."""
+"""Fewest chunks for the comparison of the head with whole logits, so that one chunk has neighbours on both sides."""
 WARM = 0.7
-"""A temperature other than 1, so that ignoring it would show."""
+"""A temperature other than 1, so that code that ignores it is found."""
 LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
-"""Largest relative difference of two layouts' gradients by rounding."""
+"""Largest relative difference of two layouts' gradients by rounding, by precision."""
 
 
 def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) -> Iterator[Finding]:
-    """Yield findings about the newest `batches` that can be replayed, or a finding that there are none. Writes nothing."""
+    """Yield findings about the newest `batches` batches that can be replayed, or one finding if there are none. Writes nothing."""
     try:
         with map_gpu_errors("the replay"):
             yield from _replay_batches(job, policy, folder, batches)
@@ -75,7 +75,7 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
 
 
 def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> discovery.Checkpoint | None:
-    """Return the newest valid checkpoint after which `batches` were trained; None for the initial model."""
+    """Return the newest valid checkpoint that precedes the last `batches` batches; None for the initial model."""
     sound = []
     for path in sorted(folder.glob("step-*")):
         try:
@@ -89,7 +89,7 @@ def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> disc
 
 
 def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
-    """Compare the log-probabilities of a short turn from the chunked head with those from all its logits."""
+    """Compare the log-probabilities of a short turn from the chunked head with those from its whole logits."""
     check = "log-softmax in chunks and in FP32"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if not policy.head_apart:
@@ -120,7 +120,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
 
 
 def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
-    """Compare the gradient of one group as trained with that of every timeline in a row of its own."""
+    """Compare the gradient of one group under the trained layout with the gradient when every timeline has its own row."""
     settings = trainer.settings(record)
     group = [e for e in record.episodes if e.group_id == record.episodes[0].group_id]
     longest = max(len(turn) for episode in group for turn in resolve(episode.turns))

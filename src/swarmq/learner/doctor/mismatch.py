@@ -1,8 +1,8 @@
-"""Comparison of stored batches, replayed through the learner, with what the engine recorded, and causes of differences.
+"""Comparison of replayed batches with the engine's log-probabilities, and the causes of differences.
 
-Sampled tokens are grouped by what can make two computations of one probability differ: nothing but arithmetic (the weights that
-sampled them), older weights, a weight push in the middle of the answer, a repaired prompt. If even the same weights disagree,
-the usual causes are tried.
+Sampled tokens are grouped by what can make two computations of one probability differ: only arithmetic (same weights), older
+weights, a weight push in the middle of the answer, a repaired prompt. If even the same weights disagree, the usual causes are
+tried.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SAME_WEIGHTS_LIMIT = 0.01
 BROKEN = 0.1
 HELD = "held to a grammar"
 EXPLAINS = 0.25
-"""Share of a mismatch that may remain if a tried cause explains it."""
+"""Largest share of a mismatch that may remain if a tried cause explains it."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens for which a single cause can make engine and learner differ."""
+    """Tokens for which one cause can make engine and learner differ."""
 
     name: str
     tokens: int
@@ -62,7 +62,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(trainer: Trainer, record: BatchRecord) -> Compared:
-    """Return the learner's view of a batch whose step it is about to take."""
+    """Return the learner's log-probabilities of a batch, under the weights before its step."""
     passes = build_rank_batch(record.episodes, trainer.settings(record), trainer.traits).passes
     logprobs = [_score(trainer, one, torch.from_numpy(one.temperatures)) for one in passes]
     warm = any((one.temperatures != 1).any() for one in passes)
@@ -86,7 +86,7 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
 
 
 def causes(batches: Sequence[Compared]) -> list[Cause]:
-    """Return disjoint groups of tokens, the least disturbed first."""
+    """Return statistics of disjoint groups of tokens, least disturbed first."""
     logprobs, behavior_logprobs, lag, pushed, repaired, held = (
         np.concatenate([getattr(each, name) for each in batches])
         for name in ("logprobs", "behavior_logprobs", "lag", "pushed", "repaired", "held")
@@ -104,7 +104,7 @@ def causes(batches: Sequence[Compared]) -> list[Cause]:
 
 
 def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
-    """Explain what the groups mean, and what else may cause a mismatch under the same weights."""
+    """Yield findings on each group, and on other causes of a mismatch under the same weights."""
     found = causes(batches)
     same = next((cause for cause in found if cause.name.startswith("arithmetic")), None)
     for cause in found:

@@ -15,7 +15,7 @@ from swarmq.token_drift import Drift
 
 
 def sum_episodes(episodes: Iterable[Rollout]) -> dict[str, EpisodeSums]:
-    """Return kind -> sums over its episodes."""
+    """Return kind -> sums over the kind's episodes."""
     sums: dict[str, EpisodeSums] = {}
     for episode in episodes:
         one = EpisodeSums(
@@ -37,8 +37,8 @@ def add_sums(tallies: Iterable[dict[str, EpisodeSums]]) -> dict[str, EpisodeSums
 
 
 def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict[str, Any]:
-    """Return the metrics of one trained batch. `since_last`: the records of drops since the batch before, whose episodes count
-    for `reward`, `equal_groups` and `dropped`."""
+    """Return the metrics of a trained batch. `since_last`: records of drops since the batch before, whose episodes count for
+    `reward`, `equal_groups` and `dropped`."""
     episodes, indices = record.episodes, [record.index, *since_last]
     sums = add_sums(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())
@@ -76,13 +76,13 @@ def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict
 
 
 def _credit_shares(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
-    """Return the shares of turns that are credited with the reward of their call, of their agent tag, or of their episode."""
+    """Return the shares of turns credited with the reward of their call, their agent tag, or their episode."""
     counts = Counter(level for group in group_by_slot(episodes) for level in count_credited(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 
 def _mean_credited_rewards(episodes: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean rewards by agent tag and by call, for rewards that credit a turn."""
+    """Return the mean rewards by agent tag and by call, over rewards that credit a turn."""
     given: dict[str, list[float]] = {"agent": [], "call": []}
     for episode in episodes:
         agents, calls = {turn.agent for turn in episode.turns}, {turn.call_id for turn in episode.turns}
@@ -97,14 +97,13 @@ def _share(those: Iterable[bool]) -> float:
 
 
 def rollout_s(episode: Rollout) -> float:
-    """Return the seconds from an episode's first call to its last answer, by the clocks of its proxies."""
+    """Return the seconds from an episode's first call to its last answer, by the proxies' clocks."""
     timings = [turn.timings for turn in episode.turns]
     return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
 
 
 def oldest_version(episode: Rollout) -> int:
-    """Return the weight version of the oldest sampled token. An engine that was never given weights reports none, which means
-    0."""
+    """Return the weight version of the oldest sampled token; 0 if the engine was never given weights and reports no version."""
     return min((min((s.version for s in turn.versions), default=0) for turn in episode.turns), default=0)
 
 

@@ -39,7 +39,7 @@ then the collector lets at most one window of further episodes finish."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch is made of."""
+    """Composition and limits of batches."""
 
     groups_per_batch: int
     mix: dict[str, float]
@@ -51,24 +51,24 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int | None = None
     train: Train = Train()
     stretches: tuple[Stretch, ...] = ()
-    """The mix over the run, if it is not constant."""
+    """The mix over the run; empty if the mix is constant."""
     lent: tuple[str, ...] = ()
-    """Dry kinds whose share the others have."""
+    """Dry kinds, whose share goes to the other kinds meanwhile."""
     control: int = 0
     """Number of the control state behind these limits."""
 
     def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
-        """Return the shares at a step. `lent`: kinds without a share, if they differ from the present ones."""
+        """Return kind -> share at a step. `lent`: kinds without a share, by default the present ones."""
         return shares(self._stretches, step, self.lent if lent is None else lent)
 
     @property
     def num_known(self) -> int:
-        """Number of the newest logged episodes whose ids must be known, because they may be delivered again."""
+        """Number of the newest logged episodes whose ids are kept, because they may be delivered again."""
         return max(MIN_KNOWN, WINDOWS_KNOWN * self.window)
 
     @property
     def window(self) -> int:
-        """Number of episodes that the collector lets be in progress."""
+        """Number of episodes that the collector allows in progress."""
         return (self.max_staleness + 1) * self.groups_per_batch * self.group_size
 
     @property
@@ -81,20 +81,20 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete group. Its drops are recorded together with it, because after a redelivery it must be complete again."""
+    """A complete group. Its drops are recorded with its batch, because a redelivered group must be complete again."""
 
     usable: list[Rollout]
     dropped: dict[str, str]
     oldest: int
-    """Weight version of its oldest sampled token."""
+    """Weight version of the group's oldest sampled token."""
     newest: int
 
 
 class Batcher:
-    """Rollouts that are in memory and in no record yet."""
+    """Former of batches, holding the rollouts that are in memory and not in the log yet."""
 
     def __init__(self, limits: BatchLimits, logged: Iterable[BatchIndex] = ()) -> None:
-        """`logged`: the indices of the batch log, whose episodes are never taken again."""
+        """Start without rollouts. `logged`: indices of the batch log, whose episodes are not accepted again."""
         self._ready: dict[str, list[PendingGroup]] = {}
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
@@ -110,7 +110,7 @@ class Batcher:
         self._news: list[str] = []
 
     def change(self, limits: BatchLimits) -> None:
-        """Use other limits from the next batch on, also for groups that wait for it."""
+        """Use new limits from the next batch on, also for groups that already wait."""
         self.limits, ready = limits, self._ready
         self._ready = {kind: [] for kind in (*ready, *limits.kinds)}
         for kind, groups in ready.items():
@@ -126,7 +126,7 @@ class Batcher:
             self.known.popitem(last=False)
 
     def accept(self, episode: Rollout) -> bool:
-        """Accept a rollout. Returns False if it is in the log already; one that is already waiting changes nothing."""
+        """Accept a rollout. Returns False if the log already has it; a rollout that already waits changes nothing."""
         if episode.episode_id in self.known:
             return False
         if episode.episode_id in self._waiting or episode.episode_id in self._dropped:
@@ -139,7 +139,8 @@ class Batcher:
         return True
 
     def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
-        """Return the batch that turns the weights of `version` into the next, with all drops so far, or None until it is full."""
+        """Return the batch that turns the weights of `version` into the next version, with all drops so far, or None if too few
+        groups are ready."""
         self._drop_stale(version)
         wanted, carry = self.next_batch(version + 1)
         if any(len(self._ready[kind]) < count for kind, count in wanted.items()):
@@ -152,8 +153,8 @@ class Batcher:
         return self._record(version + 1, at, carry, episodes, settings)
 
     def next_batch(self, step: int) -> Dealt:
-        """Return the groups by kind of the batch that makes the weights of `step`, and what rounding then owes. Kinds whose
-        share is lent contribute the groups that they have."""
+        """Return the number of groups of each kind in the batch of `step`, and the fractions that rounding carries over. Kinds
+        in `lent` contribute the groups that they have."""
         limits, groups = self.limits, self.limits.groups_per_batch
         own = deal(limits.shares(step, lent=()), {}, groups).counts if limits.lent else {}
         there = {kind: min(len(self._ready[kind]), own.get(kind, 0)) for kind in limits.lent}
@@ -161,11 +162,11 @@ class Batcher:
         return Dealt(dealt.counts | there, dealt.carry)
 
     def drops(self, *, version: int, at: float) -> BatchRecord | None:
-        """Return a record of the drops since the last one, or None if there are none."""
+        """Return a record of the drops since the last record, or None if there are none."""
         return self._record(version, at, self.carry) if self._dropped else None
 
     def news(self) -> list[str]:
-        """Return new reasons for which episodes cannot be trained, in words, each once."""
+        """Return explanations of drop reasons that have not occurred before, one for each reason."""
         news, self._news = self._news, []
         return news
 
@@ -178,7 +179,7 @@ class Batcher:
         return len(self._incomplete)
 
     def _finish_group(self, members: list[Rollout]) -> None:
-        """Drop members that cannot be trained, and queue the rest."""
+        """Drop members that cannot be trained, and queue the others."""
         kind = members[0].kind
         if kind not in self._ready:
             self._drop(_with_reason(members, "kind_not_in_mix"))
@@ -214,11 +215,11 @@ class Batcher:
             self._ready[kind].append(PendingGroup(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
     def _min_members(self, usable: list[Rollout]) -> int:
-        """Return the fewest members of a group; the collector passes smaller groups on that never had more."""
+        """Return the fewest members of a trainable group; smaller if the collector formed the group with fewer."""
         return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
 
     def _find_fault(self, episode: Rollout) -> tuple[str, str]:
-        """Return why an episode cannot be trained, as one word to count by and as a sentence, or two empty strings if it can."""
+        """Return why an episode cannot be trained, as a reason to count and a sentence; two empty strings if it can."""
         try:
             resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
         except TimelineError as error:
@@ -241,8 +242,8 @@ class Batcher:
             self._news.append(f"dropped as {reason}: {sentence}")
 
     def _drop_stale(self, version: int) -> None:
-        """Drop episodes with a token that is too old for the next step, or from weights that were never made here, and episodes
-        that this leaves without a baseline."""
+        """Drop episodes with a token that is too old for the next step or from a version that this learner has not made, and
+        groups that are then too small."""
         oldest = version - self.limits.max_staleness
         for kind, groups in self._ready.items():
             fresh_enough = [oldest <= group.oldest and group.newest <= version for group in groups]
@@ -295,7 +296,7 @@ class Batcher:
 
 
 def _baselines(before: Mapping[str, float], episodes: tuple[Rollout, ...], train: Train) -> dict[str, float]:
-    """Return the `ema` baselines after a batch, for kinds that have one."""
+    """Return the `ema` baselines after a batch, for the kinds that use them."""
     groups = group_by_slot(episodes)
     return update_baselines(
         before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train

@@ -1,7 +1,7 @@
-"""The newest control state as this learner has it, on disk, and the settings that follow from it.
+"""The newest control state that this learner has received, stored on disk, and the settings that follow from it.
 
-The collector always sends the whole state, so the highest number counts, whatever was lost or repeated. A state is on disk
-before its message is acknowledged.
+The collector always sends the whole state, so the highest number wins, whatever was lost or repeated. A state is on disk before
+its message is acknowledged.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from swarmq.runtime.files import read_or_reset, write_atomically
 
 
 class StoredControl(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of the file."""
+    """Content of the control-state file."""
 
     state: Control
     checkpoints: int = 0
-    """Number of requested checkpoints that are written."""
+    """Number of requested checkpoints that have been written."""
 
 
 DECODER = msgspec.msgpack.Decoder(StoredControl)
 
 
 class ControlState:
-    """The control state of this learner. Methods raise LearnerError if the disk refuses."""
+    """Control state of this learner. Methods raise LearnerError if the file cannot be written."""
 
     def __init__(self, path: Path, file: SwarmJob, policy: str) -> None:
         self._path, self._file, self._policy = path, file, policy
@@ -51,7 +51,7 @@ class ControlState:
         return self.state.checkpoints > self._kept.checkpoints
 
     def take(self, state: Control) -> bool:
-        """Store a state and put it in effect if it is newer. Returns whether it was."""
+        """Store a state and apply it if it is newer. Returns whether it was newer."""
         if state.number <= self.state.number:
             return False
         self._write(msgspec.structs.replace(self._kept, state=state))
@@ -62,7 +62,7 @@ class ControlState:
         self._write(msgspec.structs.replace(self._kept, checkpoints=max(number, self._kept.checkpoints)))
 
     def limits(self, *, vocab_size: int | None, max_length: int | None) -> BatchLimits:
-        """Return the present limits of batches."""
+        """Return the limits of batches under the present settings."""
         groups, changes = self.job.groups, self.state.changes
         return BatchLimits(
             groups_per_batch=groups.groups_per_batch,
@@ -81,7 +81,7 @@ class ControlState:
         )
 
     def answer(self, next_step: int) -> dict[str, Any]:
-        """Return what the newest command changed here, and from which step on."""
+        """Return the fields of the event that answers the newest command: what changes for this policy, and from which step on."""
         news = [
             change
             for change in self.state.changes

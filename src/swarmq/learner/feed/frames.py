@@ -18,13 +18,13 @@ _to_io: msgspec.msgpack.Decoder[ToIO] = msgspec.msgpack.Decoder(ToIO)
 
 
 def send(sock: socket.socket, message: ToIO) -> None:
-    """Send a message to the feeder. Raises OSError if the feeder is gone."""
+    """Send a message to the batch feeder. Raises OSError if the feeder is gone."""
     body = _encoder.encode(message)
     sock.sendall(LENGTH.pack(len(body)) + body)
 
 
 def receive(sock: socket.socket) -> ToTrainer:
-    """Receive a message from the feeder. Raises EOFError if the feeder is gone."""
+    """Receive a message from the batch feeder. Raises EOFError if the feeder is gone."""
     (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
     return _to_trainer.decode(_exactly(sock, size))
 

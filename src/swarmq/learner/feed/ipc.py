@@ -1,6 +1,6 @@
-"""Rank 0's link to the batch feeder: starts the process, asks it for batches, and restarts it when it dies.
+"""Rank 0's link to the batch feeder: starts the process, requests batches, and restarts the process when it dies.
 
-Nothing is lost with the process: what it logged is replayed from the log, and what it had not logged is redelivered.
+A dead process loses nothing: batches in the log are replayed, and rollouts that are not in the log are redelivered.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StopSignal:
 
 
 class FeederLink:
-    """Link to the batch feeder, used as a context manager. `hello` describes the trainer's state at every start."""
+    """Link to the batch feeder, used as a context manager. `hello`: returns the trainer's state, at every start of the process."""
 
     def __init__(
         self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
@@ -86,7 +86,7 @@ class FeederLink:
             self._process.wait()
 
     def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.BatchReady | records.SaveCheckpoint | None:
-        """Wait for the next thing to do; None if asked to stop or after the last step.
+        """Wait for the next batch or checkpoint request; None if asked to stop or after the last step.
 
         `idle`: called when the wait begins (nothing is left to replay, no batch is full) and again every `idle_s()` seconds.
         Raises LearnerError if the batch feeder cannot go on.
@@ -116,7 +116,7 @@ class FeederLink:
         self._send(message)
 
     def finish(self) -> None:
-        """Wait until everything owed to the broker is sent, or the batch feeder gives up for now."""
+        """Wait until the batch feeder has sent all reports, or has given up for now."""
         self._send(records.Stop())
         self._socket.settimeout(STOP_S)
         with contextlib.suppress(TimeoutError, EOFError, LearnerError):
@@ -143,7 +143,7 @@ class FeederLink:
                 self._restart()
 
     def _raise_reported_error(self) -> None:
-        """Raise the error that an ended process left in the socket."""
+        """Raise the error that a dead batch feeder has left in the socket, if any."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if isinstance(message := frames.receive(self._socket), records.FeederFailed):

@@ -52,13 +52,13 @@ log = structlog.get_logger()
 
 STATE_EVERY_S = 2.0
 STUCK_S = 60.0
-"""Seconds of waiting for a batch after which a log line says what is missing."""
+"""Seconds of waiting for a batch after which a warning says what is missing."""
 ASK_S = 20.0
-"""Seconds without any rollout after which the collector is asked whether something was lost."""
+"""Seconds without a rollout after which the collector is asked to repeat lost messages."""
 RETRY_S = 2.0
-"""Seconds between attempts at what the broker or the disk refuses for now."""
+"""Seconds between two attempts at an operation that the broker or the disk refuses."""
 DRAIN_S = 10.0
-"""Seconds that a stop waits for reports to be confirmed; the next start sends the rest."""
+"""Seconds that a stop waits for confirmation of reports; the next start sends the rest."""
 PREDECESSOR_S = 15.0
 """Seconds to wait for the batch feeder of a killed trainer to end."""
 MAX_PREFETCH = 65535
@@ -70,8 +70,7 @@ T = TypeVar("T")
 
 
 def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
-    """Open the broker. An unreachable one is waited for, but only shortly at the very first start, when its address may be
-    wrong."""
+    """Open the broker. An unreachable broker is waited for, but only shortly at the first start, when its address may be wrong."""
     url = resolve_amqp_url(hello.job.broker)
     if url is None:
         raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
@@ -80,7 +79,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
 
 
 def main(open_broker: OpenBroker = open_amqp, *, feeder_type: type[BatchFeeder] | None = None) -> None:
-    """Entry point of the process, whose last argument is the number of the socket to the trainer."""
+    """Run the process; its last argument is the descriptor of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
     with contextlib.suppress(EOFError):
@@ -113,17 +112,17 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, feeder_type: type[B
 
 
 async def _listen(reader: asyncio.StreamReader, messages: asyncio.Queue[records.ToIO]) -> None:
-    """Queue the trainer's messages. Its end (EOFError) ends this process even while the broker is awaited."""
+    """Queue the trainer's messages. When the trainer ends (EOFError), this process ends, even while it waits for the broker."""
     while True:
         messages.put_nowait(await frames.read(reader))
 
 
 class StoppedError(Exception):
-    """The trainer asked to stop and everything owed is sent; ends the task group."""
+    """Signal that the trainer asked to stop and all reports are sent; ends the task group."""
 
 
 class BatchFeeder:
-    """Everything between the queue, the log and the trainer."""
+    """Mover of rollouts from the queue to the log and to the trainer, and of reports to the collector."""
 
     def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
         job, policy = hello.job, hello.policy
@@ -140,17 +139,16 @@ class BatchFeeder:
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
         self.figures = dict[int, dict[str, Any]]()
-        """Version -> metrics of the batch that was handed over."""
+        """Version -> metrics of the batch that was sent to the trainer."""
         self.signs = SignWatch()
         self.wanted_since: float | None = None
-        """Time when the trainer asked for a batch; None while it has one."""
+        """Time of the trainer's request for a batch; None while it has a batch."""
         self.controls_due = 0
-        """Number of control states that waited when this process began and are not read yet; one of them may lift the last
-        step."""
+        """Number of unread control states that were queued when this process began; one of them may raise the last step."""
         self.heard_at = time.monotonic()
-        """Time when a new rollout last came."""
+        """Time of the newest new rollout."""
         self.asked_collector = False
-        """Whether the collector was asked since then."""
+        """Whether the collector was asked since the newest rollout."""
         self.serving = asyncio.Lock()
         self.reporting = asyncio.Lock()
         self.reports_due = asyncio.Event()
@@ -208,11 +206,11 @@ class BatchFeeder:
 
     @property
     def next_step(self) -> int:
-        """First step whose batch is not in the log yet."""
+        """First step whose batch is not in the log."""
         return max(self.version, self.log.version) + 1
 
     async def _consume_control(self) -> None:
-        """Take control states: store, report, acknowledge; in effect from the next batch on."""
+        """Store, apply and acknowledge control states, and report them as events; they take effect from the next batch on."""
         queue = topology.control(self.job.run, self.policy)
         async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
             async for delivery in deliveries:
@@ -255,7 +253,7 @@ class BatchFeeder:
             await _ack([delivery])
 
     async def _serve(self) -> None:
-        """Record drops, and hand over a batch if the trainer is free and one is full."""
+        """Log drops, and send a batch if the trainer waits and a batch is full."""
         async with self.serving:
             limit = self.control.train.max_steps
             if self.wanted_since is None:
@@ -290,8 +288,8 @@ class BatchFeeder:
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
 
     async def _retry_until_room(self, write: Callable[[], T]) -> T:
-        """Return the result of `write`, retried until the disk has room. Meanwhile nothing is acknowledged and no batch is
-        trained, with warnings; a stop need not wait, because the queue has everything."""
+        """Return the result of `write`, which is retried, with a warning, until the disk has room. Meanwhile nothing is
+        acknowledged and no batch is trained; a stop need not wait, because the queue still has everything."""
         full = False
         while True:
             try:
@@ -317,7 +315,7 @@ class BatchFeeder:
     async def _send_to_trainer(
         self, message: records.BatchReady | records.SaveCheckpoint | records.TrainingDone
     ) -> None:
-        """Send the trainer something to do."""
+        """Send the trainer its next task."""
         self.wanted_since = None
         await frames.write(self.writer, message)
 
@@ -359,7 +357,8 @@ class BatchFeeder:
         )
 
     async def _to_inbox(self, message: StepReport) -> None:
-        """Publish to the inbox and return once confirmed; if the queue was deleted, the collector declares it again."""
+        """Publish to the inbox and return once confirmed. If the queue was deleted, retry until the collector has declared it
+        again."""
         while True:
             try:
                 return await self.broker.publish(topology.inbox(self.job.run), message)
@@ -369,8 +368,8 @@ class BatchFeeder:
             await asyncio.sleep(RETRY_S)
 
     async def _ask_collector(self) -> None:
-        """Ask the collector for lost messages: reports may be lost, so that their rollouts still count as ours, or rollouts may
-        be."""
+        """Ask the collector for lost messages: reports may be lost, so that it still counts their rollouts as untrained, or
+        rollouts."""
         self.asked_collector = True
         async with self.reporting:
             for index in self.reports.newest(self.intake.limits.window):
@@ -399,7 +398,7 @@ class BatchFeeder:
         await self._emit("state", fields)
 
     async def _warn_stuck(self, waited_s: float) -> None:
-        """Log in one line who waits for whom."""
+        """Warn that the learner waits, and for which groups."""
         if self.control.state.pace != "running":
             return
         needed = self.intake.next_batch(self.version + 1).counts

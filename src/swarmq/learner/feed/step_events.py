@@ -1,6 +1,6 @@
-"""Step events that survive outages: each waits for room in the run's event file and for the broker, in order.
+"""Step events that survive outages: each is retried, in order, until the run's event file has room and the broker is reachable.
 
-The file is written here and not by listeners, because listeners miss events while the broker is away.
+The file is written by the batch feeder and not by listeners, because listeners miss events while the broker is away.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepEvents:
         await self.settle()
 
     async def settle(self) -> None:
-        """Write and publish waiting events as far as possible at present."""
+        """Write and publish the waiting events as far as possible now."""
         try:
             self._write()
             self._failing = False

@@ -1,4 +1,4 @@
-"""Findings: what a check found (good, worth knowing, or wrong) and what to do about it."""
+"""Findings: the result of a check (good, noteworthy or wrong) and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """Observation with numbers; if not `ok`, also the limit and what to do."""
     named: bool = True
-    """Whether `check` is printed before the text; a sign that does not show names what it measures instead."""
+    """Whether `check` is printed before the text; the text of a sign that does not show begins with what it measures."""
 
     @property
     def line(self) -> str:

@@ -13,28 +13,28 @@ from swarmq.learner.health.findings import Finding, Level
 from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
 
 WINDOW = 10
-"""Number of first and of newest steps that are compared."""
+"""Number of steps at the beginning, and of newest steps, that are compared."""
 FILTERED = 0.1
-"""Share of tokens that a filter may take. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] takes 3 % at the
-limit of the mismatch (0.05), 13 % at twice and half at ten times the limit."""
+"""Largest share of tokens that a filter should remove. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] removes
+3 % at the limit of the mismatch (0.05), 13 % at twice and half at ten times the limit."""
 
 Steps = Sequence[Mapping[str, Any]]
 
 
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    """Name of the problem that shows."""
+    """Name of the problem."""
     measured: str
     word: str
-    """Word for a value beyond the limit."""
+    """Adjective for a value beyond the limit."""
     measure: Callable[[Steps], float | None]
-    """Measured value of the steps; None if their metrics lack it."""
+    """Function that returns the measured value of the steps; None if their metrics lack it."""
     limit: float
     below: bool = False
     """Whether values below the limit are a sign; otherwise values above it."""
     level: Level = "warning"
     alone: bool = True
-    """Whether it is a sign also while the reward rises."""
+    """Whether it is also a sign while the reward rises."""
     advice: str
 
 
@@ -168,7 +168,7 @@ SIGNS = (
 
 
 def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
-    """Yield one finding for every sign whose metrics the steps have."""
+    """Yield one finding for every sign that the steps' metrics allow to measure."""
     if not steps:
         yield Finding(
             level="note",
@@ -181,18 +181,18 @@ def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
 
 
 class SignWatch:
-    """Detector of signs during training: reports a sign when it begins to show, and again after WINDOW steps without it."""
+    """Watcher for signs during training: reports a sign when it begins to show, and again after WINDOW steps without it."""
 
     def __init__(self) -> None:
         self._steps: list[Mapping[str, Any]] = []
         """The first WINDOW and the newest steps."""
         self._count = 0
         self._showed: dict[str, int] = {}
-        """Sign -> step at which it last showed."""
+        """Sign -> last step at which it showed."""
 
     def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
-        """Return the findings that show since this step. Signs other than errors need WINDOW steps to be distinguished from
-        chance."""
+        """Add a step and return the findings that begin to show with it. Signs other than errors need WINDOW steps, so that
+        they are not chance."""
         self._count += 1
         self._steps.append({**fields, "max_staleness": max_staleness})
         if len(self._steps) > WINDOW + LONGEST:
@@ -218,6 +218,6 @@ def _judge_sign(steps: Steps) -> Iterator[Finding]:
 
 
 def _mean(steps: Steps, name: str) -> float | None:
-    """Return the mean over the steps that have the metric, which is null in the event file if it was not finite."""
+    """Return the mean over the steps that have the metric. Metrics that were not finite are null in the event file."""
     values = [float(value) for step in steps if (value := step.get(name)) is not None and math.isfinite(value)]
     return statistics.fmean(values) if values else None

@@ -3,7 +3,7 @@
 The test is Mann and Kendall's: among all pairs of steps, is the later one lower more often than in a series without a trend? It
 assumes nothing about the distribution of the noise, and an outlier counts as one step. It is applied to the newest steps
 (`WINDOW`), and to as many means of `BLOCK` steps, which shows slow trends. A trend is a sign if its z is beyond `Z` and the
-change is large enough to matter. A learner tests after every step: with `Z` = 4, noise without memory caused a sign in 0 of 100
+change is large enough to matter. A learner tests after every step: with `Z` = 4, uncorrelated noise caused a sign in 0 of 100
 trainings of 200 steps, noise that keeps 30 % of the step before in 4, and 50 % in 32; a test measures the first two.
 
 Harmless changes are excluded: rewards are compared kind by kind, so that another mix is no trend; nothing is compared with
@@ -32,9 +32,10 @@ LONGEST = WINDOW * BLOCK
 """Number of newest steps that are examined."""
 Z = 4.0
 RISING = 2.0
-"""z of a rising reward, for which less proof is needed than for a sign, because it withdraws signs."""
+"""z beyond which the reward counts as rising, which withdraws signs; smaller than `Z`, because withdrawal needs less proof than
+a sign."""
 OTHER_MIX = 3.0
-"""z of a kind's share beyond which the mix explains changes of metrics over all kinds."""
+"""z of a kind's share beyond which a changed mix explains changes of metrics over all kinds."""
 TINY = 1e-6
 
 Steps = Sequence[Mapping[str, Any]]
@@ -49,10 +50,10 @@ class Fit(msgspec.Struct, frozen=True):
 
     z: float
     begin: float
-    """Value at the beginning of the Theil-Sen line; of logarithms, where a ratio counts."""
+    """Value at the beginning of the Theil-Sen line, or its logarithm if ratios are compared."""
     end: float
     change: float
-    """Relative change."""
+    """Relative change over the steps."""
     first: int
     """First step."""
     last: int
@@ -63,9 +64,9 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     measured: str
     measure: Measure
     change: float
-    """Relative change of the line's end over its beginning; beyond it, the trend is a sign."""
+    """Relative change from beginning to end of the line beyond which the trend is a sign."""
     alone: bool = False
-    """Whether the trend is a sign whatever the reward does."""
+    """Whether the trend is a sign even if the reward rises."""
     advice: str
 
 
@@ -140,7 +141,7 @@ def reward_rises(steps: Steps) -> bool:
 
 
 class _Window:
-    """The newest steps, in blocks."""
+    """The newest steps, grouped in blocks."""
 
     def __init__(self, steps: Steps, block: int) -> None:
         self.steps = steps[-WINDOW * block :][len(steps[-WINDOW * block :]) % block :]
@@ -148,14 +149,14 @@ class _Window:
         self.rewards = self.points(_reward_of(self.steps)) if len(self.steps) >= LEAST * block else []
 
     def points(self, measure: Measure) -> list[float]:
-        """Return means over blocks of steps, without those that lack the metric."""
+        """Return means over blocks of steps, without blocks that lack the metric."""
         values = [measure(step) for step in self.steps]
         blocks = (values[at : at + self.block] for at in range(0, len(values), self.block))
         known = ([value for value in each if value is not None] for each in blocks)
         return [statistics.fmean(each) for each in known if each]
 
     def explains(self) -> bool:
-        """Return whether the reward rises, or a kind has a larger or smaller share of the newer batches than of the older ones."""
+        """Return whether the reward rises, or a kind's share of the newer batches differs from its share of the older ones."""
         return mann_kendall(self.rewards) > RISING or any(
             abs(mann_kendall(self.points(_share_of(kind)))) > OTHER_MIX
             for kind in {kind for step in self.steps for kind in step.get("groups_by_kind") or {}}
@@ -198,7 +199,7 @@ def mann_kendall(values: Sequence[float]) -> float:
 
 
 def _pairs(values: Sequence[float]) -> Floats:
-    """Return for each pair how much higher the later value is."""
+    """Return, for each pair, the later value minus the earlier."""
     earlier, later = _places(len(values))
     array = np.array(values, np.float64)
     found: Floats = array[later] - array[earlier]
@@ -231,8 +232,8 @@ def _share_of(kind: str) -> Measure:
 
 
 def _reward_of(steps: Steps) -> Measure:
-    """Return a measure of the mean over the kinds that every step has, each with the same weight; over all episodes if there is
-    no such kind."""
+    """Return the mean reward over the kinds that every step has, each with the same weight; over all episodes if there is no
+    such kind."""
     each = [{kind for kind, value in (step.get("reward_by_kind") or {}).items() if value is not None} for step in steps]
     kinds = set.intersection(*each) if each else set()
 

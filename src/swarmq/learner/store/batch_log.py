@@ -35,7 +35,7 @@ SEGMENT = struct.Struct("<8sII")
 RECORD = struct.Struct("<4sQIIIII")
 SEGMENT_BYTES = 64 * 1024 * 1024
 SEGMENT_RECORDS = 256
-"""Number of records, or bytes, beyond which a new segment begins, so that old segments can be removed."""
+"""Number of records in a segment, after which a new segment begins, so that old segments can be removed."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordPlace(msgspec.Struct, frozen=True):
-    """Position of a record in the log, with its index."""
+    """Position of a record in the log, and the record's index."""
 
     segment: Path
     offset: int
@@ -55,7 +55,7 @@ class RecordPlace(msgspec.Struct, frozen=True):
 
 
 class BatchLog:
-    """An open log, extended by `append` alone; `indices` keeps its records' indices in memory."""
+    """An open log, extended by `append` alone. `indices` holds the indices of its records in memory."""
 
     def __init__(
         self, folder: Path, identity: RunIdentity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
@@ -79,8 +79,8 @@ class BatchLog:
 
     @property
     def version(self) -> int:
-        """Version made by the newest batch. Records of drops stand between batches, and those of a replay's time after newer
-        ones."""
+        """Version of the newest batch. Records of drops may lie between batches, and those written during a replay after newer
+        batches."""
         return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
 
     @property
@@ -88,7 +88,7 @@ class BatchLog:
         return (place.index for place in self.places)
 
     def append(self, record: BatchRecord) -> None:
-        """Append `record` and return once it is on disk. After a LearnerError it is not in the log."""
+        """Append `record` and return once it is on disk. Raises LearnerError, and the record is then not in the log."""
         expected = self.last.record + 1 if self.last else 1
         assert record.index.record == expected, f"record {record.index.record} appended where {expected} belongs"
         data = _pack(record)
@@ -107,7 +107,7 @@ class BatchLog:
         self._size += len(data)
 
     def after(self, version: int) -> Iterator[BatchRecord]:
-        """Yield the batches to train after the weights of `version`, in order, without records of drops alone."""
+        """Yield the batches to train after the weights of `version`, in order, without records that only hold drops."""
         versions = [place.index.version for place in self.places if place.index.trained]
         if versions and versions[0] > version + 1:
             raise SetUpError(
@@ -170,7 +170,7 @@ class BatchLog:
         self._size = os.fstat(self._descriptor).st_size
 
     def _start_segment(self, record: int) -> None:
-        """Start a segment under a temporary name and rename it, so that no segment has half a header."""
+        """Start a segment under a temporary name and rename it, so that no segment has an incomplete header."""
         head = msgspec.msgpack.encode(SegmentHeader(schema=SCHEMA, identity=self.identity))
         path = self.folder / f"{record:012d}.log"
         write_atomically(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
@@ -202,8 +202,8 @@ def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int |
 
 
 def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) -> None:
-    """Move a torn tail aside. It was never acknowledged, unless a checkpoint contains it: then it is damage of another kind, an
-    error."""
+    """Move a torn tail aside. A torn tail was never acknowledged; if a checkpoint contains its batch, the log is damaged:
+    raises LearnerError."""
     last = max((place.index.version for place in places if place.index.trained), default=0)
     if last < needed:
         raise _damage_error(
@@ -233,7 +233,7 @@ def read_record(place: RecordPlace) -> BatchRecord:
 
 
 def read_records(folder: Path) -> Iterator[BatchRecord]:
-    """Yield all records of a log without owning it, for inspection and replay. Writes nothing."""
+    """Yield all records of a log without locking or writing it, for inspection and replay."""
     return (read_record(place) for place in scan_log(folder))
 
 
@@ -291,7 +291,7 @@ def _pack(record: BatchRecord) -> bytes:
 
 
 def _lengths(header: bytes) -> tuple[int, int] | None:
-    """Return the sizes of index and body, or None if the bytes are no valid record header."""
+    """Return the sizes of index and body, or None if the bytes are not a valid record header."""
     if len(header) < RECORD.size:
         return None
     magic, _, index_size, body_size, _, _, checksum = RECORD.unpack(header)
@@ -301,7 +301,7 @@ def _lengths(header: bytes) -> tuple[int, int] | None:
 
 
 def _sound(data: bytes, *, body: bool = True) -> bool:
-    """Return whether the checksums of a record hold: of header, index, and body if `body`."""
+    """Return whether a record's checksums of header, index and, if `body`, body are correct."""
     lengths = _lengths(data[: RECORD.size])
     if lengths is None:
         return False
@@ -313,7 +313,7 @@ def _sound(data: bytes, *, body: bool = True) -> bool:
 
 
 def _later_record(file: BinaryIO, offset: int, size: int) -> bool:
-    """Return whether a valid record header stands anywhere in [offset, size), in which case the data before it is no torn tail."""
+    """Return whether a valid record header lies in [offset, size); the data before it is then damaged, not a torn tail."""
     file.seek(offset)
     rest = file.read(size - offset)
     at = rest.find(RECORD_MAGIC)

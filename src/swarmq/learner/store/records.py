@@ -17,7 +17,8 @@ from swarmq.messages import Rollout
 SCHEMA = 1
 """Version of the formats of batch log and checkpoint. A reader accepts its own version and older ones."""
 ADAPTER_FILE = Path("adapter", "adapter.safetensors")
-"""Adapters' file within a checkpoint, in a folder of its own: vLLM takes any safetensors file beside the model's for the model's."""
+"""File of the adapters within a checkpoint, in a folder of its own, because vLLM loads any safetensors file beside the model's
+as model weights."""
 ADAPTER_SETTINGS_KEY = "train.lora"
 """Key of the LoRA settings in the metadata of the adapters' file."""
 
@@ -35,7 +36,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return cls(run=job.run, policy=policy, model=str(Path(model).resolve()) if Path(model).is_dir() else model)
 
     def difference(self, other: RunIdentity) -> str:
-        """Return the differences in words, or "" if both are the same."""
+        """Return the differences in words, or "" if there are none."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
         return ", ".join(
             f"{name} is {theirs!r} there and {ours!r} here" for name, ours, theirs in pairs if ours != theirs
@@ -61,12 +62,12 @@ class EpisodeSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a log record that is read at every start: small and uncompressed."""
+    """Small, uncompressed part of a log record, which is read at every start."""
 
     record: int
     """Number of the record: 1, 2, 3, ... without gaps."""
     version: int
-    """Weight version after the step; a record of drops alone repeats the version before."""
+    """Weight version after the step; a record that only holds drops repeats the version before."""
     trained: tuple[str, ...] = ()
     dropped: dict[str, str] = {}
     """Episode id -> reason."""
@@ -86,13 +87,13 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the batch log. `episodes` and `settings` are empty in a record of drops alone."""
+    """One entry of the batch log. `episodes` and `settings` are empty in a record that only holds drops."""
 
     index: BatchIndex
     episodes: tuple[Rollout, ...] = ()
-    """Rollouts of the batch, members of a group next to each other."""
+    """Rollouts of the batch; members of a group are adjacent."""
     settings: Train | None = None
-    """Settings in effect for this step, so that a replay repeats it."""
+    """Settings of this step, so that a replay repeats it."""
     baselines: dict[str, float] = {}
     """Baselines of the `ema` advantage for this step."""
 
@@ -106,7 +107,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     vocab_size: int
     max_length: int | None = None
     again: bool = False
-    """Whether a batch feeder of this trainer has run before, so that an unreachable broker is waited for."""
+    """Whether this trainer has had a batch feeder before; an unreachable broker is then waited for."""
 
 
 class RequestBatch(msgspec.Struct, frozen=True, kw_only=True, tag="next"):
@@ -125,7 +126,7 @@ class PhaseChange(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
 
 
 class Warn(msgspec.Struct, frozen=True, kw_only=True, tag="warn"):
-    """A warning for people."""
+    """A warning to publish."""
 
     text: str
 
@@ -139,20 +140,20 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """Publish everything owed, then end."""
+    """Request to publish all reports, then end."""
 
 
 class BatchReady(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     record: bytes
     """An encoded `BatchRecord`."""
     replayed: bool
-    """Whether the batch was read from the log after a restart, and not from the queue."""
+    """Whether the batch was read from the log after a restart, not from the queue."""
     figures: dict[str, Any] = {}
-    """Metrics of the batch alone, for the trackers."""
+    """Metrics of the batch alone, for trackers."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
-    """Write a checkpoint now."""
+    """Request to write a checkpoint now."""
 
     asked: int
 
@@ -170,11 +171,11 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
 
 
 class FeederFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The batch feeder cannot go on, for a reason that a person must know."""
+    """The batch feeder cannot go on; `text` says why."""
 
     text: str
     for_good: bool = False
-    """Whether a new batch feeder could not go on, either."""
+    """Whether a restarted batch feeder would fail, too."""
 
 
 ToIO = Hello | RequestBatch | StepDone | PhaseChange | Warn | CheckpointSaved | Stop
@@ -189,7 +190,7 @@ def encode_record(record: BatchRecord) -> bytes:
 
 
 def decode_record(body: bytes) -> BatchRecord:
-    """Decode a record of the batch log, also one whose settings have former names."""
+    """Decode a record of the batch log; settings may have their former names."""
     try:
         return _record.decode(body)
     except msgspec.ValidationError:

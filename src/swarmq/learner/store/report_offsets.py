@@ -1,4 +1,4 @@
-"""How far the collector has confirmed reports on log records: a number on disk, so that a restart forgets none."""
+"""Progress of the reports on log records: the confirmed number is on disk, so that a restart forgets no report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from swarmq.runtime.files import write_atomically
 
 
 class ReportOffsets:
-    """Reports up to record `through` are confirmed; later ones may be, and are repeated after a restart."""
+    """Confirmed reports. Reports up to record `through` are confirmed; later ones are repeated after a restart, even if
+    confirmed."""
 
     def __init__(self, path: Path, log: BatchLog) -> None:
         self.path, self.log = path, log
@@ -19,7 +20,7 @@ class ReportOffsets:
         self._confirmed: set[int] = set()
 
     def due(self, version: int) -> list[BatchIndex]:
-        """Return the records to report now that the weights are at `version`, in order."""
+        """Return the unconfirmed records of steps up to `version`, in order."""
         if not self.log.last or self.log.last.record == self.through:
             return []
         first = self.log.places[0].index.record
@@ -31,7 +32,7 @@ class ReportOffsets:
         ]
 
     def newest(self, num_episodes: int) -> list[BatchIndex]:
-        """Return the newest reported records with `num_episodes` episodes, oldest first."""
+        """Return the newest confirmed records, oldest first, until they hold `num_episodes` episodes."""
         found: list[BatchIndex] = []
         for place in reversed(self.log.places):
             index = place.index
@@ -43,9 +44,10 @@ class ReportOffsets:
         return found[::-1]
 
     def confirm(self, record: int) -> None:
-        """Record that the broker has confirmed a report. Losing this file repeats reports, which the collector recognises.
+        """Mark the report on a record as confirmed by the broker. If this file is lost, reports are repeated, which the
+        collector recognises.
 
-        Raises LearnerError if the disk refuses.
+        Raises LearnerError if the file cannot be written.
         """
         self._confirmed.add(record)
         while self.through + 1 in self._confirmed:

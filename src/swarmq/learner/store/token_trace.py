@@ -1,10 +1,10 @@
-"""The learner's view of every trained token, for people: log-probability under the trained weights, advantage, and the effect
-of the loss on its gradient.
+"""Traces of every trained token, for inspection: log-probability under the learner's weights, advantage, and the effect of the
+loss on its gradient.
 
-  <folder>/000000042.0.msgpack.zst       version after the step, rank that computed these turns
+<folder>/000000042.0.msgpack.zst       version after the step, rank that computed these turns
 
-The files lie beside the batch log, which has everything else. Nothing computes with them, so they are best effort: written
-after the step, never synced, and written again by a replay. Without torch.
+The files lie beside the batch log. No computation needs them, so they are best effort: written after the step, never synced,
+and written again by a replay. Without torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class TurnTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     call_id: str
     advantage: float | None
-    """Advantage of all tokens in the loss; None if the loss has one for each token, or none."""
+    """Advantage of all tokens in the loss; None if the loss has one per token, or none."""
     logprobs: bytes
     """Packed float32: natural log-probability of each sampled token under the weights before the step."""
     left_out: bytes = b""
-    """One byte per sampled token, 1 if a filter left it out; empty if none was."""
+    """One byte per sampled token, 1 if a filter removed the token; empty if no token was removed."""
     advantages: bytes = b""
     """Packed float32 per sampled token, if the loss has an advantage for each (`distill`); else empty."""
     effects: bytes = b""
-    """One byte per sampled token, the LossEffect on its policy gradient (algorithms/loss_effects.py); empty if there is none."""
+    """One byte per sampled token, the LossEffect on its policy gradient (algorithms/loss_effects.py); empty if there is no
+    effect."""
 
 
 class EpisodeTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +55,8 @@ def write_trace(folder: Path, version: int, rank: int, episodes: Sequence[Episod
 
 
 def find_trace(folder: Path, version: int, episode_id: str) -> EpisodeTrace | None:
-    """Return the trace of an episode in the step to `version`, whose turns several ranks may have computed, or None if it was
-    not recorded or cannot be read."""
+    """Return an episode's trace in the step to `version`, merged over the ranks that computed its turns; None if there is none
+    or it cannot be read."""
     turns = [turn for one in _read(folder, version) if one.episode_id == episode_id for turn in one.turns]
     return EpisodeTrace(episode_id=episode_id, turns=tuple(turns)) if turns else None
 

@@ -1,8 +1,8 @@
 """One learner per policy folder: an advisory lock that ends with its holder, and a fence against former holders.
 
-A holder that stands still keeps its lock, and others are told which process it is. If the lock is given away nevertheless (a
-network file system let it lapse while its holder's machine slept, or somebody removed the file), the file names the new holder,
-and the old one finds that out before it touches anything: that is the fence.
+A holder that stands still keeps its lock, and other learners are told its process id. If another process gets the lock
+nevertheless (a network file system let it lapse while the holder's machine slept, or somebody removed the file), the file names
+the new holder, and the fence stops the old holder before it writes anything.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LOOK_S = 0.05
 
 
 class Fence:
-    """Check that the process that held the lock file when this was created still holds it."""
+    """Check that the process that held the lock file when the fence was created still holds it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._ours = path, _content(path)
 
     def check(self) -> None:
-        """Raise LearnerError if another process has taken this one's place."""
+        """Raise LearnerError if another process has taken the lock."""
         if _content(self._path) != self._ours:
             raise LearnerError(
                 f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still: it ends "

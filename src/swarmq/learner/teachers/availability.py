@@ -1,4 +1,4 @@
-"""Whether a served teacher answers. Without torch."""
+"""Check that a served teacher answers. Without torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ KEY_ENV = "SWARMQ_TEACHER_KEY"
 
 
 def teacher_key() -> str:
-    """Return the API key of the teacher's server, or the secret of another run's engine; empty if it requires none."""
+    """Return the API key of the teacher's server, which may be another run's engine secret; empty if the server requires none."""
     return os.environ.get(KEY_ENV, "")
 
 
 def server_base_url(url: str) -> str:
-    """Return the base URL of a server, also from an OpenAI base URL ending in `/v1`."""
+    """Return the base URL of a server, without an OpenAI base URL's `/v1`."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def find_teacher_trouble(url: str) -> str:
-    """Return why the teacher at `url` cannot be asked at present, or "" if it answers, even with a refusal."""
+    """Return why the teacher at `url` does not answer, or "" if it does, even with a refusal."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         opener.addheaders = list(make_auth_headers(teacher_key()).items())

@@ -21,7 +21,7 @@ from swarmq.learner.teachers.tokenizer_checks import check_judge
 
 
 class FrozenModel:
-    """One frozen model, laid out over the ranks like the policy."""
+    """A frozen model, distributed over the ranks like the policy."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class FrozenModel:
         ranks: int = 1,
         max_model_len: int | None = None,
     ) -> None:
-        """`pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError if the model cannot be loaded or
-        has fewer tokens than the policy."""
+        """Load the model. `pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError if it cannot be
+        loaded or has fewer tokens than the policy."""
         with name_setting_in_errors(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=loads_no_weights(accelerator))
         if get_vocab_size(lm) < vocab:
@@ -65,25 +65,25 @@ class FrozenModel:
 
 
 class InitialModelUnderAdapters:
-    """The initial model as the policy with its adapters off, which takes no memory of its own."""
+    """The initial model, computed by the policy with its adapters off, which takes no additional memory."""
 
     def __init__(self, policy: LayoutModel) -> None:
         self.rows_only = policy.rows_only
         self._model = policy
 
     def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
-        """Return the same as FrozenModel.logprobs. The policy is unchanged when this returns or raises."""
+        """Return the natural log-probabilities, as FrozenModel does. The policy is unchanged when this returns or raises."""
         with evaluation_mode(self._model), without_adapters(self._model.model):
             scored: Tensor = self._model(placed, temperatures).logprobs
         return scored
 
 
 class ReferenceModels:
-    """The frozen models that the losses need, loaded at their first use. Raises LearnerError for models with other tokens than
-    the policy."""
+    """Frozen models of the losses, loaded at their first use. Raises LearnerError for a model with other tokens than the
+    policy."""
 
     def __init__(self, initial: str, accelerator: Accelerator, policy: LayoutModel, lora: Lora | None) -> None:
-        """`policy`: what this rank computes with, inside all wrappers; `lora`: its adapters."""
+        """`policy`: this rank's model inside all wrappers; `lora`: settings of its adapters."""
         self._initial, self._accelerator, self._vocab = initial, accelerator, get_vocab_size(policy.model)
         self._lora, self._under, self._ranks = lora, InitialModelUnderAdapters(policy), policy.ranks
         self._max_model_len = policy.max_model_len

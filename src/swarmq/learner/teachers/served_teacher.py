@@ -37,7 +37,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Models(msgspec.Struct, frozen=True):
-    """The part of `/v1/models` that is read."""
+    """Fields of `/v1/models` that are read."""
 
     data: Annotated[tuple[ServedModel, ...], msgspec.Meta(min_length=1)]
 
@@ -48,11 +48,11 @@ class Likelihood(msgspec.Struct, frozen=True):
 
 class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[int, Likelihood] | None, ...] | None = None
-    """Token id -> likelihood for each token of the prompt; None for the first."""
+    """Token id -> likelihood, for each token of the prompt; None for the first token."""
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The part of `/v1/completions` that is read."""
+    """Fields of `/v1/completions` that are read."""
 
     choices: Annotated[tuple[CompletionChoice, ...], msgspec.Meta(min_length=1)]
 
@@ -63,14 +63,14 @@ ASK_S = 600.0
 
 
 class ServedTeacher:
-    """The teacher at `url`. `policy`: the model that it teaches."""
+    """Client of the teacher at `url`. `policy`: the model that it teaches."""
 
     def __init__(self, url: str, policy: str) -> None:
         self._policy = policy
         self._url = server_base_url(url)
 
     def scores(self, episodes: Sequence[Rollout], work: RankBatch) -> TeacherScores:
-        """Return the scores of all sampled tokens in `work`, which was made from `episodes`. Raises LearnerError if the server
+        """Return the scores of all sampled tokens in `work`, which was built from `episodes`. Raises LearnerError if the server
         fails."""
         wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
         for index in wanted:
@@ -96,7 +96,7 @@ class ServedTeacher:
         return TeacherScores(answers)
 
     async def _row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
-        """Return the log-probabilities [T] of the row's tokens; 0 for the first, which nothing predicts."""
+        """Return the log-probabilities [T] of the row's tokens; 0 for the first token, which has no prediction."""
         ids = row.token_ids.tolist()
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         told = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
@@ -131,7 +131,7 @@ class ServedTeacher:
 
 
 class TeacherScores:
-    """A teacher's log-probabilities for some episodes."""
+    """Log-probabilities of a teacher for several episodes."""
 
     def __init__(self, rows: Sequence[tuple[int, Timeline, FloatArray]]) -> None:
         self._turns: dict[tuple[int, int], FloatArray] = {}

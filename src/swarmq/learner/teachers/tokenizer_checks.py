@@ -1,4 +1,4 @@
-"""Checks that engines, references and teachers give token ids the policy's meaning, before anything of theirs is used."""
+"""Checks that token ids mean the same to engines, references and teachers as to the policy, before any of them is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarmq.learner.teachers.availability import teacher_key
 log = structlog.get_logger()
 
 MOST_MARKUP = 1024
-"""Most markup tokens that are compared; some tokenizers reserve thousands."""
+"""Largest number of markup tokens that are compared; some tokenizers reserve thousands."""
 
 
 class EngineTokenizers:
@@ -37,8 +37,8 @@ class EngineTokenizers:
         self._same: set[str] = set()
 
     def check(self) -> None:
-        """Raise LearnerError if an engine's tokenizer differs from the model's. An engine that does not answer is asked again
-        next time."""
+        """Check engines that were not compared yet; an engine that does not answer is asked again next time. Raises
+        LearnerError if a tokenizer differs from the model's."""
         urls = [url for url in self._current() if url not in self._same]
         if not urls or (ids := encode_ids(self._model, text := build_probe(self._model))) is None:
             return
@@ -53,8 +53,8 @@ class EngineTokenizers:
                 self._same.add(url)
 
     def _turns_alike(self, url: str) -> bool:
-        """Return whether the engine is known to rotate positions as the learner does. Raises LearnerError if it does not,
-        because of its context length."""
+        """Return whether the engine is known to compute the same rotary embeddings as the learner. Raises LearnerError if its
+        context length makes them differ."""
         from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
         from swarmq.learner.model.rotary_embeddings import uses_long_factors  # noqa: PLC0415
 
@@ -74,8 +74,8 @@ class EngineTokenizers:
 
 
 def check_served_judge(model: str, url: str, *, role: str) -> None:
-    """Raise LearnerError if the engine at `url` has another tokenizer than the policy `model`. An engine that does not answer
-    passes."""
+    """Compare the tokenizer of the engine at `url` with that of the policy `model`; an engine that does not answer passes.
+    Raises LearnerError if they differ."""
     if (ids := encode_ids(model, text := build_probe(model))) is None:
         return
     for told in asyncio.run(tokenize_with_all([url], text, secret=teacher_key())).values():
@@ -84,8 +84,8 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
 
 
 def check_judge(model: str, source: str, *, role: str) -> None:
-    """Raise LearnerError if the model `source` has another tokenizer than the policy `model`. A model without a tokenizer
-    passes."""
+    """Compare the tokenizer of the model `source` with that of the policy `model`; a model without a tokenizer passes. Raises
+    LearnerError if they differ."""
     ids, told = (encode_ids(each, build_probe(model)) for each in (model, source))
     if ids is not None and told is not None and (how := describe_difference(told, ids)) is not None:
         raise SetUpError(_other_family(model, source, role, how))
@@ -93,7 +93,8 @@ def check_judge(model: str, source: str, *, role: str) -> None:
 
 @functools.cache
 def build_probe(model: str) -> str:
-    """Return `PROBE_TEXT` with the markup of the policy `model`, in which families with one vocabulary differ."""
+    """Return `PROBE_TEXT` with the markup tokens of the policy `model`, in which model families with the same vocabulary
+    differ."""
     tokenizer = _tokenizer(model)
     return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_markup(tokenizer), MOST_MARKUP))
 
@@ -106,7 +107,7 @@ def encode_ids(model: str, text: str) -> tuple[int, ...] | None:
 
 
 def _markup(tokenizer: Any) -> Iterator[str]:
-    """Yield special and other added tokens, by their ids, without those to which no text is encoded."""
+    """Yield special and other added tokens in the order of their ids, without tokens that no text encodes to."""
     for id_, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
         if _ids(tokenizer, str(token)) == (id_,):
             yield str(token)

@@ -1,8 +1,8 @@
-"""Agreement of engine and learner: both must compute the same model, and either may lack a feature of it.
+"""Agreement of engine and learner: both must compute the same model, and either may lack one of its features.
 
-Log-probabilities of tokens that the engine sampled with the learner's present weights differ by rounding alone. If they differ
-by more on average, no ratio corrects it and no later step repairs it, so the learner stops before the step. Pure, without
-torch.
+If the engine sampled tokens with the learner's present weights, the log-probabilities of both differ by rounding alone. If the
+mean difference is larger, no ratio corrects it and no later step repairs it, so the learner stops before the step. Pure,
+without torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from swarmq.errors import SetUpError
 EXACT = 0.005
 """Limit in nats if engine and learner compute in FP32: fifty times what the tests of model families allow."""
 ROUNDED = 0.1
-"""Limit in nats otherwise. BF16 differs by 0.01 to 0.03 with dense models, mixtures of experts and FP8 engines by up to 0.05."""
+"""Limit in nats in lower precision. BF16 differs by 0.01 to 0.03 with dense models, by up to 0.05 with mixtures of experts and
+FP8 engines."""
 FEWEST = 100
-"""Fewest tokens for a mean."""
+"""Fewest tokens for which the mean difference is judged."""
 
 
 def agreement_limit(policy: Policy, *, cuda: bool) -> float:
-    """Return the limit of the mean difference in nats, or 0 for no limit (also without engines)."""
+    """Return the limit of the mean difference in nats; 0 for no limit, as for a policy without engines."""
     train, engine = policy.train, policy.engine
     if not engine.urls:
         return 0.0

@@ -1,11 +1,11 @@
-"""The learner's dealings with the engines of its policy: sleep, weight pushes, repair.
+"""Updates of the policy's engines by the learner: sleep, weight pushes, repair.
 
   load, step        sleep ... wake        engines that share the learner's GPUs: one user of the memory at a time
-  after a step      push                  no engine has to take the weights: training goes on
-  while waiting     ensure                engines that were restarted, or that a push left behind
-  after a restart   repair                engines that a killed learner left in a push
+  after a step      push                  training goes on even if no engine takes the weights
+  while waiting     ensure                for engines that were restarted, or that a push left behind
+  after a restart   repair                for engines that a killed learner left in the middle of a push
 
-Only rank 0 has a pusher. Without one (other ranks, a policy without engines) nothing here does anything.
+Only rank 0 has a pusher. Without a pusher (other ranks, a policy without engines) the methods do nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightPusherProtocol(Protocol):
 
     @property
     def failing(self) -> Mapping[str, str]:
-        """Engine URL -> reason for which the engine does not serve the newest version offered."""
+        """Engine URL -> reason why the engine does not serve the newest version."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushTimings: ...
@@ -52,7 +52,7 @@ class WeightPusherProtocol(Protocol):
 
 
 class Weights(Protocol):
-    """The weights to push: the trainer's weights at `version`."""
+    """Weights to push, at `version`."""
 
     version: int
 
@@ -60,14 +60,14 @@ class Weights(Protocol):
 
 
 class WarningSink(Protocol):
-    """Receiver of warnings for people."""
+    """Receiver of warnings."""
 
     def tell(self, message: records.ToIO) -> None: ...
 
 
 class EngineUpdates:
-    """The engines of one policy. Before touching an engine, methods raise LearnerError if another learner has taken this one's
-    place."""
+    """Updates of the engines of one policy. Methods that touch an engine first raise LearnerError if another learner has taken
+    the lock."""
 
     def __init__(self, pusher: WeightPusherProtocol | None, *, policy: str, take_turns: bool, fence: Fence) -> None:
         """`take_turns`: engines release their GPU memory while the learner computes."""
@@ -117,8 +117,8 @@ class EngineUpdates:
         return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
 
     def ensure(self, weights: Weights, to: WarningSink, *, again: bool) -> None:
-        """Push the present weights to engines that were restarted, or that a failed push left behind. `again`: check also if
-        all had them at the last check."""
+        """Push the present weights to engines that were restarted, or that a failed push left behind. `again`: check engines
+        even if all of them had the weights at the last check."""
         if self._pusher is None or (self._current and not again):
             return
         self._fence.check()
@@ -137,7 +137,8 @@ class EngineUpdates:
             self._tell_failing(to)
 
     def repair(self, weights: Weights) -> None:
-        """Load the checkpoint's weights into engines that a killed learner left in a push, before this learner replays."""
+        """Load the checkpoint's weights into engines that a killed learner left in the middle of a push, before this learner
+        replays."""
         if self._pusher is None:
             return
         self._fence.check()

@@ -1,4 +1,4 @@
-"""Errors of a GPU as learner errors that say what happened to the run and what to do. All of them are mapped here."""
+"""Mapping of GPU errors to learner errors that say what happened and what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
 
 @contextmanager
 def map_gpu_errors(doing: str) -> Iterator[None]:
-    """Raise LearnerError for a GPU that has too little memory, has failed, or whose neighbours do not answer."""
+    """Map errors of a GPU that has too little memory, has failed or has lost the other ranks to LearnerError. `doing`: prefix
+    of the message."""
     try:
         yield
     except RuntimeError as error:  # of which all of torch's are

@@ -50,9 +50,9 @@ from swarmq.learner.train.trainer import Trainer, load_trainer
 log = structlog.get_logger()
 
 ENSURE_EVERY_S = 10.0
-"""Seconds between two checks, while waiting for a batch, whether engines serve the present weights."""
+"""Seconds between two checks that engines serve the present weights, while the learner waits for a batch."""
 BEHIND_EVERY_S = 2.0
-"""The same interval while no engine is known to serve them, for instance because engines are restarting."""
+"""Seconds between two such checks while no engine is known to serve the present weights, for instance while engines restart."""
 
 TEACHER_TOLD_S = 60.0
 """Seconds between two warnings that a batch waits for its teacher."""
@@ -62,15 +62,15 @@ ROOM_S = 10.0
 
 
 class RankCommand(NamedTuple):
-    """Command of rank 0 to the other ranks."""
+    """Command of rank 0 to all ranks."""
 
     name: str
     """`step`, `save` or `stop`."""
     body: bytes = b""
-    """For a step: the encoded BatchRecord."""
+    """Encoded BatchRecord of a step."""
     replayed: bool = False
     asked: int = 0
-    """For a save: the number of the `SaveCheckpoint` request."""
+    """Number of the `SaveCheckpoint` request, for a save."""
     figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
@@ -79,7 +79,7 @@ class _Finishing(NamedTuple):
 
     version: int
     oldest: Future[int]
-    """Result, when the checkpoint is complete: the version of the oldest checkpoint kept."""
+    """Result once the checkpoint is complete: version of the oldest checkpoint kept."""
     asked: int
     """Number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
     began: float
@@ -89,7 +89,7 @@ class _Finishing(NamedTuple):
 
 
 class Learner:
-    """The training of one policy on this rank."""
+    """Training of one policy, on this rank."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class Learner:
         )
         self.trainer = self._load()
         self.saved = self.trainer.version
-        """On rank 0: the version of the newest complete checkpoint."""
+        """Version of the newest complete checkpoint, on rank 0."""
         self._no_room: int | None = None
-        """Version for whose checkpoint the disk has no room, after the warning."""
+        """Version of the checkpoint for which the disk has no room and a warning was given."""
         self._finishing: _Finishing | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
-        """On rank 0: allocation of memory for the checkpoint's copy, from half-way to the first checkpoint on."""
+        """Allocation of memory for the checkpoint's copy, on rank 0, from halfway to the first checkpoint on."""
         self._train = self.settings.train
         """Settings of the newest step, which may change while the run is up."""
         self._trackers = Trackers(
@@ -134,7 +134,7 @@ class Learner:
         return bool(self.trainer.accelerator.is_main_process)
 
     def _load(self) -> Trainer:
-        """Load the trainer. Engines that take turns with the learner sleep meanwhile, as in a step."""
+        """Return the trainer. Engines that take turns with the learner sleep meanwhile, as during a step."""
         settings, found = self.settings, discovery.find_newest(self.folder, self.identity)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
@@ -161,8 +161,8 @@ class Learner:
         )
 
     def run(self, link: FeederLink | None) -> None:
-        """Train until stopped, or until the batch feeder reports the last step. `link`: rank 0's link to the feeder; None on
-        other ranks."""
+        """Train until stopped, or until the batch feeder reports the last step. `link`: rank 0's link to the batch feeder; None
+        on other ranks."""
         try:
             self._run(link)
         finally:  # the lock is held as long as anything is written
@@ -246,7 +246,7 @@ class Learner:
             torch.distributed.barrier(group=self._control)
 
     def _give_room_back(self) -> None:
-        """Wake sleeping engines once no rank needs their memory."""
+        """Wake sleeping engines once no rank needs their GPU memory."""
         if not self.settings.engine.sleep:
             return
         torch.cuda.empty_cache()
@@ -271,13 +271,13 @@ class Learner:
             log.warning("tokenizers_not_compared", reason=str(error))
 
     def _teacher_trouble(self) -> str:
-        """Return where a served teacher is and what is wrong with it, or "" if it answers or there is none."""
+        """Return the address of a served teacher and why it cannot be asked, or "" if it answers or none is configured."""
         url = self.settings.train.teacher_url
         return f"at {url} {trouble}" if url and (trouble := find_teacher_trouble(url)) else ""
 
     def _teacher_answers(self, link: FeederLink) -> bool:
-        """Wait until the teacher answers, with repeated warnings; returns False if the learner is stopped first. Engines are
-        kept updated."""
+        """Wait until the teacher answers, warning repeatedly and keeping engines updated. Returns False if the learner is
+        stopped first."""
         told = -TEACHER_TOLD_S
         while trouble := self._teacher_trouble():
             if self.stop.asked:
@@ -301,7 +301,7 @@ class Learner:
             self._save(link)
 
     def _save(self, link: FeederLink | None, *, asked: int = 0) -> None:
-        """Copy a checkpoint, which is written while training goes on."""
+        """Copy the state of a checkpoint, which is written while training goes on."""
         if link:
             self._saved(link, wait=True)
         with self._without_room(link, self.trainer.version, asked=asked):
@@ -321,9 +321,9 @@ class Learner:
             self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
 
     def _saved(self, link: FeederLink, *, wait: bool = False) -> None:
-        """Report the checkpoint being written once it is complete; wait for it if `wait`, or if it was requested.
+        """Report the checkpoint that is being written once it is complete. With `wait`, or if it was requested, wait for it.
 
-        Raises LearnerError if it cannot be written.
+        Raises LearnerError if the checkpoint cannot be written.
         """
         now = self._finishing
         if now is None or not (wait or now.asked or now.oldest.done()):
@@ -343,8 +343,8 @@ class Learner:
 
     @contextlib.contextmanager
     def _without_room(self, link: FeederLink | None, version: int, *, asked: int) -> Iterator[None]:
-        """Warn about a checkpoint for which the disk has no room; the next regular one is tried again. A requested checkpoint
-        is tried until there is room or the learner is stopped, and nothing is trained before."""
+        """Warn if the disk has no room for a checkpoint; the next regular checkpoint tries again. A requested checkpoint is
+        retried until there is room or the learner is stopped, and nothing is trained before."""
         try:
             yield
         except DiskFullError as error:
@@ -366,7 +366,7 @@ class Learner:
         link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
 
     def _save_last(self, link: FeederLink | None) -> None:
-        """Save what was trained since the newest complete checkpoint. Raises LearnerError if it cannot be written."""
+        """Save a last checkpoint if the newest complete one lacks a step. Raises LearnerError if it cannot be written."""
         if link:
             self._saved(link, wait=True)
         due = "save" if self.trainer.version > self.saved else "stop"
@@ -383,7 +383,7 @@ class Learner:
             ) from error
 
     def _broadcast(self, command: RankCommand | None) -> RankCommand:
-        """Broadcast rank 0's command to every rank."""
+        """Send rank 0's command to every rank and return it."""
         if self._control is None:
             assert command is not None
             return command

@@ -33,8 +33,8 @@ class MetricSums:
             self.values[name] = self.values[name] + value
 
     def add_mismatch(self, tokens: LossInputs, among: Tensor) -> None:
-        """Add the mismatch with the engine. `among` [S] bool: tokens with a weight, before filters, which would hide the
-        mismatch."""
+        """Add the mismatch between engine and learner. `among` [S] bool: tokens with a weight before filters, because filters
+        would hide the mismatch."""
         if tokens.held is not None:
             among = (
                 among & ~tokens.held
@@ -52,12 +52,13 @@ class MetricSums:
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), among.double())
 
     def add_same(self, logprobs: Tensor, behavior_logprobs: Tensor, same: Tensor) -> None:
-        """Add the mismatch under the same weights. `logprobs` [S]: under the weights that sampled the tokens `same` [S] bool."""
+        """Add the mismatch of tokens sampled with the learner's present weights. `same` [S] bool: these tokens; `logprobs` [S]:
+        under the same weights."""
         gap = (logprobs.detach() - behavior_logprobs).abs()
         self.add(same_tokens=same.sum(), same_gap=torch.where(same, gap, 0).sum(dtype=torch.float64))
 
     def add_tokens(self, tokens: LossInputs, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
-        """Add the loss. `kept` [S] bool: tokens with a weight that no filter took."""
+        """Add the tokens of the loss. `kept` [S] bool: tokens with a weight that no filter removed."""
         logprobs, (up, down) = tokens.logprobs.detach(), _signs(loss, kept)
         masked, clipped = loss.effects == LossEffect.MASKED, loss.effects > LossEffect.MASKED
         self.add(
@@ -76,7 +77,7 @@ class MetricSums:
             self.add(divergence=((d.exp() - d - 1) * kept).sum(dtype=torch.float64))
 
     def add_filtered(self, loss: TokenLoss, left_out: Tensor) -> None:
-        """Add filtered tokens. `left_out` [S] bool: tokens with a weight that a filter took."""
+        """Add filtered tokens. `left_out` [S] bool: tokens with a weight that a filter removed."""
         up, down = _signs(loss, left_out)
         self.add(filtered_positive=up.sum(), filtered_negative=down.sum())
 
@@ -112,7 +113,7 @@ class MetricSums:
 
 
 def _signs(loss: TokenLoss, among: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks [S] bool of the tokens with positive and with negative advantage in the loss. Without advantages all are
+    """Return masks [S] bool of the tokens with positive and with negative advantage. In a loss without advantages, all are
     positive."""
     if loss.advantages is None:
         return among, torch.zeros_like(among)
@@ -124,7 +125,7 @@ def _share(left_out: float, kept: float) -> float:
 
 
 def _quantile(counts: Tensor, share: float) -> float:
-    """Return the upper edge of the bin with the quantile, or 0 if there are no tokens."""
+    """Return the upper edge of the histogram bin that contains the quantile; 0 for an empty histogram."""
     if not counts.sum():
         return 0.0
     index = int(torch.searchsorted(counts.cumsum(0), counts.sum() * share))

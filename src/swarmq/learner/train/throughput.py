@@ -13,19 +13,20 @@ from swarmq.timeline import Cost, Layout
 
 
 def count_model_flops(layouts: Sequence[Layout], cost: Cost, head: float) -> float:
-    """Return the floating-point operations of forward and backward, without recomputation by gradient checkpointing. `head`:
-    those of the language-model head per token whose logits are computed, forward and backward."""
+    """Return the floating-point operations of forward and backward pass, without recomputation by gradient checkpointing.
+    `head`: operations of the language-model head per token whose logits are computed, in both passes."""
     return cost.training(layouts) + head * sum(layout.num_trained for layout in layouts)
 
 
 def count_head_flops(weight: Tensor) -> float:
-    """Return the floating-point operations of the head per token, forward and backward."""
+    """Return the floating-point operations of the language-model head per token, in forward and backward pass."""
     return (3 if weight.requires_grad else 2) * 2.0 * weight.numel()
 
 
 @functools.cache
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the rate of a large square matrix product in floating-point operations a second, as the best of a few."""
+    """Return the measured rate of a large square matrix product in floating-point operations per second, the best of several
+    runs."""
     size, repeats = (8192, 10) if device.type == "cuda" else (1024, 5)  # a small one is slower than those of a model
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")

@@ -8,11 +8,12 @@ from importlib import metadata
 from swarmq.errors import SetUpError
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny")}
-"""Tracker -> names of packages that provide it, for trackers that differ from their package."""
+"""Tracker -> packages that provide it, where the names differ."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise LearnerError for trackers whose package is not installed. A mere folder of that name does not count."""
+    """Raise LearnerError for trackers whose package is not installed. A folder of the package's name does not count as the
+    package."""
     if missing := [name for name in names if not any(map(_is_installed, PACKAGES.get(name, (name,))))]:
         raise SetUpError(
             f"train.trackers: not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or leave them out"

@@ -1,6 +1,6 @@
-"""The metrics of every step for experiment trackers, by accelerate.
+"""Logging of every step's metrics to experiment trackers, by accelerate.
 
-TensorBoard needs nothing else and writes into the run folder; other trackers are chosen by name and configured by their own
+TensorBoard needs no configuration and writes into the run folder; other trackers are chosen by name and configured by their own
 environment variables. A tracker that fails during the run causes a warning and never ends the run.
 """
 
@@ -28,20 +28,20 @@ from swarmq.learner.train.tracker_packages import check_trackers
 log = structlog.get_logger()
 
 UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
-"""Characters that a part of a metric's name must not have, because some trackers refuse or cut them; names of kinds may have
-them."""
+"""Characters that are replaced in parts of a metric's name, because some trackers refuse or cut them; names of kinds may
+contain them."""
 LONGEST = 80
-"""Most characters of a part. MLflow allows 250 for the whole name, or refuses all metrics of the step."""
+"""Longest part of a metric's name. MLflow allows 250 characters for the whole name; beyond, it refuses all metrics of the step."""
 ENDS_WITH_AN_ERROR = "tensorboard"
-"""Tracker whose writing thread ends at its first error, such as a full disk, so that each later step would fail."""
+"""Tracker whose writing thread ends at its first error, such as a full disk, so that every later step fails."""
 SELDOM = 64
-"""Failed steps after which a tracker is started again in any case; before, after 1, 2, 4, 8 and so on. Each start leaves an
+"""A failing tracker is restarted after 1, 2, 4, 8 ... failed steps and after every multiple of SELDOM; each restart leaves an
 empty file."""
 
 
 def tracker_folders(folder: Path) -> dict[str, str]:
-    """Return environment variables for the trackers' folders, some of which would be the current directory. The user's own
-    values win."""
+    """Return environment variables that place the trackers' folders, whose defaults are partly the current directory. Values
+    set by the user win."""
     return {
         "WANDB_DIR": str(folder),
         "SWANLAB_LOG_DIR": str(folder / "swanlog"),
@@ -53,7 +53,8 @@ class Trackers:
     """The trackers of one policy. Only rank 0 logs."""
 
     def __init__(self, accelerator: Accelerator, train: Train, *, run: str, policy: str, folder: Path) -> None:
-        """Raises LearnerError if a tracker's package is missing, or if it cannot start or write to its folder."""
+        """Start the trackers. Raises LearnerError if a tracker's package is missing, or if it cannot start or write to its
+        folder."""
         self._accelerator = accelerator
         self._failed: Counter[str] = Counter()
         """Tracker -> number of failed steps in a row."""
@@ -73,7 +74,7 @@ class Trackers:
             raise LearnerError(f"train.trackers: {', '.join(train.trackers)} cannot be started: {error}") from error
 
     def log(self, version: int, fields: Mapping[str, Any]) -> None:
-        """Log the numbers among `fields`; those in dictionaries as `name/key`."""
+        """Log the numbers in `fields`; numbers in nested dictionaries as `name/key`."""
         if not self._on:
             return
         values = dict(flatten(fields))
@@ -90,7 +91,7 @@ class Trackers:
                     log.info("tracker_back", tracker=tracker.name, version=version, steps_missed=failed)
 
     def _begin_again(self, tracker: Any) -> None:
-        """Start a tracker again with another file in the same folder, which TensorBoard shows as one run."""
+        """Restart a failed tracker with another file in the same folder, which TensorBoard shows as one run."""
         failed = self._failed[tracker.name]
         if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
             with contextlib.suppress(Exception):  # the one that failed before
@@ -112,7 +113,7 @@ def _warn(tracker: Any, error: Exception, **what: Any) -> None:
 
 
 def flatten(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield numbers (with `texts`, everything else as a string) under names joined by `/`."""
+    """Yield numbers under names joined by `/`; with `texts`, every value as a string."""
     for raw, value in fields.items():
         name = _safe(raw)
         if isinstance(value, Mapping):

@@ -81,7 +81,7 @@ CPU_ROW_PASS = 2048
 
 
 class GradientTally(NamedTuple):
-    """What is known about an accumulated gradient on this rank; tensors by episode hold numbers of tokens."""
+    """Sums beside an accumulated gradient, on this rank; tensors by episode count tokens."""
 
     sums: MetricSums
     trained: Tensor
@@ -97,12 +97,12 @@ class GradientTally(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """Result of accumulating one optimizer step's gradient."""
+    """Result of accumulating the gradient of one optimizer step."""
 
     fields: dict[str, Any]
     """Metrics, the same on every rank."""
     units_left: int
-    """Number of units of the normalisation that no filter took, over all ranks."""
+    """Number of tokens or episodes (as the normalisation divides by) that no filter removed, over all ranks."""
     tally: GradientTally
 
 
@@ -122,9 +122,9 @@ class Trainer:
     ) -> None:
         """Load the weights in `source`.
 
-        `initial`: the run's first model, if it differs. `max_model_len`: the engine's, as for LayoutModel. `engine_gap_max`:
-        mean difference in nats between engine and learner beyond which no step is taken; 0: no limit. Raises LearnerError if a
-        model cannot be loaded or does not fit.
+        `initial`: the run's first model, if not `source`. `max_model_len`: context length of the engine, as for LayoutModel.
+        `engine_gap_max`: largest mean difference in nats between engine and learner with which a step is taken; 0: no limit.
+        Raises LearnerError if a model cannot be loaded or does not fit.
         """
         set_seed(train.seed)
         _repeat(train.deterministic)
@@ -184,36 +184,37 @@ class Trainer:
 
     @property
     def share(self) -> tuple[int, int]:
-        """(index, number) of this rank's share of a batch; ranks that share each micro-batch have the same share."""
+        """(index, number) of this rank's share of a batch. Ranks that compute one micro-batch together have the same share."""
         ranks = self.context.ranks
         return self.accelerator.process_index // ranks, self.accelerator.num_processes // ranks
 
     @property
     def max_length(self) -> int:
-        """Number of tokens of the longest call that can be trained."""
+        """Longest call that can be trained, in tokens."""
         made_for = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight by its Hugging Face name; tied weights under each of their names, as engines expect. For a sharded
-        policy on rank 0 alone, in the type of the computation, or of the adapters where these add something."""
+        """Yield every weight by its Hugging Face name; a tied weight under each of its names, as engines expect. Of a sharded
+        policy, rank 0 alone has the weights. Weights have the compute dtype, or the adapters' dtype where adapters add to them."""
         return ((name, materialize(weight)) for name, weight in self._weights())
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
-        """Yield the weights for engines as in the model's folder; split or merged weights are made when they are packed."""
+        """Yield the weights for engines, named as in the model's folder. Split and merged weights are computed when they are
+        packed."""
         return to_hf_names(self.lm, self._weights())
 
     def _weights(self) -> NamedTensors:
         return self._whole.items() if self._whole else self._as_named(self.lm.state_dict())
 
     def save_weights(self, folder: Path) -> None:
-        """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
+        """Write the files that `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
         if (files := self.files()) is not None:
             files.write(folder)
 
     def files(self, copies: HostCopies | None = None) -> ModelFiles | None:
-        """Return the model's files on rank 0, to be written, and None elsewhere; every rank calls it. With `copies`, training
-        may go on before they are written."""
+        """Return the files of the model on rank 0, None on other ranks. Every rank calls it. With `copies`, training may go on
+        before the files are written."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
         named: Mapping[str, Weight] = self._parameters()
         adapters = lora.get_adapters(self.lm)
@@ -232,15 +233,15 @@ class Trainer:
         )
 
     def weights_to_write(self) -> NamedTensors:
-        """Return the weights that `files` writes, on a rank that has the whole policy."""
+        """Return the weights that `files` writes, on a rank that holds the whole policy."""
         return self._to_write(self._parameters())
 
     def _parameters(self) -> dict[str, Weight]:
-        """Return the trained weights by the model's own names; for a sharded policy, this rank's shards."""
+        """Return the trained weights by the model's own names; of a sharded policy, this rank's shards."""
         return dict(self._as_named(self.lm.state_dict(keep_vars=True)))
 
     def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
-        """Return the weights by the names in the folder, where a tied head has none."""
+        """Return the weights by their names in the folder, without a tied head, which the folder omits."""
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
         return to_hf_names(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
@@ -254,11 +255,11 @@ class Trainer:
             )
 
     def _as_named(self, weights: Mapping[str, Tensor]) -> NamedTensors:
-        """Return some of the model's weights under its own names, with what adapters add."""
+        """Return weights of the model under its own names, with the adapters' contribution."""
         return lora.defer_adapted_weights(self.lm, weights) if self.train.lora else weights.items()
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
-        """Train the batch; `version` becomes the record's. Returns the metrics of the step, the same on every rank.
+        """Train the batch and set `version` to the record's. Returns the metrics of the step, the same on every rank.
 
         Raises LearnerError if a GPU fails or is too small, or if the engine samples from another model; nothing on disk has
         changed then.
@@ -289,8 +290,8 @@ class Trainer:
         return merged | self._measure_speed(merged, time.perf_counter() - began)
 
     def settings(self, record: BatchRecord) -> Train:
-        """Return the record's settings, except for those that affect only how the step is computed, which are this learner's: a
-        GPU may have been too small for the former ones, and a served teacher may have another address now."""
+        """Return the record's settings, but with this learner's layout, micro-batch size and teacher address, which do not
+        change the result: a GPU may have been too small for the earlier settings, and a served teacher may have moved."""
         assert record.settings is not None
         teacher = self.train.teacher_url if record.settings.teacher_url else None
         most = self.train.micro_batch_tokens
@@ -330,8 +331,8 @@ class Trainer:
         teacher: TeacherScores | None,
         proximal: Sequence[Tensor] | None,
     ) -> tuple[dict[str, Any], TraceBuilder | None]:
-        """Take one optimizer step on this rank's part; returns its metrics and token traces. If the gradient is not finite, it
-        is computed again without the episodes that cause it."""
+        """Take one optimizer step on this rank's part; returns its metrics and token traces. A gradient that is not finite is
+        computed again without the episodes that cause it."""
         fields, units_left, tally = self.accumulate(work, train, teacher=teacher, proximal=proximal)
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, spoilt = self._clip(train), list[int]()
@@ -345,9 +346,9 @@ class Trainer:
         return fields, tally.traces
 
     def ask_teacher(self, episodes: Sequence[Rollout], work: RankBatch, train: Train) -> TeacherScores | None:
-        """Return a served teacher's scores for `work`, which was built from `episodes`; None without one.
+        """Return the scores of a served teacher for `work`, which was built from `episodes`; None if no teacher is served.
 
-        Raises LearnerError if it does not answer.
+        Raises LearnerError if the teacher does not answer.
         """
         url = train.teacher_url
         return (
@@ -393,10 +394,11 @@ class Trainer:
         return Accumulated(fields, left, tally)
 
     def _as_filtered(self, work: RankBatch, train: Train) -> RankBatch:
-        """Return the batch with weights recomputed from what filters leave of each episode, where that matters.
+        """Return the batch with weights recomputed from the tokens that filters leave of each episode, if the normalisation
+        needs it.
 
-        What filters leave depends on the present weights, and an episode may be spread over several micro-batches and ranks
-        whose gradients cannot be separated later, so this takes an additional forward pass.
+        Filters depend on the present weights, and an episode may be spread over several micro-batches and ranks whose gradients
+        cannot be separated later, so this takes an additional forward pass.
         """
         if train.normalisation != "episode" or not has_filters(train):
             return work
@@ -473,11 +475,11 @@ class Trainer:
         return to_device(values, self.accelerator.device)
 
     def _clip(self, train: Train) -> float:
-        """Clip the gradient and return its norm before."""
+        """Clip the gradient and return its norm before clipping."""
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
 
     def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
-        """Step the optimizer unless that would do harm."""
+        """Step the optimizer, unless no token is left or the gradient is not finite."""
         rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
         skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
         if not skipped:
@@ -493,13 +495,14 @@ class Trainer:
         return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Sum over all ranks. Ranks that share each micro-batch have the same values, and only the first one's count."""
+        """Return the sum over all ranks. Ranks that compute one micro-batch together hold equal values, and only the first of
+        them counts."""
         values = values if self.context.is_first else torch.zeros_like(values)
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
 
 
 def _is_sound(episode: Rollout) -> bool:
-    """Return whether an episode has no number that would spoil its batch. Such numbers only come from old batch logs."""
+    """Return whether all numbers of an episode are valid; only old batch logs contain episodes with invalid numbers."""
     try:
         check(episode)
     except MessageError as error:
@@ -509,14 +512,15 @@ def _is_sound(episode: Rollout) -> bool:
 
 
 def _repeat(deterministic: bool) -> None:
-    """Make torch deterministic, or let it not be."""
+    """Enable or disable torch's deterministic algorithms."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
     torch.use_deterministic_algorithms(deterministic)
 
 
 def _check_cut(reasons: Mapping[str, str | None]) -> None:
-    """Raise LearnerError if there is a reason for which ranks cannot share the micro-batches of a model."""
+    """Check that ranks can share the micro-batches of every model. `reasons`: model -> reason why not, or None. Raises
+    LearnerError."""
     for model, reason in reasons.items():
         if reason:
             raise SetUpError(
@@ -526,9 +530,9 @@ def _check_cut(reasons: Mapping[str, str | None]) -> None:
 
 
 def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:
-    """Return the model to train, `empty` on ranks that get its weights from rank 0. A checkpoint's adapters are put into the
-    initial model, because the checkpoint's weights already contain them; the base weights have the type of the computation,
-    since they do not change."""
+    """Return the model to train, `empty` on ranks that get its weights from rank 0. Adapters of a checkpoint are loaded into
+    the initial model, because the checkpoint's weights already contain them; the base weights have the compute dtype, since
+    they do not change."""
     resumes = source != initial
     if resumes:
         check_continues(Path(source), train.lora)
@@ -547,7 +551,7 @@ def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, e
 def load_trainer(
     found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None, *, engine_gap_max: float = 0.0
 ) -> Trainer:
-    """Return a policy's trainer, continuing from the checkpoint `found` or starting from the initial model."""
+    """Return a policy's trainer that continues from the checkpoint `found`, or from the initial model if None."""
     trainer = Trainer(
         str(found.path) if found else settings.model,
         settings.train,
