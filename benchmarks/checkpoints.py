@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.learner import episodes, make_model
-from benchmarks.timelines import SHAPES
+from benchmarks.timelines.run import SHAPES
 from swarmq.config import Train
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.checkpoint.model_files import HostCopies

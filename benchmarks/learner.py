@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import report
-from benchmarks.timelines import SHAPES, wait
+from benchmarks.timelines.run import SHAPES, wait
 from swarmq.config import Train
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.store.records import BatchIndex, BatchRecord

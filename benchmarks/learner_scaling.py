@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.learner import episodes, make_model, peak
-from benchmarks.timelines import SHAPES, wait
+from benchmarks.timelines.run import SHAPES, wait
 from swarmq.config import Train
 from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import is_sharded

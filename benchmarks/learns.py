@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import report
-from benchmarks.tables_common import ends
+from benchmarks.tables.common import ends
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, Train

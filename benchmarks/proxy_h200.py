@@ -33,9 +33,9 @@ import psutil
 import uvloop
 
 from benchmarks import report
-from benchmarks.proxy import OPEN_FILES, RUN, running, until_serving
-from benchmarks.proxy_callers import Settings, Target
-from benchmarks.timelines import SHAPES
+from benchmarks.proxy.callers import Settings, Target
+from benchmarks.proxy.run import OPEN_FILES, RUN, running, until_serving
+from benchmarks.timelines.run import SHAPES
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
@@ -52,7 +52,7 @@ PARTS = {
     "API server": "vllm.entrypoints",
     "proxies": "swarmq proxy",
     "broker": "beam.smp",
-    "callers": "benchmarks.proxy_callers",
+    "callers": "benchmarks.proxy.callers",
 }
 """Their processes, by what is in their command lines."""
 
@@ -102,7 +102,7 @@ class Callers:
                     prompt=arguments.prompt,
                     secret=secret,
                 )
-                argv = [sys.executable, "-m", "benchmarks.proxy_callers", msgspec.json.encode(settings).decode()]
+                argv = [sys.executable, "-m", "benchmarks.proxy.callers", msgspec.json.encode(settings).decode()]
                 processes.append(
                     await stack.enter_async_context(running(folder, f"callers.{number}", argv, asked=True))
                 )
@@ -164,7 +164,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         secret = keys.derive_client_secret(keys.load_root(job.run_folder.root_secret), "b")
         async with AmqpBroker.open(node.amqp_url, name="proxy benchmark") as broker:
             await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
-        drain = [sys.executable, "-m", "benchmarks.proxy_drain", node.amqp_url, RUN]
+        drain = [sys.executable, "-m", "benchmarks.proxy.drain", node.amqp_url, RUN]
         await stack.enter_async_context(running(folder, "drain", drain))
         callers = await stack.enter_async_context(Callers.started(folder, secret, arguments))
         http = await stack.enter_async_context(

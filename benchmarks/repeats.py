@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.learner import episodes, make_model
-from benchmarks.timelines import SHAPES
+from benchmarks.timelines.run import SHAPES
 from swarmq.config import Train
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer

@@ -70,7 +70,7 @@ async def play(folder: Path, *, episodes: int, clients: int, concurrency: int) -
         processes = {
             name: await stack.enter_async_context(_running(folder, name, arguments))
             for name, arguments in {
-                "engine": ["-m", "benchmarks.faults_engine", str(engine_port), os.devnull, "--quick"],
+                "engine": ["-m", "benchmarks.faults.engine", str(engine_port), os.devnull, "--quick"],
                 "proxy": ["-m", "swarmq", "proxy", str(folder / "job.toml")],
                 "collector": ["-m", "swarmq", "collector", str(folder / "job.toml")],
                 "trainer": ["-m", "benchmarks.soak", "--part", "trainer", str(folder / "job.toml")],

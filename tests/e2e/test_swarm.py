@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from benchmarks.swarm_world import POLICY, Pace, World
+from benchmarks.swarm.world import POLICY, Pace, World
 
 from swarmq import SwarmTask
 from swarmq.broker.client_rules import NAME_SEPARATOR

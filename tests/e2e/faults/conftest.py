@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.faults_nursery import Nursery
+from benchmarks.faults.nursery import Nursery
 
 from support.episodes import make_qwen
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.faults import play, report
-from benchmarks.faults_broken import RULES
-from benchmarks.faults_inject import DISK_FULL, FAULTS
+from benchmarks.faults.broken import RULES
+from benchmarks.faults.inject import DISK_FULL, FAULTS
+from benchmarks.faults.run import play, report
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 
-from benchmarks.faults_check import longest
-from benchmarks.faults_client import Lines
-from benchmarks.faults_inject import FAULTS, Injection, plan
-from benchmarks.faults_world import Stall, catches
+from benchmarks.faults.check import longest
+from benchmarks.faults.client import Lines
+from benchmarks.faults.inject import FAULTS, Injection, plan
+from benchmarks.faults.world import Stall, catches
 
 
 def test_lines_of_earlier_processes_are_found_and_one_that_a_kill_has_cut_is_not(tmp_path):

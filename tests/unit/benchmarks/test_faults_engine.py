@@ -10,7 +10,7 @@ import pytest
 import torch
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
-from benchmarks.faults_engine import application
+from benchmarks.faults.engine import application
 
 from swarmq.weights.push.pusher import WeightPusher
 

@@ -6,7 +6,12 @@ from pathlib import Path
 import benchmarks
 import pytest
 
-NAMES = sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("*.py") if path.stem != "__init__")
+ROOT = Path(benchmarks.__file__).parent
+NAMES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    if path.stem not in {"__init__", "__main__"} and path.parent.name != "scripts"
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from benchmarks import loop, trl
+from benchmarks.loop import run as loop
+from benchmarks.trl import run as trl
 
 
 @pytest.mark.parametrize("benchmark", [loop, trl])

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from benchmarks.loop_model import make_tokenizer
+from benchmarks.loop.model import make_tokenizer
 
 
 @pytest.mark.parametrize("size", [2048, 40_000])

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from benchmarks.report import RESULTS
-from benchmarks.tables import CITED, PAGES, ROOT, quotable, render
+from benchmarks.tables.render import CITED, PAGES, ROOT, quotable, render
 
 MADE = {"hardware": "h", "command": "c", "commit": "0123456789ab", "date": "2026-01-02T03:04:05+00:00"}
 

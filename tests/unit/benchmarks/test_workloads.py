@@ -5,7 +5,7 @@ import math
 
 import pytest
 from benchmarks import report
-from benchmarks.workloads import WORKLOADS, Source, batch
+from benchmarks.timelines.workloads import WORKLOADS, Source, batch
 
 from swarmq.timeline import PrefixTree, fold
 

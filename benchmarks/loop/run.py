@@ -1,0 +1,344 @@
+"""The whole loop on one machine: RabbitMQ, vLLM, proxies, collector, learner and multi-turn agents, on one GPU.
+
+    python -m benchmarks.loop --model tiny --steps 4 --warm-up 1 --out /tmp/out     # anywhere
+    python -m benchmarks.loop --model 1.7b,4b --steps 24 --deadline 420              # one H200
+
+Weights are random, so that every answer is as long as it may be and no reward can be learned: only speed is measured.
+Agents go on while the learner steps; what they sample meanwhile is at most `max_staleness` steps old when it is trained.
+Measured is the time from the end of the warm-up steps to the last step. Results are saved after every model, beside
+those of models measured earlier; one that does not come to its last step before the deadline is measured by those it
+came to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import report
+from benchmarks.gpu_busy import GpuWatch
+from benchmarks.loop.model import make_model
+from swarmq import SwarmTask
+from swarmq.broker.amqp import AmqpBroker
+from swarmq.client.data.feed import feed
+from swarmq.config import SwarmJob
+from swarmq.messages import Event
+from swarmq.observe.monitor import Follower, follow
+from swarmq.runtime.processes import die_with_parent, read_tail, stop_group
+from swarmq.up import Deployment, deploy
+
+RUN = "loop"
+PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
+LEAST_STEPS = 2
+"""Without so many there is nothing to measure."""
+PROGRESS_S = 20.0
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the work for one model."""
+
+    turns: int
+    sampled: int
+    """Tokens of an answer."""
+    words: int
+    """Of an observation, about a token each."""
+    groups: int
+    """Of 8 episodes, in a batch."""
+    at_once: int
+    """Episodes."""
+    pass_tokens: int
+    gpu_share: float
+    """Of the GPU's memory, for vLLM."""
+    workers: int = 4
+
+
+SIZES = {
+    "tiny": Size(turns=3, sampled=16, words=8, groups=2, at_once=16, pass_tokens=2048, gpu_share=0.1, workers=1),
+    "1.7b": Size(turns=8, sampled=128, words=64, groups=8, at_once=192, pass_tokens=16384, gpu_share=0.32),
+    "4b": Size(turns=8, sampled=128, words=64, groups=4, at_once=96, pass_tokens=16384, gpu_share=0.24),
+}
+GROUP_SIZE = 8
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a run, on the command line."""
+
+    device: str
+    steps: int
+    warm_up: int
+    deadline: float
+    placement: str = "auto"
+    as_shipped: bool = False
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Asked:
+        return msgspec.convert(vars(arguments), cls, strict=False)
+
+
+def main() -> None:
+    arguments = parse()
+    kind = "loop" if arguments.placement != "split" else "loop_split"
+    kind += "_as_shipped" if arguments.as_shipped else ""
+    name = f"{kind}_{report.place(arguments.device)}"
+    figures, detail = report.kept(name, out=arguments.out)
+    models, failed = arguments.model.split(","), 0
+    for model in models:
+        with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
+            try:
+                found, detail[model] = asyncio.run(measure(Path(folder), model, SIZES[model], Asked.of(arguments)))
+            except Exception:  # the other model is measured all the same
+                failed += 1
+                traceback.print_exc()
+                show_logs(Path(folder))
+                continue
+        figures |= {_named(figure, model): value for figure, value in found.items()}
+        print(
+            report.table(("figure", "value"), [[figure, float(value)] for figure, value in found.items()]), flush=True
+        )
+        finished = model == models[-1]
+        report.save(name, figures | overall(figures), detail=detail, out=arguments.out, finished=finished)
+    sys.exit(failed)
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--model", default="tiny", help=f"one or more of {', '.join(SIZES)}, separated by commas")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
+    parser.add_argument("--deadline", type=float, default=420.0, help="seconds for one model, its start included")
+    parser.add_argument(
+        "--placement", default="auto", choices=("auto", "shared", "split"), help="of learner and engine"
+    )
+    parser.add_argument(
+        "--as-shipped", action="store_true", help="with checkpoints, token log and trackers, which are off otherwise"
+    )
+    parser.add_argument("--scratch", help="where model and run folder are written")
+    return parser.parse_args()
+
+
+async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures and detail of one model."""
+    began = time.monotonic()
+    (folder / "model").mkdir()
+    make_model(folder / "model", model, asked.device)
+    job = job_of(
+        folder,
+        size,
+        cuda=asked.device == "cuda",
+        placement=asked.placement,
+        as_shipped=asked.as_shipped,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        deployment = await stack.enter_async_context(deploy(job, report=_say))
+        broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
+        follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
+        tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (asked.steps + 8) * size.groups)]
+        fed = folder / "fed.json"
+        await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
+        await stack.enter_async_context(workers(deployment, size, folder))
+        watch = stack.enter_context(GpuWatch())
+        _say(f"up after {time.monotonic() - began:.0f} s")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(asked.deadline - (time.monotonic() - began)):
+                await until_step(follower, asked.steps)
+        stop_without_checkpoint(deployment)
+    events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
+    steps = [event for event in events if event.name == "step"][: asked.steps]
+    if asked.device == "cuda" and not watch.looks:
+        raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
+    if len(steps) < asked.warm_up + LEAST_STEPS:
+        raise RuntimeError(f"{model}: {len(steps)} steps within {asked.deadline:.0f} s are too few to measure")
+    figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
+    told = list(said_by(job.run_folder.logs / "learner.main.log"))
+    waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
+    ways = sorted({fields["method"] for fields in told if fields.get("event") == "weights go"})
+    return figures, detail | {"push_ways": ways, "training_waited_for_checkpoints_s": waited}
+
+
+def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto", as_shipped: bool = False) -> SwarmJob:
+    length = 512 + size.turns * 3 * (size.sampled + size.words)
+    bare = {"checkpoint_every": 1_000_000, "token_log": False, "trackers": []}
+    policy = {
+        "model": str(folder / "model"),
+        "placement": placement,
+        "engine": {
+            "max_model_len": length,
+            "gpu_memory_utilization": size.gpu_share,
+            "arguments": ["--max-num-seqs", str(size.at_once)],
+        },
+        "sampling": {"max_tokens": size.sampled},
+        "train": {"micro_batch_tokens": max(size.pass_tokens, length), **({} if as_shipped else bare)},
+    }
+    return SwarmJob.build(
+        {
+            "run": RUN,
+            "folder": str(folder / "runs"),
+            "policies": {"main": policy},
+            "groups": {"group_size": GROUP_SIZE, "groups_per_batch": size.groups},
+            "proxy": {"count": 2 if cuda else 1},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def workers(deployment: Deployment, size: Size, folder: Path) -> AsyncIterator[None]:
+    """Processes that share out the agents; killed at the end, in the middle of their episodes."""
+    arguments = [str(size.at_once // size.workers), str(size.turns), str(size.words)]
+    environment = {"OMP_NUM_THREADS": "1", "SWARMQ_SPOOL": str(folder / "spool")}
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(size.workers):
+            with (deployment.job.run_folder.logs / f"worker.{number}.log").open("ab") as sink:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "benchmarks.loop.agent", *arguments),
+                    env=os.environ | environment | {"SWARMQ_INVITE": deployment.invite.encode()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    preexec_fn=die_with_parent,
+                )
+            stack.push_async_callback(stop_group, process, grace_s=0.0)
+        yield
+
+
+async def until_step(follower: Follower, step: int) -> None:
+    told = 0.0
+
+    def reached(board: Any) -> bool:
+        nonlocal told
+        steps = board.steps.get("main")
+        version = int(steps[-1]["version"]) if steps else 0
+        if time.monotonic() > told + PROGRESS_S:
+            told = time.monotonic()
+            last = {phase: round(steps[-1].get(phase, 0.0), 3) for phase in PHASES} if steps else {}
+            _say(f"step {version}, {board.tokens_per_s():.0f} tokens/s sampled, {last}")
+            for warned in board.warnings:
+                _say(f"warning of {warned.source}: {warned.text[:300]}")
+        return version >= step
+
+    await follower.until(reached)
+
+
+def said_by(log: Path) -> Iterator[dict[str, Any]]:
+    """What a daemon logged."""
+    lines = (line for line in log.read_bytes().splitlines() if line.startswith(b"{"))
+    return (msgspec.json.decode(line) for line in lines)
+
+
+def stop_without_checkpoint(deployment: Deployment) -> None:
+    """A learner that is asked to stop would save optimizer and weights first, minutes for nothing here."""
+    process = deployment.daemons["learner.main"].process
+    if process is not None and process.returncode is None:
+        process.kill()
+
+
+def summary(
+    steps: Sequence[Event], events: Sequence[Event], watch: GpuWatch, *, warm_up: int
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Of the steps after the warm-up."""
+    begin, measured = steps[warm_up - 1].at, steps[warm_up:]
+    end = measured[-1].at
+    seconds = end - begin
+    trained = sum(event.fields["tokens_trained"] for event in measured)
+    phases = {phase: report.Spread.of(float(event.fields[phase]) for event in measured) for phase in PHASES}
+    figures = {
+        "steps": float(len(measured)),
+        "pause_s": phases["pause_s"].median,
+        "step_s": seconds / len(measured),
+        "wait_s": phases["wait_s"].median,
+        "train_s": phases["train_s"].median,
+        "push_s": phases["push_s"].median,
+        "sampled_tokens_per_s": sampled_between(events, begin, end) / seconds,
+        "trained_tokens_per_s": trained / seconds,
+    }
+    if (busy := watch.busy((begin, end))) is not None:
+        figures["gpu_idle_share"] = 1 - busy
+    computing = [training(event) for event in measured]
+    shares = {str(gpu): watch.busy(*computing, gpu=gpu) for gpu in sorted({look.gpu for look in watch.looks})}
+    staleness: Counter[str] = Counter()
+    for event in measured:
+        staleness.update(event.fields["staleness"])
+    pick = (
+        "layout",
+        "folding",
+        "tokens_computed",
+        "tokens_trained",
+        "mfu",
+        "staleness",
+        "episodes",
+        "drifted",
+        "dropped",
+    )
+    detail = {
+        "seconds": seconds,
+        "phases": {phase: spread._asdict() for phase, spread in phases.items()},
+        "steps": [{key: event.fields.get(key) for key in pick} for event in measured],
+        "gpu_most_used_gib": watch.most_used_gib(),
+        "gpu_busy_while_the_learner_computes": shares,
+        "staleness": dict(sorted(staleness.items())),
+        "warnings": [event.fields.get("text") for event in events if event.name == "warning"][:20],
+    }
+    return figures, detail
+
+
+def training(step: Event) -> tuple[float, float]:
+    """From when until when, in Unix time, the learner computed: after its wait, before its push."""
+    begin = step.at - step.fields["step_s"] + step.fields["wait_s"]
+    return begin, begin + float(step.fields["train_s"])
+
+
+def sampled_between(events: Sequence[Event], begin: float, end: float) -> float:
+    """Tokens that the proxies recorded, interpolated between what they said before and after."""
+    said: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.name == "state" and "sampled_tokens" in event.fields:
+            said.setdefault(event.source, []).append((event.at, float(event.fields["sampled_tokens"])))
+    return sum(_at(points, end) - _at(points, begin) for points in said.values())
+
+
+def _at(points: Sequence[tuple[float, float]], moment: float) -> float:
+    before = max((point for point in points if point[0] <= moment), default=points[0])
+    after = min((point for point in points if point[0] >= moment), default=points[-1])
+    share = (moment - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return before[1] + share * (after[1] - before[1])
+
+
+def overall(figures: dict[str, float]) -> dict[str, float]:
+    """The idlest model's idle share, and the rates of the first."""
+    idle = [value for figure, value in figures.items() if figure.startswith("gpu_idle_share_")]
+    first = {
+        rate: next(value for figure, value in figures.items() if figure.startswith(f"{rate}_"))
+        for rate in ("sampled_tokens_per_s", "trained_tokens_per_s")
+    }
+    return first | ({"gpu_idle_share": max(idle)} if idle else {})
+
+
+def _named(figure: str, model: str) -> str:
+    """`pause_s` of 1.7b is `pause_1p7b_s`, rates and shares end in the model."""
+    short = model.replace(".", "p")
+    if figure.endswith("_s") and not figure.endswith("per_s"):
+        return f"{figure.removesuffix('_s')}_{short}_s"
+    return f"{figure}_{short}"
+
+
+def show_logs(folder: Path) -> None:
+    """The ends of all logs, for who was not there."""
+    for log in sorted(folder.glob("runs/*/logs/*.log")):
+        print(f"--- the end of {log.name}\n{read_tail(log)}", flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

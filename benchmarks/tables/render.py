@@ -1,0 +1,305 @@
+"""The tables of README and docs, made from `results/*.json`: `python -m benchmarks.tables` writes, a test compares."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import RESULTS
+from benchmarks.tables import learning
+from benchmarks.tables.common import ends, table
+
+ROOT = Path(__file__).parents[2]
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{page}.md" for page in ("dialects", "faults", "figures", "learning", "proxy", "swarm")),
+)
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+HEADLINES = (
+    ("faults injected; finished episodes lost, trained twice; turns trained although no agent received their answer", "faults", "{injections:.0f}; {lost:.0f}, {twice:.0f}; {unseen}"),
+    ("growth of the proxy's memory over 100,000 episodes", "soak", "x {rss_growth_ratio_proxy:.2f}"),
+    ("`from swarmq import SwarmClient`", "demo", "{client_import_s:.2f} s"),
+    ("from `python agent.py` to its first answered completion", "demo", "{first_completion_s:.2f} s"),
+    ("from an edited reward function to its first traceback", "demo", "{edit_to_traceback_s:.2f} s"),
+    ("chats of 10, 20, 30 turns, 1.7 B: speed-up of folded timelines over one row per turn", "timelines_h200", "{speedup_linear_10:.1f}x, {speedup_linear_20:.1f}x, {speedup_linear_30:.1f}x"),
+    ("episodes that fork, 1.7 B: speed-up of trees over one row per turn; of packed rows", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
+    ("learner alone, 1.7 B, 4 B: model FLOPs per second over the GPU's measured matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}, {mfu_4b_2k:.2f}"),
+    ("learner alone, 1.7 B, 4 B: speed-up over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
+    ("model families compared in FP32 with a float64 oracle; largest difference of a log-probability", "oracle", "{families_trained:.0f}; {logprob_max_abs:.0e}"),
+    ("whole loop on one GPU, 1.7 B, 4 B: pause of engines for a weight push (median); share of time with an idle GPU", "loop_h200", "{pause_1p7b_s:.2f}, {pause_4b_s:.2f} s; {gpu_idle_share_1p7b:.2f}, {gpu_idle_share_4b:.2f}"),
+    ("learner on two GPUs, 1.7 B, FSDP2 with BF16 layers gathered once a step: speed over twice the speed of one GPU", "scaling_h200", "{fsdp2_efficiency_2:.2f}"),
+    ("speed over TRL's GRPO trainer with vLLM, same GPU, same run: episodes trained per second; tokens sampled per second", "trl_h200", "{samples_per_s_ratio:.2f}x; {tokens_per_s_ratio_sampled:.2f}x"),
+    ("time that one proxy process adds to the first token, at 1, 64, 512, 2,000 streams (median)", "proxy", "{added_first_p50_ms_1:.1f}, {added_first_p50_ms_64:.1f}, {added_first_p50_ms_512:.1f}, {added_first_p50_ms_2000:.1f} ms"),
+    ("requests per second over LiteLLM's proxy, which records nothing", "proxy", "{over_litellm:.1f}x"),
+    ("tokens per second of 256 streams through the proxy over direct requests to vLLM: with log-probabilities; text only", "proxy_h200", "{throughput_over_direct_logprobs_256:.2f}; {throughput_over_direct_256:.2f}"),
+    ("bytes on the queue per sampled token at 50 turns, readable text included; if every turn carried its whole prompt", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
+    ("episodes of ten turns per second through the collector, on one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
+)  # fmt: skip
+"""What a reader of the README wants to know first: words, result, figures."""
+CITED: tuple[tuple[str, str, str], ...] = (
+    ("docs/proxy.md", "columns", "takes vLLM's own code {write_ms_stock:.0f} ms of a core, and {write_ms_columns:.1f} ms in columns"),
+    ("docs/proxy.md", "proxy_h200", "get {throughput_over_direct_logprobs_256:.2f} times the tokens that vLLM gives when it is asked directly"),
+    ("docs/proxy.md", "proxy_h200", "and {throughput_over_direct_256:.2f} times those of text alone"),
+    ("docs/proxy.md", "proxy_h200", "single rounds lie between {low[ratio][direct_logprobs]:.2f} and {high[ratio][direct_logprobs]:.2f}, and between {low[ratio][direct]:.2f} and {high[ratio][direct]:.2f}"),
+    ("docs/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
+    ("docs/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
+    ("docs/learning.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
+    ("docs/learning.md", "checkpoints_cpu", "training waits {waited_s:.2f} s for a copy, where writing took {waited_at_once_s:.2f} s"),
+    ("docs/learning.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
+    ("docs/learning.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
+    ("docs/learning.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
+    ("docs/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
+    ("docs/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
+    ("docs/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
+    ("docs/faults.md", "soak", "The proxy ended at {mib[proxy]:.0f} MiB, {rss_growth_ratio_proxy:.3f} of its size after the first tenth, the collector at {mib[collector]:.0f} MiB and {rss_growth_ratio_collector:.2f}, the learner's I/O process at {mib[learner I/O]:.0f} MiB and {rss_growth_ratio_learner:.2f}, clients at {mib[client0]:.0f} MiB and {rss_growth_ratio_client:.2f}. No process held more than {fd_growth:.0f} further open files."),
+    ("docs/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
+    ("docs/swarm.md", "swarm", "16 workers held {held_episodes:,.0f} episodes of 30 seconds open at once (`--part hold`), {held_episodes_per_s:.0f} a second, and none was dropped"),
+)  # fmt: skip
+"""Figures in the midst of sentences: page, result, how the sentence goes. Names besides the figures': see `quotable`."""
+DERIVED = {"faults": lambda record: {"unseen": unseen_turns(record)}, "trl_h200": learning.trl_derived}
+"""Figures that are made here from what a result holds."""
+
+
+def quotable(record: dict[str, Any]) -> dict[str, Any]:
+    """What sentences of `CITED` may name: figures, `detail`, and what is worked out from it here."""
+    detail, told = record["detail"], dict(record["figures"])
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    if ratios := detail.get("ratio"):
+        low["ratio"] = {way: min(values) for way, values in ratios.items()}
+        high["ratio"] = {way: max(values) for way, values in ratios.items()}
+    if saturated := detail.get("saturated"):
+        many = [median(row["cpu_ms_per_request"]["swarmq"]) for streams, row in saturated.items() if int(streams) > 1]
+        low["call_ms"], high["call_ms"] = min(many), max(many)
+    if micros := detail.get("micros_a_token"):
+        told["token_ms"] = {
+            way: {whose: median(row[whose] for row in rows) / 1000 for whose in rows[0]} for way, rows in micros.items()
+        }
+    if checked := detail.get("fp32_check"):
+        told["worst"] = {key: _power(max(one[key] for one in checked.values())) for key in next(iter(checked.values()))}
+    if record["name"] == "soak":
+        told["minutes"] = detail["seconds"] / 60
+        told["mib"] = {name: samples[-1][1] for name, samples in detail["samples"].items()}
+    return told | {"detail": detail, "low": low, "high": high}
+
+
+def _power(value: float) -> str:
+    """6e-6, not 6e-06."""
+    digits, _, power = f"{value:.0e}".partition("e")
+    return f"{digits}e{int(power)}"
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """`text` with every figures block made anew."""
+    known = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    blocks = {
+        "demo": demo_block,
+        "faults": faults_block,
+        "matrix": matrix_block,
+        "clients": clients_block,
+        "derender": derender_block,
+        "scale": scale_block,
+        "all": all_block,
+        "headlines": headlines_block,
+        "timelines": learning.timelines_block,
+        "learner": learning.learner_block,
+        "oracle": learning.oracle_block,
+        "loop": learning.loop_block,
+        "learns": learning.learns_block,
+        "scaling": learning.scaling_block,
+        "trl": learning.trl_block,
+    }
+    return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
+
+
+def demo_block(known: dict[str, Any]) -> Iterator[str]:
+    """Reward and accounts of the demo, a row for each seed."""
+    if "demo" not in known:
+        return
+    record = known["demo"]
+    yield f"\n{_origin(record)}:\n\n"
+    heads = ("seed", "held-out reward before", "after", "steps", "up after", "training", "begun", "trained", "lost")
+
+    def cells(run: dict[str, Any]) -> Iterable[Any]:
+        account = run["account"]
+        return (
+            run["seed"],
+            *(f"{reward:.3f}" for reward in ends(run["held_out"])),
+            run["steps"],
+            f"{run['start_s']:.0f} s",
+            f"{run['train_s']:.0f} s",
+            account["begun"],
+            account["trained"],
+            len(account["lost"]),
+            len(account["twice"]),
+        )
+
+    yield from table((*heads, "trained twice"), map(cells, record["detail"]["runs"]))
+    yield f"\nThe model was made in {max(run['model_s'] for run in record['detail']['runs']):.0f} s.\n\n"
+
+
+def unseen_turns(record: dict[str, Any]) -> str:
+    """As the fault run counted them, which it does since it has clients that lose answers without noticing."""
+    count = record["figures"].get("unseen_turns_trained")
+    return "not counted" if count is None else f"{count:.0f}"
+
+
+def faults_block(known: dict[str, Any]) -> Iterator[str]:
+    """What came of the episodes that ended after each kind of fault."""
+    if "faults" not in known:
+        return
+    record, detail = known["faults"], known["faults"]["detail"]
+    account, weights = detail["verdict"]["account"], detail["weights"]
+    yield f"\n{_origin(record)}, "
+    yield f"{detail['seconds'] / 60:.0f} minutes, {sum(detail['starts'].values())} processes started:\n\n"
+    heads = (
+        *("fault", "injections", "episodes ended", "trained once", "twice", "lost", "unseen turns trained", "dropped"),
+        "longest stall",
+    )
+    rows = sorted(detail["verdict"]["rows"], key=lambda row: row["fault"])
+
+    def cells(row: dict[str, Any]) -> Iterable[Any]:
+        dropped = sorted(row["dropped"].items(), key=lambda item: -item[1])
+        return (
+            *(row[name] for name in ("fault", "injections", "ended", "once", "twice", "lost")),
+            row.get("unseen", "-"),
+            ", ".join(f"{reason} {count}" for reason, count in dropped) or "-",
+            f"{row['longest_stall_s']:.1f} s" if row["longest_stall_s"] else "-",
+        )
+
+    yield from table(heads, map(cells, rows))
+    figures = record["figures"]
+    total = (
+        figures["injections"],
+        account["confirmed"],
+        sum(r["once"] for r in rows),
+        figures["twice"],
+        figures["lost"],
+        unseen_turns(record),
+    )
+    longest_s = figures["longest_stall_s"]
+    yield f"| **all** | {' | '.join(map(str, total))} | {sum(sum(r['dropped'].values()) for r in rows)} | {longest_s:.1f} s |\n\n"
+    yield f"{account['begun']} episodes begun, {account['trained']} trained, {account['waiting']} waiting for a full batch at "
+    yield f"the end; {figures['hangs']} hangs. Version {weights['version']} of the weights is "
+    yield f"{'bit-identical to' if weights['checkpoint_equal'] else 'DIFFERENT from'} that of a replay without faults, as were "
+    yield f"{weights['pushes'] - len(weights['pushes_wrong'])} of the {weights['pushes']} versions pushed to an engine.\n\n"
+    for stall in detail.get("stalls", []):
+        meanwhile = ", ".join(f"{fault} at {at:.0f} s" for at, fault in stall["during"]) or "no other fault"
+        yield f'* {stall["seconds"]:.1f} s without progress after "{stall["before"]}"; meanwhile: {meanwhile}\n'
+    yield "\n" if detail.get("stalls") else ""
+
+
+def matrix_block(known: dict[str, Any]) -> Iterator[str]:
+    """The fault run and the broker's tests on several versions of RabbitMQ."""
+    if "faults_matrix" not in known:
+        yield "\nNot measured for this version.\n\n"
+        return
+    record = known["faults_matrix"]
+    yield f"\n{_origin(record)}:\n\n"
+    heads = ("RabbitMQ", "faults", "episodes ended", "lost", "twice", "hangs", "longest stall", "tests passed")
+
+    def cells(run: dict[str, Any]) -> Iterable[Any]:
+        figures = run["figures"]
+        names = ("injections", "episodes_ended", "lost", "twice", "hangs")
+        return (
+            run["rabbitmq"],
+            *(figures[name] for name in names),
+            f"{figures['longest_stall_s']:.1f} s",
+            run["passed"],
+            run["failed"],
+        )
+
+    yield from table((*heads, "failed"), map(cells, record["detail"]["runs"]))
+    yield "\n"
+
+
+def _origin(record: dict[str, Any]) -> str:
+    """What made a result, of which version, where."""
+    return f"`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}"
+
+
+def headlines_block(known: dict[str, Any]) -> Iterator[str]:
+    """The few figures to read first."""
+    figures = {name: record["figures"] for name, record in known.items()}
+    figures |= {name: figures[name] | derive(known[name]) for name, derive in DERIVED.items() if name in known}
+    found = ((words, name, form) for words, name, form in HEADLINES if name in known)
+    rows = (
+        (
+            words,
+            form.format(**figures[name]),
+            known[name]["hardware"],
+            f"{known[name]['commit']}, {known[name]['date'][:10]}",
+        )
+        for words, name, form in found
+    )
+    yield "\n"
+    yield from table(("what", "figure", "on", "of commit"), rows)
+    yield "\n"
+
+
+def scale_block(known: dict[str, Any]) -> Iterator[str]:
+    """What an episode costs whom, a row for each number of workers."""
+    if "swarm" not in known:
+        return
+    scale = known["swarm"]["detail"]["scale"]
+    yield f"\n`{scale['command']}` of commit {scale['commit']} on {scale['hardware']}:\n\n"
+    parts = ("broker", "collector", "proxy", "worker")
+    rows = (
+        (one["workers"], f"{one['episodes_per_s']:.0f}", *(f"{one['cpu_ms'][part]:.1f}" for part in parts))
+        for one in scale["workers"]
+    )
+    yield from table(("worker processes", "episodes/s", "broker", "collector", "proxies", "workers"), rows)
+    yield "\n"
+
+
+def clients_block(known: dict[str, Any]) -> Iterator[str]:
+    """What foreign clients were answered against what was recorded, a row for each client and protocol."""
+    if "clients" not in known:
+        return
+    record = known["clients"]
+    yield f"\n{_origin(record)}:\n\n"
+    heads = ("client", "version", "protocol", "run", "calls", "turns", "equal", "result")
+    rows = ([str(row[head]).replace("|", "\\|") for head in heads] for row in record["detail"]["rows"])
+    yield from table(heads, rows)
+    yield "\n"
+
+
+def derender_block(known: dict[str, Any]) -> Iterator[str]:
+    """What parsing a streamed answer costs, a row for each kind of answer and way."""
+    if "derender" not in known:
+        return
+    record = known["derender"]
+    tokens, rate = record["detail"]["tokens"], record["detail"]["rate"]
+    yield f"\nAn answer of {tokens} tokens, {rate:.0f} a second; {_origin(record)}:\n\n"
+    waits = "another call waits for the thread, median"
+    rows = []
+    ways = {"eager": "whenever the thread is free", "paced": "as the proxy does"}
+    for name in record["detail"]["answers"]:
+        for way, words in ways.items():
+            told = {key: record["figures"][f"{key}_{name}_{way}"] for key in ("portions", "parsing_s", "longest_gap_s")}
+            cells = (
+                name,
+                words,
+                f"{told['portions']:.0f}",
+                f"{told['parsing_s']:.2f} s",
+                f"{told['longest_gap_s']:.2f} s",
+                f"{record['figures'][f'wait_p50_ms_{name}_{way}']:.1f} ms",
+            )
+            rows.append(cells)
+    yield from table(("answer", "parsed", "portions", "processor", "longest pause", waits), rows)
+    yield "\n"
+
+
+def all_block(known: dict[str, Any]) -> Iterator[str]:
+    """Every figure of every result, with its hardware and command."""
+    for name, record in known.items():
+        yield f"\n**{name}**: {_origin(record)}\n\n"
+        figures = ((f"`{figure}`", f"{value:.4g}") for figure, value in record["figures"].items())
+        yield from table(("figure", "value"), figures)
+    if known:
+        yield "\n"
