@@ -50,7 +50,7 @@ def _control(state: Control, *, is_drained: bool) -> dict[str, Any]:
 
 
 class StandstillWatch:
-    """Detector of standstills, with the time since when each thing stands still."""
+    """Detector of standstills."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, tuple[float, float]] = {}

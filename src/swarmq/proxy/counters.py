@@ -23,15 +23,15 @@ REMEDIES = {
 """Reason of a branch -> how to avoid it."""
 
 OFTEN = 0.5
-"""Share of turns above which an agent's edits of its history are warned of, because they are rarely intended."""
+"""Share of turns above which an agent's edits of its history cause a warning, because they are rarely intended."""
 
 
 @dataclasses.dataclass
 class Counters:
     alert: float = 1.0
-    """Share of lost continuations above which there is a warning; 1: no warnings, also not about edits."""
+    """Share of lost continuations above which a warning is emitted; 1: no warnings, also none about edits."""
     window: int = 100
-    """Number of newest turns of a policy, with an earlier turn to continue, that count."""
+    """Number of newest turns of a policy to judge by, among those with an earlier turn to continue."""
     open_calls: int = 0
     by_kind: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
     """Task kind -> `calls`, `episodes`, `prompt_tokens`, `sampled_tokens`, `turns`."""
@@ -96,9 +96,9 @@ class Counters:
         }
 
     def alerts(self) -> list[str]:
-        """Return a line for each engine with unusable answers since the last call, for each limit that cuts answers and
-        everything left out of requests (once), and for each policy whose drift is above the threshold; the last again only
-        after it was well below."""
+        """Return the warnings that are due: for each engine with unusable answers since the last call; once for each limit that
+        cuts answers and for each thing left out of requests; and for each policy with drift above the threshold, again only
+        after its drift was well below."""
         lines = [
             f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
             "agents got an error. Look at the engine's log and weights (not a number?), then start it again"

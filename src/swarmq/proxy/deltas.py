@@ -44,7 +44,7 @@ def extend(message: Json, delta: Json) -> None:
 
 
 class StopTrim:
-    """Cuts a stop string off parsed content, whose tokens the engine reports whole.
+    """Filter that cuts a stop string off parsed content. The tokens that the engine reports still contain it.
 
     A tail that may be the beginning of a stop string is held back until more is known.
     """
@@ -69,7 +69,8 @@ class StopTrim:
 
 
 class LeadingBlanks:
-    """Holds back white space at the beginning of parsed content until text follows; before tool calls alone it means nothing."""
+    """Filter that holds back white space at the beginning of parsed content until text follows: before tool calls alone it
+    means nothing."""
 
     def __init__(self) -> None:
         self._held: str | None = ""

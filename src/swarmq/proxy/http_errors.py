@@ -84,8 +84,8 @@ def foreign_episode_error(episode_id: str) -> RefusedError:
 
 
 def to_refusal(error: Exception) -> Refusal:
-    """Map an error to a response. Faults of the agent are explained; for other faults only what to do is said, and the log has
-    the details."""
+    """Map an error to a response. Faults of the agent are explained; for other faults the response says only what to do, and
+    the log has the details."""
     match error:
         case RefusedError():
             refusal = _client_fault(error.status, str(error), error.code, error.param)

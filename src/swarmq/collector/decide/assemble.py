@@ -6,16 +6,16 @@ killed, or may have answered 503, before the last byte. A turn is kept if one of
 (a) `end.calls` names all answered calls: these are kept, and nothing else;
 (b) `end.received` names the call. A call that the client watched (`observed`) and does not name was not received;
 (c) a later prompt continues the turn, so the agent had its answer. To continue means to contain sampled tokens of it: a turn that
-    shares only the prompt is another choice or sending of the request, or a conversation that begins alike;
+    shares only the prompt is another choice or repetition of the request, or a conversation with the same beginning;
 (d) its proxy reports that the answer was sent (`DeliveryReport`), or comes from a version without such reports (`receipt` is false).
 
-While nothing is known of a call, the decision waits. An answer that was sent can still be lost on its way. The client library
-then repeats the request, which reveals the loss of the earlier sending:
+While a call has neither proof nor report, the decision waits. An answer that was sent can still be lost on its way. The client
+library then repeats the request, which reveals that the earlier answer was lost:
 
-(e) the same request with a higher retry number replaces one earlier sending: preferably one that is known as lost, else one that no
-    turn continues;
-(f) of equal requests with equal retry numbers, where a later prompt continues one and none continues the other, the other was lost.
-    This holds only for libraries that do not count retries; one that counts them and says 0 means a new request.
+(e) a repetition with a higher retry number replaces one earlier request: preferably one whose answer is known as lost, else one
+    that no turn continues;
+(f) if a later prompt continues one of two equal requests with equal retry numbers, and none continues the other, the other's
+    answer was lost. This holds only for libraries that do not count retries; a library that counts them sends 0 for a new request.
 
 Rules (e) and (f) never remove a call that the client names. A kept turn may share tokens with an orphan, or with another
 policy's turn; it is then re-based on the nearest ancestor in the rollout, so that every turn can be resolved.
@@ -37,7 +37,7 @@ ENVELOPE_BYTES = 64 * 1024
 """Size reserved for a rollout's fields besides its turns and the fields of its end."""
 
 NAMED = 3
-"""Number of unknown calls that a warning names."""
+"""Most unknown calls that one warning lists."""
 
 
 class ReceivedCalls(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class ReceivedCalls(msgspec.Struct, frozen=True, kw_only=True):
     kept: set[str]
     """Calls whose answers the agent received."""
     awaited: set[str]
-    """Calls of which nothing is known yet; they are dropped if nothing ever becomes known."""
+    """Calls without proof or report so far; they count as not received if none ever arrives."""
 
 
 def decide_received(
@@ -57,8 +57,8 @@ def decide_received(
     sent: AbstractSet[str] = frozenset(),
     withdrawn: AbstractSet[str] = frozenset(),
 ) -> ReceivedCalls:
-    """Decide which calls were received. `named`, `received`: `calls` and `received` of the end; `sent`, `withdrawn`: delivery
-    reports."""
+    """Decide which calls were received. `named`, `received`: the fields `calls` and `received` of the end; `sent`, `withdrawn`:
+    call ids from delivery reports."""
     if named is not None:
         return ReceivedCalls(kept=set(named) & calls.keys(), awaited=set())
     continued = {
@@ -183,7 +183,8 @@ def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Tur
 
 
 def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
-    """Return the sendings of each request that was sent several times, in order of arrival; a sending is a list of its choices."""
+    """Return the requests that were sent several times: for each, its repetitions in order of arrival, and for each repetition
+    its choices."""
     equal: dict[tuple[str, str, str | None], dict[str, list[TurnMeta]]] = defaultdict(dict)
     for call in calls:
         if call.request_digest:
@@ -195,7 +196,7 @@ def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
 def _repeated(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[TurnMeta]:
-    """Return the calls of sendings whose answers were lost, as their repetitions reveal; `known`: calls known as lost anyway."""
+    """Return the calls whose answers were lost, as repetitions of their requests reveal; `known`: calls known as lost anyway."""
     lost = _retried(requests, continued, known, proven)
     lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
     return [call for choices in lost for call in choices]
@@ -224,7 +225,7 @@ def _retried(
 def _abandoned(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[list[TurnMeta]]:
-    """Apply rule (f): return sendings that no turn continues, although an equal one with the same retry number is continued."""
+    """Apply rule (f): return repetitions that no turn continues, although an equal one with the same retry number is continued."""
     live = {choices[0].retry for choices in requests if _has(choices, continued)}
     return [
         choices

@@ -22,13 +22,13 @@ PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "run
 
 
 LOOK_BACK, TEACHES = 4, 2
-"""Factors for a kind with uninformative groups: it is checked again after LOOK_BACK times `uninformative_groups` of its groups,
-and gets its share back once TEACHES of each `uninformative_groups` were informative. One would have kept it from being flat at
-all, so two are needed, or it would be flat again at once."""
+"""Factors for kinds with uninformative groups. A flat kind is checked again after LOOK_BACK times `uninformative_groups` of its
+groups, and gets its share back once TEACHES of every `uninformative_groups` groups were informative: with one, it would be flat
+again at once."""
 
 
 class KindSignal(msgspec.Struct):
-    """Groups of one kind that one policy received since it last trained the kind, or since the kind is flat."""
+    """Counts of one kind's groups that one policy received since it last trained the kind, or since the kind became flat."""
 
     is_flat: bool = False
     """Whether too many of the groups had equal rewards."""
@@ -160,7 +160,7 @@ class RunControl:
         return state, texts
 
     def _teaching_nothing(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
-        """Return the kinds whose groups teach nothing, so that a learner waits for them in vain, or would."""
+        """Return the kinds whose groups teach nothing, so that a learner waits, or would wait, for them in vain."""
         uninformative_groups = self.rules.uninformative_groups
         for (policy, kind), signal in self._signals.items():
             groups = signal.equal + signal.taught

@@ -6,7 +6,7 @@
                                                                          │ nothing more to come, or deadline; and enough
   step report ──take──> ledger, credit  <──learners──  published: one rollout per policy
 
-All effects of a call belong to one transaction with the others of its batch, `settle()`'s last. Memory and stored rows agree: a
+All effects of a batch of calls belong to one transaction, those of `settle()` last. Memory and stored rows agree: a
 core built from the store's snapshot continues where this one stands.
 
 Faults and oddities, with the names under which they are counted:

@@ -63,7 +63,7 @@ class OpenEpisodes:
         return any(episode.begin and episode.begin.mode == "train" for episode in self.open.values())
 
     def eval_slots(self) -> set[str]:
-        """Return the evaluation slots that somebody works on."""
+        """Return the evaluation slots with an open episode."""
         begins = (episode.begin for episode in self.open.values())
         return {begin.slot.id for begin in begins if begin and begin.mode == "eval"}
 

@@ -103,7 +103,7 @@ class Evals:
         return [_issue(one) for one in self.slots.values() if one.kind == kind and one.lacks]
 
     def begin(self, version: int, now: float) -> list[EvalSlot]:
-        """Begin a round and return its attempts, with siblings apart, so that an early look is fair to all tasks."""
+        """Begin a round and return its attempts, ordered so that partial results cover all tasks equally."""
         rounds = max((task.repeats for task in self.tasks.values()), default=0)
         wanted = [
             EvalSlot(
@@ -137,7 +137,7 @@ class Evals:
         return True
 
     def is_over(self, now: float, deadline_s: float, *, running: Collection[str]) -> bool:
-        """Return whether there is a round and nothing more of it will come. `running`: slots being worked on."""
+        """Return whether there is a round and no more results will come. `running`: slots being worked on."""
         slots = self.slots.values()
         return bool(slots) and (
             not any(one.lacks or (not one.done and one.slot.id in running) for one in slots)
@@ -193,7 +193,7 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval for the mean of n values between 0 and 1, which is rather too wide for values between."""
+    """Return Wilson's 95 % interval for the mean of n values between 0 and 1; it is too wide unless all values are 0 or 1."""
     centre = share + Z95**2 / (2 * n)
     spread = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n))
     scale = 1 + Z95**2 / n

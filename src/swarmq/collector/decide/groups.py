@@ -56,7 +56,7 @@ class Groups:
         self.place: dict[str, str] = {}
         """Published episode -> its group."""
         self.ready: Counter[str] = Counter()
-        """Policy -> number of groups that it was given and has not completely reported on."""
+        """Policy -> number of groups that its learner was sent and has not completely reported on."""
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
         """Policy -> kind -> number of groups as in `ready`."""
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
@@ -64,7 +64,7 @@ class Groups:
         """Policy -> kind -> groups of the next batch, under the rules for which they were computed."""
 
     def join(self, begin: EpisodeBegin) -> None:
-        """Count a running episode in its group. An episode of a published group is already paid for by that group."""
+        """Count a running episode in its group. A published group was charged for all of its episodes already."""
         group_id = begin.slot.group_id
         if group_id in self.open or not self.run.past.group_closed(group_id):
             group = self.open.setdefault(group_id, OpenGroup(kind=begin.kind, size=begin.group_size))
@@ -181,11 +181,11 @@ class Groups:
         ]
 
     def need(self, group: OpenGroup) -> int:
-        """Return the number of members with which the group is published without the others."""
+        """Return the number of finished members with which the group is published without the others."""
         return min(self.run.rules.min_group, group.size)
 
     def _shares(self, group: OpenGroup) -> dict[str, list[str]]:
-        """Return policy -> members with turns of it, for policies with enough of them to be compared."""
+        """Return policy -> members with turns of that policy, for policies with enough such members to compare."""
         members: dict[str, list[str]] = {}
         for member in group.winners.values():
             for policy in member.policies:
@@ -295,7 +295,7 @@ class Groups:
         return sum(group.pending.keys().isdisjoint(policies) for group in self.published.values())
 
     def starved(self, policies: Iterable[str]) -> bool:
-        """Return whether no learner has the groups of a batch waiting."""
+        """Return whether no learner has enough groups for a batch waiting."""
         return all(self.ready[policy] < self.run.rules.groups_per_batch for policy in policies)
 
     def short_of(self, *, owed: int = 0) -> set[str]:

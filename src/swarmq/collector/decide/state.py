@@ -129,8 +129,8 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TAINTS = ("", "two_clients", "refused_turn")
-"""Reasons for which the turns of an episode may not be what its agent was answered: it is unknown which client's they are, or
-one is missing. The store keeps their index. If the end names its calls, those calls decide."""
+"""Reasons why the recorded turns of an episode may differ from the answers that its agent received: turns of two clients are
+mixed, or a turn is missing. The store keeps the index. If the end names its calls, the named calls decide instead."""
 
 
 class OpenEpisode(msgspec.Struct, kw_only=True):
@@ -161,7 +161,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):
-    """What is kept of an episode after its end was decided."""
+    """Facts kept of an episode after its end was decided, to recognise duplicates."""
 
     state: str
     reason: str
@@ -179,7 +179,7 @@ class WaitingMember(msgspec.Struct, frozen=True):
 
 
 class PastEpisodes(Protocol):
-    """Questions of the core about episodes that have left its memory."""
+    """Lookups of the core about episodes that have left its memory."""
 
     def ended(self, episode_id: str) -> EndedEpisode | None: ...
     def winner(self, slot_id: str) -> str | None: ...
@@ -188,7 +188,7 @@ class PastEpisodes(Protocol):
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """What all aggregates of a core share."""
+    """State that all aggregates of a core share."""
 
     rules: Rules
     """Rules in effect; commands change them."""

@@ -2,8 +2,8 @@
 
 The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted batch by batch in
 the shares that hold at the batch's step (largest remainder, carried over), as the learner will take them, so a batch of 8
-groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A dry kind whose share is lent is granted nothing; it keeps what it holds, which does
-not count. Within a kind, a slot of credit is always in exactly one place:
+groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A dry kind whose share is lent is granted nothing; it keeps its groups, which do not
+count. Within a kind, a slot of credit is always in exactly one place:
 
   ticket out -> running -> waiting in its group -> published (the whole group at once) -> trained
        ^___________|_______________|____________________________|   dropped: back to the same kind
@@ -45,7 +45,7 @@ class TicketWindow:
         self.serial = serial
         """Number of tickets ever issued; names the next one."""
         self.lent: frozenset[str] = frozenset()
-        """Dry kinds whose share is lent to the others."""
+        """Dry kinds whose share goes to the other kinds for now."""
         self.is_open = True
         """Whether tickets are issued; False while the run is paused or drained."""
         self._unaccounted: dict[str, tuple[frozenset[str], float]] = {}
@@ -68,8 +68,8 @@ class TicketWindow:
         return self.kinds.setdefault(kind, KindWindow())
 
     def use(self, kind: str, ticket_id: str) -> list[Effect]:
-        """Use the ticket that a begin carries. Returns no effects if it is not out: used before, or issued by a store that is
-        gone."""
+        """Use the ticket that a begin carries. Returns no effects if the ticket is not out: it was used before, or a store that
+        is gone issued it."""
         if ticket_id not in self.out.get(kind, ()):
             return []
         self.out[kind].remove(ticket_id)
@@ -97,7 +97,7 @@ class TicketWindow:
         return lost
 
     def train(self, kind: str) -> None:
-        """Record that a group was trained. A lent kind is not granted another group for it."""
+        """Record that a group was trained. A kind whose share is lent is not granted another group in return."""
         self.of(kind).trained += 1
         self.of(kind).allocated += kind in self.lent
 
@@ -174,7 +174,7 @@ class TicketWindow:
             credit.due, credit.debt = dealt.counts.get(kind, 0), dealt.carry.get(kind, 0.0)
 
     def lend(self, kinds: Iterable[str]) -> None:
-        """Lend the shares of dry kinds; what they were due goes to the others in the next batches."""
+        """Give the shares of dry kinds to the others; groups still due to dry kinds go to the others in the next batches."""
         self.lent = frozenset(kinds)
         for kind in self.lent:
             self.of(kind).due = 0

@@ -65,8 +65,8 @@ class AnswerReceipts:
 
     @contextmanager
     def answering(self, begun: ActiveCall, scope: Mapping[str, Any]) -> Iterator[None]:
-        """Observe everything that answers a call. An exception through it, or `begun.failed`, withdraws the call; but an agent
-        that disconnects after the end of each choice has received all it wanted of a stream."""
+        """Observe the block that answers a call. An exception in the block, or `begun.failed`, withdraws the call; but an agent
+        that disconnects from a stream after the end of every choice has received all it wanted."""
         has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
         is_whole = False
         try:
@@ -104,7 +104,8 @@ class AnswerReceipts:
         self._wake.set()
 
     def _look(self, *, every: bool = False) -> None:
-        """Find out which answers have left."""
+        """Move the written answers that have left, or cannot leave any more, to those to report. `every`: check answers that
+        are not due, too."""
         now = asyncio.get_running_loop().time()
         written, self._written = self._written, []
         for answer in written:
@@ -118,7 +119,7 @@ class AnswerReceipts:
             self._written.append(answer)
 
     async def _publish(self) -> None:
-        """Publish what is known and return when the broker has confirmed it."""
+        """Publish what is to be reported and return when the broker has confirmed it."""
         told, self._known = self._known[:MOST_CALLS], self._known[MOST_CALLS:]
         sent, withdrawn = defaultdict[str, tuple[str, ...]](tuple), defaultdict[str, tuple[str, ...]](tuple)
         for episode_id, calls, is_sent in told:

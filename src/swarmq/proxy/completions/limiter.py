@@ -1,4 +1,4 @@
-"""Bounded queueing of calls: a number at a time, a number that wait, and the rest are told when to come back."""
+"""Bounded queueing of calls: a limited number run, a limited number wait, and all others are refused with a time to retry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CallLimiter:
         return len(self._waiting)
 
     async def enter(self) -> CallSlot:
-        """Wait for a slot, to be given back. Raises RefusedError (429) if too many calls wait already."""
+        """Wait for a slot and return it; the caller gives it back. Raises RefusedError (429) if too many calls wait already."""
         if self.open < self._max_open:
             self.open += 1
             return CallSlot(self)

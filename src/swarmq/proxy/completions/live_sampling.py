@@ -31,12 +31,12 @@ class LiveSampling:
         return msgspec.structs.replace(setting, max_tokens=limit or None)
 
     def episode_tokens(self, claims: Claims) -> int:
-        """Return the most tokens that the episode may sample, the least of what key and kind allow; 0: no limit."""
+        """Return the most tokens that the episode may sample, the lower limit of its key and its kind; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_tokens, own.episode_tokens if own else None)
 
     def episode_calls(self, claims: Claims) -> int:
-        """Return the most calls that the episode may make, in the same way; 0: no limit."""
+        """Return the most calls that the episode may make, the lower limit of its key and its kind; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_calls, own.episode_calls if own else None)
 

@@ -102,7 +102,7 @@ class Completions:
     async def _try_engines(
         self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
     ) -> T:
-        """Attempt a call on the best engine, on others if it fails, and again when an engine is back if all are gone."""
+        """Start a call on the best engine, or on another if it fails; if all are down, wait for an engine and start again."""
         pool = self._pools[request.policy]
         while True:
             try:

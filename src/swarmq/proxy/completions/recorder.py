@@ -57,7 +57,7 @@ class Recorder:
 
 
 def _check(turn: Turn) -> None:
-    """Raise EngineAnswerError for a turn that readers of the queue would have to refuse, when nobody could be told any more."""
+    """Check that the queue's readers will accept the turn, while the agent can still be told. Raises EngineAnswerError."""
     if not turn.sampled_ids:
         raise EngineAnswerError("empty", f"turn {turn.call_id} was ended without a single token")
     try:

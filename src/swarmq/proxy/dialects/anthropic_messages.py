@@ -276,7 +276,7 @@ def _spoken(blocks: Sequence[Json], where: str) -> Json:
 
 
 def _heard(role: str, blocks: Sequence[Json], where: str) -> list[Json]:
-    """A user's message: the results of tools, then what else there is."""
+    """Return the chat messages of a user's content blocks: the results of tools, then everything else."""
     results: list[Json] = []
     parts: list[Json] = []
     for block in blocks:

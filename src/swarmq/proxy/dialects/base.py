@@ -55,7 +55,7 @@ AGENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
 
 
 class Dialect(Protocol):
-    """One form of request. `path`: its route; `summary` and `body`: for the OpenAPI document."""
+    """The requests and answers of one API. `path`: its route; `summary` and `body`: for the OpenAPI document."""
 
     path: str
     summary: str

@@ -46,7 +46,7 @@ def check_arguments(messages: list[Json]) -> None:
             text = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(text, str) and text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(text):
                 raise RefusedError(
-                    f"arguments of a tool call have more than {MAX_DEPTH} brackets within each other",
+                    f"arguments of a tool call have more than {MAX_DEPTH} levels of nested brackets",
                     param=f"messages[{number}].tool_calls",
                 )
 

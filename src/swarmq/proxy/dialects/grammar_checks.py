@@ -22,15 +22,15 @@ ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 MAX_PARTS = 10_000
 """Most objects and lists in all schemas of a request, including entries of lists."""
 MAX_PROPERTIES = 1000
-"""Most properties of one object: a grammar for optional ones takes the square of their number."""
+"""Most properties of one object: the grammar of optional properties grows with the square of their number."""
 MAX_HELD_TOOLS = 128
 """Most tools that are strict or forced; OpenAI accepts no more tools in all."""
 MAX_STEPS = 1000
-"""Most steps down a schema, including references."""
+"""Largest depth of a schema, references included."""
 MAX_PATTERN = 8192
 """Most characters of a regular expression in a schema, whose brackets recurse as well."""
 MAX_GRAMMAR = 65_536
-"""Most characters of a grammar or a regular expression; parsing one takes the square of its rules."""
+"""Most characters of a grammar or a regular expression; parsing time grows with the square of its rules."""
 
 
 def check_schemas(chat: Json) -> None:
@@ -114,7 +114,7 @@ def _num_held_tools(chat: Json) -> int:
 
 
 def _elsewhere(node: Node) -> str | None:
-    """Return the node's reference outside the document, or None."""
+    """Return the node's reference to another document, or None."""
     reference = node.get("$ref") if isinstance(node, dict) else None
     return reference if isinstance(reference, str) and reference and not reference.startswith("#") else None
 

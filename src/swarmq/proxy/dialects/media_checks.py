@@ -21,7 +21,7 @@ def check_media(chat: Json, *, remote: bool) -> None:
                 continue
             if part.get("uuid") is not None:
                 raise RefusedError(
-                    f"messages[{at}]: a uuid would be looked for among what all episodes have sent: send the content without it",
+                    f"messages[{at}]: a uuid could name content of other episodes in the engine's cache: send the content without it",
                     code="unsupported_parameter", param="messages",
                 )  # fmt: skip
             for url in _urls(part):

@@ -33,7 +33,7 @@ def usage(begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
 
 
 class ChunkWriter:
-    """A `Writer` without `gain` and `end`, which differ; `end` stores the choice in `ended`."""
+    """Base of a `Writer` of chunks. Each dialect adds `gain`, and `end`, which stores the choice in `ended`."""
 
     def __init__(self, begun: ActiveCall, kind: str) -> None:
         self.begun = begun

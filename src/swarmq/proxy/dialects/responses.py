@@ -129,7 +129,7 @@ class Responses:
 
 
 class Items:
-    """Growing output items. `tell`: called with every event."""
+    """Output items of a growing response. `tell`: called with every event."""
 
     def __init__(self, begun: ActiveCall, tell: Callable[[Json], None] = lambda _: None) -> None:
         self._begun = begun
@@ -315,7 +315,7 @@ def _text(text: str) -> Json:
 
 
 def _with_instructions(body: Json, messages: list[Json]) -> list[Json]:
-    """Return the messages below the instructions, which later responses do not inherit."""
+    """Return the messages with the request's instructions first, which later responses do not inherit."""
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise RefusedError("instructions must be text", param="instructions")

@@ -34,17 +34,17 @@ MOST_TOGETHER = 8
 MOST_TEXTS = 4096
 """Number of texts whose tokens are cached."""
 LATELY = 0.2
-"""Weight of the newest answer in an engine's measured pace."""
+"""Weight of the newest stream in the moving average of an engine's pace."""
 CROWDED = 16
 """Number of open calls beyond twice those of the least busy engine, above which an episode leaves its engine."""
 
 WAIT_S = 540.0
-"""Seconds that calls wait for an engine with weights for training; then they go on without, as in a run without a learner. The
-collector gives an episode without a model call up a little later (`groups.idle_timeout_s`)."""
+"""Seconds that calls wait for an engine with weights for training; then they take any engine, as in a run without a learner.
+The collector gives up an episode without a model call a little later (`groups.idle_timeout_s`)."""
 TELL_AFTER_S = 2.0
-"""Seconds after which an outage is reported."""
+"""Seconds that an outage lasts before it is reported."""
 START_S = 60.0
-"""The same when a run resumes, which begins with an outage."""
+"""Seconds that the outage at the start of a resumed run lasts before it is reported."""
 
 log = structlog.get_logger()
 
@@ -103,14 +103,14 @@ class EngineLane:
         return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
 
     async def finds_calls(self) -> bool:
-        """Return whether its parsers accept streams in large portions; found out on first use."""
+        """Return whether the engine's parsers accept streams in large portions; found out on first use."""
         async with self._rehearsing:
             if self._finds_calls is None:
                 self._finds_calls = await finds_tool_calls(self.engine)
             return self._finds_calls
 
     async def is_token(self, text: str) -> bool:
-        """Return whether its tokenizer has a single token for the text."""
+        """Return whether the engine's tokenizer has a single token for the text."""
         if text not in self._is_token:
             if len(self._is_token) >= MOST_TEXTS:
                 self._is_token.clear()

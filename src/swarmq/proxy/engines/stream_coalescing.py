@@ -18,13 +18,13 @@ from swarmq.engine.client.protocol import Delta
 from swarmq.proxy.deltas import merge
 
 PATIENCE = 9.0
-"""Factor of the pause: a stream is parsed for a tenth of its time."""
+"""Factor of the pause: parsing takes at most a tenth of a stream's time."""
 LONGEST_S = 1.0
 """Longest pause in seconds, reached only by answers of many thousand tokens."""
 
 
 class CoalescingPace:
-    """Pace of one stream. Portions that wait behind other streams take longer, and pause longer."""
+    """Pace of one stream. A portion that waits behind other streams takes longer to parse, and is followed by a longer pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class CoalescingPace:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """Measure the parsing of a portion; that of several choices adds up."""
+        """Measure the parsing of a portion; the times of several choices add up."""
         began = self._clock()
         try:
             yield

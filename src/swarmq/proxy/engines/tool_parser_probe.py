@@ -25,7 +25,7 @@ _SAID = {
     ],
 }
 CUTS = (1000, 16, 5)
-"""Tokens of a portion."""
+"""Sizes of a portion to try, in tokens."""
 
 
 async def finds_tool_calls(engine: Engine) -> bool:

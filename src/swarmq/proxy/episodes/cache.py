@@ -73,7 +73,7 @@ class EpisodeState:
         self.client = client
         """Client of the keys with which it was called."""
         self.lost = lost
-        """Whether there may have been calls that are unknown here."""
+        """Whether the episode may have made calls that this proxy does not know."""
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, EngineLane] = {}
         """Policy -> engine that answered last."""
@@ -82,7 +82,7 @@ class EpisodeState:
         self.open_calls = 0
         self.used_at = 0.0
         self.counted_bytes = 0
-        """Share of the episode in the cache's size."""
+        """Bytes of the episode in the cache's size."""
 
     def graph(self, policy: str) -> Graph:
         if policy not in self.graphs:
@@ -174,7 +174,7 @@ class EpisodeCache:
 
     @contextmanager
     def arriving(self, claims: keys.Claims) -> Iterator[EpisodeState]:
-        """Yield the state of a call whose body is still to come. Raises RefusedError."""
+        """Yield the state of a call whose body has not arrived yet. Raises RefusedError."""
         memory = self.open_call(claims.episode_id, claims.client)
         try:
             yield memory

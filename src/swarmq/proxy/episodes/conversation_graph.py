@@ -80,7 +80,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     depth: int
     """Number of messages, including the answer."""
     parent: Node | None
-    """The node with its first tokens: the continued turn, or one that only begins alike."""
+    """Node that holds the first tokens: the continued turn, or another turn with the same beginning."""
     shared: int
     """Number of leading tokens in the parent's sequence."""
     prompt: bytes
@@ -143,9 +143,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     node: Node | None = None
     shared: int = 0
     depth: int = 0
-    """Number of messages that the turn holds, too."""
+    """Number of leading messages that the turn covers, too."""
     begins: bool = False
-    """Whether the prompt continues nothing and only shares first tokens."""
+    """Whether the prompt only shares its first tokens with the turn and does not continue it."""
 
 
 class Graph:

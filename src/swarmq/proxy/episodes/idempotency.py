@@ -30,7 +30,8 @@ class EpisodeEntry:
         """Recorded ends, at most one per client, because this proxy may not know whose episode it is."""
 
     def end_of(self, client_id: str) -> RecordedEnd | None:
-        """Return the end by this client, or, if the episode's client is known here, by that one."""
+        """Return the end that this client recorded; if the episode's own client is known here, the end that its own client
+        recorded."""
         return next((one for one in self.ends if not is_foreign(client_id, one.end.client_id)), None)
 
 

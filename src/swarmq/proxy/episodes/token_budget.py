@@ -30,7 +30,7 @@ class TokenBudget:
         self.calls += 1
 
     def give_call_back(self) -> None:
-        """Uncount a call that was not answered through no fault of the agent."""
+        """Uncount a call that failed through no fault of the agent."""
         self.calls -= 1
 
     def room(self, max_tokens: int, choices: int) -> int | None:
@@ -42,7 +42,7 @@ class TokenBudget:
             return room
         if self.reserved_tokens:
             raise RefusedError(
-                f"open calls may sample what is left of the episode's {max_tokens} tokens; wait for them",
+                f"open calls have reserved the rest of the episode's {max_tokens} tokens; try again when one of them has ended",
                 status=429, code="episode_tokens_reserved",
             )  # fmt: skip
         left = max_tokens - self.sampled_tokens

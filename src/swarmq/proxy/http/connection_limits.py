@@ -26,7 +26,7 @@ from swarmq.proxy.http_errors import Refusal
 
 MAX_HEAD_BYTES = 64 * 1024
 BODY_GRACE = 2.0
-"""Factor of the time limit for bodies outside the agents' routes, which time out by themselves with 408."""
+"""Factor of the body's time limit outside the agents' routes, which time out by themselves with 408."""
 LINGER_S = 5.0
 """Seconds for a final response to be read."""
 OWN_FILES = 256

@@ -223,7 +223,7 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
 
 
 def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
-    """Answer an invalid body with the wrong field and what is wrong with it."""
+    """Answer an invalid body with each wrong field and its fault."""
     flaws = error.extra if isinstance(error.extra, list) else []
     told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
     words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail
@@ -232,7 +232,7 @@ def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException)
 
 
 def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) -> Response[Any]:
-    """Answer a body that is not JSON like the other routes."""
+    """Answer a body that is not JSON in the form of the other errors."""
     malformed = isinstance(error.__cause__, SerializationException)
     refusal = to_refusal(
         RefusedError(f"the body is not JSON: {error.detail}", code="invalid_json") if malformed else error
@@ -254,7 +254,7 @@ def _field_and_flaw(key: str, flaw: str, request: Request[Any, Any, Any]) -> tup
 
 
 def _flaw_of_nothing(body: type) -> str:
-    """Return what is wrong with an empty body, which counts as `{}`."""
+    """Return what is wrong with a missing body, which counts as `{}`."""
     try:
         msgspec.convert({}, body)
     except msgspec.ValidationError as error:

@@ -306,11 +306,12 @@ class EpisodeControl:
         )
 
     def _size(self, kind: str) -> int:
-        """Return the group size of a kind, as far as tickets have told."""
+        """Return the group size of a kind: the newest ticket's, else the job's."""
         return self._desks[kind].group_size or self._job.group_size(kind)
 
     def _ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
-        """Return the episode of an end. It must not depend on the proxy, or a repeated end would be a different one."""
+        """Return the episode of an end. The result must not depend on the proxy, or a repeated end would count as a different
+        one."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
         policies = entry.begin.policies if entry.begin else asked.policies or policies
         if policies is None and asked.rewards is not None:
