@@ -83,11 +83,11 @@ def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
     model, for a step that is skipped, and if `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
-    config = load_config(plan.model)  # which says best what is wrong with it
+    config = load_config(plan.model)  # has the clearest error for an unusable model
     tokenizer = _tokenizer(plan.model)
     episodes = list(read_demonstrations(plan.demonstrations, tokenizer, ends=_ends(plan.model, config)))
     if not episodes:
-        raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
+        raise TaskError(f"{plan.demonstrations}: the file has no demonstrations")
     with _draft(plan.out) as draft:
         trainer = Trainer(plan.model, _supervise(plan.train), max_model_len=plan.max_model_len)
         if is_main():
@@ -112,7 +112,7 @@ def _draft(out: Path) -> Iterator[Path]:
         return
     with hold_lock(workshop / "lock"):
         with map_os_errors(draft):
-            shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+            shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
             draft.mkdir()
         try:
             yield draft
@@ -122,9 +122,7 @@ def _draft(out: Path) -> Iterator[Path]:
         try:
             draft.rename(out)
         except OSError as error:
-            raise TaskError(
-                f"{out} cannot be made ({error.strerror}): the model that was trained is {draft}"
-            ) from error
+            raise TaskError(f"{out} cannot be created ({error.strerror}): the trained model is in {draft}") from error
         shutil.rmtree(workshop)
 
 
@@ -132,7 +130,7 @@ def _check_room(folder: Path, needed: int) -> None:
     """Raise LearnerError if the disk has less than `needed` bytes free, before anything is trained."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise LearnerError(
-            f"{folder}: {free / 1e9:.3g} GB are free there, and the model takes {needed / 1e9:.3g}: free space, or name another folder"
+            f"{folder}: {free / 1e9:.3g} GB are free, and the model takes {needed / 1e9:.3g} GB: free space, or name another folder"
         )
 
 
@@ -183,7 +181,7 @@ def _supervise(train: Train) -> Train:
 def read_demonstrations(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Rollout]:
     """Yield one episode per line. Raises TaskError that names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may hold other line separators
     except OSError as error:
         raise TaskError(f"{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -213,7 +211,7 @@ def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collecti
             answer = _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
             turns.append(_turn(where, len(turns), asked, answer))
     if not turns:
-        raise TaskError(f"{where}: the assistant says nothing")
+        raise TaskError(f"{where}: there is no message of the assistant")
     return Rollout(
         run=NOBODY,
         policy=NOBODY,
@@ -250,16 +248,16 @@ class _Spelling:
         rest = messages[:at] + messages[at + 1 :]
         try:
             return self._spelled(messages, prompt=False) == self._spelled(rest, prompt=False)
-        except TaskError:  # other messages depend on this one, so the template does read it
+        except TaskError:  # the template fails without the message, so it reads it
             return False
 
     def _spelled(self, some: list[dict[str, Any]], *, prompt: bool) -> str:
         options = {"tools": self._chat.tools, "add_generation_prompt": prompt, "tokenize": False}
         try:
             return str(self._tokenizer.apply_chat_template(some, **options))
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any exception
             raise TaskError(
-                f"{self._where}: the chat template cannot spell the first {len(some)} messages: {error}"
+                f"{self._where}: the chat template cannot render the first {len(some)} messages: {error}"
             ) from error
 
 
@@ -295,7 +293,7 @@ def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[i
     """Return the tokens up to the end of the turn, without what the template writes after it, which a model never samples."""
     if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
         return said[:end]
-    # a base model names no token that ends turns, yet its template has one, and white space after it
+    # a base model names no end-of-turn token, but its template writes one, followed by white space
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     last = max((at for at, token in enumerate(said, start=1) if token in special), default=len(said))
     return said if tokenizer.decode(said[last:]).strip() else said[:last]
@@ -313,7 +311,7 @@ def _tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         raise TaskError(f"model {model}: its tokenizer cannot be loaded: {error}") from error
     if not tokenizer.chat_template:
-        raise TaskError(f"model {model}: its tokenizer has no chat template, so demonstrations cannot be spelled")
+        raise TaskError(f"model {model}: its tokenizer has no chat template, so demonstrations cannot be rendered")
     return tokenizer
 
 
@@ -323,7 +321,7 @@ def _ends(model: str, config: Any) -> set[int]:
 
     try:
         named = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # there is no such file
+    except OSError:  # the model has no such file
         named = GenerationConfig.from_model_config(config).eos_token_id
     return set(named if isinstance(named, list) else [] if named is None else [named])
 

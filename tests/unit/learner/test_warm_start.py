@@ -145,7 +145,7 @@ def test_the_loss_that_is_reported_is_in_nats_a_token(normalisation: str, tmp_pa
     ("line", "match"),
     [
         ("nonsense", 'line 2: not a JSON object with "messages"'),
-        ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: the assistant says nothing"),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: there is no message of the assistant"),
         ('{"chat": []}', 'line 2: not a JSON object with "messages"'),
         (
             '{"messages": [{"role": "User", "content": "?"}, {"role": "assistant", "content": "!"}]}',
@@ -176,7 +176,7 @@ def test_a_line_ends_where_json_lines_end_and_a_file_may_begin_with_a_mark(token
 @pytest.mark.parametrize(
     ("model", "written", "out", "says"),
     [
-        (None, b"\n", "warm", "demonstrations.jsonl: there is no demonstration in it"),
+        (None, b"\n", "warm", "demonstrations.jsonl: the file has no demonstrations"),
         (None, b"\xff", "warm", "demonstrations.jsonl: not UTF-8 text"),
         (
             None,
@@ -242,7 +242,7 @@ def started(folder: Path) -> WarmStart:
 def test_a_model_for_which_there_is_no_room_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: mock.Mock(free=10_000_000))
     plan, seen = started(tmp_path), []
-    with pytest.raises(LearnerError, match=r"0\.01 GB are free there, and the model takes 0\.01\d"):
+    with pytest.raises(LearnerError, match=r"0\.01 GB are free, and the model takes 0\.01\d"):
         warm(plan, seen.append)
     assert (seen, list(tmp_path.iterdir())) == ([], [plan.demonstrations])
 
@@ -288,7 +288,9 @@ def test_a_folder_that_appears_meanwhile_is_left_alone_and_the_model_is_kept(tmp
         plan.out.mkdir()
         (plan.out / "notes").write_text("mine")
 
-    with pytest.raises(TaskError, match=r"warm cannot be made \(Directory not empty\): .* is .*/\.warm\.partial/model"):
+    with pytest.raises(
+        TaskError, match=r"warm cannot be created \(Directory not empty\): .* is .*/\.warm\.partial/model"
+    ):
         warm(plan, appear)
     assert [path.name for path in plan.out.iterdir()] == ["notes"]
     AutoModelForCausalLM.from_pretrained(tmp_path / ".warm.partial" / "model")

@@ -89,7 +89,7 @@ def check_continues(folder: Path, lora: Lora | None) -> None:
     if (file := folder / ADAPTER_FILE).is_file():
         with safe_open(file, framework="np") as opened:
             told = (opened.metadata() or {}).get(ADAPTER_SETTINGS_KEY)
-        was = msgspec.json.decode(told, type=Lora) if told else lora  # those of before do not say
+        was = msgspec.json.decode(told, type=Lora) if told else lora  # older checkpoints do not record it
     if was != lora:
         raise SetUpError(
             f"{folder}: was trained with {_words(was)}, not with {_words(lora)}: set it as it was, or begin another run "

@@ -184,7 +184,7 @@ def _model_written(
     """
     try:
         files = trainer.files(copies)
-    except NotGrantedError as error:  # on the one rank that copies, with nobody to wait for it
+    except NotGrantedError as error:  # on the only rank: no other rank waits
         log.info("checkpoint_waited_for", reason=str(error), action="all of it is written while training waits")
         while before:
             before.pop()()
@@ -197,13 +197,13 @@ def _model_written(
 def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
     """Return a function that allocates memory for the next checkpoint's copies, as far as the host has room, to be called in
     another thread. Rank 0 alone calls it."""
-    if is_sharded(trainer.model):  # whose parts are gathered into other memory
+    if is_sharded(trainer.model):  # its shards are gathered into other memory
         return lambda: None
     state = trainer.optimizer.state_dict()
     wanted = [] if _short_of_room(copies, state, trainer) else outline_copies(trainer.weights_to_write(), state)
 
     def get() -> None:
-        with contextlib.suppress(NotGrantedError):  # the checkpoint asks again, and says so
+        with contextlib.suppress(NotGrantedError):  # the checkpoint tries again and logs it
             copies.reserve(wanted)
 
     return get
@@ -212,7 +212,7 @@ def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], No
 def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: TrainerState) -> str | None:
     """Return why the host has no room for copies of optimizer state and weights with as much again left free, or None."""
     moments = num_bytes(outline_copies((), state))
-    gathered = moments if is_sharded(trainer.model) else 0  # which is there by now
+    gathered = moments if is_sharded(trainer.model) else 0  # memory of the gathered state, allocated by now
     needed = moments + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
     short = next((room for room in host.measure_rooms() if room.free + gathered < 2 * needed), None)
     if short is None:
@@ -231,7 +231,7 @@ def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = la
             if not draft.whole:
                 _write(draft, check)
     except LearnerError:
-        shutil.rmtree(draft.path, ignore_errors=True)  # the disk may be full of it
+        shutil.rmtree(draft.path, ignore_errors=True)  # it may fill the disk
         raise
     return _prune(draft.path.parent, draft.version, keep)
 
@@ -288,7 +288,7 @@ def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
     if not errors:
         return
     if accelerator.is_main_process:
-        shutil.rmtree(draft.path, ignore_errors=True)  # the disk may be full of it
+        shutil.rmtree(draft.path, ignore_errors=True)  # it may fill the disk
     raise next((error for error in errors if not isinstance(error, DiskFullError)), errors[0])
 
 
@@ -348,7 +348,9 @@ def _seal(draft: Draft) -> None:
 
 
 def _publish(draft: Draft) -> None:
-    damaged = _aside(draft.target) if draft.target.exists() else None  # were it whole, nothing would be written
+    damaged = (
+        _aside(draft.target) if draft.target.exists() else None
+    )  # it is damaged, otherwise nothing would be written
     draft.path.rename(draft.target)
     fsync_folder(draft.path.parent)
     if damaged:

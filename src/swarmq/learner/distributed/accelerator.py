@@ -41,11 +41,11 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         mixed_precision=train.precision(cuda=torch.cuda.is_available()),
         cpu=not torch.cuda.is_available(),
         fsdp_plugin=plan,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # backward() divides by any other number
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # backward() divides by this number
         kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
     )
     if plan:
-        # accelerate's own note of the plan, which would pass for the launcher's when the next one is made
+        # set by accelerate; the next accelerator would take it for the launcher's setting
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         shard_on_cpu(accelerator, plan)
         check_collectives(train, accelerator.device)
@@ -57,7 +57,7 @@ def serve_store() -> Any:
     """Serve the store at which ranks meet, on the socket that the launcher opened; on rank 0 of swarmq's own launcher."""
     if STORE_SOCKET_ENV not in os.environ or own_rank() != 0:
         return None
-    distributed: Any = torch.distributed  # which does not export it to type checkers
+    distributed: Any = torch.distributed  # the module does not export it to type checkers
     return distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -84,7 +84,7 @@ def can_stay_gathered(accelerator: Accelerator, train: Train, source: str) -> bo
     roomy = torch.tensor(
         [memory_plan.has_room_for_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device
     )
-    held = bool(accelerator.gather(roomy).all())  # the ranks gather together, or wait for each other for ever
+    held = bool(accelerator.gather(roomy).all())  # all ranks must decide alike, or they wait for each other forever
     log.info("sharded_layers", stay_gathered=held)
     return held
 

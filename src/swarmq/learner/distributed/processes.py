@@ -109,7 +109,7 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(meeting.getsockname()[1]),
             "WORLD_SIZE": str(num_ranks),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # none of the ranks opens a store of its own
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that no rank opens a store of its own
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             STORE_SOCKET_ENV: str(meeting.fileno()),
         }

@@ -50,7 +50,9 @@ AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 def build_fsdp_plugin(train: Train) -> FullyShardedDataParallelPlugin:
     """Return the FSDP plug-in that shards every decoder layer, as named by transformers."""
-    os.environ["FSDP_OFFLOAD_PARAMS"] = str(train.cpu_offload).lower()  # accelerate founds CPU collectives by it alone
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(
+        train.cpu_offload
+    ).lower()  # accelerate creates CPU collectives only if it is set
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -125,7 +127,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def prepare_frozen_model(model: nn.Module, accelerator: Accelerator) -> Any:
     """Return a model that is never trained, on the accelerator's device, sharded if the policy is."""
     if is_sharding(accelerator):
-        plan = accelerator.state.fsdp_plugin  # which knows the policy's layers by now
+        plan = accelerator.state.fsdp_plugin  # with the policy's layers, set by now
         plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
         plan.reshard_after_forward = True
         return shard_from_rank0(model, accelerator).eval()
@@ -167,7 +169,7 @@ def gather_compute_weights(
     def bring(name: str, weight: Weight) -> Weight:
         return _on_host(weight, into.get(name))
 
-    saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
+    saved = lm.state_dict(keep_vars=True)  # taken now: FSDP2 builds state dicts of shards alone
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
     weights: dict[str, Weight] = _each_once(dict(as_named(apart)), bring) if keep else {}
     for part in model.modules():

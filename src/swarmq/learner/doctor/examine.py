@@ -131,7 +131,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[trainer.accelerator.mixed_precision]
     return judge_value(
         "layout changes nothing",
-        bad=not relative <= limit,  # nor is NaN
+        bad=not relative <= limit,  # also true for NaN
         ok=f"gradients of two layouts differ by {relative:.2g} relative",
         wrong=f"gradients of two layouts differ by {relative:.2g} relative (limit {limit:g}): set train.layout = 'rows' and report it",
     )

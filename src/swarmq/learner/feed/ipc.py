@@ -93,7 +93,9 @@ class FeederLink:
         """
         asked: subprocess.Popen[bytes] | None = None
         while not self._stop.asked:
-            if asked is not self._process:  # it may have died since, also while `idle` told it something
+            if (
+                asked is not self._process
+            ):  # a restarted process has not been asked; it may also have died during `idle`
                 self._send(records.RequestBatch())
                 asked = self._process
             with selectors.DefaultSelector() as selector:
@@ -158,7 +160,7 @@ class FeederLink:
                 stdin=subprocess.DEVNULL,
                 preexec_fn=die_with_parent,
             )
-        with contextlib.suppress(OSError):  # it is dead already, which whoever talks to it next finds out
+        with contextlib.suppress(OSError):  # it is dead already; the next message finds out
             frames.send(self._socket, msgspec.structs.replace(self._hello(), again=again))
 
     def _restart(self) -> None:

@@ -81,7 +81,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
 def main(open_broker: OpenBroker = open_amqp, *, feeder_type: type[BatchFeeder] | None = None) -> None:
     """Run the process; its last argument is the descriptor of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
+        signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its death closes the socket
     with contextlib.suppress(EOFError):
         asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, feeder_type or BatchFeeder))
 
@@ -228,7 +228,7 @@ class BatchFeeder:
                 await self._serve()
 
     async def _consume_rollouts(self) -> None:
-        # The collector's window bounds what is out; a smaller bound of our own could only keep a batch from filling.
+        # The collector's window bounds the number of rollouts; a smaller bound here could keep a batch from filling.
         queue = topology.ready(self.job.run, self.policy)
         async with self.broker.consume(queue, prefetch=MAX_PREFETCH) as deliveries:
             while chunk := await deliveries.batch(CHUNK):
@@ -248,7 +248,7 @@ class BatchFeeder:
             if before is None:
                 self.heard_at, self.asked_collector = time.monotonic(), False
             else:
-                await _ack([before])  # this one stands for it
+                await _ack([before])  # the redelivery replaces it
         else:
             await _ack([delivery])
 
@@ -326,7 +326,7 @@ class BatchFeeder:
         fields = {**figures, **done.fields, "version": done.version}
         await self.steps.add(self._event("step", fields))
         for sign in self.signs.step(fields, self.intake.limits.max_staleness):
-            if not done.fields.get("replayed"):  # those were told of when they were new
+            if not done.fields.get("replayed"):  # reported when the step was first taken
                 log.warning("sign", sign=sign.check, text=sign.text)
                 text = f"step {done.version}: {sign.line}"
                 await self._emit("warning", {"text": text})
@@ -341,7 +341,7 @@ class BatchFeeder:
         async with self.reporting:
             for index in self.reports.due(self.version):
                 await self._publish_report(index)
-                with contextlib.suppress(DiskFullError):  # known here; the next number that fits covers it
+                with contextlib.suppress(DiskFullError):  # kept in memory; the next number that is written covers it
                     self.reports.confirm(index.record)
 
     async def _publish_report(self, index: BatchIndex) -> None:
@@ -368,8 +368,8 @@ class BatchFeeder:
             await asyncio.sleep(RETRY_S)
 
     async def _ask_collector(self) -> None:
-        """Ask the collector for lost messages: reports may be lost, so that it still counts their rollouts as untrained, or
-        rollouts."""
+        """Repeat reports and ask the collector for lost rollouts. If reports were lost, it counts their rollouts as still to be
+        reported."""
         self.asked_collector = True
         async with self.reporting:
             for index in self.reports.newest(self.intake.limits.window):

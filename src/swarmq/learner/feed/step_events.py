@@ -51,7 +51,7 @@ class StepEvents:
             with self._path.open("a+b", buffering=0) as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a line that a crash or a full disk has cut
+                    if file.read(1) != b"\n":  # a line cut short by a crash or a full disk
                         line = b"\n" + line
                 if file.write(line) < len(line):
                     raise OSError("the disk is full")

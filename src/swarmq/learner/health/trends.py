@@ -222,7 +222,7 @@ def _line(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _share_of(kind: str) -> Measure:
-    """Return a measure of the kind's share of the groups."""
+    """Return a measure: the kind's share of the groups."""
 
     def part(step: Mapping[str, Any]) -> float | None:
         groups = step.get("groups_by_kind") or {}
@@ -232,7 +232,7 @@ def _share_of(kind: str) -> Measure:
 
 
 def _reward_of(steps: Steps) -> Measure:
-    """Return the mean reward over the kinds that every step has, each with the same weight; over all episodes if there is no
+    """Return a measure: the mean reward over the kinds that every step has, each with the same weight; over all episodes if there is no
     such kind."""
     each = [{kind for kind, value in (step.get("reward_by_kind") or {}).items() if value is not None} for step in steps]
     kinds = set.intersection(*each) if each else set()

@@ -35,7 +35,7 @@ SEGMENT = struct.Struct("<8sII")
 RECORD = struct.Struct("<4sQIIIII")
 SEGMENT_BYTES = 64 * 1024 * 1024
 SEGMENT_RECORDS = 256
-"""Number of records in a segment, after which a new segment begins, so that old segments can be removed."""
+"""Number of records after which, like after a number of bytes, a new segment begins, so that old segments can be removed."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +165,7 @@ class BatchLog:
         self.close()
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        os.fsync(self._descriptor)  # who wrote to it last may have been killed before
+        os.fsync(self._descriptor)  # the last writer may have been killed before its fsync
         fsync_folder(self.folder)
         self._size = os.fstat(self._descriptor).st_size
 

@@ -32,8 +32,8 @@ class Fence:
         """Raise LearnerError if another process has taken the lock."""
         if _content(self._path) != self._ours:
             raise LearnerError(
-                f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still: it ends "
-                "here and changes nothing"
+                f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still; this process ends "
+                "without changing anything"
             )
 
 

@@ -52,7 +52,7 @@ class FrozenModel:
             max_model_len=max_model_len,
         )
         self.rows_only = judge.rows_only
-        judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
+        judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - accelerate reads it to shard
         self._model: Any = prepare_frozen_model(judge, accelerator)
 
     def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class FrozenModel:
         with torch.no_grad():
             scored: Tensor = self._model(placed, temperatures).logprobs
         if is_sharded(self._model):
-            self._model.reshard()  # no backward pass does, and the ends of the model are large
+            self._model.reshard()  # there is no backward pass to do it, and embeddings and head are large
         return scored
 
 
@@ -91,7 +91,7 @@ class ReferenceModels:
 
     def of(self, train: Train) -> dict[str, FrozenModel | InitialModelUnderAdapters]:
         """Return the models by role, without a served teacher (served_teacher.py)."""
-        train = msgspec.structs.replace(train, lora=self._lora)  # a batch may be of a start with others
+        train = msgspec.structs.replace(train, lora=self._lora)  # the batch may come from a start with other adapters
         wanted = list_frozen_models(train, self._initial)
         under = {"reference": self._under} if train.loss.kl and "reference" not in wanted else {}
         return under | {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}

@@ -76,8 +76,8 @@ class ServedTeacher:
         for index in wanted:
             if any(turn.sampling.temperature != TEACHER_TEMPERATURE for turn in episodes[index].turns):
                 raise LearnerError(
-                    "train.teacher: a served teacher judges what was sampled at temperature 1 only; set "
-                    "sampling.temperature to 1, or name the teacher's model folder, which the learner then loads"
+                    "train.teacher: a served teacher can only score tokens sampled at temperature 1; set "
+                    "sampling.temperature to 1, or name the teacher's model folder, so that the learner loads it"
                 )
         check_served_judge(self._policy, self._url, role="teacher")  # a server may have another model at any step
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
@@ -105,7 +105,7 @@ class ServedTeacher:
         ]
         if len(told) != len(ids) or len(values) != len(ids) - 1:
             raise LearnerError(
-                f"train.teacher: {self._url} does not say how likely prompts are (of {len(ids)} tokens it told {len(values)}): "
+                f"train.teacher: {self._url} does not return prompt_logprobs for all tokens ({len(values)} of {len(ids)}): "
                 "serve it with a vLLM that has prompt_logprobs"
             )
         return np.array([0.0, *values], np.float32)
@@ -144,7 +144,7 @@ class TeacherScores:
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)
         layout = one.layout
-        first = np.flatnonzero(layout.offsets == 0)  # passes train turns whole, one after another
+        first = np.flatnonzero(layout.offsets == 0)  # a pass holds whole turns, one after another
         turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
         values = np.concatenate([self._turns[turn] for turn in turns])
         return to_device(values, device)

@@ -127,7 +127,7 @@ def _tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         log.info("tokenizers_not_compared", model=model, reason=str(error).partition("\n")[0])
         return None
-    return tokenizer if _ids(tokenizer, PROBE_TEXT) else None  # without files it is one of no words
+    return tokenizer if _ids(tokenizer, PROBE_TEXT) else None  # without files, transformers makes an empty tokenizer
 
 
 def _other_family(model: str, source: str, role: str, how: str) -> str:

@@ -39,8 +39,8 @@ def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> Non
     if not limit or tokens < FEWEST or not gap > limit:  # a step whose numbers are not finite is skipped later
         return
     raise SetUpError(
-        f"engine and learner compute {family} differently: the log-probabilities of {tokens} tokens, sampled with the very weights that "
-        f"the learner has, are {gap:.3g} nats apart on average (at most {limit:g} by rounding). Nothing was trained on them. See that "
-        "the engine serves the same model folder, in the precision that engine.dtype says and without quantisation; else one of "
-        f"transformers and vLLM leaves a feature of {family} out: report it. train.engine_gap_max sets the limit, and 0 trains all the same"
+        f"engine and learner compute {family} differently: the log-probabilities of {tokens} tokens, sampled with the weights that "
+        f"the learner has, are {gap:.3g} nats apart on average (rounding explains at most {limit:g}). Nothing was trained on them. Check that "
+        "the engine serves the same model folder, in the precision of engine.dtype and without quantisation; otherwise transformers or "
+        f"vLLM lacks a feature of {family}: report it. train.engine_gap_max sets the limit; 0 trains in spite of the difference"
     )

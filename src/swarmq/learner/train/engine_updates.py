@@ -90,7 +90,7 @@ class EngineUpdates:
 
     def wake(self) -> None:
         if self._take_turns and self._pusher:
-            self._fence.check()  # engines that are paused may be in the other learner's push
+            self._fence.check()  # paused engines may be in another learner's push
             self._pusher.wake()
 
     def push(self, weights: Weights, to: WarningSink, *, replayed: bool) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class EngineUpdates:
             for url in report.replaced:
                 to.tell(
                     records.Warn(
-                        text=f"somebody else had changed the weights of {url}: it has those of {self._policy} again"
+                        text=f"the weights of {url} were changed by another process: the weights of {self._policy} are restored"
                     )
                 )
         except EngineError as error:
@@ -152,9 +152,7 @@ class EngineUpdates:
         assert self._pusher
         failing = self._pusher.failing
         for url in sorted(failing.keys() - self._failing):
-            text = (
-                f"{url} does not take the weights of {self._policy}, what is sampled there goes stale: {failing[url]}"
-            )
+            text = f"{url} does not take the weights of {self._policy}, so its samples become stale: {failing[url]}"
             to.tell(records.Warn(text=text))
         for url in sorted(self._failing - failing.keys()):
             to.tell(records.Warn(text=f"{url} serves the newest weights of {self._policy} again, or has left"))

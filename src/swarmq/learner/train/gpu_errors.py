@@ -13,7 +13,7 @@ from swarmq.errors import LearnerError
 
 SAFE = "nothing is lost: the next start goes on from the newest checkpoint and the batch log"
 
-# Libraries under torch, compilers and collectives raise plain RuntimeErrors, which only their words tell apart.
+# Libraries under torch, compilers and collectives raise plain RuntimeErrors that differ only in their texts.
 FAILED = re.compile(r"CUDA (driver )?error|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_|Triton Error \[CUDA\]")
 APART = re.compile(r"NCCL (error|communicator|operation)|\bnccl[A-Z]\w*Error|gloo/transport")
 FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
@@ -25,10 +25,10 @@ def map_gpu_errors(doing: str) -> Iterator[None]:
     of the message."""
     try:
         yield
-    except RuntimeError as error:  # of which all of torch's are
-        if (told := _explain(error)) is None:
+    except RuntimeError as error:  # base class of all of torch's errors
+        if (explanation := _explain(error)) is None:
             raise
-        raise LearnerError(f"{doing}: {told}") from error
+        raise LearnerError(f"{doing}: {explanation}") from error
 
 
 def _explain(error: RuntimeError) -> str | None:
@@ -36,18 +36,18 @@ def _explain(error: RuntimeError) -> str | None:
     text = str(error)
     if isinstance(error, DistError) or APART.search(text):
         return (
-            f"the ranks lost each other: {_line(text, APART)}; {SAFE}. Another rank's log says which one failed first"
+            f"the ranks lost each other: {_line(text, APART)}; {SAFE}. Another rank's log shows which rank failed first"
         )
     if not isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) and not FAILED.search(text):
         return None
     if isinstance(error, torch.OutOfMemoryError) or FULL.search(text):
         return (
-            f"the GPU has too little memory: {_line(text, FULL)}; {SAFE}. Before it, lower train.micro_batch_tokens or "
+            f"the GPU has too little memory: {_line(text, FULL)}; {SAFE}. Before the next start, lower train.micro_batch_tokens or "
             "engine.gpu_memory_utilization, or set train.gradient_checkpointing, or train.context_parallel for long calls"
         )
     return (
-        f"the GPU failed: {_line(text, FAILED)}; {SAFE}. Look at it with nvidia-smi and the kernel's log (Xid): one that "
-        "fails again is to be reset or left out (CUDA_VISIBLE_DEVICES)"
+        f"the GPU failed: {_line(text, FAILED)}; {SAFE}. Check it with nvidia-smi and the kernel log (Xid): a GPU that "
+        "fails again must be reset or excluded (CUDA_VISIBLE_DEVICES)"
     )
 
 

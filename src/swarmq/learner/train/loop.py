@@ -144,7 +144,7 @@ class Learner:
             limit = engine_agreement.agreement_limit(settings, cuda=accelerator.device.type == "cuda")
             trainer = load_trainer(found, settings, accelerator, engine_gap_max=limit)
         except LearnerError:
-            self.engines.wake()  # the next start may be long in coming
+            self.engines.wake()  # the next start may be far away
             raise
         path = str(found.path) if found else None
         log.info("loaded", model=settings.model, version=trainer.version, checkpoint=path)
@@ -165,14 +165,14 @@ class Learner:
         on other ranks."""
         try:
             self._run(link)
-        finally:  # the lock is held as long as anything is written
+        finally:  # nothing may be written after the lock is released
             self._beside.shutdown(cancel_futures=True)
 
     def _run(self, link: FeederLink | None) -> None:
         if link:
             self.engines.repair(self.trainer)
             if trouble := self._teacher_trouble():
-                self._warn(link, f"its teacher {trouble}: start it, batches wait for it")
+                self._warn(link, f"its teacher {trouble}: start it; batches wait for it")
         while True:
             began = time.monotonic()
             command = self._broadcast(self._next(link) if link else None)
@@ -190,7 +190,7 @@ class Learner:
         self._save_last(link)
         self._trackers.close()
         if link:
-            if not self.stop.asked:  # who starts a run again that has reached its last step wants its weights served
+            if not self.stop.asked:  # a finished run that is started again serves its last weights
                 self._while_waiting(link, again=False)
             log.info("ended", version=self.trainer.version, reason="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
@@ -284,7 +284,7 @@ class Learner:
                 return False
             if (now := time.monotonic()) - told >= TEACHER_TOLD_S:
                 told = now
-                self._warn(link, f"a batch waits for its teacher {trouble}: start it, nothing is lost")
+                self._warn(link, f"a batch waits for its teacher {trouble}: start it; nothing is lost")
             self._while_waiting(link, again=True)
             select.select([self.stop.wakeup], [], [], ENSURE_EVERY_S)
         return True
@@ -332,7 +332,7 @@ class Learner:
             self._keep(link, now)
 
     def _keep(self, link: FeederLink, now: _Finishing) -> None:
-        self._finishing = None  # also of one that cannot be: what it holds is given back
+        self._finishing = None  # also if it failed, so that its memory is freed
         oldest = now.oldest.result()
         self.saved, self._no_room = now.version, None
         link.tell(records.CheckpointSaved(oldest=oldest, asked=now.asked))
@@ -355,7 +355,7 @@ class Learner:
             if link and asked:
                 select.select([self.stop.wakeup], [], [], ROOM_S)
         except LearnerError:
-            self.fence.check()  # a learner that has taken our place removes the drafts that it finds
+            self.fence.check()  # after a takeover, the other learner removes drafts, which causes such errors
             raise
 
     def _say_no_room(self, link: FeederLink, version: int, error: DiskFullError, *, asked: int) -> None:
@@ -378,7 +378,7 @@ class Learner:
                 self._keep(link, self._finishing)
         except DiskFullError as error:
             raise LearnerError(
-                f"the last checkpoint, of version {self.trainer.version}: {error}; then start the run again, which makes it from the "
+                f"the last checkpoint, of version {self.trainer.version}: {error}; then start the run again, which rebuilds it from the "
                 "batch log"
             ) from error
 

@@ -38,7 +38,7 @@ class MetricSums:
         if tokens.held is not None:
             among = (
                 among & ~tokens.held
-            )  # behavior_logprobs is normalised over what a grammar allowed: no fault of the engine
+            )  # behavior_logprobs is normalised over the tokens that the grammar allowed, logprobs over all
         gap = tokens.logprobs.detach() - tokens.behavior_logprobs
         held = gap.clamp(max=MAX_LOG_RATIO)
         ratio = held.exp()

@@ -94,7 +94,7 @@ class Trackers:
         """Restart a failed tracker with another file in the same folder, which TensorBoard shows as one run."""
         failed = self._failed[tracker.name]
         if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
-            with contextlib.suppress(Exception):  # the one that failed before
+            with contextlib.suppress(Exception):  # it may fail for the same reason
                 tracker.finish()
             tracker.start()
 

@@ -147,12 +147,12 @@ class Trainer:
         )
         if train.layout == "tree" and policy.rows_only:
             raise SetUpError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
-        policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
+        policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - accelerate reads it to shard
         adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = prepare_model(policy, self.accelerator, adamw)
         if is_sharded(self.model):
             ActivationCheckpointing.announce_sharding(policy, held=self._held)
-        if not train.lora:  # adapters inside of layers are best left alone
+        if not train.lora:  # layers with adapters are not compiled
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self._initial = initial or source
@@ -224,7 +224,7 @@ class Trainer:
             return None
         own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
         return ModelFiles(
-            # to the host one by one: a GPU has no room for all of it once more
+            # copied one by one: a GPU has no room for a second copy of the model
             weights={name: own(name, materialize(tensor).detach()) for name, tensor in self._to_write(named)},
             configs=(self.lm.config, *([self.lm.generation_config] if self.lm.can_generate() else [])),
             adapters=Adapters({name: own(name, each) for name, each in adapters.items()}, self.train.lora)

@@ -42,7 +42,8 @@ def test_a_holder_that_was_replaced_is_stopped_by_its_fence(tmp_path: Path, laps
         with (
             hold_lock(path),
             pytest.raises(
-                LearnerError, match=f"{tmp_path} was taken over by process {os.getpid()} on .* changes nothing"
+                LearnerError,
+                match=f"{tmp_path} was taken over by process {os.getpid()} on .* without changing anything",
             ),
         ):
             fence.check()

@@ -125,8 +125,8 @@ def test_the_doctor_replays_a_batch_with_a_served_teacher(tiny_qwen: Path, teach
 @pytest.mark.parametrize(
     ("path", "answer", "says"),
     [
-        ("/v1/completions", {"choices": [{}]}, r"\d+ tokens it told 0\): .* prompt_logprobs"),
-        ("/v1/completions", {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}]}, "it told 0"),
+        ("/v1/completions", {"choices": [{}]}, r"prompt_logprobs for all tokens \(0 of \d+\): .* prompt_logprobs"),
+        ("/v1/completions", {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}]}, r"\(0 of \d+\)"),
         ("/v1/completions", {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": None}}]}]}, "Expected `float`"),
         ("/v1/completions", {"choices": []}, "completions does not answer as vLLM does: .* length >= 1"),
         ("/v1/completions", {}, "missing required field `choices`"),
@@ -184,8 +184,8 @@ def test_a_batch_waits_for_a_teacher_that_is_away_and_people_are_told_again_and_
     learner.run(link)
     assert learner.trainer.version == comes
     assert link.told == [
-        f"learner main: its teacher at {teacher.url} answers 503: start it, batches wait for it",
-        *[f"learner main: a batch waits for its teacher at {teacher.url} answers 503: start it, nothing is lost"] * 2,
+        f"learner main: its teacher at {teacher.url} answers 503: start it; batches wait for it",
+        *[f"learner main: a batch waits for its teacher at {teacher.url} answers 503: start it; nothing is lost"] * 2,
     ]
 
 
@@ -206,5 +206,5 @@ def test_a_served_teacher_does_not_judge_other_temperatures(tiny_qwen: Path, tea
         msgspec.structs.replace(e, turns=tuple(msgspec.structs.replace(t, sampling=warm) for t in e.turns))
         for e in BATCH
     )
-    with pytest.raises(LearnerError, match="at temperature 1 only"):
+    with pytest.raises(LearnerError, match="only score tokens sampled at temperature 1;"):
         stepped(tiny_qwen, teacher.url, batch)

@@ -67,7 +67,7 @@ def test_an_engine_that_falls_behind_is_told_of_once_and_once_again_when_it_is_w
         stage.step()
         stage.wait()
         stage.failing = {OTHER: "still another model"}
-    assert stage.told == [f"{OTHER} does not take the weights of main, what is sampled there goes stale: another model"]
+    assert stage.told == [f"{OTHER} does not take the weights of main, so its samples become stale: another model"]
     stage.failing = {}
     for _ in range(3):
         stage.wait()
@@ -86,7 +86,7 @@ def test_an_engine_that_falls_behind_while_the_learner_waits_is_told_of_as_well(
 def test_weights_that_somebody_else_changed_are_told_of(stage: Stage) -> None:
     stage.replaced = (OTHER,)
     stage.wait()
-    assert stage.told == [f"somebody else had changed the weights of {OTHER}: it has those of main again"]
+    assert stage.told == [f"the weights of {OTHER} were changed by another process: the weights of main are restored"]
 
 
 def test_where_none_takes_weights_each_engine_is_told_of(stage: Stage) -> None:
