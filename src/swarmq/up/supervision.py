@@ -116,7 +116,21 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
     )
 
 
-async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
+def free_disk_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk that holds a broker's folder."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # the folder is gone: the next start reports it
+        return START_BYTES
+
+
+async def keep_broker(
+    node: PrivateNode,
+    warn: Callable[[str], None],
+    *,
+    check_every_s: float = CHECK_EVERY_S,
+    free_bytes: Callable[[Path], int] = free_disk_bytes,
+) -> None:
     """Restart the private RabbitMQ when it dies, has a full disk, or refuses connections although its process lives. URL and
     queues stay the same; all other parts wait and reconnect."""
 
@@ -124,39 +138,34 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
         turned_away = 0
         while turned_away < MAX_FAILED_CHECKS:
             try:
-                async with asyncio.timeout(CHECK_EVERY_S):
+                async with asyncio.timeout(check_every_s):
                     return f"died with status {await node.wait()}"
             except TimeoutError:
-                if _free_bytes(node.folder) < FULL_BYTES:
+                if free_bytes(node.folder) < FULL_BYTES:
                     return "has a full disk"
                 turned_away = turned_away + 1 if await node.refuses_connections() else 0
-        return f"has accepted no connections for {MAX_FAILED_CHECKS * CHECK_EVERY_S:g} s, although its process is alive"
+        return f"has accepted no connections for {MAX_FAILED_CHECKS * check_every_s:g} s, although its process is alive"
 
     async def restart() -> None:
         await node.stop()
-        await _wait_for_disk_space(node.folder, warn)
+        await _wait_for_disk_space(node.folder, warn, check_every_s=check_every_s, free_bytes=free_bytes)
         await node.start()
 
     await _keep_restarting("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
 
 
-async def _wait_for_disk_space(folder: Path, warn: Callable[[str], None]) -> None:
+async def _wait_for_disk_space(
+    folder: Path, warn: Callable[[str], None], *, check_every_s: float, free_bytes: Callable[[Path], int]
+) -> None:
     """Wait until the disk has room for a broker to start."""
     is_reported = False
-    while (free := _free_bytes(folder)) < START_BYTES:
+    while (free := free_bytes(folder)) < START_BYTES:
         if not is_reported:
             warn(
                 f"the broker waits for disk space: {folder} has {free / 1e6:.0f} MB free and needs {START_BYTES / 1e6:.0f} MB"
             )
         is_reported = True
-        await asyncio.sleep(CHECK_EVERY_S)
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:  # the folder is gone: the next start reports it
-        return START_BYTES
+        await asyncio.sleep(check_every_s)
 
 
 async def _keep_restarting(

@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_a_broker_that_lives_and_serves_nobody_is_started_again_with_its_data(
-    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_name: str
 ) -> None:
-    monkeypatch.setattr(supervision, "CHECK_EVERY_S", 0.1)
     inbox, told = topology.inbox(run_name), asyncio.Queue[str]()
     message = EpisodeEnd(run=run_name, episode_id="e", status="aborted")
     async with PrivateNode(tmp_path) as node, asyncio.timeout(200):
@@ -27,8 +26,8 @@ async def test_a_broker_that_lives_and_serves_nobody_is_started_again_with_its_d
             await broker.declare(run_name, policies=["main"], kinds=["math"])
             await broker.publish(inbox, message)
         before = node.pids
-        keeper = asyncio.create_task(supervision.keep_broker(node, told.put_nowait))
-        await asyncio.sleep(5 * supervision.CHECK_EVERY_S)
+        keeper = asyncio.create_task(supervision.keep_broker(node, told.put_nowait, check_every_s=0.1))
+        await asyncio.sleep(0.5)
         assert told.empty(), "it serves"
         await node.ctl("eval", "exit(whereis(mnesia_sup), kill).")
         assert "has accepted no connections" in await told.get()

@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import cast
 
-import pytest
-
 from swarmq.broker.node.process import PrivateNode
 from swarmq.up import supervision
 from swarmq.up.supervision import keep_broker
@@ -38,16 +36,15 @@ class Node:
         self.started.set()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "CHECK_EVERY_S", 0.001)
-    monkeypatch.setattr(supervision, "FULL_BYTES", 0)
-    monkeypatch.setattr(supervision, "START_BYTES", 0)
+def has_room(_folder: Path) -> int:
+    return supervision.START_BYTES
 
 
 async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) -> None:
     node, told = Node(tmp_path, deaf=True), list[str]()
-    keeper = asyncio.create_task(keep_broker(cast("PrivateNode", node), told.append))
+    keeper = asyncio.create_task(
+        keep_broker(cast("PrivateNode", node), told.append, check_every_s=0.001, free_bytes=has_room)
+    )
     async with asyncio.timeout(30):
         await node.started.wait()
         assert node.asked == supervision.MAX_FAILED_CHECKS
@@ -60,12 +57,9 @@ async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) ->
     assert line.endswith("although its process is alive; restarting")
 
 
-async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(tmp_path: Path) -> None:
     node, told = Node(tmp_path), list[str]()
-    monkeypatch.setattr(supervision, "FULL_BYTES", 10**18)
-    monkeypatch.setattr(supervision, "START_BYTES", 10**18)
+    free = [0]
     waits = asyncio.Event()
 
     def warn(text: str) -> None:
@@ -73,13 +67,14 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
         if "waits" in text:
             waits.set()
 
-    keeper = asyncio.create_task(keep_broker(cast("PrivateNode", node), warn))
+    keeper = asyncio.create_task(
+        keep_broker(cast("PrivateNode", node), warn, check_every_s=0.001, free_bytes=lambda _: free[0])
+    )
     async with asyncio.timeout(30):
         await waits.wait()
         await asyncio.sleep(0.01)
         assert node.happened == ["stop"]
-        monkeypatch.setattr(supervision, "FULL_BYTES", 0)
-        monkeypatch.setattr(supervision, "START_BYTES", 0)
+        free[0] = supervision.START_BYTES
         await node.started.wait()
     keeper.cancel()
     assert told[0] == "the broker has a full disk; restarting"
