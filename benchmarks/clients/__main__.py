@@ -112,6 +112,8 @@ async def run_form(
     row["turns"] += len(recorded)
     row["equal"] += compared.equal
     row["refused"] += [one.refusal for one in calls if one.status != 200]
+    for answer in compared.unequal:
+        print(f"{task}: no turn spells {answer}; left: {compared.unreported}", flush=True)
     row["unequal"] += msgspec.to_builtins(compared.unequal)
     row["unreported"] += compared.unreported
 

@@ -41,6 +41,8 @@ CONTEXT = 65_536
 CLOSING = r"[A-Z][a-zA-Z äöüß京🙂,0-9'\"]{12,32}\."
 WORD, NUMBER = r'"[a-z]{6}"', "[1-9][0-9]{0,4}"
 SHELLS = ("exec_command", "shell_command", "Bash", "bash")
+END = "<|im_end|>"
+"""What a model samples to end its answer, which no client is shown."""
 ENDED_S = 30.0
 """Seconds until the collector has published an episode that ended with turns."""
 SAMPLED = ("/chat/completions", "/responses", "/messages")
@@ -125,7 +127,8 @@ class CallCounter:
 
 
 class World:
-    """A run without a learner: episodes are read where a learner would."""
+    """A run without a learner: episodes are read where a learner would. Its batches are large, so that tickets for all of them are
+    out before one is trained."""
 
     def __init__(self, client: AsyncSwarmClient, counter: CallCounter, tokenizer: Tokenizer) -> None:
         self.client, self.counter, self._tokenizer = client, counter, tokenizer
@@ -143,7 +146,8 @@ class World:
                 rollout = await self._rollout(episode_id)
         except TimeoutError:
             return []
-        return [self._tokenizer.decode(unpack_ids(turn.sampled_ids).tolist()) for turn in rollout.turns]
+        spelled = (unpack_ids(turn.sampled_ids).tolist() for turn in rollout.turns)
+        return [self._tokenizer.decode(ids, skip_special_tokens=False).removesuffix(END) for ids in spelled]
 
     def _rollout(self, episode_id: str) -> asyncio.Future[Rollout]:
         return self._rollouts.setdefault(episode_id, asyncio.get_running_loop().create_future())
@@ -164,7 +168,7 @@ async def open_world(folder: Path) -> AsyncIterator[World]:
             "run": RUN,
             "folder": str(folder / "runs"),
             "policies": {POLICY: policy},
-            "groups": {"group_size": 1, "min_group": 1, "idle_timeout_s": 900.0},
+            "groups": {"group_size": 1, "min_group": 1, "groups_per_batch": 64, "idle_timeout_s": 900.0},
         }
     )
     job.run_folder.path.mkdir(parents=True)

@@ -14,7 +14,8 @@ model = OpenAILike(
 messages = [ChatMessage(role="user", content=QUESTION)]
 if "tools" in form:
     while True:
-        answer = model.chat_with_tools([FunctionTool.from_defaults(add)], chat_history=messages)
+        adder = FunctionTool.from_defaults(add)
+        answer = model.chat_with_tools([adder], chat_history=messages, allow_parallel_tool_calls=True)
         calls = model.get_tool_calls_from_response(answer, error_on_no_tool_call=False)
         tell(answer.message.content, [(call.tool_name, call.tool_kwargs) for call in calls])
         if not calls:

@@ -18,8 +18,11 @@ with tempfile.TemporaryDirectory() as home:
     Path(home, "opencode.json").write_text(
         json.dumps({"provider": {"swarmq": provider}, "autoupdate": False, "permission": "allow"})
     )
-    command = [os.environ["AGENT_PROGRAM"], "run", "--format", "json", "--model", f"swarmq/{MODEL}", "Run one command."]
-    environment = os.environ | {"HOME": home, "XDG_DATA_HOME": f"{home}/data", "XDG_CONFIG_HOME": f"{home}/config"}
+    # Without a title it asks for one, and its event stream does not say what it was answered.
+    options = ["--format", "json", "--title", "one command", "--model", f"swarmq/{MODEL}"]
+    command = [os.environ["AGENT_PROGRAM"], "run", *options, "Run one command, then say what it printed."]
+    folders = {"HOME": home, "PWD": home, "XDG_DATA_HOME": f"{home}/data", "XDG_CONFIG_HOME": f"{home}/config"}
+    environment = os.environ | folders
     done = subprocess.run(
         command, env=environment, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )

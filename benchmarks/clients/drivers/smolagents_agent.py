@@ -8,7 +8,7 @@ from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 protocol, *form = sys.argv[1:]
 agent = ToolCallingAgent(
     tools=[tool(add)],
-    model=OpenAIServerModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY),
+    model=OpenAIServerModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY, tool_choice="auto"),
     stream_outputs="stream" in form,
     max_steps=4,
     verbosity_level=0,
