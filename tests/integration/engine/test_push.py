@@ -91,7 +91,7 @@ async def test_an_engine_that_serves_another_model_merges_nothing_and_gets_all_w
 ):
     await push(network, 4)
     trainer = adapted(make_tiny_model(seed=1))
-    await _is_refused(vllm, network, parcel_of(trainer), "is not what the adapters were trained in: .* 29 are others")
+    await _is_refused(vllm, network, parcel_of(trainer), "is not the base of the adapters: .* 29 differ here")
     report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 6)
     assert report.methods == {vllm.url: "file"}
     network.load_state_dict(dict(trainer.named_tensors()))
@@ -106,7 +106,7 @@ async def test_a_torn_file_of_adapters_is_refused_and_the_engine_goes_on_with_th
     await push(network, 4)
     parcel = parcel_of(adapted(tiny_model))
     _cut(Path(parcel.update_info["adapters"]))
-    await _is_refused(vllm, network, parcel, "has other bytes than were sent")
+    await _is_refused(vllm, network, parcel, "differs from what was sent")
 
 
 async def _is_refused(vllm, network, parcel: Payload, reason: str) -> None:
@@ -333,7 +333,7 @@ async def test_a_file_of_other_bytes_than_were_sent_is_refused(vllm, network, pu
     await push(network, 4)
     parcel = FileTransfer([vllm.url], tmp_path).publish(dict(network.named_parameters()), 5, None)
     other = Payload(update_info={**parcel.update_info, "checksum": parcel.checksum + 1})
-    await _is_refused(vllm, network, other, "has other bytes than were sent")
+    await _is_refused(vllm, network, other, "differs from what was sent")
 
 
 async def test_the_engine_says_where_its_workers_are(engine_url):

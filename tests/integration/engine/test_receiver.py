@@ -81,7 +81,7 @@ def test_the_folder_of_a_model_that_is_named_as_on_the_hub_is_the_one_that_vllm_
 
 def test_a_model_that_is_not_on_this_host_is_not_fetched_for_adapters(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=f"org/tiny are not to be found here, {UNTOUCHED}: .*traffic has been disabled"
+        ValueError, match=f"org/tiny cannot be found on this host, {UNTOUCHED}: .*traffic has been disabled"
     ):
         serving("org/tiny", tmp_path)._find_served_folder()
 
@@ -112,7 +112,7 @@ def test_the_bytes_that_were_sent_are_the_weights(plan: PackedLayout, sent: torc
 def test_weights_of_another_model_are_refused_before_the_model_is_touched(
     tmp_path: Path, come: dict[str, tuple[int, ...]], reason: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"push is not of the served model, {UNTOUCHED}: it {reason}"):
+    with pytest.raises(ValueError, match=f"push does not fit the served model, {UNTOUCHED}: it {reason}"):
         in_folder(tmp_path)._check_shapes(come, "push")
 
 
@@ -140,7 +140,7 @@ def test_one_other_byte_is_refused_before_the_model_is_touched(
     update, other = weights_receiver.UpdateInfo(tensors=plan.entries, checksum=checksum_buffer(sent)), sent.clone()
     other[place] += 1
     with (
-        pytest.raises(ValueError, match=f"{UNTOUCHED}: other bytes arrived"),
+        pytest.raises(ValueError, match=f"{UNTOUCHED}: received bytes differ"),
         worker(Group(other))._open_update(update),
     ):
         pass

@@ -66,8 +66,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
-    told = await kept(Mortal(True, kill_reason="was given up by its learner (updating-3-restart)"))
-    assert told == ["engine main.0 was given up by its learner (updating-3-restart); restarting"]
+    told = await kept(Mortal(True, kill_reason="was condemned by its learner (updating-3-restart)"))
+    assert told == ["engine main.0 was condemned by its learner (updating-3-restart); restarting"]
 
 
 async def test_an_engine_that_finds_no_memory_is_tried_again_while_its_learner_may_have_it() -> None:

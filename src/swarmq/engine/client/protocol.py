@@ -1,8 +1,8 @@
-"""What swarmq needs of an inference engine. `VllmEngine` is the real one, `swarmq.testing.ScriptedEngine` the scripted one.
+"""Interface to an inference engine: `VllmEngine` is the real one, `swarmq.testing.ScriptedEngine` the scripted one.
 
-A completion is three calls: `render` turns a chat request into token ids and sampling parameters, `generate` samples
-from exactly the ids it is given, and `derender` turns sampled ids back into a message where text alone does not do
-(tool calls, reasoning). Between the first and the second the caller may put other, equally spelled ids.
+A completion takes three calls: `render` turns a chat request into token ids and sampling parameters, `generate` samples from
+exactly the ids it is given, and `derender` parses sampled ids into a message where text alone is not enough (tool calls,
+reasoning). Between `render` and `generate` the caller may replace the ids by others with the same text.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Json = dict[str, Any]
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
-    """The name the engine serves its model under."""
+    """Name under which the engine serves its model."""
     max_model_len: int
-    """Prompt and answer together, in tokens."""
+    """Most tokens of prompt and answer together."""
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat request as the engine would run it."""
+    """A chat request as token ids and sampling parameters."""
 
     token_ids: list[int]
     sampling: Json
-    """vLLM's SamplingParams; defaults may be left out."""
+    """vLLM's SamplingParams; defaults may be missing."""
     passthrough: Json = {}
-    """What `generate` wants back unchanged (image features, the state of a reasoning parser)."""
+    """Fields that `generate` needs unchanged (image features, reasoning-parser state)."""
     needs_parsing: bool = False
-    """An answer may hold tool calls or reasoning, so that it must go through `derender`."""
+    """Whether an answer may contain tool calls or reasoning and must go through `derender`."""
 
 
 class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One sampled token as an agent who asks for log-probabilities sees it."""
+    """Log-probability entry of one sampled token, for agents that request log-probabilities."""
 
     token: str
     logprob: float
@@ -46,61 +46,62 @@ class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one choice gained; without streaming, the whole of it."""
+    """New output of one choice; without streaming, all of it."""
 
     index: int
     text: str
-    """Decoded, without the end-of-turn token and without a stop string that was met."""
+    """Decoded text, without the end-of-turn token and without the stop string."""
     token_ids: list[int]
-    """Every sampled token, the end-of-turn token included."""
+    """All new sampled tokens, including the end-of-turn token."""
     logprobs: list[float]
-    """One per token, natural log, of the distribution that was sampled."""
+    """Natural log-probability of each token under the distribution that was sampled."""
     entries: list[Logprob] = []
-    """The same with the tokens' text and alternatives, where that was asked for."""
+    """Log-probabilities with token text and alternatives, if requested."""
     finish_reason: str | None = None
-    """`stop`, `length` or `repetition` (where that was to be detected), in the last delta of a choice."""
+    """`stop`, `length` or, if detection is on, `repetition`, in the last delta of a choice."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that was met; None for the end-of-turn token."""
+    """Stop string or stop token that ended the choice; None for the end-of-turn token."""
     versions: tuple[VersionSpan, ...] = ()
-    """Over all tokens of the choice; in its last delta."""
+    """Weight versions of all tokens of the choice, in its last delta."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete choice to derender. No token may be left of the end-of-turn kind."""
+    """A complete choice to derender, without end-of-turn tokens."""
 
     token_ids: Sequence[int]
     finish_reason: str
 
 
 class Engine(Protocol):
-    """Every method raises EngineRefusedError (the request is at fault) or EngineError (the engine is)."""
+    """An inference engine. Methods raise EngineRefusedError if the request is at fault, EngineError if the engine is."""
 
     url: str
 
     async def info(self) -> EngineInfo: ...
 
     async def is_healthy(self) -> bool:
-        """Whether it answers at all; never raises."""
+        """Return whether the engine answers; never raises."""
 
     async def weight_version(self) -> int | None:
-        """Of the weights it serves right now; None where it does not say."""
+        """Return the version of the served weights, or None if the engine does not report one."""
 
     async def render(self, chat: Json) -> RenderedPrompt:
-        """Token ids and sampling parameters of a chat request; its `model` is filled in.
+        """Render a chat request, with its `model` filled in, to token ids and sampling parameters.
 
-        Where it has a `prompt` (text or token ids), that is the prompt as it stands, without a template.
+        If `chat` has a `prompt` (text or token ids), no chat template is applied.
         """
 
     def generate(
         self, rendered: RenderedPrompt, *, stream: bool, detailed: bool = False
     ) -> AsyncGenerator[list[Delta], None]:
-        """Sample. Yields what has arrived since the last look, once for all without `stream`. Closing it cancels.
+        """Sample, and yield the deltas that have arrived since the last yield; without `stream`, yield once. Closing the
+        generator cancels the request.
 
-        `detailed`: with `entries`.
+        `detailed`: whether deltas have `entries`.
         """
 
     async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer], /) -> list[Json]:
-        """The assistant messages that complete answers spell, parsed."""
+        """Parse complete answers into assistant messages."""
 
     async def derender_delta(
         self,
@@ -112,10 +113,11 @@ class Engine(Protocol):
         finish_reason: str | None,
         state: Any,
     ) -> tuple[Json, Any]:
-        """The message delta of one choice's next tokens, and the state to pass with the ones after; None to begin."""
+        """Parse the next tokens of one choice. Returns the message delta and the state for the next call; `state` is None in
+        the first."""
 
     async def tokenize(self, text: str) -> list[int]:
-        """Ids of text, special tokens recognised, none added."""
+        """Return the token ids of `text`; special tokens are recognised, none are added."""
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens spelled out."""
+        """Return the text of token ids, including special tokens."""

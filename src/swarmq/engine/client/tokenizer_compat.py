@@ -1,4 +1,4 @@
-"""Whether two tokenizers mean the same by a token id: compared on one text."""
+"""Comparison of engines' tokenizers by their token ids of a test text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ PROBE_TEXT = (
     'What is 17 + 25?\n\tdef f(x): return x ** 2  # Zwölf Boxkämpfer, 北京, 🙂 {"name": "tool", "arguments": {}}'
 )
 REQUEST_TIMEOUT_S = 10.0
-"""For one answer: whoever asks has others to see to."""
+"""Deadline of one engine's answer; kept short because other engines are waiting to be compared."""
 
 
 async def tokenize_with_all(urls: Sequence[str], text: str = PROBE_TEXT, *, secret: str = "") -> dict[str, list[int]]:
-    """Engine url -> its ids of `text`; without those that do not answer, which is logged. `secret`: the engines'."""
+    """Return the token ids of `text` by engine url. Engines that do not answer are logged and left out. `secret`: the engines'
+    secret."""
     async with AsyncExitStack() as opened:
         opener = partial(VllmEngine.open, deadline_s=REQUEST_TIMEOUT_S, secret=secret)
         engines = [await opened.enter_async_context(opener(url)) for url in urls]
@@ -32,7 +33,7 @@ async def tokenize_with_all(urls: Sequence[str], text: str = PROBE_TEXT, *, secr
 
 
 async def fetch_max_model_len(url: str, *, secret: str = "") -> int | None:
-    """Tokens that the engine has room for; None where it does not answer."""
+    """Return the engine's context length in tokens, or None if it does not answer."""
     async with VllmEngine.open(url, deadline_s=REQUEST_TIMEOUT_S, secret=secret) as engine:
         with suppress(EngineError):
             return (await engine.info()).max_model_len
@@ -40,7 +41,7 @@ async def fetch_max_model_len(url: str, *, secret: str = "") -> int | None:
 
 
 async def try_tokenize(engine: Engine, text: str = PROBE_TEXT) -> list[int] | None:
-    """Its ids of `text`; None where it does not answer, which is logged."""
+    """Return the engine's token ids of `text`; None, with a log line, if it does not answer."""
     try:
         return await engine.tokenize(text)
     except EngineError as error:
@@ -48,19 +49,19 @@ async def try_tokenize(engine: Engine, text: str = PROBE_TEXT) -> list[int] | No
         return None
 
 
-def check_same_token_ids(url: str, told: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
-    """Raises EngineError for an engine that is to serve beside others whose ids of `PROBE` are not its own. Those of markup are
-    compared by who has the model (learner/teachers/tokenizer_checks.py)."""
+def check_same_token_ids(url: str, expected: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
+    """Raise EngineError if `ids` of `PROBE_TEXT` differ from those of an engine in `present` (url -> ids). Token ids of markup
+    are compared where the model is loaded (learner/teachers/tokenizer_checks.py)."""
     for other, ids in present.items():
-        if (how := describe_difference(told, ids)) is not None:
+        if (how := describe_difference(expected, ids)) is not None:
             raise EngineError(
                 f"the engine at {url} has another tokenizer than the one at {other}: {how}; start it with the same model"
             )
 
 
-def describe_difference(told: Sequence[int], ids: Sequence[int]) -> str | None:
-    """For people; None where they are equal."""
-    if list(told) == list(ids):
+def describe_difference(expected: Sequence[int], ids: Sequence[int]) -> str | None:
+    """Describe the first difference between two lists of token ids; None if they are equal."""
+    if list(expected) == list(ids):
         return None
-    at = next((n for n, (a, b) in enumerate(zip(ids, told, strict=False)) if a != b), min(len(ids), len(told)))
-    return f"its ids of a test text are {list(told[at : at + 4])} where those are {list(ids[at : at + 4])} (from token {at} on)"
+    at = next((n for n, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
+    return f"its ids of a test text are {list(expected[at : at + 4])} where those are {list(ids[at : at + 4])} (from token {at} on)"

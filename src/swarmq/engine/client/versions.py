@@ -1,4 +1,4 @@
-"""Which vLLM swarmq's client and its control of weights were written for."""
+"""Versions of vLLM that swarmq's client and weight control support."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 from swarmq.errors import EngineError
 
 SUPPORTED_VERSIONS = ((0, 30), (0, 34))
-"""vLLM from the first version, before the second."""
+"""First supported version of vLLM, and the first that is not supported any more."""
 SUPPORT_HINT = "0.30 to 0.33 are supported: pip install 'vllm>=0.30,<0.34'"
 
 
 def check_installed_version(version: str) -> None:
-    """Raises EngineError for a vLLM installed here that is not of the range."""
+    """Raise EngineError if the installed vLLM is not supported."""
     if not _is_supported(version):
         raise EngineError(f"vLLM {version} is installed, {SUPPORT_HINT}")
 
 
-def check_server_version(url: str, told: Any) -> None:
-    """Raises EngineError for a server out of the range. `told`: its answer to `GET /version`; one without a number passes."""
-    version = told.get("version") if isinstance(told, dict) else None
+def check_server_version(url: str, reply: Any) -> None:
+    """Raise EngineError if the server is not supported. `reply`: its answer to `GET /version`; an answer without a version
+    number passes."""
+    version = reply.get("version") if isinstance(reply, dict) else None
     if isinstance(version, str) and re.match(r"\d+\.\d+", version) and not _is_supported(version):
         raise EngineError(f"the engine at {url} is vLLM {version}, {SUPPORT_HINT} where it runs, and start it again")
 

@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: render, generate, derender, tokenize (vLLM 0.30 to 0.33, started with `--enable-scale-out`)."""
+"""Client of one vLLM server: render, generate, derender, tokenize (vLLM 0.30 to 0.33, started with `--enable-scale-out`)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from swarmq.messages import VersionSpan
 
 CONNECT_S = 5.0
 KEEPALIVE_S = 3.0
-"""vLLM closes an idle connection after 5 s; ours must go first, or a request meets a closing one."""
+"""Seconds after which an idle connection is closed; less than vLLM's 5 s, so that no request meets a closing connection."""
 REQUEST_TIMEOUT_S = 30.0
-"""Deadline of everything but sampling."""
+"""Deadline of every request except sampling."""
 INITIAL_LABEL = "default"
-"""What vLLM calls the weights it was started with."""
+"""vLLM's label for the weights with which it was started."""
 PASSTHROUGH_FIELDS = ("features", "reasoning_ended", "reasoning_parser_kwargs")
-"""What of a rendering goes back into `generate` as it is."""
+"""Fields of a rendering that are passed unchanged to `generate`."""
 FINISH_REASONS = ("stop", "length", "repetition")
 TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 
 class EngineFaultError(EngineError):
-    """The engine answered that it failed."""
+    """The engine reports an internal failure."""
 
 
 class EngineRouteError(EngineError):
-    """The server knows nothing of what we asked for."""
+    """The server does not have the requested route."""
 
 
 class _PlainLogprob(msgspec.Struct, gc=False):
-    """An entry of which the agent wants no details."""
+    """A log-probability entry without details."""
 
     logprob: float
 
@@ -73,13 +73,13 @@ class _Chunk(msgspec.Struct, Generic[Entry], gc=False):
     error: Json | None = None
 
 
-# What is decoded for every token is as little as its agent needs, and nothing that the garbage collector looks at.
+# For each token only the needed fields are decoded, into objects that the garbage collector does not track.
 _plain_decoder = msgspec.json.Decoder(_Chunk[_PlainLogprob])
 _detailed_decoder = msgspec.json.Decoder(_Chunk[Logprob])
 
 
 class VllmEngine:
-    """The real `Engine`. Make one with `VllmEngine.open`."""
+    """`Engine` for a vLLM server. Create it with `VllmEngine.open`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline_s: float | None) -> None:
         self.url = url.rstrip("/")
@@ -94,16 +94,16 @@ class VllmEngine:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, url: str, *, deadline_s: float | None, secret: str = "") -> AsyncIterator[VllmEngine]:
-        """A client of the server at `url`; one answer may take `deadline_s` in all, with None what its caller lets it. `secret`:
-        what the server asks every caller for."""
+        """Open a client of the server at `url`. `deadline_s`: limit for one answer; None: set by the caller. `secret`: the
+        server's secret."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         async with aiohttp.ClientSession(connector=connector, headers=make_auth_headers(secret)) as session:
             yield cls(url, session, deadline_s=deadline_s)
 
     async def info(self) -> EngineInfo:
-        """Asked once. Raises EngineError, also for a vLLM that is not of the versions we know."""
+        """Return the engine's facts, requested once. Raises EngineError, also for an unsupported version of vLLM."""
         if self._info is None:
-            with contextlib.suppress(EngineRouteError):  # who does not say passes
+            with contextlib.suppress(EngineRouteError):  # a server without this route passes
                 check_server_version(self.url, await self._request_json("GET", "/version", None))
             models = await self._request_json("GET", "/v1/models", None)
             model = models["data"][0]
@@ -129,8 +129,8 @@ class VllmEngine:
             return await self._render(chat)
         except EngineFaultError as error:
             if await self.is_healthy():
-                # A template or parser did not survive the messages; the next engine's would not either.
-                raise EngineRefusedError(f"no prompt can be made of this request: {error}", status=400) from error
+                # A template or parser failed on the messages, and would fail in another engine, too.
+                raise EngineRefusedError(f"the engine cannot render this request: {error}", status=400) from error
             raise
 
     async def _render(self, chat: Json) -> RenderedPrompt:
@@ -140,7 +140,9 @@ class VllmEngine:
             [prompt] = await self._request_json("POST", "/v1/completions/render", request)
             return RenderedPrompt(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
         reply = await self._request_json("POST", "/v1/chat/completions/render", request)
-        if tools := make_tools_strict(request):  # asked apart, because templates show the model the word `strict`
+        if tools := make_tools_strict(
+            request
+        ):  # a separate rendering, because templates would show the model the word `strict`
             held = await self._request_json("POST", "/v1/chat/completions/render", {**request, "tools": tools})
             reply["sampling_params"] = held["sampling_params"]
         passthrough = {key: reply[key] for key in PASSTHROUGH_FIELDS if reply.get(key) is not None}
@@ -170,16 +172,14 @@ class VllmEngine:
                     return
                 rest = b""
                 while block := await response.content.readany():
-                    # All events that are here at once, so a slow reader gets fewer, larger portions.
+                    # All events received so far, so that a slow reader gets fewer, larger portions.
                     *events, rest = (rest + block).split(b"\n\n")
-                    if told := [event[6:] for event in events if event.startswith(b"data: {")]:
-                        yield _parse_deltas(told, detailed=detailed)
+                    if chunks := [event[6:] for event in events if event.startswith(b"data: {")]:
+                        yield _parse_deltas(chunks, detailed=detailed)
         except EngineFaultError as error:
             if rendered.sampling.get("structured_outputs") and await self.is_healthy():
-                # What its grammar compiler does not survive, vLLM calls a fault of its own; the next engine would too.
-                raise EngineRefusedError(
-                    "no grammar can be made of what the answer is to look like", status=400
-                ) from error
+                # vLLM reports a failure of its grammar compiler as its own; another engine would fail, too.
+                raise EngineRefusedError("the engine cannot compile the requested answer format", status=400) from error
             raise
 
     async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer]) -> list[Json]:
@@ -217,9 +217,9 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _wait_for_parser(self, *, first: bool) -> AsyncIterator[None]:
-        """One at a time, for vLLM renders prompts on the same thread, where none is to wait for many portions.
+        """Let one portion at a time be parsed, because vLLM renders prompts on the same thread.
 
-        The first portion of an answer costs little and goes ahead.
+        The first portion of an answer is cheap and does not wait.
         """
         if first:
             yield
@@ -235,7 +235,7 @@ class VllmEngine:
         try:
             tokens: list[int] = reply["tokens"]
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self.url}/tokenize answered without tokens: is it a vLLM server?") from error
+            raise EngineError(f"{self.url}/tokenize answered without `tokens`: is it a vLLM server?") from error
         return tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -248,7 +248,7 @@ class VllmEngine:
         try:
             reply = msgspec.json.decode(raw)
         except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.url}{path} answered something that is not JSON: is it a vLLM server?") from error
+            raise EngineError(f"{self.url}{path} did not answer with JSON: is it a vLLM server?") from error
         return reply
 
     @contextlib.asynccontextmanager
@@ -265,15 +265,16 @@ class VllmEngine:
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            self._info = None  # whoever listens there next may serve another model
+            self._info = None  # another server at this url may serve another model
             raise map_connection_error(self.url, error) from error
 
     async def _send_with_retry(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
-        """The beginning of an answer. A busy server may close an idle connection in the moment in which we ask over it."""
+        """Send a request and return the response's headers. Retries once if the server has closed an idle connection just
+        before the request."""
         try:
             return await self._session.request(method, self.url + path, **request)
         except aiohttp.ClientConnectorError:
-            raise  # nobody is there
+            raise  # nothing listens there
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             return await self._session.request(method, self.url + path, **request)
 
@@ -299,8 +300,8 @@ class VllmEngine:
 
 
 def make_tools_strict(chat: Json) -> list[Json]:
-    """The tools, of which the forced ones are `strict` where the agent does not say: vLLM would take arguments of any form.
-    Empty where that changes nothing."""
+    """Return the tools with forced ones marked `strict`, unless the agent set `strict`; otherwise vLLM accepts arguments of any
+    form. Returns [] if nothing changes."""
     choice, tools = chat.get("tool_choice"), chat.get("tools")
     if not isinstance(tools, list) or not (choice == "required" or isinstance(choice, dict)):
         return []
@@ -310,7 +311,7 @@ def make_tools_strict(chat: Json) -> list[Json]:
 
 
 def _make_tool_strict(tool: Json, name: str | None) -> Json:
-    """`name`: of the only tool that is meant."""
+    """Mark one tool `strict`. `name`: name of the only forced tool; None: all are forced."""
     function = tool.get("function")
     if not isinstance(function, dict) or function.get("strict") is not None or name not in (None, function.get("name")):
         return tool
@@ -318,19 +319,20 @@ def _make_tool_strict(tool: Json, name: str | None) -> Json:
 
 
 def strip_messages(chat: Json) -> Json:
-    """A chat request without what was said in it: vLLM's parsers look at tools and arguments, and count earlier calls.
+    """Return the chat request without message texts, which vLLM's parsers do not need: they read tools and arguments, and count
+    earlier calls.
 
-    The whole would be sent and checked again for every portion of a stream.
+    Sending all messages would make vLLM check them again for every portion of a stream.
     """
     called = [m for m in chat["messages"] if m.get("role") == "assistant" and m.get("tool_calls")]
     skeleton = [{"role": "assistant", "tool_calls": message["tool_calls"]} for message in called]
     return {**chat, "messages": skeleton or [{"role": "user", "content": ""}]}
 
 
-def _parse_deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:
-    """What the chunks gained, merged per choice, in order of choice."""
+def _parse_deltas(chunks: Sequence[bytes], *, detailed: bool) -> list[Delta]:
+    """Parse chunks into one delta per choice, in order of choices."""
     decoder = _detailed_decoder if detailed else _plain_decoder
-    choices = [choice for raw in told for choice in _decode_chunk(raw, decoder).choices]
+    choices = [choice for raw in chunks for choice in _decode_chunk(raw, decoder).choices]
     if len(choices) == 1:
         return [_merge_pieces(choices, detailed=detailed)]
     pieces: dict[int, list[_Choice[Any]]] = {}
@@ -343,9 +345,7 @@ def _decode_chunk(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]
     try:
         chunk: _Chunk[Any] = decoder.decode(raw)
     except msgspec.MsgspecError as error:
-        raise EngineAnswerError(
-            "malformed", f"vLLM's answer is not what this version of swarmq knows: {error}"
-        ) from error
+        raise EngineAnswerError("malformed", f"vLLM's answer has an unexpected format: {error}") from error
     if chunk.error:
         raise EngineError(f"the engine failed while it sampled: {chunk.error.get('message')}")
     return chunk
@@ -354,7 +354,7 @@ def _decode_chunk(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]
 def _merge_pieces(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
     last = pieces[-1]
     if last.finish_reason not in (None, *FINISH_REASONS):
-        raise EngineError(f"the engine gave an answer up ({last.finish_reason})")
+        raise EngineError(f"the engine aborted an answer ({last.finish_reason})")
     token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
     if len(token_ids) != len(entries):
@@ -372,8 +372,8 @@ def _merge_pieces(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
 
 
 def _check_image_placeholders(features: Json | None, token_ids: Sequence[int]) -> None:
-    """Raises EngineRefusedError where other tokens stand between those of an image: vLLM's `generate` takes all of them for
-    the image's, and its engine dies of the difference."""
+    """Raise EngineRefusedError if an image's placeholders are not all the same token: vLLM's `generate` takes every token in
+    the span for the image, and the mismatch kills the engine."""
     for places in (features or {}).get("mm_placeholders", {}).values():
         for place in places:
             if len(set(token_ids[place["offset"] : place["offset"] + place["length"]])) > 1:
@@ -385,22 +385,25 @@ def _check_image_placeholders(features: Json | None, token_ids: Sequence[int]) -
                 )
 
 
-def _parse_spans(told: Sequence[_VersionSpan]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(version=_parse_version(span.version), start=span.start, end=span.end) for span in told)
+def _parse_spans(spans: Sequence[_VersionSpan]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=_parse_version(span.version), start=span.start, end=span.end) for span in spans)
 
 
 def _parse_version(name: str) -> int:
-    """Raises EngineError for weights that swarmq did not put there: their tokens could not be told apart."""
+    """Return the weight version of a label. Raises EngineError for labels not set by swarmq, whose tokens have no known
+    version."""
     if name == INITIAL_LABEL:
         return 0
     try:
         return int(name)
     except ValueError as error:
-        raise EngineError(f"the engine's weights are version {name!r}: something but swarmq has updated it") from error
+        raise EngineError(
+            f"the engine's weights are version {name!r}: something other than swarmq has updated it"
+        ) from error
 
 
 def _drop_none_fields(value: Any) -> Any:
-    """A message or delta without its empty fields; vLLM lists every field it knows."""
+    """Return a message or delta without None fields; vLLM sends every field it knows."""
     if isinstance(value, dict):
         return {key: _drop_none_fields(field) for key, field in value.items() if field is not None}
     return [_drop_none_fields(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Why an engine cannot be reached, and what it objects to, in words for people."""
+"""Readable errors for engines that cannot be reached or refuse a request."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from swarmq.engine.auth import SECRET_ENV
 from swarmq.errors import EngineError
 
 VALIDATION_ERRORS = re.compile(r"\A\d+ validation errors?:\n +(\{.*)")
-"""vLLM's answer to a body that is not of its form; one dict a line."""
+"""vLLM's error for an invalid body, with one dict per line."""
 PYDANTIC_ERRORS = re.compile(
     r"\A\d+ validation errors? for [^\n]+\n(?P<loc>[^\n]+)\n +(?P<msg>.*?)(?: \[type=(?P<type>\w+)|\Z)", re.DOTALL
 )
-"""What pydantic says of itself."""
+"""pydantic's own error text."""
 CODES = {"missing": "missing_required_parameter"}
 
 
 def make_secret_error(url: str) -> EngineError:
-    """Our error for an engine whose guard does not know the caller."""
+    """Return the error for an engine that rejects the caller's secret."""
     return EngineError(
-        f"the engine at {url} asks for another secret than this run's: start it with ${SECRET_ENV} as "
+        f"the engine at {url} requires another secret than this run's: start it with ${SECRET_ENV} as "
         "`swarmq engine secret RUN` prints it"
     )
 
 
 def map_connection_error(url: str, error: aiohttp.ClientError | OSError) -> EngineError:
-    """Our error for one of the driver's or the system's."""
+    """Map a connection error of aiohttp or the system to an EngineError."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     why = str(cause) or type(cause).__name__
     if isinstance(cause, OSError) and cause.errno:
@@ -40,9 +40,9 @@ def map_connection_error(url: str, error: aiohttp.ClientError | OSError) -> Engi
 
 
 def parse_refusal(message: str, param: str | None) -> tuple[str, str | None, str]:
-    """What an engine objects to, in one sentence, with the field at fault as OpenAI writes it, and a code.
+    """Return an engine's objection as one sentence, the field at fault in OpenAI's notation, and an error code.
 
-    vLLM lists all that pydantic found; the first is enough to act on.
+    vLLM lists all errors that pydantic found; only the first is returned.
     """
     found = _parse_first_error(message)
     if found is None:
@@ -58,7 +58,12 @@ def _parse_first_error(message: str) -> dict[str, Any] | None:
         line = listed[1]
         try:
             found = ast.literal_eval(line)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # it was cut, or a path was taken out of it
+        except (
+            ValueError,
+            SyntaxError,
+            MemoryError,
+            RecursionError,
+        ):  # the text was cut, or a path was removed from it
             parts = {name: re.search(rf"'{name}': (?:'([^']*)'|\"([^\"]*)\")", line) for name in ("loc", "msg", "type")}
             return {name: part[1] or part[2] for name, part in parts.items() if part}
         return found if isinstance(found, dict) else None
@@ -67,7 +72,7 @@ def _parse_first_error(message: str) -> dict[str, Any] | None:
 
 
 def _format_path(loc: str) -> str:
-    """`body.messages.0.content` as `messages[0].content`; without the names of pydantic's alternatives."""
+    """Convert `body.messages.0.content` to `messages[0].content`, without the names of pydantic's union members."""
     parts = [
         part for part in loc.removeprefix("body.").split(".") if part and not part[0].isupper() and "[" not in part
     ]

@@ -1,4 +1,4 @@
-"""Arguments that would have a vLLM server sample, or report, otherwise than training takes for granted."""
+"""vLLM arguments that are reserved, because they change how tokens are sampled or log-probabilities reported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from swarmq.config import Policy
 from swarmq.errors import ConfigError
 
 RESERVED_FLAGS = ("--logprobs-mode", "--generation-config", "--override-generation-config")
-"""What is reported is what was sampled, and nothing but the request decides how."""
+"""Flags fixed by swarmq: log-probabilities are those of the sampled distribution, and only requests set sampling parameters."""
 
 
 def check_arguments(policy: Policy) -> None:
-    """Raises ConfigError when the engine of a policy that is trained is given one of `OURS`."""
+    """Raise ConfigError if the engine of a trained policy has one of `RESERVED_FLAGS`."""
     if policy.trained and (given := find_reserved(policy.engine.arguments)):
         raise ConfigError(
             f"policies.*.engine.arguments of {policy.model}: {', '.join(given)} would have the engine sample from, or report, "
@@ -21,11 +21,12 @@ def check_arguments(policy: Policy) -> None:
 
 
 def find_reserved(arguments: Sequence[str]) -> list[str]:
-    """Those that vLLM would take for one of `OURS`, as they were written."""
+    """Return the arguments that vLLM reads as one of `RESERVED_FLAGS`, as written."""
     return [word for word in arguments if _is_reserved(word)]
 
 
 def _is_reserved(word: str) -> bool:
-    """vLLM takes underscores for dashes, flags that are shortened, and a value, or a key of it, in the same word."""
+    """Return whether vLLM reads `word` as a reserved flag. vLLM accepts underscores for dashes, abbreviated flags, and
+    `--flag=value` or `--flag.key=value`."""
     flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
     return len(flag) > len("--") and any(ours.startswith(flag) for ours in RESERVED_FLAGS)

@@ -1,4 +1,4 @@
-"""The GPUs of this host that we may use, and their memory, as the driver's own tool tells; without loading anything."""
+"""The visible GPUs of this host and their memory, read from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ QUERY = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,nohead
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
 ORDER_ENV = "CUDA_DEVICE_ORDER"
 NVIDIA_SMI_ORDER = "PCI_BUS_ID"
-"""How the driver's tool counts; CUDA begins with the fastest."""
+"""GPU order of nvidia-smi; CUDA's default order begins with the fastest."""
 QUERY_TIMEOUT_S = 30.0
 MIB = 1 << 20
 
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of its memory."""
+    """Memory of a GPU in bytes."""
 
     total: int
     free: int
 
 
 def find_visible_gpus() -> list[GpuCapacity]:
-    """In the order of `$CUDA_VISIBLE_DEVICES`; none where there is no driver.
+    """Return the visible GPUs in the order of `$CUDA_VISIBLE_DEVICES`; none without a driver.
 
-    Where some are left out, the variable names the others from here on, so that their numbers are those of this list. What this process
-    starts counts GPUs as the driver's tool does, unless `$CUDA_DEVICE_ORDER` is set.
+    GPUs of unknown memory are left out, and `$CUDA_VISIBLE_DEVICES` is set to the others, so that child processes number them
+    like this list. Child processes order GPUs like nvidia-smi unless `$CUDA_DEVICE_ORDER` is set.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    said = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
-    if said.returncode:
+    result = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
+    if result.returncode:
         return []
     os.environ.setdefault(ORDER_ENV, NVIDIA_SMI_ORDER)
-    gpus = parse_nvidia_smi(said.stdout, os.environ.get(VISIBLE_ENV))
+    gpus = parse_nvidia_smi(result.stdout, os.environ.get(VISIBLE_ENV))
     known = {name: gpu for name, gpu in gpus.items() if gpu is not None}
     for name in gpus.keys() - known.keys():
         log.warning(
@@ -50,11 +50,11 @@ def find_visible_gpus() -> list[GpuCapacity]:
     return list(known.values())
 
 
-def parse_nvidia_smi(said: str, visible: str | None) -> dict[str, GpuCapacity | None]:
-    """By name, from the tool's lines; None where it does not tell the memory. `visible`: numbers or uuids separated by commas;
-    None for all."""
+def parse_nvidia_smi(output: str, visible: str | None) -> dict[str, GpuCapacity | None]:
+    """Parse nvidia-smi's lines into capacity by GPU name; None for unknown memory. `visible`: comma-separated indices or uuids;
+    None: all."""
     gpus: dict[str, GpuCapacity | None] = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         index, uuid, *memory = (field.strip() for field in line.split(","))
         gpus[index] = gpus[uuid] = _parse_memory(*memory)
     wanted = (
@@ -66,7 +66,7 @@ def parse_nvidia_smi(said: str, visible: str | None) -> dict[str, GpuCapacity | 
 
 
 def _parse_memory(total: str, free: str) -> GpuCapacity | None:
-    """Of memory that the host shares, and of a GPU that is in trouble, the tool says `[N/A]` and the like."""
+    """Return a GPU's capacity, or None if nvidia-smi prints no number (`[N/A]` for shared memory or a faulty GPU)."""
     if not total.isdecimal() or not free.isdecimal():
         return None
     return GpuCapacity(total=int(total) * MIB, free=int(free) * MIB)

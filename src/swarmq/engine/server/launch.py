@@ -1,7 +1,7 @@
-"""Starts a vLLM server for a policy, watches it, and stops it with everything it started.
+"""Starts, watches and stops a policy's vLLM server with its child processes.
 
-The server listens on the loopback address alone and asks every caller for a secret (middleware.py), because its control endpoints
-can replace the model. Agents reach it through the proxy only.
+The server listens on the loopback address only and requires a secret (middleware.py), because its control endpoints can replace
+the model. Agents reach it through the proxy only.
 """
 
 from __future__ import annotations
@@ -38,47 +38,48 @@ __all__ = ["EngineProcess", "check_arguments", "check_model"]
 
 HOST = "127.0.0.1"
 DEFAULT_GPU_SHARE = 0.45
-"""Of a GPU's memory, where nobody has chosen."""
+"""Default share of a GPU's memory for an engine."""
 DEFAULT_CONTEXT = 4096
-"""Most tokens of a call where nobody has chosen, and without a GPU."""
+"""Default context length in tokens, and that without a GPU."""
 POLL_S = 0.2
 PAUSE_CHECK_S = 15.0
 LIVENESS_CHECK_S = 1.0
-"""Between two looks whether a server has lost a process that it needs, or takes no connections any more."""
+"""Interval of checks that the server's processes live and its port accepts connections."""
 EXIT_GRACE_S = 0.5
-"""A server that ends by itself does so this soon after its processes."""
+"""Seconds within which a server ends by itself once its processes have ended."""
 CHILD_TITLE_PREFIX = "VLLM::"
-"""Begins the titles of the processes that a server starts."""
+"""Prefix of the process titles of a server's child processes."""
 STOP_GRACE_S = 10.0
 
 CPU_CACHE_ENV = "VLLM_CPU_KVCACHE_SPACE"
-"""Environment variable: GiB of an engine's cache without a GPU."""
+"""Environment variable with the KV cache size in GiB of an engine without a GPU."""
 
 MAX_API_SERVERS = 8
-"""Processes between one engine core and its callers. One spends 0.14 to 0.21 ms on a token (`benchmarks/proxy_h200.py`), of which a GPU
-samples 30,000 a second with a small model; all state is in the core, so any of them pauses it or updates its weights."""
+"""Most API server processes of one engine core. An API server spends 0.14 to 0.21 ms per token (`benchmarks/proxy_h200.py`),
+and a GPU samples 30,000 tokens a second with a small model. All state is in the core, so any API server can pause it or update
+its weights."""
 CORES_PER_API_SERVER = 2
-"""The rest is for the core, the proxies and the agents."""
+"""Cores per API server; the remaining ones are for the engine core, proxies and agents."""
 
 SINGLE_THREAD_BELOW = 1024
-"""Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""
+"""Hidden size below which a model runs as fast on one thread, and much faster than on several if cores are shared."""
 
 CPU_PREFILL_TOKENS = 512
-"""Tokens of prompts that larger models compute in one step on a CPU: nothing else happens in the engine meanwhile, no token is
-sampled and no question answered."""
+"""Prompt tokens per step of larger models on a CPU. During a step the engine samples nothing and answers no request."""
 CPU_SHARED_PREFILL_TOKENS = 256
-"""Most tokens of one prompt in a step on a CPU while other calls are open: without that limit they would get none before it ends."""
+"""Most tokens of one prompt per step on a CPU while other calls are open, which would otherwise wait for the whole prompt."""
 
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
     ("Starting to load model", "loading the weights"),
     ("Starting vLLM server", "opening its port"),
 )
-"""Marks in vLLM's log, in their order -> what to tell people."""
+"""Text in vLLM's log -> stage reported as progress, in order."""
 
 
 class EngineProcess:
-    """`async with EngineProcess(policy, port=8001, log_path=...) as engine:` a server at `engine.url` until the end."""
+    """A vLLM server: `async with EngineProcess(policy, port=8001, log_path=...) as engine:` runs it at `engine.url` until the
+    block ends."""
 
     def __init__(
         self,
@@ -90,21 +91,20 @@ class EngineProcess:
         progress: Callable[[str], None] | None = None,
         gpus: Sequence[int] | None = None,
     ) -> None:
-        """`secret`: what callers must send; one of its own without it. `progress` gets a few words whenever the start enters a new
-        stage. `gpus`: all without it."""
+        """`secret`: secret that callers must send; None: a new random one. `progress`: called with each new stage of the start.
+        `gpus`: GPU numbers; None: all."""
         self.url = f"http://{HOST}:{port}"
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
-        """How long the last start took."""
         self.kill_reason = ""
-        """Why `wait` ended the server; empty when it ended by itself."""
+        """Reason why `wait` killed the server; empty if the server ended by itself."""
         self._policy = policy
         self._port = port
         self._gpus = gpus
         self._progress = progress or (lambda _stage: None)
         self._process: asyncio.subprocess.Process | None = None
         self._children: dict[int, str] = {}
-        """Pid -> title, of the processes without which the server can answer nothing."""
+        """Pid -> title of processes that the server needs."""
 
     async def __aenter__(self) -> Self:
         await self._start()
@@ -116,8 +116,8 @@ class EngineProcess:
         await self._stop()
 
     async def wait(self) -> int:
-        """The exit status, once the server has ended. One that lost its engine core, or closed its port, though its process lives, is
-        killed within seconds; one that was left paused is resumed or, in doubt, ended."""
+        """Wait for the server's end and return its exit status. A server that lost its engine core or closed its port is killed
+        within seconds; a server left paused is resumed or, if its weights are in doubt, ended."""
         assert self._process is not None
         self.kill_reason = ""
         async with asyncio.TaskGroup() as tasks:
@@ -132,13 +132,13 @@ class EngineProcess:
             return ended.result()
 
     async def _watch_for_loss(self) -> str:
-        """Return why the server can answer nobody any more, once that is so."""
-        while True:  # nothing tells of it
+        """Wait until the server can answer no more, and return the reason."""
+        while True:  # vLLM sends no notice
             await asyncio.sleep(LIVENESS_CHECK_S)
             if lost := next((title for pid, title in self._children.items() if not is_alive(pid)), None):
                 return f"lost its {lost} (killed for want of memory?)"
             if await self._refuses_connections():
-                return "takes no connections any more, though its process lives"
+                return "accepts no connections, though its process lives"
 
     async def _refuses_connections(self) -> bool:
         try:
@@ -152,7 +152,7 @@ class EngineProcess:
         return False
 
     async def _watch_for_pause(self) -> str:
-        """Return why only a restart helps, once that is so."""
+        """Wait until the server needs a restart, and return the reason."""
         async with EngineControl(self.url, secret=self.secret) as control:
             watch = PauseWatchdog(control)
             while True:
@@ -161,7 +161,7 @@ class EngineProcess:
                     return watch.reason
 
     async def restart(self) -> None:
-        """Start again on the same port, with the weights on disk. Raises EngineError."""
+        """Restart the server on the same port, with the weights on disk. Raises EngineError."""
         await self._stop()
         await self._start()
 
@@ -189,7 +189,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                # asked to end, vLLM waits for calls in flight, which without its core never end
+                # on SIGTERM vLLM waits for open calls, which never end without its core
                 preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         try:
@@ -205,13 +205,13 @@ class EngineProcess:
 
     async def _wait_until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
         self._progress("starting vLLM")
-        told: set[str] = set()
+        reported: set[str] = set()
         async with EngineControl(self.url, secret=self.secret) as engine:
-            while True:  # a server announces its health to nobody
+            while True:  # vLLM sends no notice
                 healthy = await engine.is_healthy()
                 for stage in _find_stages(self.log_path, begin_at):
-                    if stage not in told:
-                        told.add(stage)
+                    if stage not in reported:
+                        reported.add(stage)
                         self._progress(stage)
                 if healthy:
                     break
@@ -237,7 +237,8 @@ class EngineProcess:
 
 
 def is_cuda_build() -> bool:
-    """Whether the installed vLLM is for CUDA. Raises when there is none, or one we do not know."""
+    """Return whether the installed vLLM is for CUDA. Raises MissingExtraError if vLLM is not installed, EngineError for an
+    unsupported version."""
     for distribution in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(distribution)
@@ -251,7 +252,8 @@ def is_cuda_build() -> bool:
 
 
 def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, cores: int) -> list[str]:
-    """Python's command line for vLLM. The user's own arguments come last and win; raises ConfigError where they must not."""
+    """Build Python's arguments to start vLLM; the user's arguments come last and take precedence. Raises ConfigError if one of
+    them is reserved."""
     check_arguments(policy)
     engine = policy.engine
     asked = engine.max_model_len or DEFAULT_CONTEXT
@@ -262,8 +264,8 @@ def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, c
         "--dtype": "float32" if engine.dtype == "auto" and not cuda else engine.dtype,
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
-        # between JSON's fields a model that is held to a schema may sample blanks until its answer is cut;
-        # with "auto" the first schema that only another backend takes would decide it for all requests until a restart
+        # under a JSON schema a model may sample whitespace between fields until its answer is cut off;
+        # with "auto" the first schema that needs another backend would switch all requests to it until a restart
         "--structured-outputs-config": json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": WORKER_EXTENSION,
@@ -278,7 +280,11 @@ def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, c
             flags.append("--enable-sleep-mode")
         server = ["vllm.entrypoints.cli.main", "serve", model.name]
     else:
-        server = ["vllm.entrypoints.openai.api_server", "--model", model.name]  # which its command cannot start
+        server = [
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model.name,
+        ]  # `vllm serve` cannot start the CPU build
         # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
         options["--distributed-executor-backend"] = "uni"
         flags.append("--enforce-eager")
@@ -294,7 +300,7 @@ def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, c
 
 
 def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Additions to the environment. What the user has set stays, except for what the control of weights needs."""
+    """Return environment variables for the server. The user's values are kept, except for those that weight control needs."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
     if model.is_folder:
         wanted["HF_HUB_OFFLINE"] = "1"
@@ -307,12 +313,12 @@ def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
         }
     chosen = {key: given.get(key, value) for key, value in wanted.items()}
-    # a key of vLLM's own, which a user has for other servers, would turn away who knows the secret
+    # vLLM's own API key, set for the user's other servers, would reject callers that send the secret
     return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1", "VLLM_API_KEY": ""}
 
 
 def build_gpu_environment(gpus: Sequence[int] | None) -> dict[str, str]:
-    """The environment of a process that is to see these GPUs, by their numbers in ours."""
+    """Return environment variables that restrict a process to `gpus`, numbered among this process's GPUs."""
     if gpus is None:
         return {}
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -324,17 +330,17 @@ def _count_cores() -> int:
 
 
 def get_cpu_cache_bytes(given: Mapping[str, str]) -> int:
-    """Keys and values that an engine without a GPU has room for, as its environment says or `environment` chooses."""
+    """Return the KV cache size in bytes of an engine without a GPU, from environment `given` or by default."""
     return int(float(given.get(CPU_CACHE_ENV) or _choose_cpu_cache_gib()) * (1 << 30))
 
 
 def _choose_cpu_cache_gib() -> int:
-    """A twelfth of the host's memory; pages are taken only as they are used."""
+    """Return a twelfth of the host's memory in GiB, at least 1; pages are allocated as they are used."""
     return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (12 << 30))
 
 
 def _find_stages(log_path: Path, begin_at: int) -> list[str]:
-    """Those that a server has entered: a short one may be over before anybody looks."""
+    """Return the stages that the server has entered; short stages may be over before they are seen."""
     with log_path.open("rb") as source:
         source.seek(begin_at)
         text = source.read().decode(errors="replace")

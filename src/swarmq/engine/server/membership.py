@@ -1,6 +1,6 @@
-"""Engines of a run that is up, by hand: look at them, add and remove some, start one more (`swarmq engine`).
+"""The `swarmq engine` commands: list, add, remove and start engines of a live run.
 
-The roster in the run folder is all that changes; proxies and learners look at it and follow.
+They change only the roster in the run folder, which proxies and learners follow.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from swarmq.runtime.processes import read_tail, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
 
 DRAIN_S = 600.0
-"""How long an engine that leaves may take for the calls that are open there."""
+"""Seconds for open calls to finish at an engine that is being removed."""
 POLL_S = 0.5
 UNPROTECTED_WARNING = (
-    "{url} obeys everybody who reaches it: start it with --middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware and $SWARMQ_ENGINE_SECRET "
+    "{url} accepts callers without the secret: start it with --middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware and $SWARMQ_ENGINE_SECRET "
     "(docs/access.md)"
 )
 
 
 class EngineListing(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as it is now, for people."""
+    """One row of `swarmq engine list`."""
 
     policy: str
     url: str
     weights: str
-    """The version that it serves; `default`: those it was started with."""
+    """Version label of the served weights; `default`: those from the start."""
     state: str
 
 
 async def list_engines(roster: EngineRegistry) -> list[EngineListing]:
-    """Every engine of every policy."""
+    """List the engines of all policies."""
     return [
         await _describe_engine(policy, url, roster.secret()) for policy, urls in roster.urls().items() for url in urls
     ]
 
 
 async def add_engine(roster: EngineRegistry, policy: str, url: str) -> str:
-    """What to warn of; empty for nothing. Raises EngineError for what is not an engine of ours or of the policy; nothing has changed
-    then."""
+    """Add an engine and return a warning, or "". Raises EngineError, before any change, if `url` is no engine of this run or
+    has another tokenizer."""
     url = url.rstrip("/")
     async with EngineControl(url, secret=roster.secret()) as engine:
         await engine.status()
         is_unprotected = await engine.is_unprotected()
     answers = await tokenize_with_all([url, *roster.urls()[policy]], secret=roster.secret())
-    if told := answers.pop(url, None):
-        check_same_token_ids(url, told, answers)
+    if ids := answers.pop(url, None):
+        check_same_token_ids(url, ids, answers)
     roster.add(policy, url)
     return UNPROTECTED_WARNING.format(url=url) if is_unprotected else ""
 
 
 async def find_unprotected_engines(urls: Sequence[str], secret: str) -> list[str]:
-    """A line for each engine that obeys everybody; those that do not answer yet are left out."""
+    """Return a warning for each engine that accepts callers without the secret; engines that do not answer are left out."""
     lines = []
     for url in urls:
         with contextlib.suppress(EngineError):
@@ -70,10 +70,10 @@ async def find_unprotected_engines(urls: Sequence[str], secret: str) -> list[str
 
 
 def remove_engine(roster: EngineRegistry, policy: str, url: str) -> None:
-    """Raises ConfigError for an engine that is not there, or is the only one."""
+    """Remove an engine. Raises ConfigError if the engine is unknown or the policy's only one."""
     present = [one.rstrip("/") for one in roster.urls()[policy]]
     if url.rstrip("/") not in present:
-        raise ConfigError(f"{url} serves no {policy}: its engines are {', '.join(present)}")
+        raise ConfigError(f"{url} does not serve {policy}: its engines are {', '.join(present)}")
     if len(present) == 1:
         raise ConfigError(f"{url} is the only engine of {policy}: add another one first")
     roster.remove(policy, url.rstrip("/"))
@@ -88,7 +88,7 @@ async def serve_extra_engine(
     gpus: Sequence[int] | None,
     report: Callable[[str], None],
 ) -> None:
-    """One more engine until cancelled; then it leaves, and ends when nothing is open there. Raises EngineError."""
+    """Run one more engine until cancelled, then remove it and stop it once its calls are done. Raises EngineError."""
     port = port or reserve_port()
     log_path = folder.logs / f"engine.{policy}.{port}.log"
     roster = EngineRegistry(job, folder)
@@ -107,8 +107,8 @@ async def serve_extra_engine(
 
 
 async def _wait_until_drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:
-    """Return when proxies have noticed and nothing is open, or the engine is gone."""
-    report(f"{process.url} gets nothing new; waiting for what is open there")
+    """Wait until proxies have noticed the removal and no calls are open, or the engine is gone."""
+    report(f"{process.url} gets no new calls; waiting for open ones")
     await asyncio.sleep(2 * probe_every_s)
     try:
         async with asyncio.timeout(DRAIN_S), EngineControl(process.url, secret=process.secret) as engine:
@@ -127,5 +127,8 @@ async def _describe_engine(policy: str, url: str, secret: str) -> EngineListing:
     states = {"in doubt": status.is_in_doubt, "asleep": status.is_asleep, "paused": status.is_paused, "serves": True}
     state = next(name for name, so in states.items() if so)
     return EngineListing(
-        policy=policy, url=url, weights=status.label, state=f"{state}, open to everybody" if is_unprotected else state
+        policy=policy,
+        url=url,
+        weights=status.label,
+        state=f"{state}, accepts callers without the secret" if is_unprotected else state,
     )

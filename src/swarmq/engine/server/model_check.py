@@ -1,6 +1,6 @@
-"""Looks at a model's files before anything slow is started on them, and says what is wrong with them.
+"""Preflight checks of a model's files, before anything slow is started.
 
-Nothing heavy is imported: a folder is read as JSON; for a hub name only the small files are fetched.
+Imports nothing heavy: folders are read as JSON, and only the small files of a hub model are fetched.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from swarmq.weights.format.safetensors_files import check_weight_files
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 MULTIMODAL_SUFFIX = "ForConditionalGeneration"
-"""Of models that take images and have a `vision_config`; encoder-decoders end so too."""
+"""Suffix of models that take images and have a `vision_config`; encoder-decoders have it too."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""Files of which a tokenizer has one."""
+"""Vocabulary files; a tokenizer has one of them."""
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
-"""What a chat template writes around a tool call -> vLLM's parser of it."""
+"""Tool-call marker in a chat template -> vLLM's parser."""
 
 REASONING_PARSERS = (
     (("<seed:think>",), "seed_oss"),
     (("[gMASK]", "<think>", "enable_thinking"), "glm45"),
     (("<think>", "enable_thinking"), "qwen3"),
 )
-"""What a chat template has, all of it -> vLLM's parser of the model's thoughts. The first that fits."""
+"""Markers that a chat template must all have -> vLLM's reasoning parser; the first match is used."""
 PROMPT_OPENS_REASONING = re.compile(r"<think>(\\n|\s)*['\"]?\s*-?}}[^<]*\Z")
-"""A template whose prompt for an answer ends with it, as that of DeepSeek-R1 and its like."""
+"""Pattern of a template whose generation prompt ends with an opening tag, as DeepSeek-R1's."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launch needs to know of a model."""
+    """Properties of a model that its launch depends on."""
 
     name: str
     architecture: str
     hidden_size: int
     is_folder: bool
     max_length: int | None = None
-    """Tokens the model was made for; None where its config does not say."""
+    """Model's context length in tokens; None if its config does not say."""
     layers: int = 0
     parameters: int = 0
-    """About; what a config does not say is taken as in a Llama."""
+    """Estimated number of parameters; missing fields of a config are taken as in a Llama."""
     fans: int = 0
-    """Inputs and outputs of every matrix in its layers, added up; about as well."""
+    """Estimated sum of inputs and outputs of every matrix in the layers."""
     kv_values_per_token: int = 0
-    """Keys and values of one token, in all layers."""
+    """Number of cached key and value elements per token, in all layers."""
     tool_call_parser: str | None
-    """None where we do not know it: `engine.arguments` can name it."""
+    """vLLM's tool-call parser; None if unknown (`engine.arguments` can name it)."""
     reasoning_parser: str | None = None
-    """The same of the model's thoughts; None as well where its template does not ask for any."""
+    """vLLM's reasoning parser; None if unknown or if the model does not reason by default."""
 
 
 def check_model(name: str, *, trained: bool) -> ModelFacts:
-    """Facts of a model folder or hub name; of the language model in it where it takes images as well. Raises EngineError
-    when no agent can be served with it, or none be trained where it is to be `trained`."""
+    """Return facts of a model folder or hub name; for a model that takes images, those of its language model. Raises
+    EngineError if the model cannot be served or, with `trained`, cannot be trained."""
     is_folder = Path(name).is_dir()
     folder = Path(name) if is_folder else _fetch_small_files(name)
     config = _read_json(folder / "config.json", f"{name} is not a Hugging Face model folder")
@@ -102,7 +102,7 @@ def _check_architecture(name: str, config: Mapping[str, Any], architectures: Seq
     known = (*CAUSAL_SUFFIXES, MULTIMODAL_SUFFIX) if takes_images else CAUSAL_SUFFIXES
     if config.get("is_encoder_decoder") or not str(architectures[0]).endswith(known):
         raise EngineError(
-            f"{name} is no causal language model ({written}): choose one whose architecture ends in ForCausalLM, or, for a "
+            f"{name} is not a causal language model ({written}): choose one whose architecture ends in ForCausalLM, or, for a "
             "policy with trained = false, one that takes images (ForConditionalGeneration with a vision_config)"
         )
     if takes_images and trained:
@@ -113,7 +113,8 @@ def _check_architecture(name: str, config: Mapping[str, Any], architectures: Seq
 
 
 def fetch_num_parameters(name: str) -> int:
-    """Parameters of the model in a folder or of a hub name, off its configuration. Raises EngineError without one."""
+    """Return the number of parameters of a model folder or hub name, by its configuration. Raises EngineError without a
+    configuration."""
     folder = Path(name) if Path(name).is_dir() else _fetch_small_files(name)
     return count_parameters(_read_json(folder / "config.json", f"{name} is not a Hugging Face model folder"))
 
@@ -131,8 +132,8 @@ def count_parameters(config: Mapping[str, Any]) -> int:
 
 
 def count_fans(config: Mapping[str, Any]) -> int:
-    """Inputs and outputs of every matrix in the layers of such a model, added up; twice those of fused gates, whose adapters have
-    the rank of both."""
+    """Count inputs plus outputs of every matrix in the layers of a model with this config.json; fused expert gates count twice,
+    because their adapters have the rank of both matrices."""
     hidden, layers = _get_int(config, "hidden_size"), _get_int(config, "num_hidden_layers")
     queries, keys = (
         _get_head_size(config) * n for n in (_get_int(config, "num_attention_heads"), _count_kv_heads(config))
@@ -144,20 +145,20 @@ def count_fans(config: Mapping[str, Any]) -> int:
 
 
 def _get_experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many gated MLPs a layer has, and the width of each."""
+    """Return the number of gated MLPs per layer, and their width."""
     experts = _get_int(config, "num_experts", "num_local_experts", "n_routed_experts")
     width = _get_int(config, "moe_intermediate_size", "intermediate_size") if experts else 0
     return (experts, width) if experts * width else (1, _get_int(config, "intermediate_size"))
 
 
 def _get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """That of the language model, where there are others beside it."""
+    """Return the language model's part of a configuration."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def _get_int(config: Mapping[str, Any], *names: str) -> int:
-    """The first that is there, else 0."""
+    """Return the first of these fields that is set, else 0."""
     return next((int(value) for name in names if (value := _get_text_config(config).get(name))), 0)
 
 
@@ -171,7 +172,7 @@ def _get_head_size(config: Mapping[str, Any]) -> int:
 
 
 def _read_chat_template(folder: Path, name: str) -> str:
-    """The template's text, from wherever transformers looks for it."""
+    """Return the chat template from where transformers looks for it."""
     tokenizer = _read_json(folder / "tokenizer_config.json", f"{name} has no tokenizer")
     for path in (folder / "chat_template.jinja", folder / "chat_template.json"):
         if path.is_file():
@@ -185,7 +186,8 @@ def _read_chat_template(folder: Path, name: str) -> str:
 
 
 def _choose_reasoning_parser(template: str) -> str | None:
-    """That of a model which thinks unasked. One that only may would have all that it says taken for a thought."""
+    """Return the reasoning parser of a model that reasons by default. For a model that only reasons on request, a parser would
+    take the whole answer as reasoning."""
     for marks, parser in REASONING_PARSERS:
         if all(mark in template for mark in marks):
             return parser
@@ -200,23 +202,23 @@ def _read_json(path: Path, problem: str) -> dict[str, Any]:
     except ValueError as error:
         raise EngineError(f"{problem}: {path} is not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise EngineError(f"{problem}: {path} holds no JSON object")
+        raise EngineError(f"{problem}: {path} is not a JSON object")
     return content
 
 
 def _fetch_small_files(name: str) -> Path:
-    """The cached folder of a hub model's small files."""
+    """Fetch the small files of a hub model and return their folder."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
-        raise EngineError(f"model folder {name} does not exist or is no folder: check policies.*.model")
+        raise EngineError(f"model folder {name} does not exist or is not a folder: check policies.*.model")
     try:
         import huggingface_hub  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
         raise MissingExtraError(
-            f"model {name!r} is no folder here; to fetch it from the hub: pip install 'swarmq[learner]'"
+            f"model {name!r} is not a local folder; to fetch it from the hub: pip install 'swarmq[learner]'"
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
     except Exception as error:  # the hub's errors are many, and each means that there is no model
         raise EngineError(
-            f"model {name!r} is neither a folder here nor to be had from the hub ({type(error).__name__}: {error})"
+            f"model {name!r} is neither a local folder nor available on the hub ({type(error).__name__}: {error})"
         ) from error

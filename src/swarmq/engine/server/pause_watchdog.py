@@ -1,7 +1,7 @@
-"""Ends pauses that nobody owns: vLLM has no lease on a pause, so a learner that dies in a push leaves its agents waiting.
+"""Watchdog for engines left paused: vLLM has no lease on a pause, so a learner that dies in a push leaves its agents waiting.
 
-The learner that is started again repairs the engine within seconds (`WeightPusher.ensure`). This is for when none comes,
-for engines that a learner has condemned, and for servers that answer nobody any more.
+A restarted learner repairs the engine within seconds (`WeightPusher.ensure`). The watchdog covers learners that do not come
+back, condemned engines, and servers that do not answer.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from swarmq.weights.push.engine_control import EngineControl
 log = structlog.get_logger()
 
 UNRESPONSIVE_S = 300.0
-"""A server that has not said how it is for so long, nor computed anything, does not come back by itself."""
+"""Seconds without an answer or computed step after which a server does not recover."""
 
 
 class PauseWatchdog:
-    """Resumes an engine whose pause lasts longer than any push can, and says when it must be restarted. Polled by its owner."""
+    """Watchdog of one engine, polled by its owner: resumes pauses longer than any push, and reports when a restart is needed."""
 
     def __init__(self, engine: EngineControl) -> None:
         self._engine = engine
         self.reason = ""
-        """Why it must be restarted."""
+        """Reason for the restart."""
         self._silent_since: float | None = None
         self._steps: float | None = None
         self._paused_since: float | None = None
 
     async def needs_restart(self, now: float) -> bool:
-        """Whether the engine is beyond help and must be restarted; `now` is of a monotonic clock, in seconds."""
+        """Return whether the engine must be restarted. `now`: monotonic time in seconds."""
         try:
             status = await self._engine.status()
         except EngineError:
-            return await self._check_silence(now)  # dead, which who waits for the process will see, busy, or stuck
+            return await self._check_silence(now)  # dead (seen by the process's owner), busy, or stuck
         self._silent_since = None
         if status.is_condemned:
-            return self._require_restart(f"was given up by its learner ({status.label})")
+            return self._require_restart(f"was condemned by its learner ({status.label})")
         if not status.is_paused or status.is_asleep:
             self._paused_since = None
             return False
@@ -58,7 +58,7 @@ class PauseWatchdog:
             self._silent_since = now
         if now - self._silent_since <= UNRESPONSIVE_S:
             return False
-        return self._require_restart(f"has answered nobody for {now - self._silent_since:.0f} s")
+        return self._require_restart(f"has not answered for {now - self._silent_since:.0f} s")
 
     def _require_restart(self, reason: str) -> bool:
         self.reason = reason

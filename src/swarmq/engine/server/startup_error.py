@@ -1,4 +1,4 @@
-"""What a vLLM that ended while it started said of why."""
+"""The root cause of a failed vLLM start, from its log."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 
 LINE_PREFIX = r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?"
-"""What vLLM writes before a line: which of its processes, and where."""
+"""Prefix of vLLM's log lines: process and source location."""
 ERROR = re.compile(rf"{LINE_PREFIX}([A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 DETAIL = re.compile(rf"{LINE_PREFIX}  +(\S.*)")
 SECONDARY_ERROR = "root cause"
-"""Stands in the errors of processes that only pass on that another one has failed."""
+"""Text in errors of processes that only report another process's failure."""
 MAX_CHARS = 500
-"""Characters; some errors name every architecture there is."""
+"""Most characters of a cause; some errors list every known architecture."""
 
 
 def find_root_cause(log_path: Path, begin_at: int) -> str:
-    """The last error in the log from byte `begin_at` on, with the line that says more; empty where there is none."""
+    """Return the last error in the log from byte `begin_at` on, with its detail line; "" if there is none."""
     try:
         with log_path.open("rb") as log:
             log.seek(begin_at)

@@ -1,12 +1,12 @@
-"""Adapters on their way to an engine, which has the rest of the model in the folder that it serves.
+"""A safetensors file of adapters, for engines that have the base weights in their served folder.
 
-The file holds, of a weight that an adapter changes, the adapter's two matrices; of one that is changed otherwise, all of it; of
-others nothing. Checksums tell what the learner loaded from its own folder: the engine compares them with its folder's before
-anything is touched, and then adds to what it reads there as the learner would, one weight at a time.
+The file holds the two matrices of each adapter, whole weights that changed otherwise, and nothing of unchanged weights. It also
+holds checksums of the learner's base weights: the engine compares its folder with them before it touches the model, then merges
+one weight at a time as the learner does.
 
     NAME:down [r, in], NAME:up [out, r]   float32
-    NAME                                  in the engine's type
-    metadata                              an `Outline`
+    NAME                                  in the engine's dtype
+    metadata                              an `AdapterManifest`
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ DOWN, UP = ":down", ":up"
 
 
 class BaseWeight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A weight that the folder has."""
+    """A base weight that the engine reads from its folder."""
 
     float32: int | None = None
-    """Its checksum in this type; None: the learner keeps it in BF16."""
+    """Checksum in FP32; None: the learner keeps the weight in BF16."""
     bfloat16: int | None = None
-    """The same in this type, where it can hold the values that the learner has."""
+    """Checksum in BF16, if BF16 represents the learner's values exactly."""
     scale: float | None = None
-    """Of its adapter; None: it has none."""
+    """Scale of its adapter; None: no adapter."""
 
 
 class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the weights of the model are made of."""
+    """Sources of the model's weights."""
 
     weights: dict[str, BaseWeight | None]
-    """By name, in order. None: all of it is in the file."""
+    """Name -> base weight, in order; None: the whole weight is in the file."""
     dtype: str | None
-    """What floating ones become in the end; None: they stay as they are."""
+    """Dtype to which floating-point weights are converted at last; None: unchanged."""
 
 
 class BaseChecksums:
-    """Of what the learner loaded and does not train: computed once, and again only if a tensor is written to."""
+    """Checksums of the learner's frozen weights, computed again only if a tensor is written to."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[list[tuple[int, int]], BaseWeight]] = {}
@@ -73,7 +73,7 @@ def _describe_base(base: torch.Tensor) -> BaseWeight:
 def split_weights(
     tensors: Tensors, dtype: str | None, checksums: BaseChecksums
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of the file, for an engine that computes with `dtype`."""
+    """Return tensors and metadata of the file for an engine that computes in `dtype`."""
     placed: dict[str, torch.Tensor] = {}
     weights: dict[str, BaseWeight | None] = {}
     for name, weight in tensors.items():
@@ -91,8 +91,8 @@ def split_weights(
 
 @contextlib.contextmanager
 def open_merged(path: str, folder: ServedFolder, device: torch.device) -> Iterator[Tensors]:
-    """Every weight of the model, made on `device` when it is asked for. Raises ValueError for a file that is damaged or of
-    another model than the folder's."""
+    """Yield all weights of the model, computed on `device` on request. Raises ValueError if the file is damaged or its base is
+    not the folder's."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
@@ -110,7 +110,7 @@ def open_merged(path: str, folder: ServedFolder, device: torch.device) -> Iterat
 
 
 def _check_base(outline: AdapterManifest, served: Mapping[str, torch.Tensor], folder: ServedFolder) -> None:
-    """Raises ValueError for another base."""
+    """Raise ValueError if the folder's weights are not the learner's base."""
     bases = {name: base for name, base in outline.weights.items() if base}
     others = [
         name
@@ -119,8 +119,8 @@ def _check_base(outline: AdapterManifest, served: Mapping[str, torch.Tensor], fo
     ]
     if others:
         raise ValueError(
-            f"{folder.path} is not what the adapters were trained in: of {len(bases)} weights that both should have, "
-            f"{len(others)} are others here, as {others[:2]}"
+            f"{folder.path} is not the base of the adapters: of {len(bases)} weights that both should have, "
+            f"{len(others)} differ here, such as {others[:2]}"
         )
 
 
@@ -134,7 +134,7 @@ def _is_same_base(name: str, base: BaseWeight, weight: torch.Tensor, folder: Ser
 def _combine_parts(
     name: str, base: BaseWeight | None, sent: Mapping[str, torch.Tensor], served: Mapping[str, torch.Tensor]
 ) -> FolderWeight:
-    """Raises KeyError and ValueError when they do not go together."""
+    """Return a weight from its parts. Raises KeyError if a part is missing, ValueError if the adapter has another shape."""
     if base is None:
         return FolderWeight(sent[name])
     kept = _cast_as_learner(served[name], base)
@@ -143,12 +143,12 @@ def _combine_parts(
     adapter = LowRankUpdate(sent[name + DOWN], sent[name + UP], base.scale)
     fits = (adapter.up.shape[0], adapter.down.shape[1]) == served[name].shape
     if not fits or adapter.up.shape[1] != adapter.down.shape[0]:
-        raise ValueError(f"an adapter of another shape for {name}")
+        raise ValueError(f"the adapter has another shape than {name}")
     return FolderWeight(kept, adapter)
 
 
 def _cast_as_learner(weight: torch.Tensor, base: BaseWeight) -> torch.Tensor | LazyTensor:
-    """As the learner has it."""
+    """Return the weight in the learner's dtype."""
     if base.float32 is not None or weight.dtype == torch.bfloat16:
         return weight
     return LazyTensor(weight.shape, torch.bfloat16, weight.device, weight.bfloat16)

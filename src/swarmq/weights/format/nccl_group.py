@@ -1,6 +1,6 @@
-"""One learner and all workers of one engine in a communicator of their own, by vLLM's NCCL wrapper, on both ends.
+"""An NCCL group of the learner and all workers of one engine, through vLLM's NCCL wrapper on both ends.
 
-A peer that dies in a broadcast leaves the others' GPUs waiting: the learner looks at the clock and aborts.
+A peer that dies in a broadcast leaves the other GPUs waiting, so the learner aborts after a timeout.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from swarmq.errors import EngineError
 POLL_S = 0.001
 RENDEZVOUS_TIMEOUT_S = 60
 LEARNER_RANK = 0
-"""Its rank; workers come after it."""
+"""Learner's rank; workers have the ranks from 1 on."""
 
 
 class NcclGroup:
-    """Founded by `join`."""
+    """One member's end of the group; `join_group` creates it."""
 
     def __init__(self, communicator: Any, device: torch.device) -> None:
         self._communicator = communicator
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def broadcast(self, buffer: torch.Tensor, *, timeout_s: float = 600.0) -> None:
-        """The learner's `buffer` becomes everybody's. Raises EngineError, the group then being of no more use."""
+        """Broadcast the learner's `buffer` into everybody's. Raises EngineError on a timeout, which destroys the group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -47,7 +47,7 @@ class NcclGroup:
 
 @functools.cache
 def get_nccl_version() -> str:
-    """Of the NCCL library that vLLM's wrapper loads in this process; empty where it finds none that it can use."""
+    """Return the version of the NCCL library that vLLM's wrapper loads in this process; "" if it finds none."""
     try:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # noqa: PLC0415 - an extra, and slow
 
@@ -57,7 +57,7 @@ def get_nccl_version() -> str:
 
 
 def join_group(address: str, port: int, *, rank: int, world_size: int, device: torch.device) -> NcclGroup:
-    """Meet the others; returns when all are there. The learner, rank 0, is the one who listens."""
+    """Join the group, and return when all members have joined. Rank 0, the learner, listens at `address`."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415 - an extra, and slow
     from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415
 
@@ -75,7 +75,8 @@ def join_group(address: str, port: int, *, rank: int, world_size: int, device: t
 
 
 def _unpin_nccl_settings() -> contextlib.AbstractContextManager[Any]:
-    """Without the settings of NCCL that vLLM, since 0.32, makes for communicators of its own: one end alone would have them."""
+    """Unset NCCL settings inside the block that vLLM, since 0.32, makes for its own communicators: the other end would not have
+    them."""
     try:
         from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - an extra, and slow
     except ImportError:

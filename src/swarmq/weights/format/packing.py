@@ -1,4 +1,4 @@
-"""Many tensors as one stretch of bytes, so that they travel in one piece: one handle, one broadcast, one copy."""
+"""Packing of many tensors into one buffer, so that one handle, broadcast or copy transfers all of them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 
 CPU = torch.device("cpu")
 ALIGNMENT = 256
-"""Bytes: every tensor begins at a multiple, as kernels like it."""
+"""Alignment of each tensor's start in bytes, for efficient kernels."""
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is made when it is packed, so that only one of its kind exists at a time."""
+    """A tensor computed on request, so that only one exists at a time."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    """Of what it is made from."""
+    """Device of the sources."""
     make: Callable[[], torch.Tensor]
     sources: tuple[torch.Tensor, ...] = ()
-    """All that it is made from: while they stay what they are, so does it. Empty: not known."""
+    """Source tensors, on which the result depends alone; empty: unknown."""
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
 
 class LowRankUpdate(NamedTuple):
-    """What is added to a matrix [out, in]: scale * up @ down."""
+    """A low-rank update of a matrix [out, in]: scale * up @ down."""
 
     down: torch.Tensor
     """[r, in] float32"""
@@ -40,18 +40,18 @@ class LowRankUpdate(NamedTuple):
     scale: float
 
     def add_to(self, base: torch.Tensor) -> torch.Tensor:
-        """[out, in] in the adapter's type, whatever that of `base`, where that is. Learner and engine both add here, and so come to
-        the same bits."""
+        """Return base plus update [out, in] on the base's device, in the adapter's dtype. Learner and engine both call this, so
+        their results are equal bit for bit."""
         down, up = self.down.to(base.device), self.up.to(base.device)
         with torch.no_grad():
             return torch.addmm(base.to(up.dtype), up, down, alpha=self.scale)
 
 
 class FolderWeight(NamedTuple):
-    """A weight that the model's folder has, with or without an adapter: who has the folder can make it from there."""
+    """A weight of the model's folder, with or without an adapter; whoever has the folder can compute the weight."""
 
     base: torch.Tensor | LazyTensor
-    """What the folder has."""
+    """Weight in the folder."""
     adapter: LowRankUpdate | None = None
 
     @property
@@ -79,14 +79,14 @@ NamedTensors = Iterable[tuple[str, Weight]]
 Tensors = Mapping[str, Weight]
 
 PackedEntry = tuple[str, str, tuple[int, ...]]
-"""Name, dtype without `torch.`, shape."""
+"""Name, dtype without `torch.`, and shape."""
 
 
 class PackedLayout:
-    """Where each tensor lies in the bytes; the same on both ends."""
+    """Positions of tensors in a buffer, the same on both ends."""
 
     def __init__(self, entries: Iterable[Sequence[Any]]) -> None:
-        """`entries` as in `Entry`, or as JSON brings them."""
+        """`entries`: see `PackedEntry`; JSON lists are accepted."""
         self.entries: list[PackedEntry] = [(name, dtype, tuple(shape)) for name, dtype, shape in entries]
         sizes = [_compute_size_bytes(dtype, shape) for _, dtype, shape in self.entries]
         starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
@@ -95,19 +95,19 @@ class PackedLayout:
 
     @classmethod
     def of(cls, tensors: Tensors, dtype: torch.dtype) -> PackedLayout:
-        """For these tensors, floating ones as `dtype`."""
+        """Return the layout of `tensors`, floating-point ones in `dtype`."""
         return cls(
             (name, _get_dtype_name(dtype if tensor.is_floating_point() else tensor.dtype), tensor.shape)
             for name, tensor in tensors.items()
         )
 
     def pack(self, tensors: Tensors, buffer: torch.Tensor) -> None:
-        """Write the tensors into `buffer` [size_bytes] uint8, from whatever device they are on."""
+        """Write the tensors, from any device, into `buffer` [size_bytes] uint8."""
         for name, view in self.views(buffer).items():
             view.copy_(materialize(tensors[name], adding_on=buffer.device), non_blocking=True)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in `buffer`, without copying."""
+        """Return the tensors in `buffer` as views."""
         return {
             name: buffer[start : start + size].view(getattr(torch, dtype)).view(shape)
             for (name, dtype, shape), (start, size) in zip(self.entries, self._spans, strict=True)
@@ -115,12 +115,12 @@ class PackedLayout:
 
 
 def checksum_buffer(buffer: torch.Tensor) -> int:
-    """Of the bytes [n] uint8, n a multiple of 8. The same on every device; reading them is all it costs."""
+    """Return the checksum of `buffer` [n] uint8, n a multiple of 8: the same on every device, at the cost of one read."""
     return int(buffer.view(torch.int64).sum())
 
 
 def checksum_file(path: str | Path) -> int:
-    """Of a file's bytes, the last ones filled up with zeros. It lies in memory, or has just been written."""
+    """Return the checksum of a file, padded with zeros."""
     raw = np.memmap(path, np.uint8, "r")
     whole = raw.size // 8 * 8
     rest = int.from_bytes(raw[whole:].tobytes(), "little")
@@ -128,19 +128,19 @@ def checksum_file(path: str | Path) -> int:
 
 
 def get_stored_tensor(weight: Weight) -> Weight:
-    """What there is of it already: where nothing is added to what the folder has, that."""
+    """Return the folder's weight if nothing is added to it, else `weight` itself."""
     return weight.base if isinstance(weight, FolderWeight) and weight.adapter is None else weight
 
 
 def materialize(weight: Weight, adding_on: torch.device | None = None) -> torch.Tensor:
-    """The tensor. What an adapter adds is added on this device, by default where the weight is."""
+    """Return the tensor of a weight. `adding_on`: device that adds the adapter, by default the weight's."""
     if isinstance(weight, FolderWeight):
         return weight.make(adding_on)
     return weight.make() if isinstance(weight, LazyTensor) else weight
 
 
 def cast(tensor: torch.Tensor, device: torch.device, dtype: str | None) -> torch.Tensor:
-    """On `device`; floating ones as `dtype`, if one is named."""
+    """Move a tensor to `device`, and convert floating-point values to `dtype` if given."""
     return tensor.to(device, getattr(torch, dtype) if dtype and tensor.is_floating_point() else None)
 
 

@@ -1,4 +1,4 @@
-"""The files that a model's weights are in, and whether they are whole: from their headers, without loading any."""
+"""A model's safetensors files, checked by their headers without loading weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from swarmq.errors import EngineError
 
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_FIELD_BYTES = 8
-"""Of the header's length, which a file begins with."""
+"""Size in bytes of the field with the header's length, with which a file begins."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int] = (0, 0)
-    """From the header's end on; the entry that is no tensor has none."""
+    """Start and end in bytes after the header; the metadata entry has none."""
 
 
 class SafetensorsIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
-    """Weight -> file."""
+    """Weight -> file name."""
 
 
 _header_decoder = msgspec.json.Decoder(dict[str, TensorHeader])
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Where there is an index, the files in it, and not others that lie beside them."""
+    """Return the files named by the index or, without an index, all safetensors files."""
     index = folder / INDEX_FILE
     named = (
         msgspec.json.decode(index.read_bytes(), type=SafetensorsIndex).weight_map.values() if index.is_file() else ()
@@ -36,7 +36,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raises EngineError where there are none, or one is missing or not whole."""
+    """Raise EngineError if there are no weight files, or one is missing or damaged."""
     try:
         files = find_weight_files(folder)
     except (OSError, msgspec.MsgspecError) as error:
@@ -46,13 +46,13 @@ def check_weight_files(folder: Path) -> None:
     for file in files:
         try:
             if damage := _find_damage(file):
-                raise EngineError(f"{file} is not whole: {damage}; fetch it again")
+                raise EngineError(f"{file} is damaged: {damage}; fetch it again")
         except OSError as error:
             raise EngineError(f"{file} cannot be read ({error.strerror}): fetch it again") from error
 
 
 def _find_damage(file: Path) -> str:
-    """Empty for a whole file."""
+    """Return what is wrong with the file; "" if it is complete."""
     size = file.stat().st_size
     with file.open("rb") as source:
         length = int.from_bytes(source.read(LENGTH_FIELD_BYTES), "little")
@@ -61,6 +61,6 @@ def _find_damage(file: Path) -> str:
         try:
             tensors = _header_decoder.decode(source.read(length))
         except msgspec.MsgspecError as error:
-            return f"its header is none ({error})"
+            return f"its header is invalid ({error})"
     expected = LENGTH_FIELD_BYTES + length + max((each.data_offsets[1] for each in tensors.values()), default=0)
     return f"it has {size} bytes, and by its header {expected}" if size != expected else ""

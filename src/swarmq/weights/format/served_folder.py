@@ -1,4 +1,4 @@
-"""The folder that an engine serves: the weights in it, and checksums that tell whether a learner loaded the same."""
+"""The folder that an engine serves: its weights, and checksums to compare with the learner's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from swarmq.weights.format import packing
 from swarmq.weights.format.safetensors_files import find_weight_files
 
 CHUNK_ELEMENTS = 1 << 24
-"""Elements that are looked at in one go: a whole embedding in another type may be more than a GPU has room for."""
+"""Elements that are converted at a time: a whole embedding in another dtype may not fit a GPU."""
 
 Shape = tuple[int, ...]
 
 
 class ServedFolder:
-    """What vLLM has loaded its model from."""
+    """The folder from which vLLM loaded its model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._checksums: dict[tuple[str, torch.dtype], int] = {}
         self._files: list[tuple[int, int, int]] = []
-        """Those of the checksums."""
+        """Inode, size and modification time of the files with the known checksums."""
 
     def read_shapes(self) -> dict[str, Shape]:
         with self._open_files() as files:
@@ -34,7 +34,7 @@ class ServedFolder:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[dict[str, torch.Tensor]]:
-        """By name. They are views of the files, of which only what is used is read."""
+        """Yield the weights by name, as views of the files that read data on use."""
         facts = [path.stat() for path in find_weight_files(self.path)]
         files = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in facts]
         if files != self._files:
@@ -43,7 +43,7 @@ class ServedFolder:
             yield {name: file.get_tensor(name) for name, file in opened.items()}
 
     def checksum(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> int:
-        """Of one of the weights. It is read once, until the files are others."""
+        """Return a weight's checksum in `dtype`, computed once until the files change."""
         if (name, dtype) not in self._checksums:
             self._checksums[name, dtype] = checksum_tensor(weight, dtype)
         return self._checksums[name, dtype]
@@ -56,7 +56,7 @@ class ServedFolder:
 
 
 def checksum_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Of its bytes in this type, the same on every device. Reading them is most of what it costs."""
+    """Return the checksum of a tensor's bytes in `dtype`, the same on every device."""
     total = 0
     for piece in torch.split(tensor.reshape(-1), CHUNK_ELEMENTS):
         raw = piece.to(dtype).view(torch.uint8)

@@ -1,31 +1,30 @@
-"""One engine's weights, changed in steps that end in an engine that serves, or in an error that says it cannot.
+"""Control of one engine's weights: an update ends with a serving engine, or with an error if the engine cannot serve.
 
     SERVING --pause--> PAUSED --label, start, update--> UPDATING --finish--> VERSIONED --resume--> SERVING
 
-Requests that run are kept over the pause and go on under the new weights. `clear_cache` makes vLLM drop every cached
-key and value and compute those of the kept requests again, so that a token is always sampled from exactly the
-distribution that its version names. (A `cache_salt` per version would be cheaper, but a request that runs across the
-update would go on with keys of the old weights, and its log-probabilities would belong to no version.)
+Running requests are kept over the pause and continue under the new weights. `clear_cache` makes vLLM drop all cached keys and
+values and recompute those of kept requests, so that each token is sampled from exactly the distribution that its version names.
+(A `cache_salt` per version would be cheaper, but a request that runs across the update would continue with keys of the old
+weights, and its log-probabilities would belong to no version.)
 
-vLLM never ends a pause by itself and has no verb to abort an update: when the pusher dies, the engine stays as it is.
-So it carries the label `updating-<version>` while its weights change, and whoever comes next can tell:
+vLLM never ends a pause by itself and cannot abort an update: if the pusher dies, the engine's state stays. So the label is
+`updating-<version>` while weights change, and the next pusher can tell:
 
-    paused, label is a version or `default`   nothing was changed: resume it
-    label is `updating-...`                   unknown weights: a whole new update repairs them, else a restart
+    paused, label is a version or `default`   nothing was changed: resume the engine
+    label is `updating-...`                   unknown weights: a full update repairs them, else a restart
 
-An update that was left open is closed with `finish` and no version; our backend changes the weights in a single call,
-so there is nothing half done for it to make permanent. An engine that stays in doubt, or cannot be paused or resumed, is
-condemned: its label then ends in `-restart`, and whoever started it starts it again (pause_watchdog.py); pushers leave it out
-meanwhile.
+An update that was left open is closed with `finish` and no version; swarmq's backend changes the weights in one call, so
+`finish` makes no partial change permanent. An engine that stays in doubt, or cannot be paused or resumed, is condemned: its
+label then ends in `-restart`, its owner restarts it (pause_watchdog.py), and pushers skip it meanwhile.
 
-An engine that shares its GPU with a learner may sleep while that one computes: its memory is given back, its requests
-are kept, and its label is `asleep-` and what it was. An update would crash it then, so it is woken first. vLLM does not
-tell a sleeping engine from a paused one, and samples as soon as all of it is awake; but to put to sleep what sleeps and to
-wake what is awake does no harm. So a learner finds its engine as the last one was killed and leads it on:
+An engine that shares a GPU with a learner may sleep while the learner computes: its memory is freed, its requests are kept, and
+its label is `asleep-` plus the former label. An update would crash a sleeping engine, so it is woken first. vLLM does not
+distinguish a sleeping engine from a paused one, and samples as soon as all of it is awake; but `sleep` and `wake_up` are
+harmless if repeated. So a learner can continue from any state in which a killed one left an engine:
 
-    paused, whatever the label         it can be put to sleep, which the label says, too
-    paused, whole weights              `wake_up` and not `resume`: it may be asleep
-    asleep, label says `updating-...`  only its weights are woken, the update is done, then all of it is
+    paused, whatever the label         can be put to sleep, and the label records that
+    paused, whole weights              `wake_up` and not `resume`: the engine may be asleep
+    asleep, label says `updating-...`  wake only the weights, do the update, then wake the rest
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ ASLEEP = "asleep-"
 CONDEMNED = "-restart"
 LOAD_OVERHEAD_S = 60.0
 MIN_BYTES_PER_S = 100e6
-"""An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
+"""Least speed of an update; a slower one, after `LOAD_OVERHEAD_S` for its start, is stuck."""
 NO_ROUTE_STATUSES = (404, 405)
 STEP_METRICS = re.compile(
     r"^vllm:(?:iteration_tokens_total_count|kv_cache_usage_perc)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE
@@ -65,7 +64,7 @@ REQUEST_METRICS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})?
 
 
 class EngineSilentError(EngineError):
-    """It took longer than it is given for an answer, or for a connection."""
+    """The engine did not answer or connect in time."""
 
 
 class UpdatePhase(enum.Enum):
@@ -76,14 +75,14 @@ class UpdatePhase(enum.Enum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of itself. `label` is vLLM's weight version: ours, or `default` for the model on disk."""
+    """Status reported by an engine. `label` is vLLM's weight version: set by swarmq, or `default` for the model on disk."""
 
     label: str
     is_paused: bool
 
     @property
     def version(self) -> int | None:
-        """The weight version served; None when nobody has set one or the weights are in doubt."""
+        """Served weight version; None if no version was set or the weights are in doubt."""
         return int(self.label) if self.label.isdecimal() else None
 
     @property
@@ -97,7 +96,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_asleep(self) -> bool:
-        """Or about to be: the label is set before."""
+        """Whether the engine sleeps or is about to; the label is set first."""
         return self.label.startswith(ASLEEP)
 
     @property
@@ -106,7 +105,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_condemned(self) -> bool:
-        """Nothing but a restart helps."""
+        """Whether only a restart helps."""
         return self.is_in_doubt and self.label.endswith(CONDEMNED)
 
 
@@ -119,19 +118,19 @@ class _IsPausedReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker of an engine says of itself."""
+    """Facts reported by one worker of an engine."""
 
     gpu: str
-    """The physical GPU; empty on a CPU."""
+    """Uuid of the physical GPU; "" on a CPU."""
     dtype: str
-    """That of the weights it computes with, e.g. `bfloat16`."""
+    """Dtype of the weights in computations, such as `bfloat16`."""
     pid: int
     nccl: str = ""
-    """The version of the library that it would broadcast with; empty where it has none."""
+    """NCCL version for broadcasts; "" without NCCL."""
     loads: int = 0
-    """Updates that have changed its weights."""
+    """Number of updates that changed the worker's weights."""
     checksum: int | None = None
-    """Of what the newest of them brought, as it arrived."""
+    """Checksum of the newest update, as received."""
 
 
 class _WorkerFactsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,19 +138,20 @@ class _WorkerFactsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """New weights, ready to be fetched by an engine."""
+    """Published weights that engines can fetch."""
 
     update_info: Mapping[str, Any]
-    """For the backend inside vLLM: where they are."""
+    """Location of the weights, for the backend inside vLLM."""
     checksum: int | None = None
-    """Of what an engine fetches; None: it is not known."""
+    """Checksum of the transferred bytes; None: unknown."""
     size_bytes: int = 0
     send: Callable[[str, float], None] | None = None
-    """What the learner does, in a thread, while an engine receives; given the engine's url and a limit in seconds."""
+    """Function that the learner runs in a thread while an engine receives; arguments are the engine's url and a limit in
+    seconds."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds for each step. A pause waits for the model's current step; an update reads the whole model."""
+    """Time limits in seconds. A pause waits for the model's current step; an update reads the whole model."""
 
     ask_s: float = 10.0
     pause_s: float = 60.0
@@ -161,29 +161,29 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     sleep_s: float = 120.0
 
     def for_size(self, size_bytes: int) -> Timeouts:
-        """As short as weights of this size allow."""
+        """Return the limits with the shortest `update_s` that weights of this size need."""
         enough_s = LOAD_OVERHEAD_S + size_bytes / MIN_BYTES_PER_S
         return msgspec.structs.replace(self, update_s=min(self.update_s, enough_s))
 
     @property
     def total_s(self) -> float:
-        """Longer than any update in progress can take: a pause beyond this has no owner any more."""
+        """Seconds longer than any update: a longer pause has no owner any more."""
         return 4 * self.ask_s + self.pause_s + self.update_s + 3 * self.finish_s + 3 * self.sleep_s
 
 
 class EngineControl:
-    """`async with EngineControl(url, secret=secret) as engine: await engine.update({"path": ...}, version=3)`."""
+    """Control of one engine: `async with EngineControl(url, secret=secret) as engine: await engine.update(payload, version=3)`."""
 
     def __init__(self, url: str, *, secret: str = "", timeouts: Timeouts | None = None) -> None:
-        """`secret`: what the engine asks every caller for; empty for one that asks nobody."""
+        """`secret`: the engine's secret; empty for an engine that requires none."""
         self.url = url.rstrip("/")
         self._headers = make_auth_headers(secret)
         self.timeouts = timeouts or Timeouts()
         self.phase = UpdatePhase.SERVING
         self.is_at_fault = False
-        """Whether the newest update failed in an engine that had said how it is, and not because of the weights that came."""
+        """Whether the newest update failed in an engine that had answered, and not because of the weights sent."""
         self.loaded_facts: list[WorkerFacts] = []
-        """What the workers said after the newest update."""
+        """Facts of the workers after the newest update."""
         self._session: aiohttp.ClientSession | None = None
         self._version_known = False
 
@@ -199,7 +199,7 @@ class EngineControl:
         await self._session.close()
 
     async def is_healthy(self) -> bool:
-        """Whether the server answers and its engine core lives."""
+        """Return whether the server answers and its engine core lives."""
         try:
             await self._call("GET", "/health", self.timeouts.ask_s)
         except EngineError:
@@ -207,7 +207,7 @@ class EngineControl:
         return True
 
     async def is_unprotected(self) -> bool:
-        """Whether it obeys callers who do not know its secret. Raises EngineError where nobody answers."""
+        """Return whether the engine accepts callers without its secret. Raises EngineError if nobody answers."""
         async with EngineControl(self.url, timeouts=self.timeouts) as stranger:
             try:
                 await stranger._read(_IsPausedReply, "GET", "/is_paused")
@@ -216,8 +216,8 @@ class EngineControl:
         return True
 
     async def status(self) -> EngineStatus:
-        """Raises EngineError when the engine does not answer, is of another version of vLLM than we know, or was started
-        without its control endpoints."""
+        """Return the engine's status. Raises EngineError if the engine does not answer, has an unsupported version of vLLM, or
+        was started without control endpoints."""
         await self._check_version()
         try:
             info = await self._read(_WeightInfoReply, "GET", "/weight_info")
@@ -232,13 +232,13 @@ class EngineControl:
         return EngineStatus(label=str(info.weight_version), is_paused=pause.is_paused)
 
     async def count_open_requests(self) -> int:
-        """Requests that run or wait there. Raises EngineError."""
+        """Return the number of running and waiting requests. Raises EngineError."""
         text = await self._call("GET", "/metrics", self.timeouts.ask_s)
         return sum(int(float(count)) for count in REQUEST_METRICS.findall(text.decode()))
 
     async def steps(self) -> float | None:
-        """A number that changes while the engine computes, be it one long prompt; None where it does not say. Its server tells it also
-        in the middle of a long step."""
+        """Return a number that changes while the engine computes, even within one long prompt; None if unavailable. The server
+        answers also during a long step."""
         try:
             text = (await self._call("GET", "/metrics", self.timeouts.ask_s)).decode()
         except EngineError:
@@ -247,26 +247,26 @@ class EngineControl:
         return sum(counts) if counts else None
 
     async def facts(self) -> list[WorkerFacts]:
-        """Of every worker; none from an engine that was started without our guard or our extension."""
+        """Return the facts of all workers; [] if the engine was started without swarmq's middleware or worker extension."""
         try:
             return (await self._read(_WorkerFactsReply, "GET", WORKER_FACTS_ROUTE)).results
         except EngineRefusedError:
             return []
 
     async def rendezvous(self, **where: Any) -> None:
-        """Have all workers meet the learner there; returns when they have."""
+        """Make all workers join the learner's NCCL group; returns when they have."""
         await self._call("POST", "/init_weight_transfer_engine", self.timeouts.pause_s, init_info=where)
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back, keep the requests, in whatever state another learner left the engine. The weights go to
-        host memory. Raises EngineError; EngineRefusedError from an engine that goes on as it was."""
+        """Free the GPU's memory and keep the requests, whatever state another learner left; weights go to host memory. Raises
+        EngineRefusedError if the engine refuses and serves on, EngineError otherwise."""
         status = await self.status()
         if status.is_condemned:
-            raise EngineError(f"engine {self.url} is to be started again ({status.label}), it cannot be put to sleep")
+            raise EngineError(f"engine {self.url} must be restarted ({status.label}) and cannot be put to sleep")
         if not status.is_paused:
             await self._pause()
         if not status.is_asleep:
-            await self._label(f"{ASLEEP}{status.label}")  # now that no token gets it
+            await self._label(f"{ASLEEP}{status.label}")  # paused: no token gets this label
         try:
             await self._fall_asleep()
         except EngineRefusedError as error:
@@ -278,27 +278,27 @@ class EngineControl:
             raise
 
     async def wake(self) -> EngineStatus:
-        """Go on where `sleep` came, or where another learner was killed. Nothing for an engine that serves, or whose weights are
-        in doubt: those are for `update`. Returns what it is then."""
+        """Resume after `sleep` or a killed learner, and return the resulting status. Does nothing if the engine serves, or if
+        its weights are in doubt, which `update` repairs."""
         return await self._wake_from(await self.status())
 
     async def _wake_from(self, status: EngineStatus) -> EngineStatus:
         if status.is_in_doubt or not status.is_paused:
             return status
         if status.is_asleep:
-            await self._label(status.awake_label)  # before a token gets the other one
+            await self._label(status.awake_label)  # before a token gets the `asleep-` label
         await self._wake_up()
         return await self.status()
 
     async def condemn(self, version: int) -> None:
-        """Mark an engine as one that only a restart helps."""
+        """Mark the engine as needing a restart."""
         await self._label(f"{UPDATING}{version}{CONDEMNED}")
 
     async def update(self, payload: Payload, version: int) -> float:
-        """Load these weights and serve them as `version`; returns the pause in seconds.
+        """Load the weights, serve them as `version`, and return the pause in seconds.
 
-        Also repairs an engine that another pusher left paused, asleep or half done. Raises EngineError; the engine then
-        serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
+        Also repairs an engine that another pusher left paused, asleep or half updated. Raises EngineError; the engine then
+        serves its former weights or, if these are in doubt, stays paused until the next update or a restart.
         """
         self.is_at_fault = False
         status = await self.status()
@@ -314,7 +314,9 @@ class EngineControl:
         self.phase = UpdatePhase.UPDATING if before.is_in_doubt else UpdatePhase.SERVING
         try:
             if before.is_asleep:
-                await self._fall_asleep()  # if it does not: it would sample as soon as its weights were awake
+                await (
+                    self._fall_asleep()
+                )  # an engine that is still awake would sample as soon as its weights were awake
                 await self._wake_up("weights")
             await self._pause()
             await self._load(payload, version, before)
@@ -329,13 +331,13 @@ class EngineControl:
         return pause_s
 
     async def release(self) -> None:
-        """End a pause that nobody owns any more. Raises EngineError when the weights are in doubt."""
+        """End a pause without an owner. Raises EngineError if the weights are in doubt."""
         status = await self.wake()
         if status.is_in_doubt:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")
 
     async def _check_version(self) -> None:
-        """Once: who looks again makes another EngineControl. Who does not say passes."""
+        """Check vLLM's version, once per EngineControl; a server that reports none passes."""
         if self._version_known:
             return
         try:
@@ -372,7 +374,7 @@ class EngineControl:
         loaded = {worker.checksum for worker in self.loaded_facts}
         if payload.checksum is not None and loaded - {None, payload.checksum}:
             await self._label(f"{UPDATING}{version}")
-            raise EngineError(f"engine {self.url} has loaded other weights than were sent: push again")
+            raise EngineError(f"engine {self.url} has loaded weights that differ from those sent: push again")
         self.phase = UpdatePhase.VERSIONED
 
     async def _deliver(self, payload: Payload) -> None:
@@ -382,11 +384,11 @@ class EngineControl:
             both.append(asyncio.to_thread(payload.send, self.url, timeout_s))
         for result in await asyncio.gather(*both, return_exceptions=True):
             if isinstance(result, BaseException):
-                raise result  # the engine's before the sender's, whom it may have left waiting
+                raise result  # the engine's error first: it may have caused the sender's
 
     async def _workers_agree(self) -> bool:
-        """Return whether all workers have loaded the same number of updates. One worker's statement that nothing was changed says nothing
-        of the others."""
+        """Return whether all workers have loaded the same number of updates. A worker that reports no change says nothing about
+        the others."""
         return len({worker.loads for worker in await self.facts()}) <= 1
 
     async def _start(self) -> None:
@@ -410,7 +412,7 @@ class EngineControl:
         await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
 
     async def _wake_up(self, tag: str = "") -> None:
-        """All of it, which resumes it too; or only the memory with this tag."""
+        """Wake the whole engine, which also resumes it, or only the memory with this tag."""
         await self._call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up", self.timeouts.sleep_s)
         if not tag:
             self.phase = UpdatePhase.SERVING
@@ -422,11 +424,11 @@ class EngineControl:
         except ValueError as error:
             answer = raw[:80].decode(errors="replace")
             raise EngineError(
-                f"{self.url} answers {path} with {answer!r}, as no vLLM does: look what listens there"
+                f"{self.url} answers {path} with {answer!r}, which is not vLLM's answer: check what listens there"
             ) from error
 
     async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> bytes:
-        """The body of the answer."""
+        """Send a request and return the answer's body."""
         assert self._session is not None
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -439,15 +441,13 @@ class EngineControl:
             message = f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it"
             raise EngineSilentError(message) from error
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-            raise EngineError(
-                f"engine {self.url!r}: no address of a vLLM, which is like http://127.0.0.1:8000"
-            ) from error
+            raise EngineError(f"engine {self.url!r}: not a vLLM address like http://127.0.0.1:8000") from error
         except aiohttp.ClientError as error:
             raise map_connection_error(self.url, error) from error
 
 
 def _map_status_error(url: str, error: EngineRefusedError) -> EngineError:
-    """An engine that fails when asked how it is refuses nothing: it may be well in a moment."""
+    """Map a failed status request to an EngineError, because the engine may recover in a moment."""
     if error.status == 401:
         return make_secret_error(url)
-    return EngineError(f"{error}; look into its log")
+    return EngineError(f"{error}; see its log")

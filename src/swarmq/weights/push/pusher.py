@@ -1,9 +1,9 @@
-"""The learner's side of a weight push: make the weights ready once for each way, then have every engine load them at once.
+"""The learner's side of a weight push: publish the weights once per transfer method, then update all engines concurrently.
 
-    engine --facts--> route --publish--> parcel --EngineControl.update--> engine 0, engine 1, ...
+    engine --facts--> route --publish--> payload --EngineControl.update--> engine 0, engine 1, ...
 
-How tensors travel is transfers.py's business, how an engine is led through the update engine_control.py's. A trainer is not
-asynchronous, so neither is this.
+transfers.py moves the tensors; engine_control.py takes one engine through an update. The trainer is synchronous, so the pusher
+is too.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 MAX_DOUBTFUL_PUSHES = 2
-"""So many pushes in a row that fail in an engine which answers condemn it."""
+"""Number of consecutive pushes that leave an answering engine in doubt, after which it is condemned."""
 COOLDOWN_S, MAX_COOLDOWN_S = 30.0, 120.0
-"""How long the others are not held up by an engine that was waited for in vain: the first time, and in the end."""
+"""First and longest time for which an engine that did not answer is skipped, so that it does not delay others."""
 
 
 class PushSuccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine took a push."""
+    """Result of a push to one engine."""
 
     pause_s: float
     method: str
@@ -54,11 +54,11 @@ class PushSuccess(msgspec.Struct, frozen=True, kw_only=True):
 
 PushOutcome = dict[str, PushSuccess | EngineError]
 LoadState = frozenset[tuple[int, int, int | None]]
-"""Of every worker: its process id, how many updates have changed its weights, and the checksum of the newest."""
+"""Per worker: process id, number of updates that changed its weights, checksum of the newest."""
 
 
 class EngineCooldown(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an engine that does not answer: it is left alone for a while."""
+    """A period in which an engine that did not answer is skipped."""
 
     error: EngineError
     rest_s: float
@@ -66,25 +66,25 @@ class EngineCooldown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a push took. `pause_s` is the longest that any engine's agents waited."""
+    """Result of a push. `pause_s` is the longest pause of any engine."""
 
     version: int
     write_s: float = 0.0
-    """To make the weights ready, while agents go on."""
+    """Seconds to publish the weights, during which engines serve."""
     pause_s: float = 0.0
     pauses: dict[str, float] = {}
-    """`engine_N`, the N-th of the policy's engines at that moment, from 0 -> its own."""
+    """`engine_N` -> pause in seconds; N counts the policy's engines at that moment from 0."""
     methods: dict[str, str] = {}
     """Engine url -> `ipc`, `nccl`, `adapters` or `file`."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
-    """Engine url -> why it does not serve this version. `ensure` brings them up to date when they are back."""
+    """Engine url -> reason why it does not serve this version. `ensure` updates it when it is back."""
     replaced: tuple[str, ...] = ()
     """Urls of engines whose weights somebody else had changed."""
 
 
 class WeightPusher:
-    """Keeps the engines of one policy at the learner's version."""
+    """Pusher that keeps the engines of one policy at the learner's version."""
 
     def __init__(
         self,
@@ -98,14 +98,13 @@ class WeightPusher:
         current: Callable[[], Sequence[str]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`secret`: what the engines ask every caller for. `patience_s`: how long to wait for an engine to come back when it is to sleep (one that died is being started
-        again, and takes its memory). `current` gives the engines of each moment,
-        where they come and go; `engine_urls` are those of the beginning. `check` raises when these engines are another pusher's
-        by now; it is asked before each update."""
+        """`engine_urls`: engines at the start. `secret`: the engines' secret. `patience_s`: how long `sleep` waits for an
+        engine that is being restarted and takes its memory again. `current`: returns the present engines, if they change.
+        `check`: called before each update; raises if another pusher owns the engines by now."""
         staging = StagingBuffer()
         self._current, self._check = current or (lambda: engine_urls), check
         self.failing: dict[str, str] = {}
-        """Engine url -> why it does not serve the newest version that it was offered."""
+        """Engine url -> reason why it does not serve the newest version that it was sent."""
         self._transfers = transfers or {
             "ipc": IpcTransfer(staging),
             "nccl": NcclTransfer(staging),
@@ -116,25 +115,25 @@ class WeightPusher:
         self._patience_s = patience_s
         self._routes: dict[str, Route] = {}
         self._unusable: set[tuple[str, str, tuple[int, ...]]] = set()
-        """Engine, way and workers of what has failed and is not tried again."""
+        """Engine, method and workers of failed transfers, which are not tried again."""
         self._doubtful_pushes: Counter[str] = Counter()
         self._steps: dict[str, float | None] = {}
-        """How many an engine in doubt had computed."""
+        """Engine url -> steps computed when its last push failed."""
         self._cooldowns: dict[str, EngineCooldown] = {}
         self._load_states: dict[str, LoadState] = {}
-        """Of each engine that took a push of ours: who changed its weights since is not us."""
+        """Engine url -> state after its last push; a different state means that somebody else changed the weights."""
         self._changed: set[str] = set()
-        """Engines whose weights somebody else has changed."""
+        """Urls of engines whose weights somebody else has changed."""
         self._given_up: set[str] = set()
-        """Engines that did not come back while we waited for them to go to sleep."""
+        """Urls of engines that did not come back while `sleep` waited for them."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
-        """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
+        """Serve these weights as `version` on all engines. Raises EngineError if no engine accepted them."""
         return asyncio.run(self._push(deduplicate(named_tensors), version, self._engines()))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
-        """Push to the engines that do not serve `version` as this pusher sent it (started again, left paused or in doubt, taken
-        over from another learner, changed by somebody else); often to none."""
+        """Push to engines that do not serve `version` as sent by this pusher (restarted, paused, in doubt, pushed to by another
+        learner, changed by somebody else); often none."""
         urls = self._engines()
         behind = asyncio.run(self._find_behind(urls, version))
         self.failing = {url: reason for url, reason in self.failing.items() if url in behind}
@@ -146,24 +145,24 @@ class WeightPusher:
         return msgspec.structs.replace(report, replaced=replaced)
 
     def repair(self, named_tensors: NamedTensors, version: int) -> None:
-        """Get engines going that a learner which was killed left paused: with what they serve or, where that is in doubt, with
-        these weights. Others are left alone, `ensure` is for them. Raises EngineError when none in doubt took them."""
+        """Resume engines that a killed learner left paused: with the weights that they serve or, if those are in doubt, with
+        the given ones. Other engines are left to `ensure`. Raises EngineError if no engine in doubt accepted the weights."""
         urls = self._engines()
         doubtful = asyncio.run(_gather_by_url(urls, self._wake_engine))
         if behind := tuple(url for url in urls if doubtful[url]):
             asyncio.run(self._push(deduplicate(named_tensors), version, behind))
 
     def sleep(self) -> None:
-        """Have all engines give their GPUs' memory back until `wake`. One that is being started again is waited for while
-        patience lasts: it takes its memory as soon as it is back. Who refuses goes on as it is."""
+        """Make all engines free their GPU memory until `wake`. Engines that are being restarted are awaited for `patience_s`,
+        because they take memory as soon as they are back. Engines that refuse stay awake."""
         self._run_on_each(self._fall_asleep)
 
     def wake(self) -> None:
-        """The learner needs the memory no longer."""
+        """Let all engines take their GPU memory again."""
         self._run_on_each(self._wake_engine)
 
     def _engines(self) -> Sequence[str]:
-        """Of this moment. Raises EngineError when there are none, or when nobody can tell."""
+        """Return the present engines. Raises EngineError if there are none or the list is unavailable."""
         urls = self._current()
         self.failing = {url: reason for url, reason in self.failing.items() if url in urls}
         if urls:
@@ -182,7 +181,7 @@ class WeightPusher:
             asyncio.run(_gather_by_url(urls, order))
 
     async def _wake_engine(self, url: str) -> bool:
-        """Whether whole weights are what it takes."""
+        """Wake an engine, and return whether it needs a full set of weights."""
         try:
             async with self._control(url) as engine:
                 status = await engine.wake()
@@ -227,17 +226,17 @@ class WeightPusher:
         )
 
     async def _update_engines(self, urls: Sequence[str], snapshot: WeightSnapshot) -> PushOutcome:
-        """Once: an engine that does not answer now may be minutes away, and `ensure` brings it up to date when it is back."""
+        """Update the engines, once each: one that does not answer may be down for minutes, and `ensure` updates it later."""
         routes = await _gather_by_url(urls, lambda url: self._route(url, has_adapters=snapshot.has_adapters))
         for route in routes.values():
             if isinstance(route, Route):
-                snapshot.publish(route)  # of every way before the first pause begins
+                snapshot.publish(route)  # by all methods before the first pause
         outcome = await self._update_all(routes, snapshot)
         self._record_failures(outcome)
         failures = [result for result in outcome.values() if isinstance(result, EngineError)]
         if len(failures) == len(outcome):
             if self._cooldowns.keys() >= set(self._engines()):
-                self._cooldowns.clear()  # there is nobody whom they hold up
+                self._cooldowns.clear()  # no other engine waits for these
             raise EngineError(f"no engine took version {snapshot.version}: {failures[0]}") from failures[0]
         return outcome
 
@@ -249,13 +248,13 @@ class WeightPusher:
         return await _gather_by_url(list(routes), lambda url: self._update(url, routes[url], snapshot))
 
     async def _route(self, url: str, *, has_adapters: bool) -> Route | EngineError:
-        """How the engine is reached at this moment: it may have been started again since the last push."""
+        """Return the present route to an engine, which may have been restarted since the last push."""
         if error := self._get_cooldown_error(url):
             return error
         try:
             async with self._control(url) as engine:
                 if (await engine.status()).is_condemned:
-                    return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
+                    return EngineError(f"engine {url} is skipped until its restart: its weights are in doubt")
                 route = choose_route(url, await engine.facts(), get_gpu_uuid(), has_adapters=has_adapters)
                 route = msgspec.structs.replace(route, methods=await self._prepare_methods(engine, route))
         except EngineError as error:
@@ -287,7 +286,7 @@ class WeightPusher:
         if isinstance(route, EngineError):
             log.warning("weights not taken", engine=url, version=snapshot.version, reason=str(route))
             return route
-        failed = EngineError(f"engine {url}: there is no way to bring it weights")
+        failed = EngineError(f"engine {url}: no transfer method works")
         async with self._control(url) as engine:
             for method in route.methods:
                 if (payload := await snapshot.get_payload_async(method, route)) is None:
@@ -313,8 +312,8 @@ class WeightPusher:
         return failed
 
     async def _count_doubt(self, engine: EngineControl, version: int, failed: EngineError) -> None:
-        """Condemn an engine that pushes leave in doubt, or that cannot be paused or resumed, again and again: started by us, it is
-        started again. One that took too long to answer, and has computed since the last time, is only busy."""
+        """Condemn an engine that repeated pushes leave in doubt, or that cannot be paused or resumed; an engine started by
+        swarmq is then restarted. An engine that was too slow to answer but computes is only busy."""
         if not engine.is_at_fault:
             return
         if isinstance(failed, EngineSilentError):
@@ -353,12 +352,13 @@ class WeightPusher:
         return status.version == version and as_sent and not status.is_paused
 
     def _get_cooldown_error(self, url: str) -> EngineError | None:
-        """Why the engine is not asked now."""
+        """Return the error for which the engine is skipped at present, or None."""
         silence = self._cooldowns.get(url)
         return silence.error if silence and time.monotonic() < silence.until else None
 
     def _note_answer(self, url: str, error: EngineError | None = None) -> None:
-        """What came of asking it: an answer, or this. Only one that says nothing at all takes the time of others."""
+        """Record an answer or an error. Only an engine that does not answer at all is skipped for a while, because others wait
+        for it."""
         before = self._cooldowns.pop(url, None)
         if isinstance(error, EngineSilentError):
             rest_s = min(2 * before.rest_s, MAX_COOLDOWN_S) if before else COOLDOWN_S
@@ -366,26 +366,26 @@ class WeightPusher:
 
 
 class WeightSnapshot:
-    """One version of the weights, made ready once for each way and type that engines want."""
+    """One version of the weights, published once per transfer method and dtype."""
 
     def __init__(self, transfers: Mapping[str, Transfer], tensors: Tensors, version: int) -> None:
         self.version = version
         self.write_s = 0.0
-        """Spent on making ready."""
+        """Seconds spent on publishing."""
         self.has_adapters = any(isinstance(tensor, FolderWeight) and tensor.adapter for tensor in tensors.values())
         self._transfers, self._tensors = transfers, tensors
         self._payloads: dict[tuple[str, str | None], Payload | EngineError] = {}
         self._making = asyncio.Lock()
 
     def publish(self, route: Route) -> None:
-        """For the first way of the route for which there is room. Raises EngineError when there is none at all."""
+        """Publish by the route's first method that has room. Raises EngineError if none has."""
         if all(self.get_payload(method, route) is None for method in route.methods):
             failed = self._payloads[route.methods[-1], route.dtype]
             assert isinstance(failed, EngineError)
             raise failed
 
     def get_payload(self, method: str, route: Route) -> Payload | None:
-        """None where there is no room for it."""
+        """Return the published payload, or None if there is no room for it."""
         key = (method, route.dtype)
         if key not in self._payloads:
             began = time.perf_counter()
@@ -399,7 +399,7 @@ class WeightSnapshot:
         return payload if isinstance(payload, Payload) else None
 
     async def get_payload_async(self, method: str, route: Route) -> Payload | None:
-        """The same while engines are led through updates, which a file that is only written now does not hold up."""
+        """Return `get_payload` from a thread, so that writing a file does not block updates of other engines."""
         async with self._making:
             return await asyncio.to_thread(self.get_payload, method, route)
 

@@ -1,10 +1,9 @@
-"""How tensors reach engines, and which way suits which engine.
+"""Transfer methods of a weight push, and the choice among them:
 
-same GPU          ipc       one buffer of the learner's that the engine opens: no copy leaves the card
-other GPUs here   nccl      the same buffer, broadcast to all workers of the engine
-anything else     adapters  a file with what adapters learned; the engine has the rest of the model in the folder that it serves
-                  file      all weights, where there are no adapters or the engine serves another folder; both in shared memory on
-                            this host, else on a disk that all see; also what is left when a way fails
+same GPU ipc a buffer of the learner that the engine opens: no copy leaves the GPU other GPUs here nccl the same buffer,
+broadcast to all workers of the engine anything else adapters a file of the adapters; the engine has the base weights in its
+served folder file all weights, without adapters or if the engine serves another folder; both files are in shared memory on this
+host, else on a shared disk; also the fallback if another method fails
 """
 
 from __future__ import annotations
@@ -52,33 +51,34 @@ LOOPBACK = "127.0.0.1"
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine is reached: the first of `ways` that works."""
+    """Transfer methods for one engine; the first that works is used."""
 
     methods: tuple[str, ...]
     reason: str
     dtype: str | None = None
-    """Floating weights are sent as this; None: as they are."""
+    """Dtype in which floating-point weights are sent; None: unchanged."""
     workers: tuple[int, ...] = ()
-    """Their process ids."""
+    """Process ids of the engine's workers."""
     nccl: tuple[str, ...] = ()
-    """The versions that they would broadcast with, each once."""
+    """Distinct NCCL versions of the workers."""
 
 
 class Transfer(Protocol):
-    """A way for tensors to reach engines."""
+    """A method by which tensors reach engines."""
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
-        """Before the pause: whatever an engine needs once. Raises EngineError."""
+        """Prepare an engine before its pause. Raises EngineError."""
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:
-        """Make the tensors ready. Raises EngineError when there is no room for them."""
+        """Publish the tensors for engines. Raises EngineError if there is no room."""
 
     def withdraw(self) -> None:
-        """Every engine has been asked: free what `publish` holds."""
+        """Free what `publish` holds, after all engines are done."""
 
 
 def choose_route(url: str, facts: Sequence[WorkerFacts], own_gpu: str, *, has_adapters: bool = False) -> Route:
-    """For an engine whose workers say this. `own_gpu`: of the learner, empty when it has none; `adapted`: adapters are trained."""
+    """Choose the route for an engine with these workers. `own_gpu`: the learner's GPU, or ""; `has_adapters`: whether adapters
+    are trained."""
     dtypes = {worker.dtype for worker in facts}
     gpus = [worker.gpu for worker in facts]
     methods, reason = _choose_methods(url, gpus, own_gpu)
@@ -108,7 +108,7 @@ def _choose_methods(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[
 
 
 def deduplicate(named_tensors: NamedTensors) -> Tensors:
-    """By name; of several names for one tensor (a tied head) the first."""
+    """Return the tensors by name; of several names for one tensor (a tied head) only the first."""
     tensors: dict[str, Weight] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, weight in named_tensors:
@@ -123,10 +123,10 @@ def deduplicate(named_tensors: NamedTensors) -> Tensors:
 
 
 class FileTransfer:
-    """A safetensors file. It need not survive anything and is not synced: who comes back after a crash pushes again."""
+    """Transfer by a safetensors file. The file is not synced, because a learner pushes again after a crash."""
 
     def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
-        """`folder`: which all engines see, for those that are not on this host."""
+        """`folder`: folder that engines on other hosts also see."""
         local = all(is_loopback(url) for url in engine_urls)
         self._parent = SHARED_MEMORY if local and os.access(SHARED_MEMORY, os.W_OK) else folder
         self._fallback = folder
@@ -146,7 +146,7 @@ class FileTransfer:
     def _write_file(
         self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None
     ) -> Path:
-        """Raises EngineError, leaving nothing behind."""
+        """Write a file and return its path. Raises EngineError, and then leaves no file behind."""
         folder = self._new_folder(_sum_size_bytes(placed))
         path = folder / f"{version}.safetensors"
         try:
@@ -178,7 +178,7 @@ class FileTransfer:
 
 
 class AdapterTransfer(FileTransfer):
-    """The same, of adapters alone. An engine that serves another folder refuses them before it is touched."""
+    """Transfer by a file of adapters alone. An engine that serves another folder refuses it before its model is touched."""
 
     def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
         super().__init__(engine_urls, folder)
@@ -188,7 +188,7 @@ class AdapterTransfer(FileTransfer):
         parts, metadata = adapter_file.split_weights(tensors, dtype, self._base)
         path = self._write_file(parts, version, metadata)
         read = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        return _make_payload("adapters", path, read)  # what the engine reads of its folder is as large
+        return _make_payload("adapters", path, read)  # the engine reads about as much from its folder
 
 
 def _make_payload(method: str, path: Path, size_bytes: int) -> Payload:
@@ -201,19 +201,20 @@ def _sum_size_bytes(placed: dict[str, torch.Tensor]) -> int:
 
 
 class StagingBuffer:
-    """One buffer on the learner's GPU, kept: another process may still have it open when the next push begins.
+    """A reused buffer on the learner's GPU, which other processes may still have open when the next push begins.
 
-    Weights in host memory are those of a policy that ranks share out, whose next step needs all of the GPU: then it is given
-    back after a push. torch keeps what another process still has open.
+    If weights are in host memory (ranks shard the policy), the next step needs the whole GPU, so the buffer is freed after each
+    push. torch keeps memory that another process still has open.
     """
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._is_borrowed = False
-        """Whether the GPU's memory is, for one push."""
+        """Whether the buffer is freed after this push."""
 
     def pack(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The weights in the buffer, and what a receiver needs to know of them. Raises EngineError when the GPU has no room."""
+        """Copy the weights into the buffer and return it with the facts that receivers need. Raises EngineError if the GPU has
+        no room."""
         plan = PackedLayout.of(tensors, getattr(torch, dtype) if dtype else torch.float32)
         if self._buffer is None or self._buffer.numel() != plan.size_bytes:
             self._buffer = None
@@ -234,7 +235,7 @@ class StagingBuffer:
 
 
 class IpcTransfer:
-    """Engines on the learner's GPU open its buffer and copy from it."""
+    """Transfer by CUDA IPC: engines on the learner's GPU open its buffer and copy from it."""
 
     def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
@@ -252,7 +253,7 @@ class IpcTransfer:
 
 
 class NcclTransfer:
-    """A communicator for each engine, founded anew when the engine was started again or a broadcast failed."""
+    """Transfer by NCCL, with one group per engine, created again after an engine's restart or a failed broadcast."""
 
     def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
@@ -260,7 +261,7 @@ class NcclTransfer:
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
         own = nccl_group.get_nccl_version()
-        if not own or route.nccl != (own,):  # who waits for a peer that cannot come waits for ever
+        if not own or route.nccl != (own,):  # a rendezvous without the peer would never end
             raise EngineError(
                 f"the learner broadcasts with NCCL {own or 'nothing'}, the engine with {', '.join(route.nccl) or 'nothing'}: "
                 "name a library that vLLM can use in VLLM_NCCL_SO_PATH, the same for both"
@@ -310,8 +311,8 @@ class NcclTransfer:
 
 
 def _run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` returns, in a thread for which nobody waits in the end: NCCL waits for ever for a peer that was killed on its
-    way, and `asyncio.run` for the threads of `asyncio.to_thread`."""
+    """Run `work` in a daemon thread, which is not awaited at exit: NCCL waits forever for a peer killed during the rendezvous,
+    and `asyncio.run` waits for threads of `asyncio.to_thread`."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
 
@@ -334,12 +335,12 @@ def is_loopback(url: str) -> bool:
 
 
 def _make_scratch_folder(parent: Path) -> Path:
-    """A new folder that this user alone can read; its name says which process made it."""
+    """Create a folder that only this user can read, with this process's id in its name."""
     return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Delete what pushers left that were killed: shared memory is not freed by their end."""
+    """Delete the folders of killed pushers, whose shared memory is not freed automatically."""
     for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if pid.isdecimal() and not _is_running(int(pid)):

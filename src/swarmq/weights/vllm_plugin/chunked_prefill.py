@@ -1,9 +1,9 @@
-"""Runs inside vLLM: prompts that are computed in pieces, on a CPU, for calls that have a seed.
+"""Runs inside vLLM: fixes chunked prefill on a CPU for seeded requests.
 
-Without a GPU a piece takes seconds, and a long prompt that is computed whole stops all others, and every question to the engine,
-for minutes. After each piece but the last, vLLM (0.32) samples a token, throws it away and turns the call's generator back, which
-generators of a CPU cannot do: the engine core would die. Here such a call has no generator while its token is for nothing, so its
-generator is where it was.
+Without a GPU a chunk takes seconds, and a long prompt computed in one chunk would block all other requests for minutes. After
+each chunk but the last, vLLM (0.32) samples a token, discards it and rewinds the request's generator, which CPU generators do
+not support, so the engine core would die. This patch removes the generator while a token is sampled to be discarded, so that
+its state does not change.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PATCH_MARK = "swarmq_pieces"
 
 
 def register() -> None:
-    """For this process; does nothing for a vLLM that samples in another way."""
+    """Patch this process; does nothing if vLLM samples differently."""
     stock = getattr(CPUModelRunner, "sample_tokens", None)
-    if stock is not None and not hasattr(stock, PATCH_MARK):  # vLLM itself wraps it, too
+    if stock is not None and not hasattr(stock, PATCH_MARK):  # vLLM also wraps this method
         CPUModelRunner.sample_tokens = _wrap_sample_tokens(stock)
 
 
@@ -37,7 +37,7 @@ def _wrap_sample_tokens(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _set_generators_aside(runner: CPUModelRunner) -> Iterator[None]:
-    """The generators of calls whose prompts go on in the next step are put away."""
+    """Remove generators of requests with unfinished prompts inside the block."""
     generators = runner.input_batch.generators
     unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
     away = {request: generators.pop(request) for request in unfinished if request in generators}

@@ -1,8 +1,8 @@
 """Runs inside vLLM: log-probabilities go from the engine core to the API servers in columns.
 
-vLLM slices the arrays of a step into three small arrays per request and sends those, which takes the engine core longer than sending
-everything else. Every training request asks for log-probabilities, so here those of a step are sent as three arrays for all requests
-together, in a buffer after the message, and the API server slices them. `python -m benchmarks.columns` measures both ways.
+vLLM sends three small arrays per request and step, which takes the engine core longer than sending everything else. All
+training requests ask for log-probabilities, so this patch sends three arrays per step for all requests together, in a buffer
+after the message, and the API server slices them. `python -m benchmarks.columns` measures both ways.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MARK = b"swarmq/columns/1"
-"""Begins our buffer. vLLM's own buffers are the bytes of arrays, found by their index and never by what they begin with."""
+"""Marker at the start of the columns' buffer. vLLM's own buffers are found by index and never by content."""
 
 CORE_PROCESS_NAME = "EngineCore"
-"""How vLLM names the processes that sample."""
+"""Name prefix of vLLM's engine core processes."""
 
 PATCHED = (
     (MsgpackDecoder, "decode"),
@@ -36,17 +36,17 @@ PATCHED = (
     (LogprobsLists, "slice_request"),
 )
 
-_log = logging.getLogger("vllm.swarmq")  # vLLM shows what is told below its own name
+_log = logging.getLogger("vllm.swarmq")  # vLLM shows only messages of loggers below its own
 
 _stock_slice_request = LogprobsLists.slice_request
-"""vLLM's own."""
+"""vLLM's unpatched method."""
 
 DeferredRows = tuple[LogprobsLists, int, int]
-"""What it is called with: a step's log-probabilities, a request's number among them, how many positions are its."""
+"""A deferred call of `slice_request`: a step's log-probabilities, the request's index, its number of positions."""
 
 
 class Column(msgspec.Struct, array_like=True):
-    """An array on its way."""
+    """A serialized array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,12 +61,12 @@ class Column(msgspec.Struct, array_like=True):
 
 
 class Columns(msgspec.Struct, array_like=True):
-    """The log-probabilities of a message's outputs."""
+    """Log-probabilities of all outputs in a message."""
 
     rows: list[int]
-    """[outputs that have any] their places among the message's."""
+    """[outputs with log-probabilities] indices among the message's outputs."""
     lengths: tuple[int, ...]
-    """[outputs that have any] positions of each: one, unless the engine guesses tokens ahead."""
+    """[outputs with log-probabilities] number of positions: 1 without speculative decoding."""
     token_ids: Column
     """[positions, candidates]"""
     logprobs: Column
@@ -80,9 +80,9 @@ _decoder = msgspec.msgpack.Decoder(Columns)
 
 
 def register() -> None:
-    """Have this process read columns, and send them if it is an engine core.
+    """Make this process read columns and, if it is an engine core, send them.
 
-    If its vLLM has other forms than the known ones, it goes on in its own way, and says so.
+    If this vLLM does not have the expected formats, its own code stays in use, and a warning is logged.
     """
     if hasattr(MsgpackDecoder.decode, "__wrapped__"):
         return
@@ -101,14 +101,14 @@ def register() -> None:
 
 
 def defer_rows(step: LogprobsLists, request: int, count: int) -> DeferredRows:
-    """In place of `LogprobsLists.slice_request`, which makes three arrays: `take_out` gathers all requests' at once."""
+    """Replace `LogprobsLists.slice_request`: record the call, for `extract_columns` to gather all requests at once."""
     return step, request, count
 
 
 def extract_columns(outputs: EngineCoreOutputs) -> bytes | None:
-    """The log-probabilities of a step, which `outputs`, having `Rows` of it, is without then.
+    """Remove the deferred log-probabilities from `outputs` and return them as a buffer; None if there are none.
 
-    None if it has none. Should a message ever have some of several steps, they are cut, and go vLLM's own way.
+    Log-probabilities of more than one step in a message are sliced and sent vLLM's way.
     """
     having = [(place, output) for place, output in enumerate(outputs.outputs) if output.new_logprobs is not None]
     if not having:
@@ -137,7 +137,7 @@ def extract_columns(outputs: EngineCoreOutputs) -> bytes | None:
 
 
 def restore_columns(outputs: EngineCoreOutputs, buffer: memoryview) -> None:
-    """Undo `take_out`: `buffer` is what it returned. The arrays are views of it."""
+    """Undo `extract_columns`, given the buffer that it returned; arrays are views of the buffer."""
     columns = _decoder.decode(buffer[len(MARK) :])
     step = LogprobsLists(columns.token_ids.array(), columns.logprobs.array(), columns.ranks.array())
     first = 0
@@ -170,7 +170,7 @@ def _wrap_decode(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_round_trip() -> None:
-    """Raise unless what is sent is read as it was."""
+    """Raise ValueError if decoding does not restore what was encoded."""
     step = LogprobsLists(np.array([[5], [6]]), np.array([[-0.5], [-1.5]], np.float32), np.array([1, 2]))
     own = [defer_rows(step, 0, 1), None, defer_rows(step, 1, 1)]
     message = EngineCoreOutputs(outputs=[EngineCoreOutput(f"r{row}", [row], each) for row, each in enumerate(own)])

@@ -1,8 +1,8 @@
-"""Runs inside vLLM: ASGI middleware that asks every caller for the run's secret.
+"""Runs inside vLLM: ASGI middleware that requires the run's secret from every caller.
 
-Weights can only be changed in vLLM's development mode. In that mode everybody who reaches the port, including any user of
-the host and an agent with a shell, may stall all requests, replace the model, and call methods of the workers. So every
-request must carry the secret, and two routes that nobody needs are closed to all callers:
+Weights can only be changed in vLLM's development mode, in which everybody who reaches the port, including any user of the host
+and an agent with a shell, may block requests, replace the model, and call methods of the workers. So every request must carry
+the secret, and two unused routes are closed to all callers:
 
     --middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware      with the secret in $SWARMQ_ENGINE_SECRET
 """
@@ -28,7 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class SecretMiddleware:
-    """Pure ASGI middleware. Raises RuntimeError, which stops the server's start, if no secret is set."""
+    """ASGI middleware. Raises RuntimeError, which stops the server's start, if no secret is set."""
 
     def __init__(self, app: App) -> None:
         secret = os.environ.get(SECRET_ENV, "")

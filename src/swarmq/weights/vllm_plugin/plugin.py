@@ -1,7 +1,7 @@
-"""Runs inside vLLM: brings it the weight-transfer backend `swarmq`, a quicker way for log-probabilities, and labels for weights
-that change unannounced; ends it with its parent.
+"""Runs inside vLLM: registers the weight-transfer backend `swarmq` and the patches of this package, and ends vLLM's processes
+with their parent.
 
-vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes.
+vLLM finds `register` through the entry point `vllm.general_plugins` and calls it in each of its processes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ BACKEND = "swarmq"
 WORKER_EXTENSION = "swarmq.weights.vllm_plugin.worker_extension.WorkerExtension"
 MIDDLEWARE = "swarmq.weights.vllm_plugin.middleware.SecretMiddleware"
 ENGINE_ENV = "SWARMQ_ENGINE"
-"""Set in the environment of the vLLM servers that we start."""
+"""Environment variable that marks vLLM servers started by swarmq."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Make the backend and the columns known to this process of vLLM; one that vLLM started is also tied to its life."""
+    """Register backend and patches in this process; a process that vLLM started also ends with its parent."""
     from swarmq.weights.vllm_plugin import chunked_prefill, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
 
     logprob_columns.register()
@@ -37,10 +37,10 @@ def register() -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the API server is killed: vLLM's engine core would live on for ever."""
+    """Make the kernel kill this process when the API server dies; vLLM's engine core would otherwise run forever."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the call
+    if os.getppid() != parent.pid:  # the parent died before the call
         os._exit(1)

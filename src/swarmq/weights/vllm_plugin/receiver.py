@@ -1,13 +1,13 @@
-"""Runs inside vLLM: loads what the learner sends into the model being served. Four ways, one at a time:
+"""Runs inside vLLM: loads weights from the learner into the served model, in one of four ways:
 
-    {"path": ..., "checksum": ...}       a safetensors file, in shared memory or on a disk that both see
-    {"adapters": ..., "checksum": ...}   the same of adapters alone, for the weights in the folder that is served
-    {"handle": ..., "tensors": ..., "checksum": ...}   memory of the learner on this very GPU (CUDA IPC)
-    {"tensors": ..., "checksum": ...}   a broadcast of the learner's GPU (NCCL), after a rendezvous
+    {"path": ..., "checksum": ...}       a safetensors file, in shared memory or on a shared disk
+    {"adapters": ..., "checksum": ...}   a file of adapters alone, for the weights in the served folder
+    {"handle": ..., "tensors": ..., "checksum": ...}   the learner's memory on the same GPU (CUDA IPC)
+    {"tensors": ..., "checksum": ...}   a broadcast from the learner's GPU (NCCL), after a rendezvous
 
-Everything that can be wrong is found before the model is touched, and the model is changed in one call, so between two
-calls of the learner the weights are always whole: the old ones or the new ones. A learner that dies leaves nothing
-behind in the engine, except a communicator that the next rendezvous replaces.
+Errors are found before the model is touched, and the model is changed in one call, so between two calls of the learner the
+weights are whole: the old ones or the new ones. A learner that dies leaves nothing behind in the engine except a communicator,
+which the next rendezvous replaces.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from swarmq.weights.vllm_plugin import reload
 HEAD_NAME = "lm_head.weight"
 EMBEDDING_SUFFIX = "embed_tokens.weight"
 OPTIONAL_SUFFIXES = (HEAD_NAME, ".inv_freq")
-"""Ends of names that may come though the folder does not have them: a tied head is loaded or left out, the other vLLM computes."""
+"""Suffixes of names that may be sent though the folder lacks them: a tied head is loaded or skipped, `inv_freq` is computed by
+vLLM."""
 
 
 @dataclass
 class RendezvousInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the learner waits to found a communicator with all workers of this engine."""
+    """Address at which the learner creates a communicator with all workers of this engine."""
 
     address: str
     port: int
@@ -51,35 +52,35 @@ class RendezvousInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the weights are, in checkpoint format: Hugging Face's names and shapes, the whole model."""
+    """Location of the whole model's weights, with Hugging Face's names and shapes."""
 
     path: str | None = None
     adapters: str | None = None
-    """As `path`."""
+    """Path of an adapter file."""
     handle: list[Any] | None = None
     tensors: list[Any] | None = None
-    """Of `Packed`."""
+    """Entries of a `PackedLayout`."""
     checksum: int | None = None
-    """Of the file, or of the packed bytes."""
+    """Checksum of the file or of the packed bytes."""
 
 
 class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type: ignore[misc]
-    """One worker's side of a push."""
+    """Worker's side of a weight push."""
 
     init_info_cls = RendezvousInfo
     update_info_cls = UpdateInfo
     loads = 0
-    """Updates that have changed this worker's weights."""
+    """Number of updates that have changed this worker's weights."""
     checksum: int | None = None
-    """Of what the newest of them brought, as it arrived."""
+    """Checksum of the newest update, as received."""
     _expected: dict[str, Shape] | None = None
     _served: ServedFolder | None = None
     _group: nccl_group.NcclGroup | None = None
     _update_checksum: int | None = None
-    """Checksum of an update on its way."""
+    """Checksum of the update in progress."""
 
     def init_transfer_engine(self, init_info: RendezvousInfo) -> None:
-        """Meet the learner; for NCCL only."""
+        """Join the learner's NCCL group."""
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -99,14 +100,14 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
             self._group = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """The base class would synchronize an accelerator, which a CPU is not."""
+        """Receive an update; unlike the base class, also without an accelerator to synchronize."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read all, check all, load all. Raises ValueError before the model is touched; RuntimeError when vLLM does not load all of
-        it, which only shows afterwards."""
+        """Read, check and load an update. Raises ValueError before the model is touched, RuntimeError if vLLM did not load all
+        of it, which shows only afterwards."""
         with self._open_update(update_info) as tensors:
             source = update_info.path or update_info.adapters or "push"
             self._check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
@@ -143,22 +144,22 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
                 buffer = torch.empty(packed.size_bytes, dtype=torch.uint8, device=self.device)
                 self._group.broadcast(buffer)
             else:
-                raise RuntimeError("there was no rendezvous with the learner")
+                raise RuntimeError("no rendezvous with the learner took place")
             self._update_checksum = checksum_buffer(buffer)
             if self._update_checksum != update.checksum:
-                raise RuntimeError("other bytes arrived than were sent")
+                raise RuntimeError("received bytes differ from those sent")
         except Exception as error:
-            raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
+            raise ValueError(f"the learner's memory cannot be read, {UNTOUCHED}: {error}") from error
         yield packed.views(buffer)
 
     def _find_served_folder(self) -> ServedFolder:
-        """What vLLM itself has loaded from, also where that was named as on the hub."""
+        """Return the folder from which vLLM loaded the model, also for a hub name."""
         if self._served is None:
             name = self.model_config.model
             try:
                 self._served = ServedFolder(Path(name) if Path(name).is_dir() else self._find_snapshot(name))
             except Exception as error:
-                raise ValueError(f"the weights of {name} are not to be found here, {UNTOUCHED}: {error}") from error
+                raise ValueError(f"the weights of {name} cannot be found on this host, {UNTOUCHED}: {error}") from error
         return self._served
 
     def _find_snapshot(self, name: str) -> Path:
@@ -173,7 +174,7 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
             raise ValueError(f"{path} is not readable as safetensors, {UNTOUCHED}: {error}") from error
 
     def _check_shapes(self, shapes: dict[str, Shape], source: str) -> None:
-        """Compare with the checkpoint being served, where that is a folder here (a hub name is not looked up)."""
+        """Raise ValueError if the shapes are not those of the served folder; a hub name is not checked."""
         if self._expected is None:
             self._expected = ServedFolder(Path(self.model_config.model)).read_shapes()
             if self._is_tied:
@@ -184,14 +185,15 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
         if missing or changed or (self._expected and unknown):
             others = f"has other shapes for {changed[:3]}" if changed else f"has {unknown[:3]} besides"
             what = f"lacks {missing[:3]}" if missing else others
-            raise ValueError(f"{source} is not of the served model, {UNTOUCHED}: it {what}")
+            raise ValueError(f"{source} does not fit the served model, {UNTOUCHED}: it {what}")
 
     @property
     def _is_tied(self) -> bool:
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _with_head(self, tensors: Tensors, *, own: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Without the head where it is the embedding: several models of vLLM (Gemma 2, BLOOM) fail at it by its name."""
+        """Yield the tensors without a head that is tied to the embedding: several of vLLM's models (Gemma 2, BLOOM) reject its
+        name. `own`: the model has a head of its own."""
         yield from (
             (name, materialize(tensor))
             for name, tensor in tensors.items()
@@ -204,11 +206,12 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
 
 
 def _verify_file(path: str, expected: int | None) -> int | None:
-    """Checksum of the file; None where it cannot be read, which whoever reads it says. Raises ValueError for another than expected."""
+    """Return the file's checksum, or None if it cannot be read, which the later read reports. Raises ValueError if it is not
+    `expected`."""
     try:
         arrived = checksum_file(path)
     except (OSError, ValueError):
         return None
     if expected is not None and arrived != expected:
-        raise ValueError(f"{path} has other bytes than were sent, {UNTOUCHED}")
+        raise ValueError(f"{path} differs from what was sent, {UNTOUCHED}")
     return arrived

@@ -1,12 +1,12 @@
-"""Runs inside vLLM: what vLLM's reload of a model that is being served (0.32) does not see to.
+"""Runs inside vLLM: fixes what vLLM's reload of a served model (0.32) misses.
 
-Some kernels lay experts out in an order of their own, once, when they are made. vLLM keeps them when it reloads and puts plain
-weights in their place: log-probabilities that look sound and are of another model. A CPU's kernels are made anew with the
-weights that come. Others may be part of a captured graph: their model is refused.
+Some kernels reorder expert weights once, when they are created. vLLM keeps these kernels in a reload and gives them weights in
+plain order: log-probabilities look plausible but are wrong. On a CPU the kernels are created again with the new weights;
+elsewhere, where they may be part of a captured graph, the model is refused.
 
-A tied head shares its weight with the embedding, but on a CPU computes with a packed copy, which is made anew after each reload.
+A tied head shares its weight with the embedding, but on a CPU computes with a packed copy, which is repacked after each reload.
 
-Some models write weights past the loaders that vLLM watches. What it has not seen it leaves as it was.
+Some models write weights without the loaders that vLLM observes. vLLM leaves such weights unchanged, so they are reported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from swarmq.weights.format.conventions import UNTOUCHED
 
 ORDER_KEEPING_KERNELS = {"FusedMoEExperts", "FlashInferExperts"}
-"""Kernels of vLLM that, when they are made, leave weights that are not quantized as they are."""
+"""vLLM's kernels that do not reorder unquantized weights when they are created."""
 
 
 def prepare_reload(model: torch.nn.Module, device: torch.device) -> None:
-    """Before a reload. Raises ValueError, nothing being changed, when it would leave wrong weights."""
+    """Prepare the model for a reload. Raises ValueError, without any change, if the reload would leave wrong weights."""
     methods = {name: module.quant_method for name, module in model.named_modules() if _has_reordering_kernel(module)}
     if methods and device.type != "cpu":
         name, method = next(iter(methods.items()))
@@ -39,7 +39,7 @@ def prepare_reload(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _has_reordering_kernel(module: Any) -> bool:
-    """Whether these are experts with such a kernel; those that are quantized, vLLM lays out again by itself."""
+    """Return whether `module` has experts with a reordering kernel; quantized experts are reordered by vLLM itself."""
     method: Any = getattr(module, "quant_method", None)
     if getattr(method, "moe_kernel", None) is None:
         return False
@@ -53,12 +53,12 @@ def _has_reordering_kernel(module: Any) -> bool:
 
 
 def has_untied_head(model: torch.nn.Module) -> bool:
-    """Whether there is a head whose weight is not an embedding's."""
+    """Return whether the model has a head whose weight is not an embedding's."""
     return len(_find_heads(model)) > len(_find_tied_heads(model))
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """After a reload. Does nothing where there is no packed copy, as on a GPU."""
+    """Repack tied heads after a reload. Does nothing without a packed copy, as on a GPU."""
     for head in _find_tied_heads(model):
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)
@@ -75,7 +75,7 @@ def _find_tied_heads(model: torch.nn.Module) -> list[Any]:
 
 
 def find_unloaded(model: torch.nn.Module) -> list[str]:
-    """Between reading weights and the end of the reload: the parameters that would stay as they were."""
+    """Return the parameters that would keep their old values, between reading weights and finalizing the reload."""
     seen: list[Any] = []
     missed: dict[str, Any] = {}
     for prefix, layer in model.named_modules():

@@ -1,4 +1,4 @@
-"""Mixed into vLLM's workers: what the learner asks before it decides how weights are to travel."""
+"""Extension of vLLM's workers with the facts by which the learner chooses how to send weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmq.weights.format.cuda_ipc import get_gpu_uuid
 
 class WorkerExtension:
     def swarmq_facts(self: Any) -> dict[str, Any]:
-        """As in `swarmq.weights.push.engine_control.WorkerFacts`."""
+        """Return the fields of `swarmq.weights.push.engine_control.WorkerFacts`."""
         on_gpu = self.device.type == "cuda"
         return {
             "gpu": get_gpu_uuid(self.device) if on_gpu else "",

@@ -262,7 +262,7 @@ async def test_something_else_that_listens_is_an_engine_error():
         return web.Response(text="<html>")
 
     async with answering("/tokenize", handler) as engine:
-        with pytest.raises(EngineError, match="not JSON"):
+        with pytest.raises(EngineError, match="did not answer with JSON"):
             await engine.tokenize("x")
 
 

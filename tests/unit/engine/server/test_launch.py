@@ -231,7 +231,7 @@ async def test_an_engine_that_names_no_error_is_told_by_the_end_of_its_log(tmp_p
 async def test_a_server_that_was_given_up_and_could_not_be_started_again_is_not_given_up_twice(tmp_path):
     engine = EngineProcess(Policy(model=str(tmp_path / "none")), port=1, log_path=tmp_path / "log")
     engine._process = await asyncio.create_subprocess_exec("true", start_new_session=True)
-    engine.kill_reason = "has answered nobody for 301 s"
+    engine.kill_reason = "has not answered for 301 s"
     with pytest.raises(EngineError, match="does not exist"):
         await engine.restart()
     await engine.wait()

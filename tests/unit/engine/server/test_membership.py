@@ -20,12 +20,17 @@ async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_
     with pytest.raises(EngineError, match="cannot be reached"):
         await add_engine(EngineRegistry(job), "main", dead)
     for text in ("localhost", "ftp://localhost:8000", "http://localhost:99999", ""):
-        with pytest.raises(EngineError, match=f"engine '{text}': no address of a vLLM, which is like http://127"):
+        with pytest.raises(EngineError, match=f"engine '{text}': not a vLLM address like http://127"):
             await add_engine(EngineRegistry(job), "main", text)
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
     vllm.label = "7"
     [seen] = await list_engines(EngineRegistry(job))
-    assert (seen.policy, seen.url, seen.weights, seen.state) == ("main", vllm.url, "7", "serves, open to everybody")
+    assert (seen.policy, seen.url, seen.weights, seen.state) == (
+        "main",
+        vllm.url,
+        "7",
+        "serves, accepts callers without the secret",
+    )
     EngineRegistry(job).add("main", dead)
     assert (await list_engines(EngineRegistry(job)))[1].state == (
         f"the engine at {dead} cannot be reached: nothing answers there (Connection refused); is vLLM running, and is the url right?"
@@ -60,7 +65,7 @@ async def test_an_engine_is_added_that_has_the_same_tokenizer_or_cannot_be_compa
 async def test_the_only_engine_stays_and_an_unknown_one_is_named(job, vllm):
     with pytest.raises(ConfigError, match="is the only engine of main: add another one first"):
         remove_engine(EngineRegistry(job), "main", vllm.url)
-    with pytest.raises(ConfigError, match=f"serves no main: its engines are {vllm.url}"):
+    with pytest.raises(ConfigError, match=f"does not serve main: its engines are {vllm.url}"):
         remove_engine(EngineRegistry(job), "main", "http://127.0.0.1:1")
     await add_engine(EngineRegistry(job), "main", vllm.url + "/")
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}, "it was there already"
@@ -92,7 +97,7 @@ async def test_an_engine_that_asks_for_the_run_s_secret_is_no_cause_to_warn_and_
 
 async def test_an_engine_of_another_secret_is_not_added(job, vllm, another):
     another.secret = "of another run"
-    with pytest.raises(EngineError, match=f"{another.url} asks for another secret than this run's"):
+    with pytest.raises(EngineError, match=f"{another.url} requires another secret than this run's"):
         await add_engine(EngineRegistry(job), "main", another.url)
 
 

@@ -62,7 +62,7 @@ def test_a_tokenizer_without_chat_template_is_refused(folder):
 )
 def test_what_is_no_causal_language_model_is_refused(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EngineError, match="no causal language model"):
+    with pytest.raises(EngineError, match="not a causal language model"):
         check_model(str(folder), trained=True)
 
 
@@ -89,7 +89,7 @@ def test_a_model_that_takes_images_cannot_be_trained(folder):
 @pytest.mark.parametrize("change", [{"is_encoder_decoder": True}, {"vision_config": None}])
 def test_what_only_ends_as_a_model_that_takes_images_is_refused(folder, change):
     (folder / "config.json").write_text(json.dumps(SEEING | change))
-    with pytest.raises(EngineError, match="no causal language model"):
+    with pytest.raises(EngineError, match="not a causal language model"):
         check_model(str(folder), trained=False)
 
 
@@ -124,14 +124,14 @@ def test_a_damaged_config_is_named(folder, content):
 def test_weights_that_are_cut_off_are_named(folder, kept):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
-    with pytest.raises(EngineError, match=rf"{weights} is not whole: it .* bytes.*; fetch it again"):
+    with pytest.raises(EngineError, match=rf"{weights} is damaged: it .* bytes.*; fetch it again"):
         check_model(str(folder), trained=True)
 
 
 def test_a_page_in_place_of_weights_is_named(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes((2).to_bytes(8, "little") + b"no")
-    with pytest.raises(EngineError, match=rf"{weights} is not whole: its header is none"):
+    with pytest.raises(EngineError, match=rf"{weights} is damaged: its header is invalid"):
         check_model(str(folder), trained=True)
 
 

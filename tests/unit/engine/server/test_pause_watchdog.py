@@ -53,7 +53,7 @@ async def test_a_condemned_engine_asks_for_a_restart_at_once(vllm, engine):
     vllm.paused, vllm.label = True, "updating-3-restart"
     watch = PauseWatchdog(engine)
     assert await watch.needs_restart(0)
-    assert watch.reason == "was given up by its learner (updating-3-restart)"
+    assert watch.reason == "was condemned by its learner (updating-3-restart)"
 
 
 async def test_an_engine_that_does_not_answer_is_given_time_and_then_up():

@@ -175,7 +175,7 @@ async def test_a_server_that_answers_something_else_is_not_judged() -> None:
     async with TestServer(app) as server:
         with capture_logs() as said:
             await asyncio.to_thread(check, tiny_model(), str(server.make_url("")).rstrip("/"))
-    assert ["without tokens: is it a vLLM server?" in line["reason"] for line in said] == [True]
+    assert ["without `tokens`: is it a vLLM server?" in line["reason"] for line in said] == [True]
 
 
 def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_moment(

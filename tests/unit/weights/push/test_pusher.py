@@ -96,7 +96,7 @@ async def test_an_engine_that_is_taken_over_gets_the_weights_whatever_its_label_
 
 async def test_an_engine_that_loaded_other_bytes_than_were_sent_does_not_serve_them(vllm, weights, tmp_path):
     vllm.workers = [counting(checksum=1)]
-    with pytest.raises(EngineError, match="has loaded other weights than were sent"):
+    with pytest.raises(EngineError, match="has loaded weights that differ from those sent"):
         await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, patience_s=0).push, weights, 5)
     assert (vllm.label, vllm.paused) == ("updating-5", True)
 
@@ -412,7 +412,7 @@ async def test_an_engine_left_in_doubt_again_and_again_is_condemned_and_left_out
             await asyncio.to_thread(pusher.push, weights, 5)
     assert vllm.label == "updating-5-restart"
     vllm.drop.clear()
-    with pytest.raises(EngineError, match="left out until it is started again"):
+    with pytest.raises(EngineError, match="is skipped until its restart"):
         await asyncio.to_thread(pusher.push, weights, 6)
     vllm.label, vllm.paused, vllm.active = "default", False, False
     await asyncio.to_thread(pusher.ensure, weights, 6)
@@ -498,7 +498,7 @@ async def test_what_is_no_vllm_does_not_keep_the_engines_back(vllm, another, wei
     report = await asyncio.to_thread(pusher.push, weights, 5)
     assert vllm.label == "5"
     assert list(report.failed) == list(pusher.failing) == [another.url]
-    with pytest.raises(EngineError, match="as no vLLM does"):
+    with pytest.raises(EngineError, match="which is not vLLM's answer"):
         await asyncio.to_thread(pusher.ensure, weights, 5)
 
 
