@@ -3,7 +3,7 @@
     Turn --resolve--> ResolvedTurn --fold--> Timeline --pack, lay_rows--> Layout   (packed rows)
                                    `--PrefixTree.layouts------------------^        (trees)
 
-`plan_layouts` goes from resolved episodes (`Folded`) to layouts and chooses between the two.
+`plan_layouts` goes from resolved episodes (`FoldedEpisodes`) to layouts and chooses between the two.
 """
 
 from swarmq.timeline.fold import Timeline, fold, unfold

@@ -68,7 +68,7 @@ def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def _penalize_log_ratio(gap: Tensor) -> Tensor:
-    """Return the square of the gap, continued by its tangent from PULL_REACH on."""
+    """Return the square of the gap, continued by its tangent from PENALTY_SQUARE_REACH on."""
     near = gap.detach().clamp(-PENALTY_SQUARE_REACH, PENALTY_SQUARE_REACH)
     return near * (2 * gap - near)
 

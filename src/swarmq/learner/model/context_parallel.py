@@ -199,7 +199,7 @@ def _to_layout_order(parts: Tensor) -> Tensor:
 
 
 def _to_rank_order(tokens: Tensor, ranks: int) -> Tensor:
-    """Return the inverse of `_in_order`, in FP32."""
+    """Return the inverse of `_to_layout_order`, in FP32."""
     chunks = tokens[0].chunk(2 * ranks, dim=1)
     size = chunks[0].shape[1]
     parts = tokens.new_empty(ranks, tokens.shape[1], 2 * size, tokens.shape[3], dtype=torch.float32)

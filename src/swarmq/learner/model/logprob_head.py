@@ -171,7 +171,7 @@ def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: LogitFo
 def _write_gradient(logits: Tensor, chosen: ChunkTargets, form: LogitForm, out: Tensor) -> None:
     """Write to `out` the gradient of each log-probability times its temperature with respect to the product W h + b."""
     if logits.is_cuda:
-        _import_kernels().slope_rows(logits, *chosen, *form, out)
+        _import_kernels().write_gradient_rows(logits, *chosen, *form, out)
         return
     formed = _transform(logits, form)
     gap = -torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
