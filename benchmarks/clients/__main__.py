@@ -126,12 +126,12 @@ def verdict(row: dict[str, Any]) -> str:
     """`equal`, or what went wrong, in words."""
     if row["errors"]:
         return row["errors"][0][:160]
+    if row["turns"] != row["answered"]:
+        return f"{row['answered']} calls answered, {row['turns']} turns recorded"
     if row["unequal"]:
         return f"unequal: {len(row['unequal'])} answers have no turn that spells them"
     if row["refused"]:
         return f"refused: {row['refused'][0][:160]}"
-    if row["turns"] != row["answered"]:
-        return f"{row['answered']} calls answered, {row['turns']} turns recorded"
     if row["unreported"]:
         return f"{len(row['unreported'])} recorded turns were not reported by the client"
     return "equal" if row["turns"] else "no call"

@@ -55,18 +55,18 @@ class PlayedEngine(VllmEngine):
         if "structured_outputs" in chat or "response_format" in chat or chat.get("tool_choice", "auto") != "auto":
             return await super().render(chat)
         offered = {tool["function"]["name"]: tool["function"] for tool in chat.get("tools") or ()}
-        results = sum(message["role"] == "tool" for message in chat["messages"])
-        return await super().render({**chat, "structured_outputs": {"regex": script(offered, results)}})
+        said = sum(message["role"] == "assistant" for message in chat["messages"])
+        return await super().render({**chat, "structured_outputs": {"regex": script(offered, said)}})
 
 
-def script(offered: dict[str, Any], results: int) -> str:
-    """What to say after so many results of tools: the grammar of the answer."""
-    if "add" in offered and results < 3:
-        return call(offered["add"]) * (2 if results == 0 else 1)
+def script(offered: dict[str, Any], said: int) -> str:
+    """What to say after so many answers: the grammar of the next one."""
+    if "add" in offered and said < 2:
+        return call(offered["add"]) * (2 - said)
     if "final_answer" in offered:  # smolagents ends by a tool
         return call(offered["final_answer"])
     shell = next((name for name in offered if name.endswith(SHELLS)), None)
-    if shell and results == 0:
+    if shell and said == 0:
         return call(offered[shell])
     return CLOSING
 
