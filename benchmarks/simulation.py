@@ -8,14 +8,10 @@ Counted per second of processor time, which a busy machine still stretches: the 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.report import Spread, parser, save, table
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 PORTIONS = 12
 

@@ -7,10 +7,3 @@ drivers/      a small program for each client, run in an environment of its own
 
 Engine, tiny model and installations are those of the tests (tests/support).
 """
-
-import sys
-from pathlib import Path
-
-TESTS = Path(__file__).parents[2] / "tests"
-if str(TESTS) not in sys.path:
-    sys.path.append(str(TESTS))

@@ -235,11 +235,11 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
             trainer.step(record)
             digests[trainer.version] = _digest(trainer)
     newest = discovery.find_newest(job.run_folder.checkpoints(POLICY), RunIdentity.of(job, POLICY))
-    discovery = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
+    checkpoint = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
     pushed = list(_pushes(journal)) if journal and journal.exists() else []
     return Weights(
         version=trainer.version,
-        checkpoint_equal=bool(newest) and newest.version == trainer.version and discovery == digests[trainer.version],
+        checkpoint_equal=bool(newest) and newest.version == trainer.version and checkpoint == digests[trainer.version],
         pushes=len(pushed),
         pushes_wrong=tuple(version for version, found in pushed if digests.get(version) != found),
     )

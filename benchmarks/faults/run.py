@@ -154,8 +154,9 @@ async def _drain_broken(world: World) -> list[str]:
         now = time.monotonic()
         if not all(part.listens for part in world.parts.values()):
             up_since = now  # a process that was killed last is still starting
-        patience_s = HOLD_S + STILL_BROKEN_S if _holds_ends(world) else STILL_BROKEN_S
-        if now - max(up_since, world.moved_at) > patience_s or now - began > DRAIN_BROKEN_S:
+        idle_s = now - max(up_since, world.moved_at)
+        stuck = idle_s > STILL_BROKEN_S and (idle_s > HOLD_S + STILL_BROKEN_S or not _holds_ends(world))
+        if stuck or now - began > DRAIN_BROKEN_S:
             return [f"the end of all episodes did not come, {left}"]
         await asyncio.sleep(0.5)
     return []

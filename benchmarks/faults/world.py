@@ -405,25 +405,9 @@ def _gist(words: str) -> str:
 
 def make_model(folder: Path) -> Path:
     """A random Qwen3 of two layers for 128 tokens, once."""
-    if folder.exists():
-        return folder
-    import torch  # noqa: PLC0415  (seconds; not where a model is given)
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    from support.episodes import make_qwen  # noqa: PLC0415  (its imports take a second; not where a model is given)
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return folder if folder.exists() else make_qwen(folder)
 
 
 def _job(folder: Path, model: Path, *, proxy_port: int) -> SwarmJob:

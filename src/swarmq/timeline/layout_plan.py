@@ -68,7 +68,7 @@ class FoldedEpisodes:
 
     @cached_property
     def rows(self) -> list[tuple[int, Timeline]]:
-        """Return (index of the episode, timeline) for all timelines."""
+        """All timelines as (index of the episode, timeline)."""
         return [(e, row) for e, turns in enumerate(self.episodes) for row in fold(turns)]
 
     @cached_property

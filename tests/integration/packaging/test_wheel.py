@@ -80,11 +80,12 @@ def stored_run(tmp_path: Path) -> Path:
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "src/swarmq", cwd=ROOT).split("\n")
-    tracked = {name.removeprefix("src/") for name in listed if (ROOT / name).is_file()}
+    source = ROOT / "src"
+    files = {str(path.relative_to(source)) for path in (source / "swarmq").rglob("*") if path.is_file()}
+    files = {name for name in files if "__pycache__" not in name}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert packed == tracked
+    assert packed == files
     assert {"swarmq/py.typed", "swarmq/starter/job.toml", "swarmq/starter/tasks.jsonl"} <= packed
 
 
@@ -144,10 +145,8 @@ def install(folder: Path, wheel: Path, extras: str = "", *, needs: bool = True) 
     return python
 
 
-def run(*command: object, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=bare(), capture_output=True, text=True, timeout=300, check=False
-    )
+def run(*command: object) -> str:
+    done = subprocess.run(list(map(str, command)), env=bare(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

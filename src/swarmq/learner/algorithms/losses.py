@@ -45,7 +45,7 @@ class LossInputs(NamedTuple):
 
 class TokenLoss(NamedTuple):
     per_token: Tensor  # [S]
-    effects: Tensor  # [S] int64, what became of the policy gradient (effects.py)
+    effects: Tensor  # [S] int64, effect on the policy gradient (loss_effects.py)
     advantages: Tensor | None  # [S] those that the loss used, constant; None where it uses none
 
 

@@ -1,9 +1,11 @@
 """Transfer methods of a weight push, and the choice among them:
 
-same GPU ipc a buffer of the learner that the engine opens: no copy leaves the GPU other GPUs here nccl the same buffer,
-broadcast to all workers of the engine anything else adapters a file of the adapters; the engine has the base weights in its
-served folder file all weights, without adapters or if the engine serves another folder; both files are in shared memory on this
-host, else on a shared disk; also the fallback if another method fails
+same GPU          ipc       a buffer of the learner that the engine opens: no copy leaves the GPU
+other GPUs here   nccl      the same buffer, broadcast to all workers of the engine
+anything else     adapters  a file of the adapters; the engine has the base weights in its served folder
+                  file      all weights, without adapters or if the engine serves another folder
+
+Both files are in shared memory on this host, else on a shared disk. `file` is also the fallback if another method fails.
 """
 
 from __future__ import annotations
