@@ -153,6 +153,16 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
     """Groups with equal rewards in a row, per group that a batch wants of the kind, after which a kind counts as dry, too."""
 
 
+class TranscriptSettings(Settings, frozen=True, kw_only=True):
+    """Transcripts: every closed episode, kept readable in the run folder. Losing them loses no training."""
+
+    size_gb: Weight = 2.0
+    """Most gigabytes of a run's transcripts, beyond which the oldest, least interesting conversations are removed; 0 keeps no
+    transcripts. The newest 32 of every kind and reason always stay."""
+    age_days: Factor = 30.0
+    """Days after which a conversation is removed, except for the newest 32 of every kind and reason."""
+
+
 class EngineSettings(Settings, frozen=True, kw_only=True):
     """The vLLM servers of one policy."""
 
@@ -460,6 +470,8 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """The proxies of the run."""
     groups: GroupSettings = field(default_factory=GroupSettings)
     """Groups and batches."""
+    transcripts: TranscriptSettings = field(default_factory=TranscriptSettings)
+    """Transcripts of all closed episodes."""
 
     def __post_init__(self) -> None:
         for where, names in (
@@ -620,6 +632,11 @@ class RunFolder:
     def events(self) -> Path:
         """JSON lines of the run's events."""
         return self.path / "events.jsonl"
+
+    @property
+    def transcripts(self) -> Path:
+        """Segments with every closed episode (transcripts/format.py)."""
+        return self.path / "transcripts"
 
     def batch_log(self, policy: str) -> Path:
         return self.path / policy / "batches"
