@@ -1,0 +1,225 @@
+// The JSON of the dashboard's API: the structs of swarmq.observe and swarmq.dashboard, field by field.
+
+export type Numbers = Record<string, number>;
+
+export interface RunEntry {
+  id: string;
+  run: string;
+  folder: string;
+  state: string;
+  error: string;
+  at: number | null;
+  policies: Record<string, { step: number; max_steps: number | null; reward: number | null; at: number | null }>;
+}
+
+export interface Alarm { at: number; source: string; text: string; times: number }
+
+export interface PipelineNode {
+  id: string;
+  label: string;
+  depth: number | null;
+  rate_per_s: number | null;
+  oldest_s: number | null;
+  state: "ok" | "busy" | "waiting" | "down" | "unknown";
+  detail: string;
+}
+
+export interface LedgerView {
+  begun: number;
+  trained: number;
+  open: number;
+  waiting: number;
+  published: number;
+  dropped: Numbers;
+  failed: Numbers;
+  evaluated: Numbers;
+  is_balanced: boolean;
+  explanations: Record<string, string>;
+}
+
+export interface Progress { step: number; max_steps: number | null; reward: number | null; step_s: number | null }
+
+export interface Overview {
+  at: number;
+  is_live: boolean;
+  alarms: Alarm[];
+  nodes: PipelineNode[];
+  bottleneck: { node: string; text: string } | null;
+  ledger: LedgerView;
+  progress: Record<string, Progress>;
+  index: { episodes: number; share: number; is_done: boolean };
+}
+
+export interface Mark { step: number; at: number; kind: string; text: string }
+
+export interface Steps {
+  policy: string;
+  steps: number[];
+  at: number[];
+  series: Record<string, (number | null)[]>;
+  names: string[];
+  marks: Mark[];
+}
+
+export interface TimeView {
+  lanes: { process: string; spans: [number, number, string][] }[];
+  samples: Record<string, [number, number][]>;
+}
+
+export interface EpisodeRow {
+  id: string;
+  state: string;
+  reason: string;
+  mode: string;
+  kind: string;
+  task: string;
+  slot: string;
+  group: string;
+  attempt: number;
+  client: string;
+  code_version: string;
+  reward: number | null;
+  success: boolean | null;
+  turns: number;
+  sampled_tokens: number;
+  began_at: number;
+  seconds: number | null;
+  step: number | null;
+  staleness: number | null;
+  has_transcript: boolean;
+}
+
+export interface EpisodePage { rows: EpisodeRow[]; total: number; next: string | null }
+export interface Histogram { edges: number[]; counts: number[] }
+
+export interface GroupView {
+  group: string;
+  kind: string;
+  task: string;
+  state: string;
+  size: number;
+  mean_reward: number | null;
+  members: { row: EpisodeRow; advantage: number | null; why: string }[];
+}
+
+export interface Message { role: string; content?: unknown; [key: string]: unknown }
+
+export interface TurnView {
+  call_id: string;
+  agent: string;
+  policy: string;
+  number: number;
+  began_at: number;
+  first_token_s: number | null;
+  total_s: number | null;
+  finish_reason: string;
+  parent: string | null;
+  begins: number | null;
+  branch: string | null;
+  repaired: number | boolean | null;
+  received: boolean;
+  prompt_tokens: number;
+  sampled_tokens: number;
+  versions: [number, number] | null;
+  reward: number | null;
+  advantage: number | null;
+  messages: Message[];
+}
+
+export interface EpisodeDetail {
+  row: EpisodeRow;
+  rewards: Numbers;
+  agent_rewards: Numbers;
+  call_rewards: Numbers;
+  metrics: Numbers;
+  metadata: Record<string, unknown>;
+  detail: string;
+  why: string;
+  timelines: number;
+  turns: TurnView[];
+}
+
+export type Cause = "given" | "trained" | "clipped" | "masked" | "filtered" | "no_advantage" | "not_trained";
+
+export interface TokenPage {
+  timeline: number;
+  timelines: number;
+  positions: [number, number];
+  total: number;
+  text: string[];
+  id: number[];
+  cause: Cause[];
+  cause_detail: string[];
+  logprob: (number | null)[];
+  logprob_trained: (number | null)[];
+  advantage: (number | null)[];
+  ratio: (number | null)[];
+  version: (number | null)[];
+  turn: (number | null)[];
+}
+
+export interface ClientView {
+  client: string;
+  episodes: number;
+  trained: number;
+  failed: number;
+  per_min: number | null;
+  code_versions: { version: string; first_at: number; last_at: number; episodes: number }[];
+  last_error: { at: number; text: string; episode: string } | null;
+  is_revoked: boolean;
+}
+
+export interface Mix {
+  kinds: string[];
+  steps: number[];
+  target: Record<string, (number | null)[]>;
+  trained: Record<string, (number | null)[]>;
+  flat: Record<string, (number | null)[]>;
+}
+
+export interface PassAtK { value: number; low: number; high: number; tasks: number }
+
+export interface Evaluations {
+  rounds: {
+    at: number;
+    version: number;
+    seconds: number | null;
+    missing: number;
+    given_up: number;
+    kinds: Record<string, { tasks: number; episodes: number; reward: number | null; pass: Record<string, PassAtK> }>;
+  }[];
+  matrix: { tasks: string[]; versions: number[]; cells: (number | null)[][] };
+}
+
+export interface Engines {
+  engines: {
+    name: string;
+    policy: string;
+    url: string;
+    version: number | null;
+    state: string;
+    running: number | null;
+    waiting: number | null;
+    kv: number | null;
+  }[];
+  pushes: { step: number; at: number; policy: string; method: string; push_s: number | null; pause_s: number | null }[];
+}
+
+export interface SettingsView {
+  settings: { path: string; value: unknown; default: unknown; is_set: boolean }[];
+  history: {
+    number: number;
+    path: string;
+    before: unknown;
+    value: unknown;
+    from_step: number | null;
+    at: number;
+    sender: string;
+  }[];
+}
+
+export interface SettingsDiff { runs: string[]; rows: { path: string; values: unknown[] }[] }
+export interface LogFiles { files: { name: string; bytes: number }[] }
+export interface LogText { name: string; text: string }
+export interface DeadLetters { rows?: Record<string, unknown>[]; error?: string }
+export interface Me { name: string; roles: string[]; base: string; can_operate: boolean }
