@@ -96,8 +96,8 @@ export function Select({ label, value, options, onChoose }: {
 }
 
 /** A labelled text field that reports its value when typing has rested for a moment. */
-export function TextField({ label, value, onInput, placeholder = "", type = "text", size }: {
-  label: string; value: string; onInput: (value: string) => void; placeholder?: string; type?: "text" | "number" | "search"; size?: number;
+export function TextField({ label, value, onInput, placeholder = "", size }: {
+  label: string; value: string; onInput: (value: string) => void; placeholder?: string; size?: number;
 }) {
   const timer = useRef(0);
   const [text, setText] = useState(value);
@@ -105,7 +105,7 @@ export function TextField({ label, value, onInput, placeholder = "", type = "tex
   return (
     <label class="field">
       <span>{label}</span>
-      <input type={type} value={text} placeholder={placeholder} size={size} autocomplete="off" spellcheck={false}
+      <input type="text" value={text} placeholder={placeholder} size={size} autocomplete="off" spellcheck={false}
              onInput={(event) => {
                const next = event.currentTarget.value;
                setText(next);
