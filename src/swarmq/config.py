@@ -638,6 +638,21 @@ class RunFolder:
         """Segments with every closed episode (transcripts/format.py)."""
         return self.path / "transcripts"
 
+    @property
+    def board(self) -> Path:
+        """JSON of the run's present state, replaced every 2 s while the run is recorded (observe/recorder.py)."""
+        return self.path / "board.json"
+
+    @property
+    def samples(self) -> Path:
+        """JSON lines of queue depths, counts and loads, one every 10 s while the run is recorded."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def recorder_lock(self) -> Path:
+        """Lock file held by the process that records the run."""
+        return self.path / "recorder.lock"
+
     def batch_log(self, policy: str) -> Path:
         return self.path / policy / "batches"
 

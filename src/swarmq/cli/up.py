@@ -82,7 +82,7 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
 async def _up(job: SwarmJob) -> None:
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.lines import format_elapsed, wrap_beside
-    from swarmq.observe.monitor import record_events
+    from swarmq.observe.recorder import record_run
     from swarmq.runtime.logs import redirect_to
     from swarmq.up import deploy
     from swarmq.up.shutdown import describe_stopped_run
@@ -97,7 +97,7 @@ async def _up(job: SwarmJob) -> None:
             async with (
                 deploy(job, report=report) as deployment,
                 AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
-                record_events(deployment.job, broker),
+                record_run(deployment.job, broker),
             ):
                 for line in deployment.welcome():
                     report(line)

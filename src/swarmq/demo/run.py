@@ -33,6 +33,7 @@ from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import format_elapsed, wrap_beside
 from swarmq.observe.monitor import Follower, follow
+from swarmq.observe.recorder import record_run
 from swarmq.runtime.logs import redirect_to
 from swarmq.up import check_settings, deploy, plan_run
 
@@ -86,6 +87,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             AmqpBroker.open(deployment.invite.amqp_url, name="demo", deadline_s=None)
         )
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
+        await stack.enter_async_context(record_run(deployment.job, broker, follower=follower))
         client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
         say = await stack.enter_async_context(progress_display(follower, console, report))
         play = Scenario(deployment, follower, client, broker, options.size, say)

@@ -55,6 +55,10 @@ class Board:
     warnings: deque[BoardWarning] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
     depths: dict[str, int] = dataclasses.field(default_factory=dict)
     """Queue -> number of waiting messages."""
+    consumers: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Queue -> number of consumers."""
+    depths_at: float = 0.0
+    """Unix time at which the broker gave its queue depths; 0 before it has."""
     blocked: bool = False
     """Whether the broker blocks publishers."""
     _sampled: dict[str, deque[tuple[float, float]]] = dataclasses.field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 events.jsonl ───> recall ──┐   earlier lasting events, for a board that is opened late
 broker events ──> listen ──┴> board.fold ──> board_terminal.draw (every half second)
-                        └────> events.jsonl   (`record_events`: lasting events, without a board; learners write their steps)
+                        └────> events.jsonl   (with `record`; learners write their steps)
 broker depths ──> poll ────> board.depths, board.blocked
 """
 
@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import structlog
@@ -28,6 +29,7 @@ from swarmq.observe.board import Board
 from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import read_events
 from swarmq.runtime import terminal
+from swarmq.runtime.files import LineFile
 
 log = structlog.get_logger()
 
@@ -37,6 +39,7 @@ LASTING = frozenset[EventName]({"step", "evaluated", "control", "warning"})
 """Events that are recorded even if nobody watches. The other events describe momentary states or single episodes."""
 RECORDED = LASTING - {"step"}
 """Lasting events that listeners record. Learners record their steps themselves, also while the broker is away."""
+ALL_BUT_STEPS = frozenset[EventName](get_args(EventName)) - {"step"}
 RECALLED_BYTES = 8 * 1024 * 1024
 """Bytes read from the end of the event file when a board is opened, enough for more steps than a curve shows."""
 GLANCE_S = 3.0
@@ -48,11 +51,19 @@ class Follower:
 
     def __init__(self, run: str) -> None:
         self.board = Board(run=run)
+        self.listeners: list[Callable[[Event], None]] = []
+        """Called with each event that arrives while the run is followed."""
         self._changed = asyncio.Event()
 
     def fold(self, event: Event) -> None:
         self.board.fold(event)
         self._changed.set()
+
+    def hear(self, event: Event) -> None:
+        """Take in an event that has just arrived."""
+        self.fold(event)
+        for listen in self.listeners:
+            listen(event)
 
     async def until(self, true_of: Callable[[Board], bool]) -> None:
         """Wait until the predicate holds for the board."""
@@ -62,13 +73,15 @@ class Follower:
 
 
 @contextlib.asynccontextmanager
-async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -> AsyncIterator[Follower]:
-    """Keep a board up to date while the context is open. `record`: file for all events but steps, which learners write."""
+async def follow(
+    job: SwarmJob, broker: Broker, *, record: Path | None = None, names: Container[EventName] = ALL_BUT_STEPS
+) -> AsyncIterator[Follower]:
+    """Keep a board up to date while the context is open. `record`: file for the events with these `names`."""
     follower = Follower(job.run)
     async with asyncio.TaskGroup() as tasks:
         listening = asyncio.Event()
         followers = [
-            tasks.create_task(_listen(job, broker, follower, record, listening)),
+            tasks.create_task(_listen(job, broker, follower, _EventSink(record, names), listening)),
             tasks.create_task(_poll(job, broker, follower)),
         ]
         await listening.wait()
@@ -79,20 +92,41 @@ async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -
                 task.cancel()
 
 
-@contextlib.asynccontextmanager
-async def record_events(job: SwarmJob, broker: Broker) -> AsyncIterator[None]:
-    """Append the run's lasting events to its event file while the context is open.
+class Outage:
+    """One warning when a part of the recording stops working, and one line when it works again."""
 
-    Best effort: a full disk or a refusing broker ends the recording, not the run.
-    """
-    listening = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        recorder = tasks.create_task(_record(job, broker, listening))
-        await listening.wait()
+    def __init__(self, what: str) -> None:
+        """`what`: the recorded file or the source of the figures."""
+        self._what = what
+        self._is_on = False
+
+    @contextlib.contextmanager
+    def tolerate(self) -> Iterator[None]:
+        """Go on after an error of the disk or the broker inside the block."""
         try:
             yield
-        finally:
-            recorder.cancel()
+        except (OSError, BrokerError) as error:
+            if not self._is_on:
+                log.warning("recording_paused", what=self._what, error=str(error))
+            self._is_on = True
+        else:
+            if self._is_on:
+                log.info("recording_resumed", what=self._what)
+            self._is_on = False
+
+
+class _EventSink:
+    """The file of recorded events, or nothing without a path."""
+
+    def __init__(self, path: Path | None, names: Container[EventName]) -> None:
+        self._lines = LineFile(path) if path else None
+        self._names = names
+        self._outage = Outage(str(path))
+
+    def take(self, event: Event) -> None:
+        if self._lines and event.name in self._names:
+            with self._outage.tolerate():
+                self._lines.append(msgspec.json.encode(event))
 
 
 async def follow_pace(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
@@ -109,20 +143,6 @@ async def follow_pace(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
                     yield known
     except BrokerError as error:
         log.warning("pace_not_followed", error=str(error))
-
-
-async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> None:
-    try:
-        with job.run_folder.events.open("ab", buffering=0) as sink:
-            async with broker.events(job.run) as events:
-                listening.set()
-                async for event in events:
-                    if event.name in RECORDED:
-                        sink.write(msgspec.json.encode(event) + b"\n")
-    except (OSError, BrokerError) as error:
-        log.warning("events_not_recorded", path=str(job.run_folder.events), error=str(error))
-    finally:
-        listening.set()
 
 
 async def watch(
@@ -175,23 +195,18 @@ def list_queues(job: SwarmJob) -> list[str]:
 
 
 async def _listen(
-    job: SwarmJob, broker: Broker, follower: Follower, record: Path | None, listening: asyncio.Event
+    job: SwarmJob, broker: Broker, follower: Follower, sink: _EventSink, listening: asyncio.Event
 ) -> None:
-    with contextlib.ExitStack() as files:
-        sink = files.enter_context(record.open("ab", buffering=0)) if record else None
-        async with broker.events(job.run) as events:
-            recalled = await asyncio.to_thread(_recall, job)
-            for event in recalled:
-                follower.fold(event)
-            known = {
-                (event.source, event.name, event.at) for event in recalled
-            }  # also received while the file was read
-            listening.set()
-            async for event in events:
-                if (event.source, event.name, event.at) not in known:
-                    follower.fold(event)
-                if sink and event.name != "step":
-                    sink.write(msgspec.json.encode(event) + b"\n")
+    async with broker.events(job.run) as events:
+        recalled = await asyncio.to_thread(_recall, job)
+        for event in recalled:
+            follower.fold(event)
+        known = {(event.source, event.name, event.at) for event in recalled}  # also received while the file was read
+        listening.set()
+        async for event in events:
+            if (event.source, event.name, event.at) not in known:
+                follower.hear(event)
+            sink.take(event)
 
 
 def _recall(job: SwarmJob) -> list[Event]:
@@ -217,4 +232,6 @@ async def _poll(job: SwarmJob, broker: Broker, follower: Follower) -> None:
             follower.fold(Event(run=job.run, source="broker", name="warning", at=time.time(), fields=text))
         else:
             follower.board.depths = {queue: depth.ready for queue, depth in depths.items()}
+            follower.board.consumers = {queue: depth.consumers for queue, depth in depths.items()}
+            follower.board.depths_at = time.time()
         await asyncio.sleep(POLL_S)

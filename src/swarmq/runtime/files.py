@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ def locked_for_change(path: Path) -> Iterator[None]:
         yield
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file's content durably: readers see the old or the new content, also after a power loss.
+def write_atomically(path: Path, content: bytes, *, is_durable: bool = True) -> None:
+    """Replace the file's content: readers see the old or the new content; if durable, also after a power loss.
 
     The file is readable by its owner alone.
     """
@@ -34,10 +35,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        if is_durable:
+            file.flush()
+            os.fsync(file.fileno())
     part.replace(path)
-    fsync_folder(path.parent)
+    if is_durable:
+        fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -64,6 +67,30 @@ def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, action: s
         path.replace(aside)
         log.warning("file_damaged", file=str(path), reason=str(error), set_aside_as=aside.name, action=action)
         return empty
+
+
+class LineFile:
+    """A file of lines that is only appended to, also by other processes, and that outlives a full disk.
+
+    A line that could be written only in part is closed before the next line, so that readers lose that line alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_torn = True
+        """Whether the file may end within a line."""
+
+    def append(self, line: bytes) -> None:
+        """Append one line, given without its end. Raises OSError if that fails, e.g. on a full disk."""
+        with self.path.open("ab+", buffering=0) as file:
+            if self._is_torn and file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            self._is_torn = True
+            whole = line + b"\n"
+            if file.write(whole) != len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._is_torn = False
 
 
 class CachedFile(Generic[T]):

@@ -18,7 +18,7 @@ from swarmq.learner.feed.step_events import StepEvents
 from swarmq.learner.health.signs import find_signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
-from swarmq.observe.monitor import draw_once, follow, follow_pace, record_events
+from swarmq.observe.monitor import draw_once, follow, follow_pace
 from swarmq.testing import MemoryBroker
 
 
@@ -30,29 +30,6 @@ def job(folder: Path) -> SwarmJob:
 
 def event(name: EventName, version: int) -> Event:
     return Event(run="r", source="learner.main", name=name, at=float(version), fields={"version": version})
-
-
-async def written(path: Path, *, events: int) -> None:
-    async with asyncio.timeout(30):
-        while sum(1 for _ in read_events(path)) < events:  # noqa: ASYNC110 - a task of its own writes it
-            await asyncio.sleep(0)
-
-
-async def test_warnings_are_kept_over_restarts_and_what_parts_say_of_themselves_or_record_is_not(
-    tmp_path: Path,
-) -> None:
-    settings, broker = job(tmp_path), MemoryBroker()
-    path = settings.run_folder.events
-    async with record_events(settings, broker):
-        for one in (event("state", 1), event("episode", 1), event("step", 1), event("warning", 1)):
-            await broker.emit(one)
-        await written(path, events=1)
-    with path.open("ab") as file:
-        file.write(b'{"type": "event", "ru\n')  # cut by a full disk
-    async with record_events(settings, broker):
-        await broker.emit(event("warning", 2))
-        await written(path, events=2)
-    assert list(read_events(path)) == [event("warning", 1), event("warning", 2)]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -68,13 +45,6 @@ async def test_signs_are_read_past_figures_that_were_not_finite(broken: float, t
     found = {finding.check: finding for finding in find_signs(read, 4)}
     assert {name for name, finding in found.items() if finding.level != "ok"} == {"mismatch", "steps skipped"}
     assert found["gradient growing"].text.startswith("gradient norm over that of the first 10 steps 1 (")
-
-
-async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> None:
-    settings, broker = job(tmp_path), MemoryBroker()
-    settings.run_folder.events.mkdir()
-    async with asyncio.timeout(30), record_events(settings, broker):
-        await broker.emit(event("warning", 1))
 
 
 async def test_the_pace_of_a_run_is_told_whenever_it_is_another_one(tmp_path: Path) -> None:

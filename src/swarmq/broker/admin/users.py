@@ -35,6 +35,37 @@ MAX_CHANNELS = 512
 invite."""
 
 
+class QueueFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the management API knows of a queue, some seconds late."""
+
+    ready: int
+    published: int
+    """Messages that were ever published to the queue since the broker has started."""
+    in_per_s: float
+    out_per_s: float
+
+
+class _Rate(msgspec.Struct, frozen=True):
+    rate: float = 0.0
+
+
+class _QueueStats(msgspec.Struct, frozen=True):
+    publish: int = 0
+    publish_details: _Rate = _Rate()
+    deliver_get_details: _Rate = _Rate()
+
+
+class _ListedQueue(msgspec.Struct, frozen=True):
+    name: str
+    messages_ready: int = 0
+    message_stats: _QueueStats = _QueueStats()
+
+    def figures(self) -> QueueFigures:
+        stats = self.message_stats
+        rates = {"in_per_s": stats.publish_details.rate, "out_per_s": stats.deliver_get_details.rate}
+        return QueueFigures(ready=self.messages_ready, published=stats.publish, **rates)
+
+
 class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
     """The management API of a broker and one virtual host. Methods raise BrokerError with what to do."""
 
@@ -112,6 +143,13 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
     def connections(self, user: str) -> int:
         """Return the number of open connections of `user`; the API reports them some seconds late."""
         return sum(one.get("user") == user for one in self._ask("GET", "connections") or [])
+
+    def queue_figures(self, prefix: str) -> dict[str, QueueFigures]:
+        """Return the figures of all queues whose name begins with `prefix`, by name."""
+        columns = "name,messages_ready,message_stats.publish,message_stats.publish_details.rate,message_stats.deliver_get_details.rate"
+        listed = self._ask("GET", f"queues/{self._vhost}?columns={columns}") or []
+        found = msgspec.convert(listed, list[_ListedQueue])
+        return {queue.name: queue.figures() for queue in found if queue.name.startswith(prefix)}
 
     def _rights(self, user: str, *, write: str, read: str) -> None:
         self._put(f"permissions/{self._vhost}/{quote(user)}", {"configure": "^$", "write": write, "read": read})
