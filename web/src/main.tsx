@@ -4,6 +4,7 @@ import { Component, render } from "preact";
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, post, unauthorized, url, useApi } from "./api";
+import { embedded, offers } from "./embedded";
 import { OperateBar } from "./operate";
 import { link, useRoute } from "./router";
 import { Help, useShortcuts } from "./shortcuts";
@@ -41,7 +42,7 @@ function App() {
 
   if (isLoginWanted) return <Login onDone={() => { setLoginWanted(false); location.reload(); }} />;
   return (
-    <div class={`frame ${route.run === null ? "no-nav" : ""}`}>
+    <div class={`frame ${route.run === null || !hasNavigation ? "no-nav" : ""}`}>
       <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); main.current?.focus(); }}>Skip to content</a>
       <header class="top">
         <a class="brand" href={link(null, "runs")}><Logo />swarmq</a>
@@ -53,14 +54,14 @@ function App() {
           </span>
         )}
         <span class="top-end">
-          {route.run !== null && <StreamDot run={route.run} />}
+          {route.run !== null && embedded === null && <StreamDot run={route.run} />}
           <ThemeButton />
           <button class="quiet icon" onClick={() => setHelpOpen(true)} title="Keyboard shortcuts (?)">
             <span aria-hidden="true">?</span><span class="sr">Keyboard shortcuts</span>
           </button>
         </span>
       </header>
-      {route.run !== null && <Navigation run={route.run} view={route.view} />}
+      {route.run !== null && hasNavigation && <Navigation run={route.run} view={route.view} />}
       <main id="main" ref={main} tabIndex={-1}>
         {route.run !== null && me.data?.can_operate && <OperateBar run={route.run} entry={entry} />}
         <Fence key={place}>
@@ -78,6 +79,8 @@ function App() {
   );
 }
 
+const hasNavigation = VIEWS.some(({ id }) => offers(id)); // an exported episode has nowhere else to go
+
 // Where a view was reached from, so that the navigation shows the reader's place.
 const PARENT: Record<string, string> = { group: "episodes", episode: "episodes", tokens: "episodes" };
 
@@ -89,14 +92,14 @@ function Navigation({ run, view }: { run: string; view: string }) {
     const chosen = nav?.querySelector<HTMLElement>("[aria-current]");
     if (nav && chosen && nav.scrollWidth > nav.clientWidth) nav.scrollLeft = chosen.offsetLeft - nav.clientWidth / 3;
   }, [present]);
-  const parts = [...new Set(VIEWS.map(({ part }) => part))].filter((part) => part !== "");
+  const parts = [...new Set(VIEWS.filter(({ id }) => offers(id)).map(({ part }) => part))].filter((part) => part !== "");
   return (
     <nav class="side" aria-label="Views of the run" ref={bar}>
       {parts.map((part) => (
         <div key={part} class="side-part">
           <p class="side-title" id={`nav-${part}`}>{part}</p>
           <ul aria-labelledby={`nav-${part}`}>
-            {VIEWS.filter((entry) => entry.part === part).map(({ id, title }) => (
+            {VIEWS.filter((entry) => entry.part === part && offers(entry.id)).map(({ id, title }) => (
               <li key={id}><a href={link(run, id)} aria-current={id === present ? "page" : undefined}>{title}</a></li>
             ))}
           </ul>
@@ -186,5 +189,6 @@ class Fence extends Component<{ children: ComponentChildren }, { error: Error | 
   }
 }
 
+if (embedded !== null && location.hash === "") history.replaceState(null, "", embedded.start);
 const root = document.getElementById("app");
 if (root !== null) render(<App />, root);

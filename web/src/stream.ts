@@ -1,6 +1,7 @@
 // One server-sent event stream for the run on screen, shared by all that it shows.
 import { useEffect, useState } from "preact/hooks";
 import { url } from "./api";
+import { embedded } from "./embedded";
 
 export type StreamState = "connecting" | "open" | "lost";
 type Listener = (what: string[]) => void;
@@ -15,6 +16,7 @@ const watchers = new Set<() => void>();
 
 /** Call `listener` with what changed in the run; the stream closes with its last listener. */
 export function subscribe(run: string, listener: Listener): () => void {
+  if (embedded !== null) return () => undefined; // a file never changes
   let stream = streams.get(run);
   if (stream === undefined) {
     stream = { source: null, listeners: new Set(), state: "connecting", retry: 0, hidden: new Set() };

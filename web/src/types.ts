@@ -154,6 +154,7 @@ export interface TokenPage {
   logprob_trained: (number | null)[];
   advantage: (number | null)[];
   ratio: (number | null)[];
+  entropy?: (number | null)[]; // only where it was recorded
   version: (number | null)[];
   turn: (number | null)[];
 }
