@@ -5,6 +5,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, post, unauthorized, url, useApi } from "./api";
 import { embedded, offers } from "./embedded";
+import { MeContext } from "./me";
 import { OperateBar } from "./operate";
 import { link, useRoute } from "./router";
 import { Help, useShortcuts } from "./shortcuts";
@@ -42,6 +43,7 @@ function App() {
 
   if (isLoginWanted) return <Login onDone={() => { setLoginWanted(false); location.reload(); }} />;
   return (
+    <MeContext.Provider value={me.data}>
     <div class={`frame ${route.run === null || !hasNavigation ? "no-nav" : ""}`}>
       <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); main.current?.focus(); }}>Skip to content</a>
       <header class="top">
@@ -66,7 +68,7 @@ function App() {
         {route.run !== null && me.data?.can_operate && <OperateBar run={route.run} entry={entry} />}
         <Fence key={place}>
           {route.run === null ? (
-            <Runs runs={runs} query={route.query} />
+            <Runs runs={runs} query={route.query} isCompare={route.view === "compare"} />
           ) : view === undefined ? (
             <Empty>There is no view named “<SafeText text={route.view} inline />”.</Empty>
           ) : (
@@ -76,6 +78,7 @@ function App() {
       </main>
       {isHelpOpen && <Help onClose={() => setHelpOpen(false)} />}
     </div>
+    </MeContext.Provider>
   );
 }
 

@@ -14,6 +14,7 @@ export interface Column<Row> {
 
 interface TableProps<Row> {
   label: string; // for screen readers
+  layout?: string; // a class of app.css with column widths, so that tables under each other line up
   columns: Column<Row>[];
   rows: Row[];
   rowKey: (row: Row, index: number) => string;
@@ -22,10 +23,10 @@ interface TableProps<Row> {
   onSort?: (sort: string) => void;
 }
 
-export function Table<Row>({ label, columns, rows, rowKey, rowClass, sorted, onSort }: TableProps<Row>) {
+export function Table<Row>({ label, layout = "", columns, rows, rowKey, rowClass, sorted, onSort }: TableProps<Row>) {
   return (
     <Scroll label={label}>
-      <table>
+      <table class={layout}>
         <thead>
           <tr>
             {columns.map((column) => (

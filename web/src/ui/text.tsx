@@ -12,6 +12,10 @@ const HIDDEN =
   "\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]";
 const UNSEEN = new RegExp(`(${ESCAPES}|${HIDDEN})`, "gu");
 
+const CONTROLS = (
+  "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US"
+).split(" ");
+
 const NAMES: Record<number, string> = {
   0x00ad: "soft hyphen", 0x061c: "Arabic letter mark", 0x200b: "zero-width space", 0x200e: "left-to-right mark",
   0x200f: "right-to-left mark", 0x2028: "line separator", 0x2029: "paragraph separator", 0x202a: "left-to-right embedding",
@@ -24,8 +28,8 @@ const NAMES: Record<number, string> = {
 export function visible(hidden: string): string {
   return [...hidden].map((char) => {
     const code = char.codePointAt(0) ?? 0;
-    if (code < 0x20) return String.fromCodePoint(0x2400 + code); // control pictures: ␛ ␀ ␍
-    if (code === 0x7f) return "␡";
+    if (code < 0x20) return CONTROLS[code] ?? "";
+    if (code === 0x7f) return "DEL";
     if (code >= 0xe0020 && code <= 0xe007e) return `[tag ${String.fromCodePoint(code - 0xe0000)}]`;
     if (new RegExp(`^${HIDDEN}$`, "u").test(char)) return `[U+${code.toString(16).toUpperCase().padStart(4, "0")}]`;
     return char;

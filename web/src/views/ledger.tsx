@@ -1,6 +1,101 @@
-import { Page } from "../ui/parts";
-import { Empty } from "../ui/states";
+// Every episode ever begun, accounted for: an equation whose numbers open the episodes that they count.
+import { url, useApi } from "../api";
+import { number, percent, words } from "../format";
+import { link } from "../router";
+import type { LedgerView, Numbers } from "../types";
+import { Page, Section } from "../ui/parts";
+import { Await, Empty } from "../ui/states";
+import { Table } from "../ui/table";
+import { SafeText } from "../ui/text";
+
+export const sum = (counts: Numbers): number => Object.values(counts).reduce((total, count) => total + count, 0);
+
+interface Term { name: string; count: number; state: string; tone: string; means: string }
+
+function terms(ledger: LedgerView): Term[] {
+  return [
+    { name: "trained", count: ledger.trained, state: "trained", tone: "good", means: "in a batch that a learner took a step on" },
+    { name: "dropped", count: sum(ledger.dropped), state: "dropped", tone: "warn", means: "finished, but not trained; by reason below" },
+    { name: "failed", count: sum(ledger.failed), state: "failed", tone: "bad", means: "raised, given up or never heard of again" },
+    { name: "evaluated", count: sum(ledger.evaluated), state: "eval", tone: "info", means: "measured, never trained" },
+    { name: "open", count: ledger.open, state: "open", tone: "quiet", means: "begun, not ended yet" },
+    { name: "waiting", count: ledger.waiting, state: "waiting", tone: "quiet", means: "ended, waiting for the others of its group" },
+    { name: "in learners", count: ledger.published, state: "published", tone: "quiet", means: "handed to a learner, not reported yet" },
+  ];
+}
 
 export function Ledger({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  return <Page title="Ledger"><Empty>{run}</Empty></Page>;
+  const ledger = useApi<LedgerView>(url("runs", run, "ledger"), { live: run, on: ["episodes", "state", "steps"] });
+  return (
+    <Page title="Ledger">
+      <Await of={ledger}>{(data) => (data.begun === 0 ? <Empty>No episode has begun yet.</Empty> : <Book run={run} ledger={data} />)}</Await>
+    </Page>
+  );
+}
+
+function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
+  const parts = terms(ledger);
+  const total = parts.reduce((all, { count }) => all + count, 0);
+  return (
+    <>
+      <Section title="Every episode that ever began" aside={
+        ledger.is_balanced ? <span class="badge good">adds up</span> : <span class="badge bad">does not add up</span>
+      }>
+        <div class="equation" role="group" aria-label="Begun episodes and what became of them">
+          <a class="term total" href={link(run, "episodes")}>
+            <span class="term-count">{number(ledger.begun)}</span><span class="term-name">begun</span>
+          </a>
+          {parts.map(({ name, count, state, tone, means }, at) => (
+            <span key={name} class="term-pair">
+              <span class="sign" aria-hidden="true">{at === 0 ? "=" : "+"}</span>
+              <a class={`term ${tone}`} href={link(run, "episodes", "", { state })} title={means}>
+                <span class="term-count">{number(count)}</span><span class="term-name">{name}</span>
+              </a>
+            </span>
+          ))}
+        </div>
+        <div class="share-bar" aria-hidden="true">
+          {parts.filter(({ count }) => count > 0).map(({ name, count, tone }) => (
+            <span key={name} class={tone} style={{ flexGrow: count }} title={`${name}: ${percent(count / total)}`} />
+          ))}
+        </div>
+        {!ledger.is_balanced && (
+          <p class="state failed">
+            {number(Math.abs(ledger.begun - total))} episodes are {ledger.begun > total ? "missing" : "too many"} in this sum.
+            While a run is indexed that is normal for a moment; if it stays, the ledger and the index disagree: please report it.
+          </p>
+        )}
+      </Section>
+      <Reasons run={run} title="Dropped, by reason" state="dropped" counts={ledger.dropped} of={ledger.begun} texts={ledger.explanations}
+               none="No finished episode was dropped." />
+      <Reasons run={run} title="Failed, by reason" state="failed" counts={ledger.failed} of={ledger.begun} texts={ledger.explanations}
+               none="No episode failed." />
+      {sum(ledger.evaluated) > 0 && (
+        <Reasons run={run} title="Evaluated, by how they ended" state="eval" counts={ledger.evaluated} of={ledger.begun}
+                 texts={ledger.explanations} none="" />
+      )}
+    </>
+  );
+}
+
+function Reasons({ run, title, state, counts, of, texts, none }: {
+  run: string; title: string; state: string; counts: Numbers; of: number; texts: Record<string, string>; none: string;
+}) {
+  const rows = Object.entries(counts).filter(([, count]) => count > 0).sort((a, b) => b[1] - a[1]);
+  return (
+    <Section title={title}>
+      {rows.length === 0 ? <p class="note">{none}</p> : (
+        <Table label={title} layout="reasons" rows={rows} rowKey={([reason]) => reason} columns={[
+          { key: "reason", head: "Reason", cell: ([reason]) => <span class="nowrap"><SafeText text={words(reason)} inline /></span> },
+          { key: "count", head: "Episodes", is_number: true, cell: ([reason, count]) => (
+            <a href={link(run, "episodes", "", { state, reason })}>
+              <b>{number(count)}</b><span class="sr"> {state} for {words(reason)}</span>
+            </a>
+          ) },
+          { key: "share", head: "Share", is_number: true, cell: ([, count]) => percent(count / of) },
+          { key: "why", head: "What it means", cell: ([reason]) => <span class="prose">{texts[reason] ?? ""}</span> },
+        ]} />
+      )}
+    </Section>
+  );
 }

@@ -1,6 +1,110 @@
-import { Page } from "../ui/parts";
-import { Empty } from "../ui/states";
+// The first page of a run: what is wrong, where work piles up, how far it is.
+import { url, useApi } from "../api";
+import { duration, number, percent, plural, words } from "../format";
+import { link } from "../router";
+import type { Alarm, LedgerView, Overview, Progress } from "../types";
+import { Age, Meter, Page, Section } from "../ui/parts";
+import { Await, Empty } from "../ui/states";
+import { SafeText } from "../ui/text";
+import { sum } from "./ledger";
+import { Pipeline } from "./pipeline";
 
 export function OverviewView({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  return <Page title="Overview"><Empty>{run}</Empty></Page>;
+  const overview = useApi<Overview>(url("runs", run, "overview"), { live: run });
+  return (
+    <Page title="Overview" aside={overview.data && (
+      <span>{overview.data.is_live ? "As of " : "Last heard of "}<Age at={overview.data.at} /></span>
+    )}>
+      <Await of={overview} what="Reading the run">
+        {(data) => (
+          <>
+            <Alarms run={run} alarms={data.alarms} isLive={data.is_live} />
+            <Section title="Pipeline" aside={data.is_live ? undefined : "as it was last recorded"}>
+              <Pipeline run={run} nodes={data.nodes} bottleneck={data.bottleneck} />
+            </Section>
+            <div class="columns">
+              <Section title="Progress"><ProgressList run={run} progress={data.progress} /></Section>
+              <Section title="Ledger" aside={<a href={link(run, "ledger")}>Every episode, by reason</a>}>
+                <LedgerLine run={run} ledger={data.ledger} />
+                {!data.index.is_done && (
+                  <p class="note indexing">
+                    <span>Indexing episodes: {plural(data.index.episodes, "episode")}, {percent(data.index.share)}</span>
+                    <Meter share={data.index.share} label="Share of the run's files that is indexed" />
+                  </p>
+                )}
+              </Section>
+            </div>
+          </>
+        )}
+      </Await>
+    </Page>
+  );
+}
+
+function Alarms({ run, alarms, isLive }: { run: string; alarms: Alarm[]; isLive: boolean }) {
+  if (alarms.length === 0) {
+    return <p class="all-well"><span class="badge good">No alarms</span>{isLive ? "Nothing is reported wrong." : "Nothing was reported wrong."}</p>;
+  }
+  return (
+    <section class="alarms" aria-labelledby="alarms">
+      <h2 id="alarms">{plural(alarms.length, "alarm")}</h2>
+      <ul>
+        {alarms.map((alarm) => (
+          <li key={`${alarm.source} ${alarm.text}`} class="alarm">
+            <p class="alarm-text"><SafeText text={alarm.text} inline /></p>
+            <p class="alarm-from">
+              <a href={link(run, "logs", `${alarm.source}.log`)}><SafeText text={alarm.source} inline /></a>
+              <span>{alarm.times > 1 && `${number(alarm.times)} times, last `}<Age at={alarm.at} /></span>
+            </p>
+          </li>
+        ))}
+      </ul>
+    </section>
+  );
+}
+
+function ProgressList({ run, progress }: { run: string; progress: Record<string, Progress> }) {
+  const policies = Object.entries(progress);
+  if (policies.length === 0) return <Empty>No policy has made a step yet.</Empty>;
+  return (
+    <ul class="progress">
+      {policies.map(([name, { step, max_steps, reward, step_s }]) => (
+        <li key={name}>
+          <div class="progress-head">
+            <h3><a href={link(run, "curves", "", { policy: policies.length > 1 ? name : "" })}><SafeText text={name} inline /></a></h3>
+            <span>
+              step <b>{number(step)}</b>{max_steps ? ` of ${number(max_steps)}` : ""}
+            </span>
+          </div>
+          {max_steps ? <Meter share={step / max_steps} label={`Steps of ${name}`} /> : null}
+          <p class="progress-foot">
+            <span>reward <b>{number(reward, 3)}</b></span>
+            <span>{duration(step_s)} a step</span>
+            {max_steps && step_s && step < max_steps ? <span>about {duration((max_steps - step) * step_s)} left</span> : null}
+          </p>
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+export function LedgerLine({ run, ledger }: { run: string; ledger: LedgerView }) {
+  const terms: [string, number, Record<string, string>][] = [
+    ["trained", ledger.trained, { state: "trained" }],
+    ["dropped", sum(ledger.dropped), { state: "dropped" }],
+    ["failed", sum(ledger.failed), { state: "failed" }],
+    ["evaluated", sum(ledger.evaluated), { state: "eval" }],
+    ["open", ledger.open, { state: "open" }],
+    ["waiting", ledger.waiting, { state: "waiting" }],
+    ["in learners", ledger.published, { state: "published" }],
+  ];
+  return (
+    <p class="ledger-line">
+      <a href={link(run, "episodes")}><b>{number(ledger.begun)}</b> begun</a> ={" "}
+      {terms.map(([name, count, filter], at) => (
+        <span key={name}>{at > 0 && " + "}<a href={link(run, "episodes", "", filter)}><b>{number(count)}</b> {words(name)}</a></span>
+      ))}
+      {!ledger.is_balanced && <span class="badge bad">does not add up</span>}
+    </p>
+  );
 }
