@@ -83,6 +83,11 @@ export function words(name: string): string {
   return name.replaceAll("_", " ");
 }
 
+/** A number's name in step events as a title: "push_s" -> "push, seconds", "tokens_per_s" -> "tokens per second". */
+export function title(name: string): string {
+  return words(name.replace(/_per_s$/, " per second").replace(/_s$/, ", seconds").replace(/_bytes$/, ", bytes"));
+}
+
 export function plural(count: number, one: string, many = `${one}s`): string {
   return `${number(count)} ${count === 1 ? one : many}`;
 }

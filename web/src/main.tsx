@@ -6,7 +6,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, post, unauthorized, url, useApi } from "./api";
 import { embedded, offers } from "./embedded";
 import { MeContext } from "./me";
-import { OperateBar } from "./operate";
+import { isLive, OperateBar } from "./operate";
 import { link, useRoute } from "./router";
 import { Help, useShortcuts } from "./shortcuts";
 import { useStreamState } from "./stream";
@@ -56,7 +56,7 @@ function App() {
           </span>
         )}
         <span class="top-end">
-          {route.run !== null && embedded === null && <StreamDot run={route.run} />}
+          {route.run !== null && embedded === null && <StreamDot run={route.run} isLive={isLive(entry)} />}
           <ThemeButton />
           <button class="quiet icon" onClick={() => setHelpOpen(true)} title="Keyboard shortcuts (?)">
             <span aria-hidden="true">?</span><span class="sr">Keyboard shortcuts</span>
@@ -112,8 +112,9 @@ function Navigation({ run, view }: { run: string; view: string }) {
   );
 }
 
-function StreamDot({ run }: { run: string }) {
+function StreamDot({ run, isLive: isRunLive }: { run: string; isLive: boolean }) {
   const state = useStreamState(run);
+  if (!isRunLive && state !== "lost") return null; // nothing will change any more
   const text = { connecting: "connecting", open: "live", lost: "reconnecting" }[state];
   return <span class={`stream ${state}`} role="status" title="Whether this page follows the run">{text}</span>;
 }

@@ -36,9 +36,15 @@ const ACTIONS: Record<Action, Explained> = {
   },
 };
 
+const LIVE = ["running", "live", "paused", "draining", "waiting", "starting"];
+
+export function isLive(entry: RunEntry | undefined): boolean {
+  return entry !== undefined && LIVE.includes(entry.state);
+}
+
 export function OperateBar({ run, entry }: { run: string; entry: RunEntry | undefined }) {
   const [action, setAction] = useState<Action | null>(null);
-  if (entry === undefined || !["running", "live", "paused", "draining", "waiting"].includes(entry.state)) return null;
+  if (entry === undefined || !isLive(entry)) return null;
   const isPaused = entry.state === "paused";
   const offered: Action[] = [isPaused ? "resume" : "pause", "checkpoint", "set", "drain", "stop"];
   return (

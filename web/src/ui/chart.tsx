@@ -193,8 +193,10 @@ function options(
       },
     },
     axes: [
-      { stroke: ink2, font, grid: { show: false }, ticks: { stroke: line2, size: 4, width: 1 }, size: 28, gap: 4,
-        ...(isTime ? {} : { values: (_plot: uPlot, splits: number[]) => splits.map((v) => (Number.isInteger(v) ? short(v) : "")) }) },
+      { stroke: ink2, font, grid: { show: false }, ticks: { stroke: line2, size: 4, width: 1 }, size: 28, gap: 4, space: isTime ? 72 : 46,
+        values: (_plot: uPlot, splits: number[], _axis: number, _space: number, step: number) => (
+          isTime ? times(splits, step) : splits.map((v) => (Number.isInteger(v) ? short(v) : ""))
+        ) },
       { stroke: ink2, font, grid: { stroke: line1, width: 1 }, ticks: { show: false }, size: 52, gap: 6,
         values: (_plot, splits) => splits.map((v) => (latest.current.yFormat ?? short)(v)), ...yAxis },
     ],
@@ -243,6 +245,17 @@ function drawMarks(plot: uPlot, marks: ChartMark[], ink: { line: string; text: s
     ctx.fillText(label, left, bbox.top - 2.5 * ratio);
   }
   ctx.restore();
+}
+
+/** Labels of a time axis: seconds only where the marks are less than a minute apart, the date where a day begins. */
+function times(splits: number[], step: number): string[] {
+  return splits.map((at, index) => {
+    const date = new Date(at * 1000);
+    const before = splits[index - 1];
+    const isNewDay = before !== undefined && new Date(before * 1000).getDate() !== date.getDate();
+    if (step >= 86400 || isNewDay) return `${date.getDate()} ${date.toLocaleDateString("en-GB", { month: "short" })}`;
+    return date.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(step < 60 ? { second: "2-digit" } : {}) });
+  });
 }
 
 function fade(rgb: string, alpha: number): string {

@@ -1,7 +1,7 @@
 // Curves of a run, or of up to four runs over each other: whatever number a step reports.
 import { useMemo, useState } from "preact/hooks";
 import { url, useApi, withQuery } from "../api";
-import { dateTime, number, words } from "../format";
+import { dateTime, number, title } from "../format";
 import { setQuery } from "../router";
 import type { RunEntry, Steps } from "../types";
 import { Chart, series, Swatch } from "../ui/chart";
@@ -115,9 +115,9 @@ function CurveCard({ name, members, all, labels, smoothing, axis, marks }: {
     x: axis === "time" ? mark.at : mark.step, label: String(index + 1), text: mark.text,
   })), [marks, axis]);
   return (
-    <section class="section card" aria-label={words(name)}>
-      <h2>{words(name)}</h2>
-      <Chart label={words(name)} x={x} lines={lines} sync="curves" marks={at} isTime={axis === "time"} />
+    <section class="section card" aria-label={title(name)}>
+      <h2>{title(name)}</h2>
+      <Chart label={title(name)} x={x} lines={lines} sync="curves" marks={at} isTime={axis === "time"} />
     </section>
   );
 }
@@ -137,8 +137,9 @@ function draw(
       const column = steps.series[member];
       if (column === undefined) return;
       const values = at === null ? column : x.map((step) => column[at.get(step) ?? -1] ?? null);
-      const part = member === name ? "" : member.slice(name.length + 1);
-      const label = only !== undefined ? part || words(name) : [labels[run] ?? "", part].filter(Boolean).join(" ");
+      const rest = member === name ? "" : member.slice(name.length + 1);
+      const part = /^[\d.]+$/.test(rest) ? `${title(name)} ${rest}` : rest;
+      const label = only !== undefined ? part || title(name) : [labels[run] ?? "", part].filter(Boolean).join(" ");
       const ink = series(only !== undefined ? index : run);
       const dash = only !== undefined ? undefined : DASHES[index % DASHES.length];
       if (smoothing > 0) lines.push({ label: `${label} unsmoothed`, values, colour: ink, faint: true });
@@ -162,7 +163,7 @@ export function smooth(values: (number | null)[], weight: number): (number | nul
 
 function SeriesPicker({ offered, chosen }: { offered: string[]; chosen: string[] }) {
   const [find, setFind] = useState("");
-  const shown = offered.filter((name) => words(name).includes(find.toLowerCase()) || name.includes(find));
+  const shown = offered.filter((name) => title(name).includes(find.toLowerCase()) || name.includes(find));
   const toggle = (name: string) => {
     const next = chosen.includes(name) ? chosen.filter((other) => other !== name) : [...chosen, name];
     setQuery({ series: next.length === 0 ? "none" : next.join() });
@@ -178,7 +179,7 @@ function SeriesPicker({ offered, chosen }: { offered: string[]; chosen: string[]
           {shown.map((name) => (
             <li key={name}>
               <label class="check">
-                <input type="checkbox" checked={chosen.includes(name)} onChange={() => toggle(name)} />{words(name)}
+                <input type="checkbox" checked={chosen.includes(name)} onChange={() => toggle(name)} />{title(name)}
               </label>
             </li>
           ))}

@@ -74,8 +74,8 @@ function Pushes({ pushes }: { pushes: Engines["pushes"] }) {
       ))}
       <VirtualTable label="Weight pushes, newest first" rows={newest} rowKey={({ policy, step, at }) => `${policy} ${step} ${at}`} rowHeight={30} columns={[
         { key: "step", head: "Step", width: "5rem", is_number: true, cell: ({ step }) => number(step) },
-        { key: "policy", head: "Policy", width: "minmax(6rem, 12rem)", cell: ({ policy }) => <SafeText text={policy} inline /> },
-        { key: "method", head: "Way", width: "minmax(7rem, 12rem)", cell: ({ method }) => <SafeText text={method} inline /> },
+        { key: "policy", head: "Policy", width: "7rem", cell: ({ policy }) => <SafeText text={policy} inline /> },
+        { key: "method", head: "Way", width: "8rem", cell: ({ method }) => <SafeText text={method} inline /> },
         { key: "push", head: "Push", width: "6rem", is_number: true, cell: ({ push_s }) => duration(push_s) },
         { key: "pause", head: "Paused", width: "6rem", is_number: true, cell: ({ pause_s }) => duration(pause_s) },
         { key: "at", head: "When", width: "minmax(11rem, 1fr)", cell: ({ at }) => dateTime(at) },

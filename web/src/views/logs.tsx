@@ -1,7 +1,7 @@
 // The ends of the processes' log files, and messages that nobody could read.
 import { useEffect, useRef } from "preact/hooks";
 import { url, useApi, withQuery } from "../api";
-import { bytes, words } from "../format";
+import { bytes, dateTime, words } from "../format";
 import { link, setQuery } from "../router";
 import type { DeadLetters, LogFiles, LogText } from "../types";
 import { Page, Section, Select, TextField } from "../ui/parts";
@@ -84,6 +84,7 @@ function DeadLetterSection({ run }: { run: string }) {
               key: name, head: words(name),
               cell: (row: Record<string, unknown>) => {
                 const value = row[name];
+                if ((name === "at" || name.endsWith("_at")) && typeof value === "number") return <span class="nowrap">{dateTime(value)}</span>;
                 return <SafeText text={typeof value === "string" ? value : value === undefined ? "" : JSON.stringify(value)} inline />;
               },
             }))} />
