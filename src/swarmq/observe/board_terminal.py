@@ -22,6 +22,8 @@ DETAILS = ("k3", "wait/train/push s", "pause ms")
 PROXIES = "proxies since their start"
 """Heading of the proxies' counters, which begin at 0 with each process, unlike the episodes' counters."""
 DAY_S = 86_400.0
+METRICS, METRIC_WIDTH = 12, 24
+"""Most metrics of a kind on the screen, and most characters of their names; `--json` has all of both."""
 NAME_WIDTH, PHASE_WIDTH, CURVE_WIDTH = 16, len("training"), 14
 
 
@@ -30,6 +32,8 @@ def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board, width)]
     if any(len(_kinds_of(steps)) > 1 for steps in board.steps.values()):
         parts.append(_kinds(board, width))
+    if any(steps[-1].get("metrics_by_kind") for steps in board.steps.values()):
+        parts.append(_metrics(board))
     if board.rounds:
         parts.append(_rounds(board, width))
     if board.warnings:
@@ -193,6 +197,25 @@ def _kinds(board: Board, width: int) -> RenderableType:
     return table
 
 
+def _metrics(board: Board) -> Table:
+    """Render the means of the agents' metrics in the newest step, a line for each policy and kind."""
+    newest = {policy: steps[-1].get("metrics_by_kind") or {} for policy, steps in sorted(board.steps.items())}
+    table = _table(policy=newest, kind=[kind for kinds in newest.values() for kind in kinds])
+    table.add_column("agents' metrics", ratio=1)
+    for policy, kinds in newest.items():
+        for kind, means in sorted(kinds.items()):
+            table.add_row(policy, kind, _list_means(means))
+    return table
+
+
+def _list_means(means: Mapping[str, Any]) -> str:
+    """Format the first METRICS means by name, and the number of the others."""
+    names = {name: " ".join(name[:METRIC_WIDTH].split()) for name in sorted(means)}
+    shown = [f"{text} {means[name]:.4g}" for name, text in names.items() if means[name] is not None]
+    more = [f"and {len(shown) - METRICS} more"] if len(shown) > METRICS else []
+    return " · ".join(shown[:METRICS] + more)
+
+
 def _kinds_of(steps: Iterable[Mapping[str, Any]]) -> list[str]:
     return sorted({kind for step in steps for kind in step.get("reward_by_kind", {})})
 
@@ -218,7 +241,9 @@ def _rounds(board: Board, width: int) -> RenderableType:
         ]
         reward = "-" if figures["reward"] is None else f"{figures['reward']:.3f}"
         table.add_row(kind, str(figures["tasks"]), reward, passed or "-", _curve(history, width))
-    return Group(Text(title, "bold"), table)
+    of_agents = {kind: means for kind, figures in newest["kinds"].items() if (means := figures.get("metrics"))}
+    below = [Text(f" {kind}: {_list_means(means)}") for kind, means in of_agents.items()]
+    return Group(Text(title, "bold"), table, *below)
 
 
 def _warnings(board: Board, now: float) -> Text:

@@ -12,7 +12,7 @@ from swarmq.outcome import Outcome, to_finite_float
 def combine(
     parts: Mapping[str, float], weights: Mapping[str, float] | None = None, *, success: bool | None = None
 ) -> Outcome:
-    """Return the weighted sum as reward (weight 1 unless given), with every part as a metric, which the batch log keeps with the episode.
+    """Return the weighted sum as reward (weight 1 unless given), with every part as a metric, whose means are shown by kind.
 
     Raises OutcomeError for a part that is not a finite number and for a weight without a part.
     """

@@ -45,6 +45,24 @@ def test_steps_warnings_and_counts_reach_the_screen():
         assert expected in shown
 
 
+def test_means_of_the_agents_metrics_are_shown_by_kind_for_steps_and_evaluations():
+    board = Board(run="r")
+    many = {f"m{number:03d}": float(number) for number in range(64)}
+    board.fold(event("step", version=1, reward=0.5, metrics_by_kind={"math": {"tool calls": 2.5}, "code": many}))
+    board.fold(
+        event(
+            "step", version=2, reward=0.5, metrics_by_kind={"math": {"tool\ncalls": 3.25, "x" * 80: None}, "code": many}
+        )
+    )
+    kinds = {"code": {"tasks": 2, "episodes": 4, "reward": 0.5, "pass": {}, "metrics": {"tests passed": 0.75}}}
+    board.fold(event("evaluated", "collector", version=2, kinds=kinds))
+    shown = " ".join(text_of(board).replace("│", " ").split())
+    assert "main math tool calls 3.25" in shown
+    assert "m011 11 · and 52 more" in shown
+    assert "m012" not in shown
+    assert "code: tests passed 0.75" in shown
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, None])
 def test_a_step_whose_figures_are_not_finite_is_shown_beside_the_others(broken):
     board = Board(run="r")

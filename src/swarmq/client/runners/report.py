@@ -10,10 +10,7 @@ from statistics import fmean, stdev
 import msgspec
 
 from swarmq.client.runners.attempts import Attempted
-
-Z95 = 1.959964
-"""Two-sided 95 % of the normal distribution."""
-
+from swarmq.estimates import Z95, wilson
 
 MANY_DIGITS = 1e6
 MAX_DISTINCT = 1000
@@ -156,14 +153,6 @@ def eval_report(attempts: Iterable[Attempted], *, failed: int, seconds: float) -
         reward_by_kind={kind: fmean(values) for kind, values in sorted(kinds.items())},
         seconds=seconds,
     )
-
-
-def wilson(rate: float, n: int) -> tuple[float, float]:
-    """95 % interval of a proportion seen in n independent trials (Wilson 1927)."""
-    centre = rate + Z95**2 / (2 * n)
-    half = Z95 * math.sqrt(rate * (1 - rate) / n + Z95**2 / (4 * n**2))
-    scale = 1 + Z95**2 / n
-    return (centre - half) / scale, (centre + half) / scale
 
 
 def headline(error: BaseException | None) -> str:

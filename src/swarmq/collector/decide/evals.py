@@ -20,13 +20,12 @@ import msgspec
 
 from swarmq.collector.decide import effects as do
 from swarmq.config import Eval
+from swarmq.estimates import wilson
 from swarmq.messages import EpisodeEnd, Slot, Task
 
 EVAL_ROUND = "eval_round"
 """Name of the counter that holds the weight version of the newest evaluation round plus one; 0 before the first round."""
 
-Z95 = 1.959964
-"""Two-sided 95 % quantile of the normal distribution."""
 RIGHT = 1.0
 """Reward from which an attempt counts as a success if the agent does not say."""
 
@@ -190,11 +189,3 @@ def pass_at(k: int, n: int, right: int) -> float:
     """Return the unbiased estimate of the chance that at least one of k attempts is right, from n with `right` successes
     (2107.03374)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval for the mean of n values between 0 and 1; it is too wide unless all values are 0 or 1."""
-    centre = share + Z95**2 / (2 * n)
-    spread = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n))
-    scale = 1 + Z95**2 / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
+import msgspec
+
 from swarmq.config import Train
+from swarmq.estimates import MetricSum, add_metrics, keep_most_reported, sum_metrics
 from swarmq.learner.algorithms.advantages import compute_length_penalty, count_credited, group_by_slot
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import Rollout
@@ -17,6 +21,7 @@ from swarmq.token_drift import Drift
 def sum_episodes(episodes: Iterable[Rollout]) -> dict[str, EpisodeSums]:
     """Return kind -> sums over the kind's episodes."""
     sums: dict[str, EpisodeSums] = {}
+    metrics: dict[str, list[dict[str, float]]] = {}
     for episode in episodes:
         one = EpisodeSums(
             episodes=1,
@@ -25,7 +30,8 @@ def sum_episodes(episodes: Iterable[Rollout]) -> dict[str, EpisodeSums]:
             successes=int(bool(episode.success)),
         )
         sums[episode.kind] = sums.get(episode.kind, EpisodeSums()) + one
-    return sums
+        metrics.setdefault(episode.kind, []).append(episode.metrics)
+    return {kind: msgspec.structs.replace(one, metrics=sum_metrics(metrics[kind])) for kind, one in sums.items()}
 
 
 def add_sums(tallies: Iterable[dict[str, EpisodeSums]]) -> dict[str, EpisodeSums]:
@@ -38,7 +44,7 @@ def add_sums(tallies: Iterable[dict[str, EpisodeSums]]) -> dict[str, EpisodeSums
 
 def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict[str, Any]:
     """Return the metrics of a trained batch. `since_last`: records of drops since the batch before, whose episodes count for
-    `reward`, `equal_groups` and `dropped`."""
+    `reward`, `metrics` (means of the agents' own metrics, each over the episodes that report it), `equal_groups` and `dropped`."""
     episodes, indices = record.episodes, [record.index, *since_last]
     sums = add_sums(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())
@@ -51,6 +57,8 @@ def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict
         "reward_trained": sum(e.reward for e in episodes) / max(len(episodes), 1),
         "reward_by_kind": {kind: t.reward / t.episodes for kind, t in sums.items()},
         "success_by_kind": {kind: t.successes / t.judged for kind, t in sums.items() if t.judged},
+        "metrics": _means(keep_most_reported(reduce(add_metrics, (t.metrics for t in sums.values()), {}))),
+        "metrics_by_kind": {kind: _means(keep_most_reported(t.metrics)) for kind, t in sums.items() if t.metrics},
         "groups_by_kind": dict(Counter(group[0].kind for group in grouped)),
         "episodes": len(episodes),
         "groups": groups,
@@ -73,6 +81,10 @@ def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict
         "code_versions": dict(Counter(e.code_version for e in episodes if e.code_version)),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
     }
+
+
+def _means(sums: Mapping[str, MetricSum]) -> dict[str, float]:
+    return {name: one.mean for name, one in sums.items()}
 
 
 def _credit_shares(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:

@@ -20,6 +20,7 @@ import msgspec
 
 from swarmq.config import TEACHER_TEMPERATURE, Train
 from swarmq.errors import TimelineError
+from swarmq.estimates import MetricNames
 from swarmq.learner.algorithms.advantages import group_by_slot, has_signal, update_baselines
 from swarmq.learner.batching.sampling_checks import find_altered_sampling
 from swarmq.learner.feed.batch_summary import add_sums, newest_version, oldest_version, sum_episodes
@@ -99,6 +100,7 @@ class Batcher:
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: OrderedDict[str, None] = OrderedDict()
+        self._metric_names = MetricNames()
         for index in logged:
             self.note(index)
         self._incomplete: dict[str, dict[str, Rollout]] = {}
@@ -108,6 +110,7 @@ class Batcher:
         self._groups_equal = 0
         self._reasons: set[str] = set()
         self._news: list[str] = []
+        self._warnings: list[str] = []
 
     def change(self, limits: BatchLimits) -> None:
         """Use new limits from the next batch on, also for groups that already wait."""
@@ -124,6 +127,8 @@ class Batcher:
             self.known[episode_id] = None
         while len(self.known) > self.limits.num_known:
             self.known.popitem(last=False)
+        for kind, sums in index.tally.items():
+            self._metric_names.admit(kind, sums.metrics)
 
     def accept(self, episode: Rollout) -> bool:
         """Accept a rollout. Returns False if the log already has it; a rollout that already waits changes nothing."""
@@ -170,6 +175,11 @@ class Batcher:
         news, self._news = self._news, []
         return news
 
+    def warnings(self) -> list[str]:
+        """Return warnings about the agents' metrics that were not given before."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
     @property
     def groups_ready(self) -> dict[str, int]:
         return {kind: len(groups) for kind, groups in self._ready.items()}
@@ -208,7 +218,7 @@ class Batcher:
                 self._add_news("group_too_small", f"{why}: take larger groups, or 'ema'")
         elif not has_signal(usable, train):
             self._groups_equal += 1
-            self._tally = add_sums([self._tally, sum_episodes(usable)])
+            self._tally = add_sums([self._tally, self._sum_shown(usable)])
             self._drop(dropped | _with_reason(usable, EQUAL_REWARDS))
         else:
             oldest, newest = min(map(oldest_version, usable)), max(map(newest_version, usable))
@@ -240,6 +250,16 @@ class Batcher:
         if reason not in self._reasons:
             self._reasons.add(reason)
             self._news.append(f"dropped as {reason}: {sentence}")
+
+    def _sum_shown(self, episodes: Iterable[Rollout]) -> dict[str, EpisodeSums]:
+        """Return kind -> sums over the kind's episodes, with a bounded number of metrics."""
+        shown = {}
+        for kind, sums in sum_episodes(episodes).items():
+            metrics, warning = self._metric_names.admit(kind, sums.metrics)
+            shown[kind] = msgspec.structs.replace(sums, metrics=metrics)
+            if warning:
+                self._warnings.append(warning)
+        return shown
 
     def _drop_stale(self, version: int) -> None:
         """Drop episodes with a token that is too old for the next step or from a version that this learner has not made, and
@@ -284,7 +304,7 @@ class Batcher:
             dropped=self._dropped,
             carry=dict(carry),
             baselines=_baselines(before, episodes, settings) if settings else dict(before),
-            tally=add_sums([self._tally, sum_episodes(episodes)]),
+            tally=add_sums([self._tally, self._sum_shown(episodes)]),
             groups_equal=self._groups_equal,
             at=at,
             control=self.limits.control,

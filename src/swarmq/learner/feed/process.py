@@ -286,6 +286,9 @@ class BatchFeeder:
         await self._retry_until_room(append)  # durable,
         ids = (*record.index.trained, *record.index.dropped)
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
+        for text in self.intake.warnings():
+            log.warning("metrics_not_shown", reason=text)
+            await self._emit("warning", {"text": f"learner {self.policy}: {text}"})
 
     async def _retry_until_room(self, write: Callable[[], T]) -> T:
         """Return the result of `write`, which is retried, with a warning, until the disk has room. Meanwhile nothing is

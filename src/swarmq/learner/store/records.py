@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from swarmq.config import SwarmJob, Train, rename_former
+from swarmq.estimates import MetricSum, add_metrics
 from swarmq.messages import Rollout
 
 SCHEMA = 1
@@ -51,6 +52,9 @@ class EpisodeSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     judged: int = 0
     """Number of episodes with a success flag."""
     successes: int = 0
+    metrics: dict[str, MetricSum] = {}
+    """Sums of the metrics that the agents reported, which may differ from episode to episode; empty in records of earlier
+    versions."""
 
     def __add__(self, other: EpisodeSums) -> EpisodeSums:
         return EpisodeSums(
@@ -58,6 +62,7 @@ class EpisodeSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             reward=self.reward + other.reward,
             judged=self.judged + other.judged,
             successes=self.successes + other.successes,
+            metrics=add_metrics(self.metrics, other.metrics),
         )
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from swarmq.client.runners.attempts import Attempted
-from swarmq.client.runners.report import Tally, eval_report, figure, headline, wilson
+from swarmq.client.runners.report import Tally, eval_report, figure, headline
 
 
 def done(reward, *, task="t", success=None, kind="math", error=None):
@@ -31,13 +31,6 @@ def test_success_is_judged_only_where_it_was_said():
     report = eval_report([done(1.0, task="a", success=True), done(0.0, task="b")], failed=0, seconds=1)
     assert report.success_rate == 1.0
     assert eval_report([done(1.0)], failed=0, seconds=1).success_rate is None
-
-
-def test_wilson_agrees_with_the_published_example_and_stays_inside_0_and_1():
-    low, high = wilson(0.0, 10)  # 0 of 10: [0, 0.2775]
-    assert low == pytest.approx(0.0)
-    assert high == pytest.approx(0.2775, abs=1e-4)
-    assert wilson(1.0, 10)[1] == pytest.approx(1.0)
 
 
 def test_rewards_are_told_apart_by_kind():

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
+from swarmq.estimates import MetricSum
+from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.feed.batcher import MIN_KNOWN, WINDOWS_KNOWN, Batcher, BatchLimits
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.messages import Rollout, Sampling
@@ -54,6 +56,39 @@ def feed(intake: Batcher, *groups: list[Rollout]) -> None:
 def altered(episode: Rollout, **turn_fields: object) -> Rollout:
     first, *rest = episode.turns
     return msgspec.structs.replace(episode, turns=(msgspec.structs.replace(first, **turn_fields), *rest))
+
+
+def test_metrics_of_episodes_dropped_for_equal_rewards_count_as_their_rewards_do() -> None:
+    box = intake()
+    feed(
+        box, make_group("same", (1.0, 1.0), metrics={"calls": 4.0}), make_group("a", (0.0, 1.0), metrics={"calls": 1.0})
+    )
+    record = take(box)
+    assert record is not None
+    assert record.index.tally["default"].metrics["calls"] == (sums := MetricSum(4, 10.0))
+    shown = batch_metrics(record, [])
+    assert (shown["metrics"], shown["metrics_by_kind"]) == ({"calls": sums.mean}, {"default": {"calls": 2.5}})
+
+
+def test_the_names_of_metrics_are_bounded_over_the_run_and_after_a_restart_and_said_once() -> None:
+    def report(name: str, first: int) -> list[Rollout]:
+        return make_group(name, (0.0, 1.0), metrics={f"m{number}": 1.0 for number in range(first, first + 40)})
+
+    box = intake()
+    feed(box, report("a", 0))
+    first = take(box)
+    assert first is not None
+    assert box.warnings() == []
+    again = intake(logged=(first.index,))
+    for name in ("b", "c"):
+        feed(again, report(name, 40))
+        record = take(again, version=1)
+        assert record is not None
+        assert list(record.index.tally["default"].metrics) == [f"m{number}" for number in range(40, 64)]
+    (warning,) = again.warnings()
+    assert "kind default report more than 64 different metrics" in warning
+    assert "'m64'" in warning
+    assert again.warnings() == []
 
 
 def test_groups_of_one_are_said_to_be_no_use_where_attempts_are_compared() -> None:
