@@ -11,11 +11,13 @@ import fnmatch
 import functools
 import os
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import tomli_w
@@ -421,6 +423,26 @@ class Eval(Settings, frozen=True, kw_only=True):
     """Seconds after which an incomplete round is closed with the results so far."""
 
 
+class AlertSettings(Settings, frozen=True, kw_only=True):
+    """Alerts on warnings, standstills and the end of training (docs/monitoring.md)."""
+
+    command: str = ""
+    """Program with its arguments that is run for each alert, with the alert as JSON on its standard input; no shell reads it."""
+    url: str = ""
+    """http(s) URL to which each alert is posted as JSON."""
+    interval_s: Factor = 600.0
+    """Least seconds between two alerts with the same wording."""
+
+    def __post_init__(self) -> None:
+        try:
+            if self.command and not shlex.split(self.command):
+                raise ValueError("no program is named")
+        except ValueError as error:
+            raise ValueError(f"command: {error}, in {self.command!r}") from error
+        if self.url and (urlsplit(self.url).scheme not in {"http", "https"} or not urlsplit(self.url).hostname):
+            raise ValueError("url: an http:// or https:// URL is needed")
+
+
 class Policy(Settings, frozen=True, kw_only=True):
     """A model that is trained, or served frozen."""
 
@@ -470,6 +492,8 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """The proxies of the run."""
     groups: GroupSettings = field(default_factory=GroupSettings)
     """Groups and batches."""
+    alerts: AlertSettings = field(default_factory=AlertSettings)
+    """Alerts to a command or a URL."""
     transcripts: TranscriptSettings = field(default_factory=TranscriptSettings)
     """Transcripts of all closed episodes."""
 

@@ -6,6 +6,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     dead_letters,
     engines,
     init,
+    recording,
     stored_runs,
     tasks,
     up,

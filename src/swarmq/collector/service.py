@@ -254,7 +254,7 @@ class Collector:
             await self._tell("state", state_fields(core))
             for line in watch.look(core, self._clock()):
                 log.warning("no_progress", reason=line)
-                await self._tell("warning", {"text": line})
+                await self._tell("warning", {"text": line, "kind": "stall"})
 
     # ------------------------------------------------------------------------------------------- deciding
 

@@ -85,7 +85,7 @@ class Board:
                 self.stages[event.source] = str(event.fields.get("text", ""))
             case "warning":
                 text = str(event.fields.get("text", event.fields))
-                self._warn(BoardWarning(event.source, text, event.at, _without_figures(text)))
+                self._warn(BoardWarning(event.source, text, event.at, drop_figures(text)))
             case "evaluated":
                 self.rounds.append((event.at, event.fields))
             case "control":
@@ -170,7 +170,7 @@ def _policy_data(board: Board, policy: str) -> dict[str, Any]:
     }
 
 
-def _without_figures(text: str) -> str:
+def drop_figures(text: str) -> str:
     """Remove numbers and episode ids from a text, keeping numbers within names."""
     return re.sub(r"[0-9a-f-]{32,}|(?<![\w./-])-?\d+(\.\d+)?", "#", text)
 

@@ -31,6 +31,7 @@ from swarmq.broker.admin.users import ManagementApi, QueueFigures
 from swarmq.config import SwarmJob
 from swarmq.engine.client.load import EngineLoad, read_load
 from swarmq.errors import BrokerError, SwarmqError
+from swarmq.observe.alerts import Alerts
 from swarmq.observe.board import Board, board_to_json
 from swarmq.observe.monitor import RECORDED, Follower, Outage, follow
 from swarmq.registries.engines import EngineRegistry
@@ -54,6 +55,8 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
     sample_s: float = 10.0
     look_s: float = 4.0
     """Between two looks at the management API and the engines."""
+    silent_s: float = 120.0
+    """Without an event of the collector or a learner, after which an alert is sent."""
     retry_s: float = 5.0
     """Until a recording that failed, or that another process does, is tried again."""
 
@@ -162,33 +165,74 @@ def _management_api(job: SwarmJob) -> ManagementApi:
 async def record_run(
     job: SwarmJob, broker: Broker, *, follower: Follower | None = None, intervals: Intervals = INTERVALS
 ) -> AsyncIterator[None]:
-    """Record the run while the context is open.
+    """Record the run, and send its alerts, while the context is open.
 
     `follower`: the caller's, who records the events himself. Never raises: whatever cannot be recorded is left out.
     """
+    recorder = _Recorder(job, broker, follower, intervals)
+    ending = "the recording ends: the run is being stopped"
     async with asyncio.TaskGroup() as tasks:
-        recording = tasks.create_task(_record(job, broker, follower, intervals))
+        recording = tasks.create_task(recorder.record())
         try:
             yield
+        except Exception as error:
+            ending = f"the recording ends with an error: {error}"
+            raise
         finally:
             recording.cancel()
+            if recorder.is_recording:
+                await recorder.alerts.finish(ending)
 
 
-async def _record(job: SwarmJob, broker: Broker, follower: Follower | None, intervals: Intervals) -> None:
-    """Record until cancelled, as soon as no other process does."""
-    path = job.run_folder.recorder_lock
-    outage, is_waiting = Outage(str(path.parent)), False
-    while True:
+class _Recorder:
+    """The recording of one run by this process."""
+
+    def __init__(self, job: SwarmJob, broker: Broker, follower: Follower | None, intervals: Intervals) -> None:
+        self._job, self._broker, self._follower, self._intervals = job, broker, follower, intervals
+        self.alerts = Alerts(job)
+        self.is_recording = False
+        """Whether this process has been the one that records."""
+
+    async def record(self) -> None:
+        """Record until cancelled, as soon as no other process does."""
+        path = self._job.run_folder.recorder_lock
+        outage, is_waiting = Outage(str(path.parent)), False
+        while True:
+            try:
+                with outage.tolerate(), _hold_recorder_lock(path) as is_ours:
+                    if is_ours:
+                        self.is_recording = True
+                        await self._record_as_only_one()
+                    elif not is_waiting:
+                        is_waiting = True
+                        log.info("recorded_elsewhere", holder=path.read_text(errors="replace"))
+            except Exception:  # a bug in the recorder must not end the run
+                log.exception("recording_failed")
+            await asyncio.sleep(self._intervals.retry_s)
+
+    async def _record_as_only_one(self) -> None:
+        """Record until cancelled. Raises BrokerError if the broker refuses its events for good."""
+        job, every = self._job, self._intervals
         try:
-            with outage.tolerate(), _hold_recorder_lock(path) as is_ours:
-                if is_ours:
-                    await _record_as_only_one(job, broker, follower, intervals)
-                elif not is_waiting:
-                    is_waiting = True
-                    log.info("recorded_elsewhere", holder=path.read_text(errors="replace"))
-        except Exception:  # a bug in the recorder must not end the run
-            log.exception("recording_failed")
-        await asyncio.sleep(intervals.retry_s)
+            async with contextlib.AsyncExitStack() as stack:
+                follower = self._follower
+                if follower is None:
+                    following = follow(job, self._broker, record=job.run_folder.events, names=RECORDED)
+                    follower = await stack.enter_async_context(following)
+                sources, board = Sources(job), follower.board
+                follower.listeners.append(self.alerts.hear)
+                stack.callback(follower.listeners.remove, self.alerts.hear)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(_repeat(every.look_s, sources.look))
+                    tasks.create_task(_keep_board(job, board, sources, every.board_s))
+                    tasks.create_task(_keep_samples(job, board, sources, every.sample_s))
+                    tasks.create_task(self.alerts.deliver())
+                    tasks.create_task(_watch_silence(job, board, self.alerts, every.silent_s))
+        except BaseExceptionGroup as group:
+            ours, others = group.split((BrokerError, OSError))
+            if others or not ours:
+                raise
+            raise BrokerError(f"the run's events are not received: {ours.exceptions[0]}") from group
 
 
 @contextlib.contextmanager
@@ -206,23 +250,19 @@ def _hold_recorder_lock(path: Path) -> Iterator[bool]:
         yield True
 
 
-async def _record_as_only_one(job: SwarmJob, broker: Broker, follower: Follower | None, intervals: Intervals) -> None:
-    """Record until cancelled. Raises BrokerError if the broker refuses its events for good."""
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            if follower is None:
-                events = job.run_folder.events
-                follower = await stack.enter_async_context(follow(job, broker, record=events, names=RECORDED))
-            sources, board = Sources(job), follower.board
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_repeat(intervals.look_s, sources.look))
-                tasks.create_task(_keep_board(job, board, sources, intervals.board_s))
-                tasks.create_task(_keep_samples(job, board, sources, intervals.sample_s))
-    except BaseExceptionGroup as group:
-        ours, others = group.split((BrokerError, OSError))
-        if others or not ours:
-            raise
-        raise BrokerError(f"the run's events are not received: {ours.exceptions[0]}") from group
+async def _watch_silence(job: SwarmJob, board: Board, alerts: Alerts, silent_s: float) -> None:
+    """Alert when the collector or a learner that has steps to make has said nothing for `silent_s`."""
+    while True:
+        await asyncio.sleep(silent_s / 4)
+        now = time.time()
+        if _broker_state(board, now) == "away":
+            alerts.add("stall", "recorder", "the broker cannot be reached")
+            continue
+        for source, part in board.parts.items():
+            policy = source.removeprefix("learner.")
+            has_work = source == "collector" or (policy in job.trained and not alerts.has_ended(policy))
+            if has_work and now - part.at > silent_s:
+                alerts.add("stall", "recorder", f"{source} has been silent for {now - part.at:.0f} s")
 
 
 async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:

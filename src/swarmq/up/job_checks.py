@@ -18,6 +18,7 @@ from swarmq.learner import preflight
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.train import tracker_packages
+from swarmq.observe.alerts import check_alerts
 from swarmq.up.placement import ContextLimit, Placement, choose_context_limits, place_all
 
 
@@ -60,6 +61,7 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
 
 def check_settings(job: SwarmJob) -> list[GpuCapacity]:
     """Return the GPUs that engines and learners can be placed on. Raises SwarmqError for settings that no model can make work."""
+    check_alerts(job.alerts)
     served = [policy for policy in job.policies.values() if not policy.engine.urls]
     for policy in served:
         check_arguments(policy)
