@@ -86,6 +86,7 @@ def _install(cuda: bool) -> int:
         ("tools for tests and checks", _digest("dev.txt"), lambda: _pip("--no-deps", "-r", "requirements/dev.txt")),
         ("torchvision for tests", TORCHVISION, _torchvision),
         ("swarmq itself", _project_digest(), lambda: _pip("--no-deps", "-e", ".")),
+        ("chromium for the dashboard's tests", "1", _chromium),
         ("RabbitMQ", hashlib.sha256((ROOT / "src/swarmq/broker/node/install.py").read_bytes()).hexdigest(), _rabbitmq),
     ]
     if cuda:
@@ -181,6 +182,15 @@ def _rabbitmq() -> None:
         _say("      SWARMQ_AMQP_URL is set, none is needed here")
     elif _run([str(PYTHON), "-m", "swarmq.broker.node.install"]):
         raise Failed(f"RabbitMQ: {_last_words()}")
+
+
+def _chromium() -> None:
+    """Debian's browser, for tests/e2e/dashboard; they are skipped where there is none."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    if not any(map(shutil.which, names)) and _is_debian() and os.geteuid() == 0:
+        _apt("chromium", "fonts-dejavu-core")
+    if not any(map(shutil.which, names)):
+        _say("      no chromium: tests of the dashboard in a browser will be skipped; sudo apt-get install chromium")
 
 
 def _can_compile() -> bool:

