@@ -77,11 +77,12 @@ export const unauthorized = { notify: (): void => undefined };
 
 /**
  * Fetch an address (null: nothing yet) and fetch it again whenever the run `live` changes in one of the ways of `on`
- * ("steps", "episodes", "state", "warnings"; any change without `on`), or every `everyS` seconds.
+ * ("steps", "episodes", "state", "warnings"; any change without `on`), or every `everyS` seconds. With `keeps` the data of the
+ * address before stays until the new one's has come.
  */
 export function useApi<T>(
   address: string | null,
-  { live = null, on, everyS }: { live?: string | null; on?: string[]; everyS?: number } = {},
+  { live = null, on, everyS, keeps = false }: { live?: string | null; on?: string[]; everyS?: number; keeps?: boolean } = {},
 ): Loaded<T> {
   const [state, setState] = useState<{ address: string | null; data: T | null; error: ApiError | null; isLoading: boolean }>(
     { address, data: null, error: null, isLoading: address !== null },
@@ -95,7 +96,7 @@ export function useApi<T>(
     if (address === null) return;
     const abort = new AbortController();
     busy.current = true;
-    setState((old) => ({ ...old, address, data: old.address === address ? old.data : null, isLoading: true }));
+    setState((old) => ({ ...old, address, data: keeps || old.address === address ? old.data : null, isLoading: true }));
     get<T>(address, abort.signal).then(
       (data) => setState({ address, data, error: null, isLoading: false }),
       (error: unknown) => {
@@ -131,5 +132,5 @@ export function useApi<T>(
     return () => clearInterval(timer);
   }, [everyS]);
 
-  return { data: state.address === address ? state.data : null, error: state.error, isLoading: state.isLoading, reload };
+  return { data: keeps || state.address === address ? state.data : null, error: state.error, isLoading: state.isLoading, reload };
 }

@@ -164,7 +164,7 @@ function Login({ onDone }: { onDone: () => void }) {
         </label>
         {error !== "" && <p class="state failed" role="alert">{error}</p>}
         <button class="primary" type="submit">Open the dashboard</button>
-        <p class="note">`swarmq token` makes tokens. The token stays in a cookie that scripts cannot read.</p>
+        <p class="note"><code>swarmq token</code> makes tokens. The token stays in a cookie that scripts cannot read.</p>
       </form>
     </main>
   );

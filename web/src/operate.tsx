@@ -5,6 +5,7 @@ import { post, url } from "./api";
 import { useMe } from "./me";
 import type { RunEntry } from "./types";
 import { Dialog } from "./ui/dialog";
+import { Prose } from "./ui/parts";
 import { SafeText } from "./ui/text";
 
 export type Action = "pause" | "resume" | "drain" | "checkpoint" | "set" | "stop" | "revoke";
@@ -86,7 +87,7 @@ export function Confirm({ run, action, client = "", policies = [], path: given =
     <Dialog title={title} onClose={onClose}>
       <form class="confirm" onSubmit={send}>
         {client !== "" && <p><b><SafeText text={client} inline /></b></p>}
-        <p>{what}</p>
+        <p><Prose text={what} /></p>
         {action === "set" && state.done === "" && (
           <div class="controls">
             <label class="field"><span>Setting, e.g. policies.main.learning_rate</span>

@@ -96,7 +96,9 @@ export function Chart(props: ChartProps) {
     if (made === null || by === undefined || x.length === 0) return;
     event.preventDefault();
     const at = Math.max(0, Math.min(x.length - 1, (index ?? x.length - (by < 0 ? 0 : 1)) + by));
-    made.setCursor({ left: made.valToPos(x[at] ?? 0, "x"), top: made.bbox.height / 2 / devicePixelRatio });
+    // The third argument, which the types do not name, moves the cursors of the other charts, too.
+    const place = made.setCursor as (position: { left: number; top: number }, fire: boolean, publish: boolean) => void;
+    place({ left: made.valToPos(x[at] ?? 0, "x"), top: made.bbox.height / 2 / devicePixelRatio }, true, true);
     setSpoken(true);
   };
 
@@ -156,9 +158,11 @@ function options(
   const [ink2, line1, line2, surface, accent] = ["ink-2", "line", "line-2", "surface", "accent"].map(colour);
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
   const series: uPlot.Series[] = [{}];
+  const strokes: string[] = [""]; // by series
   const bands: uPlot.Band[] = [];
   for (const { label, colour: name, dash, faint, low, points } of lines) {
     const stroke = colour(name);
+    strokes.push(faint ? "transparent" : stroke, ...(low === undefined ? [] : ["transparent", "transparent"]));
     series.push({
       label, stroke: faint ? fade(stroke, 0.3) : stroke, width: faint ? 1 : 1.75, spanGaps: true,
       ...(dash ? { dash } : {}),
@@ -179,7 +183,7 @@ function options(
       ...(sync !== undefined ? { sync: { key: sync, scales: ["x", null] } } : {}),
       y: false,
       focus: { prox: 24 },
-      points: { size: 7 },
+      points: { size: 7, width: 0, fill: (_plot, index) => strokes[index] ?? "", stroke: (_plot, index) => strokes[index] ?? "" },
     },
     scales: {
       x: { time: isTime },

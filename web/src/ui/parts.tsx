@@ -116,6 +116,38 @@ export function TextField({ label, value, onInput, placeholder = "", size }: {
   );
 }
 
+/** A button that opens a small panel; a click elsewhere or Escape closes it. */
+export function Menu({ title, children }: { title: ComponentChild; children: ComponentChildren }) {
+  const element = useRef<HTMLDetailsElement>(null);
+  useEffect(() => {
+    const close = (event: Event) => {
+      const menu = element.current;
+      if (menu === null || !menu.open) return;
+      const isEscape = event instanceof KeyboardEvent && event.key === "Escape";
+      if (!isEscape && (event.type === "keydown" || (event.target instanceof Node && menu.contains(event.target)))) return;
+      menu.open = false;
+      if (isEscape) menu.querySelector("summary")?.focus();
+    };
+    document.addEventListener("pointerdown", close);
+    document.addEventListener("keydown", close);
+    return () => {
+      document.removeEventListener("pointerdown", close);
+      document.removeEventListener("keydown", close);
+    };
+  }, []);
+  return (
+    <details class="menu" ref={element}>
+      <summary class="button">{title}</summary>
+      <div class="menu-body">{children}</div>
+    </details>
+  );
+}
+
+/** Our own text with `code` in backticks. */
+export function Prose({ text }: { text: string }) {
+  return <>{text.split("`").map((part, at) => (at % 2 === 1 ? <code key={at}>{part}</code> : part))}</>;
+}
+
 /** A button that copies text. */
 export function Copy({ text, label = "Copy" }: { text: string; label?: string }) {
   const [isDone, setDone] = useState(false);

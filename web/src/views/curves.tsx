@@ -6,7 +6,7 @@ import { setQuery } from "../router";
 import type { RunEntry, Steps } from "../types";
 import { Chart, series, Swatch } from "../ui/chart";
 import type { ChartMark, Line } from "../ui/chart";
-import { Choices, Page, Section, Select } from "../ui/parts";
+import { Choices, Menu, Page, Section, Select } from "../ui/parts";
 import { Empty, Failed, Loading } from "../ui/states";
 import { Table } from "../ui/table";
 import { SafeText } from "../ui/text";
@@ -28,17 +28,12 @@ export function Curves({ run, query }: { run: string; arg: string; query: URLSea
   const policies = Object.keys(runs.data?.runs.find(({ id }) => id === run)?.policies ?? {});
 
   // The number of runs may change, the number of hooks may not.
-  const first = useSteps(ids[0], policy);
-  const second = useSteps(ids[1], policy);
-  const third = useSteps(ids[2], policy);
-  const fourth = useSteps(ids[3], policy);
-  const loaded = [first, second, third, fourth].slice(0, ids.length);
-  const all = loaded.map(({ data }) => data);
-  const offered = useMemo(() => charts(all.flatMap((steps) => steps?.names ?? [])), all);
   const asked = query.get("series");
-  const chosen = asked === null
-    ? FIRST.filter((name) => offered.has(name)).slice(0, 8)
-    : asked.split(",").filter((name) => offered.has(name));
+  const loaded = [useSteps(ids[0], policy, asked), useSteps(ids[1], policy, asked), useSteps(ids[2], policy, asked), useSteps(ids[3], policy, asked)]
+    .slice(0, ids.length);
+  const all = loaded.map(({ data }) => data);
+  const offered = useMemo(() => charts(loaded.flatMap(({ names: known }) => known)), loaded.map(({ names: known }) => known.join()));
+  const chosen = choose(asked, offered);
   const smoothing = Math.min(0.99, Math.max(0, Number(query.get("smooth") ?? "0") || 0));
   const axis = query.get("x") === "time" && ids.length === 1 ? "time" : "step";
   const failed = loaded.find(({ error }) => error !== null)?.error ?? null;
@@ -91,9 +86,23 @@ export function Curves({ run, query }: { run: string; arg: string; query: URLSea
   );
 }
 
-function useSteps(run: string | undefined, policy: string) {
-  const address = run === undefined ? null : withQuery(url("runs", run, "steps"), { policy });
-  return useApi<Steps>(address, { live: run ?? null, on: ["steps"] });
+/** Ask what a run reports, then for the chosen series alone: a long run's whole table is megabytes. */
+function useSteps(run: string | undefined, policy: string, asked: string | null) {
+  const address = run === undefined ? null : url("runs", run, "steps");
+  const live = run ?? null;
+  const first = useApi<Steps>(address && withQuery(address, { policy, series: "reward" }), { live, on: ["steps"], keeps: true });
+  const names = first.data?.names ?? [];
+  const offered = useMemo(() => charts(names), [names.join()]);
+  const members = choose(asked, offered).flatMap((name) => offered.get(name) ?? []);
+  const steps = useApi<Steps>(
+    address === null || members.length === 0 ? null : withQuery(address, { policy, series: members.join() }),
+    { live, on: ["steps"], keeps: true },
+  );
+  return { names, data: (members.length === 0 ? null : steps.data) ?? first.data, error: first.error ?? steps.error };
+}
+
+function choose(asked: string | null, offered: Map<string, string[]>): string[] {
+  return asked === null ? FIRST.filter((name) => offered.has(name)).slice(0, 8) : asked.split(",").filter((name) => offered.has(name));
 }
 
 /** Put nested series, e.g. reward_by_kind/sum, into one chart under the first part of their name. */
@@ -169,9 +178,7 @@ function SeriesPicker({ offered, chosen }: { offered: string[]; chosen: string[]
     setQuery({ series: next.length === 0 ? "none" : next.join() });
   };
   return (
-    <details class="menu">
-      <summary class="button">Series ({chosen.length} of {offered.length})</summary>
-      <div class="menu-body">
+    <Menu title={`Series (${chosen.length} of ${offered.length})`}>
         <label class="field wide" data-filter><span>Find a series</span>
           <input type="search" value={find} onInput={(event) => setFind(event.currentTarget.value)} />
         </label>
@@ -188,8 +195,7 @@ function SeriesPicker({ offered, chosen }: { offered: string[]; chosen: string[]
           <button onClick={() => setQuery({ series: "none" })}>None</button>
           <button onClick={() => setQuery({ series: "" })}>The usual ones</button>
         </div>
-      </div>
-    </details>
+    </Menu>
   );
 }
 
@@ -201,9 +207,7 @@ function RunPicker({ entries, run, others }: { entries: RunEntry[]; run: string;
     setQuery({ with: next.join() });
   };
   return (
-    <details class="menu">
-      <summary class="button">{others.length === 0 ? "Compare with" : `Compared with ${others.length}`}</summary>
-      <div class="menu-body">
+    <Menu title={others.length === 0 ? "Compare with" : `Compared with ${others.length}`}>
         <ul class="checks one">
           {candidates.map(({ id, run: name }) => (
             <li key={id}>
@@ -215,8 +219,7 @@ function RunPicker({ entries, run, others }: { entries: RunEntry[]; run: string;
             </li>
           ))}
         </ul>
-      </div>
-    </details>
+    </Menu>
   );
 }
 

@@ -18,7 +18,7 @@ export function Runs({ runs, query, isCompare }: { runs: Loaded<{ runs: RunEntry
     <Page title="Runs">
       <Await of={runs} what="Looking for runs">
         {({ runs: entries }) => entries.length === 0 ? (
-          <Empty>No run in the folders that the dashboard was given. A run appears here as soon as `swarmq up` has made its folder.</Empty>
+          <Empty>No run in the folders that the dashboard was given. A run appears here as soon as <code>swarmq up</code> has made its folder.</Empty>
         ) : <RunTable entries={entries} />}
       </Await>
     </Page>

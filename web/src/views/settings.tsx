@@ -46,7 +46,7 @@ function Loaded({ run, data, query }: { run: string; data: SettingsView; query: 
       </Section>
       <Section title="Changes while the run was up"
                aside={me?.can_operate ? <button onClick={() => setChanged("")}>Change a setting…</button> : undefined}>
-        {data.history.length === 0 ? <Empty>Nothing was changed. `swarmq set` changes settings of a live run.</Empty> : (
+        {data.history.length === 0 ? <Empty>Nothing was changed. <code>swarmq set</code> changes settings of a live run.</Empty> : (
           <Table label="Changes" rows={[...data.history].reverse()} rowKey={({ number: n, path }) => `${n} ${path}`} columns={[
             { key: "number", head: "No.", is_number: true, cell: ({ number: n }) => number(n) },
             { key: "path", head: "Setting", cell: ({ path }) => <span class="mono"><SafeText text={path} inline /></span> },
