@@ -12,7 +12,7 @@ import { Help, useShortcuts } from "./shortcuts";
 import { useStreamState } from "./stream";
 import { choose, useTheme } from "./theme";
 import type { Me, RunEntry } from "./types";
-import { Badge } from "./ui/parts";
+import { States } from "./ui/parts";
 import { Empty } from "./ui/states";
 import { SafeText } from "./ui/text";
 import { VIEWS } from "./views/all";
@@ -52,7 +52,7 @@ function App() {
           <span class="crumb">
             <span aria-hidden="true">/</span>
             <a href={link(route.run, "overview")}><SafeText text={entry?.run ?? route.run} inline /></a>
-            {entry && <Badge state={entry.state} />}
+            {entry && entry.error === "" && <States state={entry.state} />}
           </span>
         )}
         <span class="top-end">

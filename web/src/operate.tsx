@@ -15,39 +15,45 @@ interface Explained { title: string; button: string; is_danger?: boolean; what: 
 const ACTIONS: Record<Action, Explained> = {
   pause: {
     title: "Pause the run", button: "Pause",
-    what: "No new tickets are issued. Open episodes go on to their end and are trained; then everything waits until the run is resumed. Nothing is lost.",
+    what: "Each learner pauses after its present step, and no tickets are issued. Running episodes go on and wait to be trained.",
   },
-  resume: { title: "Resume the run", button: "Resume", what: "Tickets are issued again, and clients begin new episodes at once." },
+  resume: { title: "Resume the run", button: "Resume", what: "Tickets are issued again and learners go on, after a pause, a drain or a stop." },
   drain: {
     title: "Drain the run", button: "Drain",
-    what: "No new episode begins any more. What is open is finished and trained, a checkpoint is written, and the run ends by itself.",
+    what: "No tickets are issued any more; the episodes that have begun are finished and trained. Resume continues the run.",
   },
   checkpoint: {
     title: "Write a checkpoint", button: "Write checkpoint",
-    what: "The learner writes a checkpoint after its present step. Training waits while it is written.",
+    what: "Each learner writes a checkpoint after its present step. Training waits while it is written.",
   },
-  set: { title: "Change a setting", button: "Change", what: "The change holds from the next step on and is recorded with your name." },
+  set: { title: "Change a setting", button: "Change", what: "The change holds from a learner's next step on and is kept in the run's history." },
   stop: {
     title: "Stop the run", button: "Stop", is_danger: true,
-    what: "The learner finishes its step, writes a checkpoint and ends. Open episodes are kept in the queues; `swarmq up` continues the run later.",
+    what: "Learners write a checkpoint and end after their present step. Engines and proxies stay up. The run stays stopped, also across restarts, until it is resumed.",
   },
   revoke: {
     title: "Revoke a client", button: "Revoke", is_danger: true,
-    what: "The client's login is refused from now on, its tickets go to others, and its open episodes are dropped. This cannot be undone for this login.",
+    what: "Its keys are refused and its connections closed, for good. Episodes that it has ended are still trained.",
   },
 };
 
-const LIVE = ["running", "live", "paused", "draining", "waiting", "starting"];
+const LIVE = ["up", "running", "live", "paused", "draining", "starting"];
+
+/** A run's state is a few words, e.g. "up, paused". */
+export function statesOf(entry: RunEntry | undefined): string[] {
+  return entry?.state.split(", ") ?? [];
+}
 
 export function isLive(entry: RunEntry | undefined): boolean {
-  return entry !== undefined && LIVE.includes(entry.state);
+  const states = statesOf(entry);
+  return !states.includes("stopped") && states.some((state) => LIVE.includes(state));
 }
 
 export function OperateBar({ run, entry }: { run: string; entry: RunEntry | undefined }) {
   const [action, setAction] = useState<Action | null>(null);
   if (entry === undefined || !isLive(entry)) return null;
-  const isPaused = entry.state === "paused";
-  const offered: Action[] = [isPaused ? "resume" : "pause", "checkpoint", "set", "drain", "stop"];
+  const isHeld = statesOf(entry).some((state) => ["paused", "draining", "ended"].includes(state));
+  const offered: Action[] = [...(isHeld ? ["resume" as const] : []), "pause", "drain", "checkpoint", "set", "stop"];
   return (
     <section class="operate" aria-label="Operate the run">
       {offered.map((name) => (
@@ -98,7 +104,7 @@ export function Confirm({ run, action, client = "", policies = [], path: given =
             </label>
           </div>
         )}
-        {action === "checkpoint" && policies.length > 1 && state.done === "" && (
+        {action === "stop" && policies.length > 1 && state.done === "" && (
           <label class="field"><span>Policy</span>
             <select value={policy} onChange={(event) => setPolicy(event.currentTarget.value)}>
               <option value="">all</option>

@@ -28,7 +28,7 @@ export function Section({ title, aside, note, children }: {
 export type Tone = "good" | "warn" | "bad" | "info" | "quiet";
 
 const TONES: Record<string, Tone> = {
-  trained: "good", running: "good", live: "good", ok: "good", done: "good", finished: "good", ready: "good",
+  trained: "good", up: "good", running: "good", live: "good", ok: "good", done: "good", finished: "good", ready: "good",
   dropped: "warn", paused: "warn", busy: "warn", draining: "warn", waiting: "info", open: "info", published: "info", eval: "info",
   failed: "bad", crashed: "bad", down: "bad", revoked: "bad", error: "bad", aborted: "bad",
 };
@@ -36,6 +36,11 @@ const TONES: Record<string, Tone> = {
 /** A state as a word with a dot; the colour only repeats what the word says. */
 export function Badge({ state, tone }: { state: string; tone?: Tone }) {
   return <span class={`badge ${tone ?? TONES[state] ?? "quiet"}`}>{words(state)}</span>;
+}
+
+/** The few words of a run's state, e.g. "up, paused". */
+export function States({ state, tone }: { state: string; tone?: Tone }) {
+  return <span class="states">{state.split(", ").map((word) => <Badge key={word} state={word} {...(tone ? { tone } : {})} />)}</span>;
 }
 
 /** How long ago something happened, kept up to date; the exact time on hover. */

@@ -19,7 +19,7 @@ export function Evaluation({ run }: { run: string; arg: string; query: URLSearch
     <Page title="Evaluation">
       <Await of={evaluations}>
         {({ rounds, matrix }) => rounds.length === 0 ? (
-          <Empty>No round of evaluation yet. <code>eval_every</code> in the job file asks for one every so many steps.</Empty>
+          <Empty>No round of evaluation yet. <code>[eval] every</code> in the job file asks for one every so many steps.</Empty>
         ) : (
           <>
             <Charts rounds={rounds} />

@@ -5,7 +5,7 @@ import { url, useApi, withQuery } from "../api";
 import { literal, number, percent, plural } from "../format";
 import { link } from "../router";
 import type { RunEntry, SettingsDiff } from "../types";
-import { Age, Badge, Meter, Page, Section, TextField } from "../ui/parts";
+import { Age, Meter, Page, Section, States, TextField } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
 import { Table } from "../ui/table";
 import { SafeText } from "../ui/text";
@@ -52,7 +52,7 @@ function RunTable({ entries }: { entries: RunEntry[] }) {
         ) },
         { key: "state", head: "State", cell: ({ state, error }) => (
           <span class="stack">
-            <Badge state={state} {...(error === "" ? {} : { tone: "bad" as const })} />
+            <States state={error === "" ? state : "unreadable"} {...(error === "" ? {} : { tone: "bad" as const })} />
             {error !== "" && <span class="small"><SafeText text={error} inline /></span>}
           </span>
         ) },
@@ -85,7 +85,7 @@ function Compare({ runs, ids }: { runs: Loaded<{ runs: RunEntry[] }>; ids: strin
       <Section title="Runs">
         <Table label="Compared runs" rows={ids.map((id, at) => ({ id, entry: entries[at] }))} rowKey={({ id }) => id} columns={[
           { key: "run", head: "Run", cell: ({ id, entry }) => <a href={link(id, "overview")}><SafeText text={entry?.run ?? id} inline /></a> },
-          { key: "state", head: "State", cell: ({ entry }) => entry && <Badge state={entry.state} /> },
+          { key: "state", head: "State", cell: ({ entry }) => entry && <States state={entry.state} /> },
           { key: "step", head: "Step", is_number: true, cell: ({ entry }) => Object.values(entry?.policies ?? {}).map(({ step }) => number(step)).join(", ") },
           { key: "reward", head: "Reward", is_number: true, cell: ({ entry }) => (
             Object.values(entry?.policies ?? {}).map(({ reward }) => number(reward, 3)).join(", ")
