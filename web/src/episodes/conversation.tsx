@@ -82,7 +82,7 @@ function Turn({ run, id, turn, at, parentAt, isChosen, isUnfolded, reward }: {
         <p class="turn-note lost-note">The agent is not proved to have received this answer, so no token of it is trained.</p>
       )}
       {turn.branch && (
-        <p class="turn-note">
+        <p class="turn-note branch-note">
           Branch ({words(turn.branch)}): {BRANCHES[turn.branch] ?? "it could not continue an earlier turn"}
           {parent && <>, so it shares only its first tokens with {parent}</>}.
         </p>

@@ -24,7 +24,7 @@ export function Curve({ columns, quantity, marks, onHover, onJump }: {
     if (element === null) return;
     const [ink, line, accent, second, bad] = ["ink-2", "line", "series-1", "series-2", "bad"].map(colour) as [string, string, string, string, string];
     const hasTwo = quantity === "logprob";
-    const stepped = quantity === "mask" || quantity === "version" ? uPlot.paths.stepped?.({ align: 1 }) : undefined;
+    const stepped = ["mask", "version", "advantage"].includes(quantity) ? uPlot.paths.stepped?.({ align: 1 }) : undefined;
     const made = new uPlot({
       width: element.clientWidth, height: HEIGHT, legend: { show: false }, padding: [8, 8, 0, 0],
       scales: { x: { time: false }, ...(quantity === "mask" ? { y: { range: [-0.1, 1.1] } } : {}) },

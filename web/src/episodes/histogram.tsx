@@ -21,7 +21,6 @@ export function Bars({ title, of, href, is_whole = false }: {
   };
   return (
     <figure class="bars">
-      <figcaption>{title} <span class="quiet-text">({number(total)})</span></figcaption>
       {total === 0 ? <p class="quiet-text bars-none">No episode here has one.</p> : (
         <svg viewBox={`0 0 ${WIDTH} ${HEIGHT + FOOT}`} role="group" aria-label={`${title}, ${of.counts.length} bars`}>
           {of.counts.map((count, at) => {

@@ -13,12 +13,12 @@ export function Filtered({ run, field, value }: { run: string; field: string; va
 }
 
 /** A signed number with a bar from the middle: above 0 to the right, below to the left. */
-export function Signed({ value, top, label }: { value: number | null; top: number; label: string }) {
+export function Signed({ value, top, label, sign = false }: { value: number | null; top: number; label: string; sign?: boolean }) {
   if (value === null) return <span class="quiet-text">–</span>;
   const share = top > 0 ? Math.max(-1, Math.min(1, value / top)) : 0;
   return (
     <span class="signed">
-      <span class="signed-value">{value > 0 ? "+" : ""}{number(value)}</span>
+      <span class="signed-value">{sign && value > 0 ? "+" : ""}{number(value)}</span>
       <svg class="signed-bar" viewBox="-50 0 100 6" preserveAspectRatio="none" role="img" aria-label={`${label} ${number(value)}`}>
         <rect class={share < 0 ? "fill-down" : "fill-up"} x={Math.min(0, share * 50)} y={0} width={Math.abs(share) * 50} height={6} />
         <rect class="fill-line" x={-0.5} y={0} width={1} height={6} />

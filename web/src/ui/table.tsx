@@ -81,7 +81,10 @@ export function VirtualTable<Row>({
 }: VirtualProps<Row>) {
   const box = useRef<HTMLDivElement>(null);
   const [sight, setSight] = useState<[number, number]>([0, 40]);
-  const tracks = columns.map((column) => column.width ?? "minmax(5rem, 1fr)").join(" ");
+  const widths = columns.map((column) => column.width ?? "minmax(5rem, 1fr)");
+  const tracks = widths.join(" ");
+  // Every row is a grid of its own: they agree on their tracks only if none is stretched by what is in it.
+  const minWidth = `${widths.reduce((sum, width) => sum + Number(/([\d.]+)rem/.exec(width)?.[1] ?? 5), 0)}rem`;
 
   const look = () => {
     const element = box.current;
@@ -104,7 +107,7 @@ export function VirtualTable<Row>({
   return (
     <div class="virtual" ref={box} onScroll={look} role="table" aria-label={label} aria-rowcount={(total ?? rows.length) + 1}
          tabIndex={0}>
-      <div class="virtual-head" role="row" aria-rowindex={1} style={{ gridTemplateColumns: tracks }}>
+      <div class="virtual-head" role="row" aria-rowindex={1} style={{ gridTemplateColumns: tracks, minWidth }}>
         {columns.map((column) => (
           <div key={column.key} role="columnheader" class={column.is_number ? "number" : ""} title={column.title}
                aria-sort={order(column, sorted)}>
@@ -112,7 +115,7 @@ export function VirtualTable<Row>({
           </div>
         ))}
       </div>
-      <div class="virtual-body" role="rowgroup" style={{ height: `${rows.length * rowHeight}px` }}>
+      <div class="virtual-body" role="rowgroup" style={{ height: `${rows.length * rowHeight}px`, minWidth }}>
         {inSight.map((row, offset) => {
           const index = sight[0] + offset;
           return (

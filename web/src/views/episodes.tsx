@@ -35,12 +35,12 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
         ? <p class="note">This file holds a sample of the run's episodes.</p>
         : <Filters run={run} filter={filter} />}
       {rewards.data && staleness.data && (
-        <div class="columns">
-          <Section title="Rewards">
+        <div class="columns distributions">
+          <Section title="Rewards" aside={`of ${plural(count(rewards.data), "episode")}`}>
             <Bars title="Reward" of={rewards.data}
                   href={(low, high) => link(run, "episodes", "", { ...Object.fromEntries(filter), sort, reward_min: low, reward_max: high })} />
           </Section>
-          <Section title="Staleness" aside="versions between sampling and training">
+          <Section title="Staleness" aside={`versions between sampling and training, of ${plural(count(staleness.data), "episode")}`}>
             <Bars title="Staleness" of={staleness.data} is_whole={isWhole(staleness.data)} />
           </Section>
         </div>
@@ -60,6 +60,10 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
   );
 }
 
+function count({ counts }: Histogram): number {
+  return counts.reduce((sum, one) => sum + one, 0);
+}
+
 function isWhole({ edges }: Histogram): boolean {
   return edges.every((edge, at) => at === 0 || Math.abs(edge - (edges[at - 1] ?? 0) - 1) < 1e-9);
 }
@@ -74,8 +78,8 @@ function columns(run: string): Column<EpisodeRow>[] {
     { key: "kind", head: "Kind", width: "minmax(6rem, 0.8fr)", cell: (row) => <SafeText text={row.kind} inline /> },
     { key: "task", head: "Task", width: "minmax(8rem, 1.3fr)", cell: (row) => <Filtered run={run} field="task" value={row.task} /> },
     {
-      key: "group", head: "Attempt", width: "5.5rem", title: "Opens all attempts of the task in this epoch",
-      cell: (row) => row.group === "" ? number(row.attempt) : <a href={link(run, "group", row.group)} title={`Group ${row.group}`}>group</a>,
+      key: "group", head: "Attempts", width: "6rem", title: "All attempts at the task in this epoch, side by side",
+      cell: (row) => row.group === "" ? null : <a href={link(run, "group", row.group)} title={`Group ${row.group}`}>compare</a>,
     },
     { key: "turns", head: "Turns", sort: "turns", is_number: true, width: "4.5rem", cell: (row) => number(row.turns) },
     { key: "tokens", head: "Tokens", sort: "sampled_tokens", is_number: true, width: "5.5rem", title: "Tokens that the policy sampled", cell: (row) => number(row.sampled_tokens) },

@@ -67,7 +67,7 @@ function Attempt({ run, member, at, scaled, top, isComparing }: {
       <p class="attempt-why"><SafeText text={why || words(row.reason)} inline /></p>
       <dl class="attempt-numbers">
         <dt>Reward</dt><dd><Signed value={row.reward} top={scaled} label="Reward" /></dd>
-        <dt>Advantage</dt><dd><Signed value={advantage} top={top} label="Advantage" /></dd>
+        <dt>Advantage</dt><dd><Signed value={advantage} top={top} label="Advantage" sign /></dd>
       </dl>
       <p class="quiet-text attempt-facts">
         {plural(row.turns, "turn")} · {plural(row.sampled_tokens, "token")} · {duration(row.seconds)}

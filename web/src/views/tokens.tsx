@@ -186,7 +186,7 @@ function Inspector({ run, id, columns, at }: { run: string; id: string; columns:
       <p class="inspector-cause"><SafeText text={explain(columns, at)} inline /></p>
       <Facts pairs={[
         ["Position", number(at)],
-        ["Token id", number(columns.id[at])],
+        ["Token id", String(columns.id[at])],
         ["Log-probability when sampled", value(columns.logprob[at])],
         ["Log-probability in training", value(columns.logprob_trained[at])],
         ["Ratio", value(columns.ratio[at])],
@@ -200,7 +200,7 @@ function Inspector({ run, id, columns, at }: { run: string; id: string; columns:
 }
 
 function value(one: number | null | undefined): string | null {
-  return one === null || one === undefined ? null : number(one, 5);
+  return one === null || one === undefined ? null : number(one);
 }
 
 const LISTED = 100;

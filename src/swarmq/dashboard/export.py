@@ -1,0 +1,116 @@
+"""One self-contained HTML file of an episode, a group or a run's report: the built front end with its data inlined.
+
+    <style>app.css</style> ... <script type="application/json" id="data">{"answers": {path: answer}}</script>
+    <script type="module">app.js</script>
+
+The front end takes the answers of the API from the file (`web/src/embedded.ts`). A Content-Security-Policy in the file allows
+exactly the inlined script and style, by their digests, and no network. Without litestar.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import msgspec
+
+from swarmq.errors import EpisodeError
+from swarmq.version import __version__
+
+Kind = Literal["episode", "group", "report"]
+
+STATIC = Path(__file__).parent / "static"
+MAX_EXPORT_BYTES = 64 * 1024 * 1024
+"""Size of the largest file that is made; browsers open larger ones slowly, and mail servers refuse them long before."""
+
+VIEWS: dict[Kind, tuple[str, str]] = {
+    "episode": ("episodes", "episode"),
+    "group": ("groups", "group"),
+    "report": ("overview", "overview"),
+}
+"""Kind -> part of the API's path behind the run, and the view of the front end that shows it."""
+
+SAFE = {
+    b"<": b"\\u003c",
+    b">": b"\\u003e",
+    b"&": b"\\u0026",
+    "\u2028".encode(): b"\\u2028",
+    "\u2029".encode(): b"\\u2029",
+}
+"""Bytes that could end a script element or a line of JavaScript -> their escapes; in JSON they occur only inside of strings."""
+
+
+def export_html(kind: Kind, payloads: Mapping[str, Any], *, max_bytes: int = MAX_EXPORT_BYTES) -> bytes:
+    """Return a page that shows `payloads` without a server.
+
+    `payloads` maps paths of the API to their answers: the path without `/api/`, unquoted, with those parameters that tell its
+    answers apart (`runs/math/episodes/E/tokens?timeline=0`). Parameters that a path does not name are ignored by the page, so
+    a page of tokens or episodes must be whole. The first path decides what the page opens with. Raises EpisodeError if the
+    page would be larger than `max_bytes`.
+    """
+    data = embed_json(
+        {
+            "kind": kind,
+            "start": find_start(kind, next(iter(payloads))),
+            "made_at": time.time(),
+            "version": __version__,
+            "answers": {"me": {"name": "", "roles": [], "base": "", "can_operate": False}, "runs": {"runs": []}}
+            | dict(payloads),
+        }
+    )
+    script = (STATIC / "app.js").read_bytes().replace(b"</script", b"<\\/script").replace(b"<!--", b"\\x3c!--")
+    style = (STATIC / "app.css").read_bytes().replace(b"</style", b"<\\/style")
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = b"".join(
+        (
+            b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'.encode(),
+            b'<meta name="viewport" content="width=device-width, initial-scale=1">',
+            b'<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
+            b'<link rel="icon" href="data:,"><title>swarmq</title><style>',
+            style,
+            b'</style></head><body><div id="app"></div><noscript>This file needs JavaScript.</noscript>',
+            b'<script type="application/json" id="data">',
+            data,
+            b'</script><script type="module">',
+            script,
+            b"</script></body></html>\n",
+        )
+    )
+    if len(page) > max_bytes:
+        raise EpisodeError(
+            f"export of this {kind} has {len(page) / 1e6:.1f} MB, over the limit of {max_bytes / 1e6:.1f} MB: "
+            + ("export single episodes" if kind != "episode" else "read it with `swarmq inspect` instead")
+        )
+    return page
+
+
+def embed_json(data: Any) -> bytes:
+    """Return JSON that may stand inside of a script element, whatever its strings contain."""
+    text = msgspec.json.encode(data)
+    for raw, escaped in SAFE.items():
+        text = text.replace(raw, escaped)
+    return text
+
+
+def find_start(kind: Kind, path: str) -> str:
+    """Return the hash of the view that shows an API path, e.g. `#/run/math/episode/E` for `runs/math/episodes/E`."""
+    _, run, resource, *rest = path.partition("?")[0].split("/")
+    expected, view = VIEWS[kind]
+    if resource != expected:
+        raise ValueError(f"first payload of a {kind} export is {path}, expected runs/RUN/{expected}/...")
+    return "#/" + "/".join(quote(part, safe="") for part in ("run", run, view, *(["/".join(rest)] if rest else [])))
+
+
+def _digest(content: bytes) -> str:
+    """Return the digest of an inlined script or style for a Content-Security-Policy."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
