@@ -423,6 +423,17 @@ class Eval(Settings, frozen=True, kw_only=True):
     """Seconds after which an incomplete round is closed with the results so far."""
 
 
+class MetricsSettings(Settings, frozen=True, kw_only=True):
+    """Metrics of collector and learners for Prometheus (docs/monitoring.md); the proxy serves its own."""
+
+    host: str = "127.0.0.1"
+    """Address on which collector and learners serve `/metrics`, without any password."""
+    collector_port: Port = 0
+    """Port of the collector's metrics; 0: a free one under `swarmq up`, else none."""
+    learner_ports: dict[str, Port] = field(default_factory=dict)
+    """Policy -> port of its learner's metrics; absent: a free one under `swarmq up`, else none."""
+
+
 class AlertSettings(Settings, frozen=True, kw_only=True):
     """Alerts on warnings, standstills and the end of training (docs/monitoring.md)."""
 
@@ -492,6 +503,8 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """The proxies of the run."""
     groups: GroupSettings = field(default_factory=GroupSettings)
     """Groups and batches."""
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    """Metrics of collector and learners for Prometheus."""
     alerts: AlertSettings = field(default_factory=AlertSettings)
     """Alerts to a command or a URL."""
     transcripts: TranscriptSettings = field(default_factory=TranscriptSettings)
@@ -516,6 +529,9 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
                 raise ValueError(f"policies.{name}.aliases: {other!r} is a policy's own name")
         if not any(policy.trained for policy in self.policies.values()):
             raise ValueError("policies: none is trained; leave `trained` out of at least one")
+        for name in self.metrics.learner_ports:
+            if name not in self.trained:
+                raise ValueError(f"metrics.learner_ports: {name!r} is no policy that is trained here")
         _check_shares("mix", self.mix)
         if self.mix_schedule:
             _check_points(self.mix_schedule.points)
@@ -671,6 +687,11 @@ class RunFolder:
     def samples(self) -> Path:
         """JSON lines of queue depths, counts and loads, one every 10 s while the run is recorded."""
         return self.path / "samples.jsonl"
+
+    @property
+    def prometheus_targets(self) -> Path:
+        """JSON of the run's `/metrics` pages, for Prometheus (`file_sd_configs`)."""
+        return self.path / "prometheus.json"
 
     @property
     def recorder_lock(self) -> Path:

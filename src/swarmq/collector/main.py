@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 
 import structlog
 
@@ -13,8 +13,9 @@ from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
-from swarmq.errors import ConfigError
+from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.runtime import logs
+from swarmq.runtime.metrics_page import serve_metrics
 
 log = structlog.get_logger()
 
@@ -37,7 +38,24 @@ async def _collect(job: SwarmJob, url: str) -> None:
     stop = _stop_on_signals()
     with closing(Store(job.run_folder.inbox, run=job.run)) as store:
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
-            await Collector(job, broker, store).run(stop)
+            collector = Collector(job, broker, store)
+            async with _serve_metrics(job, collector):
+                await collector.run(stop)
+
+
+def _serve_metrics(job: SwarmJob, collector: Collector) -> AbstractAsyncContextManager[None]:
+    """Return a context that serves the collector's metrics, if the settings name a port."""
+    if not (port := job.metrics.collector_port):
+        return nullcontext()
+    try:
+        from swarmq.collector.metrics import CollectorMetrics  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise MissingExtraError(
+            f"metrics.collector_port needs {error.name}: pip install 'swarmq[collector]'"
+        ) from error
+    metrics = CollectorMetrics(collector.read_state, lambda: collector.num_outgoing)
+    collector.commit_watchers.append(metrics.observe_commit)
+    return serve_metrics(job.metrics.host, port, metrics.page)
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -80,6 +80,8 @@ class Collector:
         self._reviving = asyncio.Lock()
         queues = topology.run_queues(job.run, policies=self._rules.trained, kinds=job.task_kinds)
         self._queues = frozenset(queues)
+        self.commit_watchers: list[Callable[[float], None]] = []
+        """Called with the seconds of each transaction."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish the work in hand within DRAIN_S."""
@@ -112,6 +114,15 @@ class Collector:
         await self._decide(lambda _: [])
         await self._tell("state", state_fields(self._load_core()))
         log.info("stopped", unsent=len(self._outgoing), **state_fields(self._load_core()))
+
+    @property
+    def num_outgoing(self) -> int:
+        """Number of decided messages that the broker has not confirmed."""
+        return len(self._outgoing)
+
+    def read_state(self) -> dict[str, Any]:
+        """Return the fields of the `state` event."""
+        return state_fields(self._load_core())
 
     # ---------------------------------------------------------------------------------------------- loops
 
@@ -275,13 +286,15 @@ class Collector:
                 await asyncio.sleep(RETRY_S)
 
     def _commit(self, step: Step) -> None:
-        core = self._load_core()
+        core, began = self._load_core(), time.perf_counter()
         confirmed = list(self._confirmed)
         effects: list[Effect] = []
         with self._store.transaction():
             for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
                 self._store.write(effect)  # at once: the next message asks the store about this one
                 effects.append(effect)
+        for watch in self.commit_watchers:
+            watch(time.perf_counter() - began)
         del self._confirmed[: len(confirmed)]
         self._send(effects)
         self._events += [effect for effect in effects if isinstance(effect, Emit)]

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -47,7 +48,14 @@ from swarmq.runtime.logs import log, survive_full_disk
 from swarmq.runtime.processes import raise_file_limit, read_tail
 from swarmq.up.job_checks import plan_run
 from swarmq.up.placement import Placement
-from swarmq.up.ports import assign_ports, assign_proxy_ports, proxy_names, wait_for_proxy_ports
+from swarmq.up.ports import (
+    assign_metrics_ports,
+    assign_ports,
+    assign_proxy_ports,
+    metrics_names,
+    proxy_names,
+    wait_for_proxy_ports,
+)
 from swarmq.up.shutdown import drain_s, read_last_step, stop_daemon
 from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_engine
 
@@ -71,6 +79,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     proxies: tuple[str, ...]
     engines: dict[str, tuple[str, ...]]
     pids: dict[str, int]
+    metrics: dict[str, str]
+    """Process -> URL of its metrics for Prometheus; a proxy's need an operator token."""
 
 
 class Deployment:
@@ -105,6 +115,8 @@ class Deployment:
         ]
         if self.node:
             lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` prints a login")
+        metrics = ", ".join(f"{url} ({name})" for name, url in self.metrics_urls().items())
+        lines.append(f"metrics for Prometheus: {metrics}; all of them are in {self.job.run_folder.prometheus_targets}")
         return [*lines, "Ctrl-C stops everything"]
 
     def endpoints(self) -> Endpoints:
@@ -119,13 +131,37 @@ class Deployment:
             proxies=self.invite.base_urls,
             engines={name: policy.engine.urls for name, policy in self.job.policies.items()},
             pids=pids,
+            metrics=self.metrics_urls(),
         )
+
+    def metrics_urls(self) -> dict[str, str]:
+        """Return process -> URL of its metrics."""
+        settings, proxies = self.job.metrics, self.invite.base_urls
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        own = {"collector": settings.collector_port}
+        own |= {f"learner.{policy}": port for policy, port in settings.learner_ports.items()}
+        return {
+            **{name: f"http://{host}:{port}/metrics" for name, port in own.items()},
+            **{f"proxy.{number}": f"{url.removesuffix('/v1')}/metrics" for number, url in enumerate(proxies)},
+        }
+
+    def prometheus_targets(self) -> list[dict[str, Any]]:
+        """Return the metrics pages in the form of Prometheus's `file_sd_configs`."""
+        return [
+            {
+                "targets": [urlsplit(url).netloc],
+                "labels": {"run": self.job.run, "process": name, "__scheme__": urlsplit(url).scheme},
+            }
+            for name, url in self.metrics_urls().items()
+        ]
 
     def write_endpoints(self) -> None:
         """Write `endpoints.json`; called again whenever a process id changes."""
         text = msgspec.json.format(msgspec.json.encode(self.endpoints()), indent=2)
         with contextlib.suppress(OSError):  # a full disk, which other parts report; the run continues
             write_atomically(self.job.run_folder.endpoints, text)
+            targets = msgspec.json.encode(self.prometheus_targets())
+            write_atomically(self.job.run_folder.prometheus_targets, targets)
 
 
 @contextlib.asynccontextmanager
@@ -151,7 +187,8 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             await check_run_is_down(broker, job.run, forget_s=OLD_CONSUMERS_S if node else 0.0, report=report)
             engines = await _start_engines(job, placements, stack, report)
             proxies = assign_proxy_ports(job, engines)
-            resolved = _resolve_job(job, url, engines, proxies, placements)
+            metrics = assign_metrics_ports(job, engines)
+            resolved = _resolve_job(msgspec.structs.replace(job, metrics=metrics), url, engines, proxies, placements)
             invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_run_files(requested, deployment)
@@ -305,7 +342,7 @@ async def _start_engines(
             planned_engines |= {f"{name}.{index}": (engine_policy, group) for index, group in enumerate(gpus)}
         else:
             planned_engines |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
-    ports = assign_ports(job, [*planned_engines, *proxy_names(job)])
+    ports = assign_ports(job, [*planned_engines, *proxy_names(job), *metrics_names(job)])
     engines = {
         name: EngineProcess(
             policy,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.config import MetricsSettings, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.runtime.files import read_or_reset, write_atomically
 from swarmq.runtime.processes import is_port_free, reserve_port
@@ -32,8 +32,21 @@ def assign_proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
     names = proxy_names(job)
     if job.proxy.port:
         return {name: job.proxy.port + number for number, name in enumerate(names)}
-    ports = assign_ports(job, [*engines, *names])
+    ports = assign_ports(job, [*engines, *names, *metrics_names(job)])
     return {name: ports[name] for name in names}
+
+
+def metrics_names(job: SwarmJob) -> list[str]:
+    """Return the processes that serve their metrics on a port of their own."""
+    return ["collector", *(f"learner.{policy}" for policy in job.trained)]
+
+
+def assign_metrics_ports(job: SwarmJob, engines: Iterable[str]) -> MetricsSettings:
+    """Return the settings with a port for the metrics of the collector and of each learner, or free ones. `engines` as for proxies."""
+    ports = assign_ports(job, [*engines, *proxy_names(job), *metrics_names(job)])
+    learners = {policy: job.metrics.learner_ports.get(policy) or ports[f"learner.{policy}"] for policy in job.trained}
+    collector = job.metrics.collector_port or ports["collector"]
+    return msgspec.structs.replace(job.metrics, collector_port=collector, learner_ports=learners)
 
 
 async def wait_for_proxy_ports(job: SwarmJob) -> None:

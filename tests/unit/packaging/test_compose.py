@@ -22,7 +22,7 @@ def compose() -> dict[str, Any]:
 
 def test_the_services_are_there_and_each_says_whether_it_is_healthy(compose: dict[str, Any]) -> None:
     daemons = {name for name, service in compose["services"].items() if "profiles" not in service}
-    assert daemons == {"rabbitmq", "proxy", "learner"}
+    assert daemons == {"rabbitmq", "proxy", "learner", "recorder"}
     assert all("healthcheck" in compose["services"][name] for name in daemons)
     assert compose["services"]["rabbitmq"]["image"] == "rabbitmq:4-management"
 

@@ -25,14 +25,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from swarmq.broker import Broker, Delivery, topology
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import resolve_amqp_url
-from swarmq.errors import BrokerLostError, LearnerError, SetUpError, SwarmqError, UnroutableError
+from swarmq.errors import BrokerLostError, LearnerError, MissingExtraError, SetUpError, SwarmqError, UnroutableError
 from swarmq.learner.feed import frames
 from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.feed.batcher import Batcher
@@ -47,6 +47,10 @@ from swarmq.learner.store.report_offsets import ReportOffsets
 from swarmq.learner.store.writer_lock import Fence, hold_lock
 from swarmq.messages import Control, Event, EventName, Rollout, StepReport
 from swarmq.runtime import logs
+from swarmq.runtime.metrics_page import serve_metrics
+
+if TYPE_CHECKING:
+    from swarmq.learner.feed.metrics import LearnerMetrics
 
 log = structlog.get_logger()
 
@@ -98,7 +102,9 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, feeder_type: type[B
                 messages: asyncio.Queue[records.ToIO] = asyncio.Queue()
                 listening = tasks.create_task(_listen(reader, messages))
                 async with open_broker(hello) as broker:
-                    await feeder_type(hello, folder, broker, writer).run(messages.get)
+                    feeder = feeder_type(hello, folder, broker, writer)
+                    async with _serve_metrics(feeder):
+                        await feeder.run(messages.get)
                 listening.cancel()
     except* EOFError:
         log.info("trainer_gone")
@@ -109,6 +115,19 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, feeder_type: type[B
             await frames.write(writer, records.FeederFailed(text="; ".join(map(str, errors)), for_good=for_good))
     finally:
         writer.close()
+
+
+def _serve_metrics(feeder: BatchFeeder) -> AbstractAsyncContextManager[None]:
+    """Return a context that serves the learner's metrics, if the settings name a port."""
+    settings = feeder.job.metrics
+    if not (port := settings.learner_ports.get(feeder.policy, 0)):
+        return contextlib.nullcontext()
+    try:
+        from swarmq.learner.feed.metrics import LearnerMetrics  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise MissingExtraError(f"metrics.learner_ports needs {error.name}: pip install 'swarmq[learner]'") from error
+    feeder.metrics = LearnerMetrics(feeder.policy)
+    return serve_metrics(settings.host, port, feeder.metrics.page)
 
 
 async def _listen(reader: asyncio.StreamReader, messages: asyncio.Queue[records.ToIO]) -> None:
@@ -138,6 +157,8 @@ class BatchFeeder:
         self.intake = Batcher(self.control.limits(**self.model_limits), self.log.indices)
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
+        self.metrics: LearnerMetrics | None = None
+        """The metrics for Prometheus, if they are served."""
         self.figures = dict[int, dict[str, Any]]()
         """Version -> metrics of the batch that was sent to the trainer."""
         self.signs = SignWatch()
@@ -328,6 +349,8 @@ class BatchFeeder:
         figures = self.figures.get(done.version) or batch_metrics(*self.log.step(done.version))
         fields = {**figures, **done.fields, "version": done.version}
         await self.steps.add(self._event("step", fields))
+        if self.metrics:
+            self.metrics.observe_step(fields)
         for sign in self.signs.step(fields, self.intake.limits.max_staleness):
             if not done.fields.get("replayed"):  # reported when the step was first taken
                 log.warning("sign", sign=sign.check, text=sign.text)
@@ -398,6 +421,9 @@ class BatchFeeder:
         ready = sum(self.intake.groups_ready.values())
         control = self.control.state.number
         fields = {"phase": self.phase, "version": self.version, "groups_ready": ready, "control": control}
+        if self.metrics:
+            now = time.monotonic()
+            self.metrics.observe_state(fields, waited_s=now - (self.wanted_since or now))
         await self._emit("state", fields)
 
     async def _warn_stuck(self, waited_s: float) -> None:
