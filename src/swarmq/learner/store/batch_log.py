@@ -201,6 +201,28 @@ def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int |
     return places
 
 
+def scan_readable(folder: Path, *, after: RecordPlace | None = None) -> tuple[list[RecordPlace], list[str]]:
+    """Return the readable records after one that was read before, and what is wrong with the rest, for readers of copied and damaged
+    folders. Records may be missing between those returned."""
+    places: list[RecordPlace] = []
+    flaws: list[str] = []
+    try:
+        with map_os_errors(folder):
+            segments = _segments(folder)
+    except LearnerError as error:
+        return [], [str(error)]
+    for segment in segments:
+        if after is not None and segment.name < after.segment.name:
+            continue
+        start = after.offset + after.size if after is not None and segment.name == after.segment.name else None
+        try:
+            with map_os_errors(segment):
+                _scan_segment(segment, None, places, is_last=segment == segments[-1], start=start)
+        except LearnerError as error:
+            flaws.append(str(error))
+    return places, flaws
+
+
 def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) -> None:
     """Move a torn tail aside. A torn tail was never acknowledged; if a checkpoint contains its batch, the log is damaged:
     raises LearnerError."""
@@ -237,11 +259,13 @@ def read_records(folder: Path) -> Iterator[BatchRecord]:
     return (read_record(place) for place in scan_log(folder))
 
 
-def _scan_segment(segment: Path, identity: RunIdentity | None, places: list[RecordPlace], *, is_last: bool) -> int:
-    """Append the segment's records to `places` and return the offset where valid records end."""
+def _scan_segment(
+    segment: Path, identity: RunIdentity | None, places: list[RecordPlace], *, is_last: bool, start: int | None = None
+) -> int:
+    """Append the segment's records to `places` from `start` on, and return the offset where valid records end."""
     size = segment.stat().st_size
     with segment.open("rb") as file:
-        offset = _check_head(file.read(SEGMENT.size + 65536), segment, identity)
+        offset = _check_head(file.read(SEGMENT.size + 65536), segment, identity) if start is None else start
         while offset < size:
             file.seek(offset)
             header = file.read(RECORD.size)

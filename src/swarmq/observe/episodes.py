@@ -1,0 +1,597 @@
+"""One episode of a run in full, whatever became of it: its conversation, its tokens with what happened to each, and its group.
+
+Trained episodes come from the batch log, whose turns are those that were trained, and from their transcripts, which also have the
+answers that no agent received. All others come from transcripts, and those that are not settled from the collector's store, read-only.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from swarmq.config import Train
+from swarmq.errors import EpisodeError, LearnerError, TimelineError
+from swarmq.learner.algorithms.advantages import compute_advantages, group_by_slot
+from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.store import batch_log, token_trace
+from swarmq.learner.store.batch_log import RecordPlace
+from swarmq.learner.store.records import BatchIndex, BatchRecord
+from swarmq.learner.store.token_trace import TurnTrace
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Turn, unpack_floats
+from swarmq.observe.index import EpisodeRow, Indexed, RunIndex, open_ledger
+from swarmq.observe.inspect.read import MOST_BYTES, Decode, decode_tokens
+from swarmq.observe.reasons import explain
+from swarmq.timeline import Timeline, fold, resolve
+from swarmq.timeline.turns import ResolvedTurn
+from swarmq.transcripts import read as transcripts
+
+Cause = Literal["given", "trained", "clipped", "masked", "filtered", "no_advantage", "not_trained"]
+CONTEXT = 8
+"""Tokens before a page that are decoded with it, because a character may be spread over several."""
+MOST_TOKENS = 20_000
+"""Most tokens of one page."""
+
+_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class MemberView(msgspec.Struct, frozen=True, kw_only=True):
+    row: EpisodeRow
+    advantage: float | None
+    """Mean over its turns; None if it was not trained."""
+    why: str
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempts of one task, whose rewards are each other's baseline."""
+
+    group: str
+    kind: str
+    task: str
+    state: str
+    """State of most members."""
+    size: int
+    """Number of slots that belong to it."""
+    mean_reward: float | None
+    members: list[MemberView]
+
+
+class TurnView(msgspec.Struct, frozen=True, kw_only=True):
+    call_id: str
+    agent: str
+    policy: str
+    number: int
+    """Position in the order of arrival, from 0."""
+    began_at: float
+    first_token_s: float | None
+    total_s: float | None
+    finish_reason: str
+    parent: str | None
+    begins: bool
+    """Whether it starts a conversation."""
+    branch: str | None
+    repaired: bool
+    received: bool
+    """Whether the agent is known to have received the answer; not decided yet counts as received."""
+    prompt_tokens: int
+    sampled_tokens: int
+    versions: tuple[int, int] | None
+    """Oldest and newest weight version that sampled a token."""
+    reward: float | None
+    """Reward of this call alone."""
+    advantage: float | None
+    messages: list[dict[str, Any]]
+    """The messages that this turn added, its answer last."""
+
+
+class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
+    row: EpisodeRow
+    rewards: dict[str, float]
+    agent_rewards: dict[str, dict[str, float]]
+    """Policy -> agent tag -> reward."""
+    call_rewards: dict[str, float]
+    metrics: dict[str, float]
+    metadata: dict[str, str]
+    detail: str
+    """The client's own reason for the end, such as the last line of a traceback."""
+    why: str
+    """One sentence: why the episode was or was not trained."""
+    timelines: int
+    """Number of token sequences."""
+    turns: list[TurnView]
+    notes: list[str] = []
+    """What could not be read."""
+
+
+class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of one token sequence; each column has one entry per token."""
+
+    timeline: int
+    timelines: int
+    policy: str
+    positions: tuple[int, int]
+    """First position, and the one after the last."""
+    total: int
+    text: list[str]
+    id: list[int]
+    cause: list[Cause]
+    cause_detail: list[str]
+    """Why, in a few words; empty where the cause says everything."""
+    logprob: list[float | None]
+    """Under the weights that sampled the token; None for a given token."""
+    logprob_trained: list[float | None]
+    """Under the weights at the beginning of the step."""
+    advantage: list[float | None]
+    ratio: list[float | None]
+    version: list[int | None]
+    turn: list[int | None]
+    """Number of the turn in `EpisodeDetail.turns`."""
+    notes: list[str] = []
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is stored of one episode."""
+
+    begin: EpisodeBegin | None = None
+    end: EpisodeEnd | None = None
+    turns: tuple[Turn, ...] = ()
+    received: frozenset[str] | None = None
+    """Call ids that were kept; None if that is not decided or not known."""
+    rollouts: dict[str, Rollout] = {}
+    """Policy -> what its learner trained."""
+    records: dict[str, BatchRecord] = {}
+    notes: tuple[str, ...] = ()
+
+
+class TrainedTurns(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner made of the turns of one policy."""
+
+    train: Train | None
+    traces: dict[str, TurnTrace] | None
+    """Call id -> trace; None if none was recorded."""
+    advantages: dict[str, float | None]
+
+
+def read_detail(index: RunIndex, part: str) -> EpisodeDetail:
+    """Return the episode whose id begins or ends with `part`. Raises EpisodeError if no or several episodes match."""
+    known = index.find(part)
+    found = _read_conversation(index, known)
+    trained = {policy: _trained_turns(index, known, found, policy) for policy in found.rollouts}
+    credited = {call: value for one in trained.values() for call, value in one.advantages.items()}
+    end = found.end
+    rollouts = found.rollouts
+    any_rollout = next(iter(rollouts.values()), None)
+    return EpisodeDetail(
+        row=known.row,
+        rewards=dict(end.rewards) if end else {policy: one.reward for policy, one in rollouts.items()},
+        agent_rewards=dict(end.agent_rewards)
+        if end
+        else {policy: one.agent_rewards for policy, one in rollouts.items() if one.agent_rewards},
+        call_rewards=dict(end.call_rewards)
+        if end
+        else {call: r for one in rollouts.values() for call, r in (one.call_rewards | one.uncredited).items()},
+        metrics=end.metrics if end else any_rollout.metrics if any_rollout else {},
+        metadata=end.metadata if end else any_rollout.metadata if any_rollout else {},
+        detail=(end.reason if end else "") or known.detail,
+        why=explain_fate(index, known),
+        timelines=len(_timelines(found)[0]),
+        turns=[_view_turn(n, turn, found, credited) for n, turn in enumerate(found.turns)],
+        notes=list(found.notes),
+    )
+
+
+def read_tokens(
+    index: RunIndex, part: str, *, timeline: int = 0, start: int = 0, limit: int = 2000, decode: Decode | None = None
+) -> TokenPage:
+    """Return tokens of one timeline of an episode. Without `decode`, the text of each is empty.
+
+    Raises EpisodeError if the episode has no such timeline.
+    """
+    known = index.find(part)
+    found = _read_conversation(index, known)
+    rows, notes = _timelines(found)
+    if not 0 <= timeline < len(rows):
+        raise EpisodeError(
+            f"{known.row.id}: no timeline {timeline}; "
+            + (f"it has 0 to {len(rows) - 1}" if rows else "no tokens of it are stored")
+        )
+    policy, turns, row, numbers = rows[timeline]
+    trained = _trained_turns(index, known, found, policy) if policy in found.rollouts else None
+    low = min(max(start, 0), len(row))
+    high = min(low + max(min(limit, MOST_TOKENS), 0), len(row))
+    notes = [*found.notes, *notes]
+    if trained is not None and trained.traces is None:
+        notes.append("what training made of each token was not recorded (train.token_log), or was removed")
+    if decode is None:
+        notes.append("the tokenizer of the model is not on this machine: only ids are shown")
+    columns = [_explain_token(known, row, at, turns, trained) for at in range(low, high)]
+    causes, details, logprobs, behind, advantages = (
+        (list(column) for column in zip(*columns, strict=True)) if columns else ([],) * 5
+    )
+    return TokenPage(
+        timeline=timeline,
+        timelines=len(rows),
+        policy=policy,
+        positions=(low, high),
+        total=len(row),
+        text=_decode_page(row.token_ids.tolist(), low, high, decode),
+        id=row.token_ids[low:high].tolist(),
+        cause=causes,
+        cause_detail=details,
+        logprob=logprobs,
+        logprob_trained=behind,
+        advantage=advantages,
+        ratio=[
+            None if a is None or b is None else _finite(math.exp(min(b - a, 80.0)))
+            for a, b in zip(logprobs, behind, strict=True)
+        ],
+        version=[None if v < 0 else v for v in row.versions[low:high].tolist()],
+        turn=[None if t < 0 else numbers[t] for t in row.turns[low:high].tolist()],
+        notes=notes,
+    )
+
+
+def read_group(index: RunIndex, group: str) -> GroupView:
+    """Return the attempts of a group. Raises EpisodeError if there are none."""
+    ids = [
+        row[0]
+        for row in index.query("SELECT id FROM episodes WHERE grp = ? ORDER BY slot, attempt, began_at", (group,))
+    ]
+    if not ids:
+        raise EpisodeError(f"no episode of the run belongs to group {group!r}")
+    members = []
+    records: dict[tuple[str, int], BatchRecord | None] = {}
+    values: dict[tuple[str, int], dict[str, list[float | None]]] = {}
+    known = [index.find(episode) for episode in ids]
+    for one in known:
+        credited: list[float] = []
+        for place in one.places:
+            key = (place.segment, place.at)
+            if not place.reason and key not in records:
+                records[key] = record = _read_record(index, place.policy, place.segment, place.at, place.size)[0]
+                values[key] = _advantages(record) if record else {}
+            credited += [value for value in values.get(key, {}).get(one.row.id, ()) if value is not None]
+        members.append(
+            MemberView(
+                row=one.row,
+                advantage=sum(credited) / len(credited) if credited else None,
+                why=explain_fate(index, one),
+            )
+        )
+    states = [member.row.state for member in members]
+    rewards = [member.row.reward for member in members if member.row.reward is not None]
+    first = members[0].row
+    return GroupView(
+        group=group,
+        kind=first.kind,
+        task=first.task,
+        state=max(states, key=states.count),
+        size=max([one.size for one in known] + [len({member.row.slot for member in members})]),
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        members=members,
+    )
+
+
+def explain_fate(index: RunIndex, known: Indexed) -> str:
+    """Return one plain sentence that says why an episode was or was not trained."""
+    row = known.row
+    if not known.is_begun and row.state not in {"trained", "eval"}:
+        return explain("no_begin") if row.state != "open" else "Its begin has not arrived yet."
+    steps = [f"step {place.step} of {place.policy}" for place in known.places if not place.reason]
+    match row.state:
+        case "open":
+            return "It is running: its end, or an answer that the end names, has not arrived yet."
+        case "waiting":
+            (siblings,) = index.query(
+                "SELECT count(*) FROM episodes WHERE grp = ? AND state = 'waiting'", (row.group,)
+            )[0]
+            of = f" of {known.size}" if known.size else ""
+            return f"It has finished and waits for its group, of which {siblings}{of} have finished."
+        case "published":
+            done = f" It was trained in {' and '.join(steps)}." if steps else ""
+            return f"Its group was sent to the learner, which has not reported on it yet.{done}"
+        case "trained":
+            when = " and ".join(steps) or (f"step {row.step}" if row.step is not None else "a step that is not known")
+            late = "" if row.staleness is None else f", with staleness {row.staleness}"
+            others = [f"{place.policy} dropped it: {explain(place.reason)}" for place in known.places if place.reason]
+            return " ".join([f"Trained in {when}{late}.", *others])
+        case "eval":
+            ended = "" if row.reason in {"", "finished"} else f" {explain(row.reason)}"
+            return f"It was for evaluation, which is never trained.{ended}"
+        case _:
+            return explain(row.reason) if row.reason else "It was dropped, and no reason is recorded."
+
+
+def _read_conversation(index: RunIndex, known: Indexed) -> Conversation:
+    """Return everything that is stored of an episode."""
+    notes: list[str] = []
+    rollouts, records = dict[str, Rollout](), dict[str, BatchRecord]()
+    for place in known.places:
+        if place.reason:
+            continue
+        record, flaw = _read_record(index, place.policy, place.segment, place.at, place.size)
+        if record is None:
+            notes.append(flaw)
+            continue
+        rollout = next((one for one in record.episodes if one.episode_id == known.row.id), None)
+        if rollout is not None:
+            rollouts[place.policy], records[place.policy] = rollout, record
+    if known.row.state in {"open", "waiting", "published"}:
+        found = _read_live(index, known.row.id)
+        if found is not None:
+            return msgspec.structs.replace(found, rollouts=rollouts, records=records, notes=tuple(notes))
+    if (
+        known.transcript is not None
+        and (one := transcripts.read(index.folder.transcripts, known.transcript)) is not None
+    ):
+        return Conversation(
+            begin=one.begin,
+            end=one.end,
+            turns=one.turns,
+            received=one.received,
+            rollouts=rollouts,
+            records=records,
+            notes=tuple(notes),
+        )
+    turns = tuple(turn for rollout in rollouts.values() for turn in rollout.turns)
+    if not turns:
+        notes.append(
+            "its conversation is not stored: the run kept no transcripts, this one was removed to keep within [transcripts] size_gb, or "
+            "its file cannot be read"
+        )
+    return Conversation(
+        turns=tuple(sorted(turns, key=lambda turn: turn.timings.began_at)) if len(rollouts) > 1 else turns,
+        received=frozenset(turn.call_id for turn in turns),
+        rollouts=rollouts,
+        records=records,
+        notes=tuple(notes),
+    )
+
+
+def _read_live(index: RunIndex, episode: str) -> Conversation | None:
+    """Return an episode that is not settled from the collector's store; None if it was settled meanwhile."""
+    try:
+        with open_ledger(index.folder) as ledger:
+            row = ledger.execute("SELECT begin, end FROM episodes WHERE id = ?", (episode,)).fetchone()
+            bodies = ledger.execute("SELECT body FROM turns WHERE episode = ? ORDER BY seq", (episode,)).fetchall()
+    except (EpisodeError, sqlite3.Error):
+        return None
+    if row is None or not (row[0] or bodies):
+        return None
+    begin, end = (_decode(body) if body else None for body in row)
+    end = end if isinstance(end, EpisodeEnd) else None
+    return Conversation(
+        begin=begin if isinstance(begin, EpisodeBegin) else None,
+        end=end,
+        turns=tuple(turn for (body,) in bodies if isinstance(turn := _decode(body), Turn)),
+        received=None if end is None or end.calls is None else frozenset(end.calls),
+    )
+
+
+def _read_record(index: RunIndex, policy: str, segment: str, at: int, size: int) -> tuple[BatchRecord | None, str]:
+    """Return a record of the batch log, or None and what is wrong with it."""
+    path: Path = index.folder.batch_log(policy) / segment
+    if not path.exists():
+        return None, f"{path}: was removed (train.keep_batches) or not copied; the trained tokens are not shown"
+    try:
+        return batch_log.read_record(RecordPlace(path, at, size, BatchIndex(record=0, version=0))), ""
+    except LearnerError as error:
+        return None, str(error)
+
+
+def _advantages(record: BatchRecord) -> dict[str, list[float | None]]:
+    """Return episode id -> advantage of each turn, computed as the learner did."""
+    if record.settings is None:
+        return {}
+    try:
+        return compute_advantages(group_by_slot(record.episodes), record.settings, record.baselines)
+    except (ArithmeticError, ValueError, KeyError):
+        return {}
+
+
+def _trained_turns(index: RunIndex, known: Indexed, found: Conversation, policy: str) -> TrainedTurns:
+    rollout, record = found.rollouts[policy], found.records[policy]
+    trace = token_trace.find_trace(index.folder.token_log(policy), record.index.version, known.row.id)
+    traces = {turn.call_id: turn for turn in trace.turns} if trace else None
+    computed = _advantages(record).get(known.row.id, [None] * len(rollout.turns))
+    advantages = dict(zip((turn.call_id for turn in rollout.turns), computed, strict=True))
+    for call, one in (traces or {}).items():
+        if one.advantage is not None:
+            advantages[call] = one.advantage
+    train = record.settings.of_kind(rollout.kind) if record.settings else None
+    return TrainedTurns(train=train, traces=traces, advantages=advantages)
+
+
+def _view_turn(number: int, turn: Turn, found: Conversation, advantages: dict[str, float | None]) -> TurnView:
+    versions = [span.version for span in turn.versions]
+    call_rewards = found.end.call_rewards if found.end else {
+        call: r for one in found.rollouts.values() for call, r in one.call_rewards.items()
+    }  # fmt: skip
+    timings = turn.timings
+    return TurnView(
+        call_id=turn.call_id,
+        agent=turn.agent or "",
+        policy=turn.policy,
+        number=number,
+        began_at=timings.began_at,
+        first_token_s=timings.first_token_s or None,
+        total_s=timings.total_s or None,
+        finish_reason=turn.finish_reason,
+        parent=turn.parent,
+        begins=turn.begins or turn.parent is None,
+        branch=turn.branch,
+        repaired=turn.repaired,
+        received=found.received is None or turn.call_id in found.received,
+        prompt_tokens=turn.num_prompt,
+        sampled_tokens=turn.num_sampled,
+        versions=(min(versions), max(versions)) if versions else None,
+        reward=call_rewards.get(turn.call_id),
+        advantage=advantages.get(turn.call_id),
+        messages=_messages_of(turn),
+    )
+
+
+def _messages_of(turn: Turn) -> list[dict[str, Any]]:
+    if not turn.messages:
+        return []
+    try:
+        found = msgspec.json.decode(turn.messages)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return [{"role": "unknown", "content": turn.messages.decode(errors="replace")}]
+    return (
+        [one if isinstance(one, dict) else {"role": "unknown", "content": one} for one in found]
+        if isinstance(found, list)
+        else []
+    )
+
+
+Row = tuple[str, Sequence[Turn], Timeline, list[int]]
+"""Policy, its turns, one of their timelines, and the number of each turn in the conversation."""
+
+
+def _timelines(found: Conversation) -> tuple[list[Row], list[str]]:
+    """Return all timelines, policy by policy: those that were trained as they were trained, the others folded alike."""
+    numbers = {turn.call_id: n for n, turn in enumerate(found.turns)}
+    rows: list[Row] = []
+    notes: list[str] = []
+    for policy in dict.fromkeys([*found.rollouts, *(turn.policy for turn in found.turns)]):
+        rollout = found.rollouts.get(policy)
+        turns: Sequence[Turn] = rollout.turns if rollout else [turn for turn in found.turns if turn.policy == policy]
+        try:
+            sequences = fold(resolve(turns))
+        except TimelineError as error:
+            sequences, flaws = _fold_loosely(turns, found.turns)
+            if flaws:
+                notes.append(f"{error}; shown as far as it was recorded")
+        rows += [
+            (policy, turns, one, [numbers.get(turn.call_id, n) for n, turn in enumerate(turns)]) for one in sequences
+        ]
+    return rows, notes
+
+
+def _fold_loosely(turns: Sequence[Turn], known: Iterable[Turn]) -> tuple[list[Timeline], bool]:
+    """Fold turns that cannot be trained: their parents may belong to another policy or be missing, and numbers may be. Returns whether
+    something is missing."""
+    by_id = {turn.call_id: turn for turn in known}
+    whole: dict[str, np.ndarray] = {}
+    missing = False
+
+    def sequence(call: str) -> np.ndarray:
+        chain: list[Turn] = []
+        at: str | None = call
+        while at is not None and at in by_id and at not in whole and len(chain) <= len(by_id):
+            chain.append(by_id[at])
+            at = by_id[at].parent
+        for turn in reversed(chain):
+            before = whole.get(turn.parent or "", np.empty(0, np.int32))[: turn.shared]
+            own = np.frombuffer(turn.prompt_ids + turn.sampled_ids, "<i4")
+            whole[turn.call_id] = np.concatenate([before, own]).astype(np.int32)
+        return whole[call]
+
+    resolved = []
+    for turn in {turn.call_id: turn for turn in turns}.values():
+        tokens, size = sequence(turn.call_id), turn.num_sampled
+        logprobs = np.full(size, np.nan, np.float32)
+        given = np.frombuffer(turn.logprobs[: len(turn.logprobs) // 4 * 4], "<f4")[:size]
+        logprobs[: len(given)] = given
+        versions = np.full(size, -1, np.int32)
+        for span in turn.versions:
+            versions[span.start : span.end] = span.version
+        missing = missing or len(tokens) < turn.num_prompt + size or len(given) < size
+        resolved.append(
+            ResolvedTurn(token_ids=tokens, prompt_length=len(tokens) - size, logprobs=logprobs, versions=versions)
+        )
+    return fold([turn for turn in resolved if len(turn)]) if resolved else [], missing
+
+
+def _explain_token(
+    known: Indexed, row: Timeline, at: int, turns: Sequence[Turn], trained: TrainedTurns | None
+) -> tuple[Cause, str, float | None, float | None, float | None]:
+    """Return cause, its detail, log-probability when sampled and when trained, and advantage of one token."""
+    if not row.trained[at]:
+        return "given", "", None, None, None
+    logprob = _finite(float(row.logprobs[at]))
+    if trained is None:
+        reason = (
+            known.row.reason if known.row.state not in {"open", "waiting", "published", "trained"} else known.row.state
+        )
+        return "not_trained", "not trained by this policy" if reason == "trained" else reason, logprob, None, None
+    turn = turns[int(row.turns[at])]
+    advantage = trained.advantages.get(turn.call_id)
+    needs_advantage = trained.train is None or trained.train.needs_baseline
+    trace = (trained.traces or {}).get(turn.call_id)
+    if trace is None:
+        if needs_advantage and not advantage:
+            return "no_advantage", _flat(advantage), logprob, None, advantage
+        return "trained", "", logprob, None, advantage
+    offset = int(np.count_nonzero(row.turns[:at] == row.turns[at]))
+    behind = _float_at(trace.logprobs, offset)
+    advantage = _float_at(trace.advantages, offset) if trace.advantages else trace.advantage
+    effect = _effect_at(trace.effects, offset)
+    loss = trained.train.loss.name if trained.train else ""
+    if trace.left_out[offset : offset + 1] == b"\1":
+        return "filtered", _filter_name(trained.train, logprob, behind), logprob, behind, advantage
+    if effect is LossEffect.MASKED:
+        return "masked", f"{loss}: its probability has moved far enough", logprob, behind, advantage
+    if effect is LossEffect.CLIPPED:
+        return "clipped", f"{loss}: its ratio is beyond the bound", logprob, behind, advantage
+    if needs_advantage and not advantage and not trace.advantages:
+        return "no_advantage", _flat(advantage), logprob, behind, advantage
+    return (
+        "trained",
+        f"{loss}: weighted with the bound of the ratio" if effect is LossEffect.TRUNCATED else "",
+        logprob,
+        behind,
+        advantage,
+    )
+
+
+def _flat(advantage: float | None) -> str:
+    return "no other attempt to compare it with" if advantage is None else "its reward equals the baseline"
+
+
+def _filter_name(train: Train | None, logprob: float | None, behind: float | None) -> str:
+    if train is None or logprob is None or behind is None:
+        return ""
+    if train.ratio_band is not None and not train.row_k3_max:
+        return "train.ratio_band"
+    if train.ratio_band is not None:
+        low, high = train.ratio_band
+        if not low <= math.exp(min(behind - logprob, 80.0)) <= high:
+            return "train.ratio_band"
+    return "train.row_k3_max"
+
+
+def _effect_at(effects: bytes, offset: int) -> LossEffect:
+    try:
+        return LossEffect(effects[offset])
+    except (IndexError, ValueError):
+        return LossEffect.WHOLE
+
+
+def _float_at(packed: bytes, offset: int) -> float | None:
+    piece = packed[4 * offset : 4 * offset + 4]
+    return _finite(float(unpack_floats(piece)[0])) if len(piece) == 4 else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _decode_page(ids: Sequence[int], low: int, high: int, decode: Callable[[Sequence[int]], str] | None) -> list[str]:
+    if decode is None:
+        return [""] * (high - low)
+    first = max(low - CONTEXT, 0)
+    return decode_tokens(ids[first : high + MOST_BYTES], decode)[low - first : high - first]
+
+
+def _decode(body: bytes) -> Message | None:
+    try:
+        return _message.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
