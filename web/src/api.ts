@@ -77,12 +77,14 @@ export const unauthorized = { notify: (): void => undefined };
 
 /**
  * Fetch an address (null: nothing yet) and fetch it again whenever the run `live` changes in one of the ways of `on`
- * ("steps", "episodes", "state", "warnings"; any change without `on`), or every `everyS` seconds. With `keeps` the data of the
- * address before stays until the new one's has come.
+ * ("steps", "episodes", "state", "warnings"; any change without `on`) but at most once in `restS` seconds, or every `everyS`
+ * seconds. With `keeps` the data of the address before stays until the new one's has come.
  */
 export function useApi<T>(
   address: string | null,
-  { live = null, on, everyS, keeps = false }: { live?: string | null; on?: string[]; everyS?: number; keeps?: boolean } = {},
+  { live = null, on, restS = 0, everyS, keeps = false }: {
+    live?: string | null; on?: string[]; restS?: number; everyS?: number; keeps?: boolean;
+  } = {},
 ): Loaded<T> {
   const [state, setState] = useState<{ address: string | null; data: T | null; error: ApiError | null; isLoading: boolean }>(
     { address, data: null, error: null, isLoading: address !== null },
@@ -91,11 +93,13 @@ export function useApi<T>(
   const reload = useCallback(() => setCount((n) => n + 1), []);
   const busy = useRef(false);
   const again = useRef(false);
+  const askedAt = useRef(0);
 
   useEffect(() => {
     if (address === null) return;
     const abort = new AbortController();
     busy.current = true;
+    askedAt.current = Date.now();
     setState((old) => ({ ...old, address, data: keeps || old.address === address ? old.data : null, isLoading: true }));
     get<T>(address, abort.signal).then(
       (data) => setState({ address, data, error: null, isLoading: false }),
@@ -119,12 +123,21 @@ export function useApi<T>(
   const reasons = on?.join() ?? "";
   useEffect(() => {
     if (live === null) return;
-    return subscribe(live, (what) => {
-      if (reasons !== "" && !what.some((name) => reasons.split(",").includes(name))) return;
+    let timer = 0;
+    const refetch = () => {
+      timer = 0;
       if (busy.current) again.current = true; // a slow answer: fetch once more after it, never pile up
       else reload();
+    };
+    const end = subscribe(live, (what) => {
+      if (reasons !== "" && !what.some((name) => reasons.split(",").includes(name))) return;
+      if (timer === 0) timer = window.setTimeout(refetch, Math.max(0, askedAt.current + restS * 1000 - Date.now()));
     });
-  }, [live, reasons]);
+    return () => {
+      clearTimeout(timer);
+      end();
+    };
+  }, [live, reasons, restS]);
 
   useEffect(() => {
     if (everyS === undefined) return;

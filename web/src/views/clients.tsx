@@ -12,7 +12,7 @@ import { Table } from "../ui/table";
 import { SafeText } from "../ui/text";
 
 export function Clients({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const clients = useApi<{ clients: ClientView[] }>(url("runs", run, "clients"), { live: run, on: ["episodes", "state"] });
+  const clients = useApi<{ clients: ClientView[] }>(url("runs", run, "clients"), { live: run, on: ["episodes", "state"], restS: 3 });
   const me = useMe();
   const [revoked, setRevoked] = useState<string | null>(null);
   return (

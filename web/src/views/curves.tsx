@@ -90,7 +90,7 @@ export function Curves({ run, query }: { run: string; arg: string; query: URLSea
 function useSteps(run: string | undefined, policy: string, asked: string | null) {
   const address = run === undefined ? null : url("runs", run, "steps");
   const live = run ?? null;
-  const first = useApi<Steps>(address && withQuery(address, { policy, series: "reward" }), { live, on: ["steps"], keeps: true });
+  const first = useApi<Steps>(address && withQuery(address, { policy, series: "reward" }), { live, on: ["steps"], restS: 5, keeps: true });
   const names = first.data?.names ?? [];
   const offered = useMemo(() => charts(names), [names.join()]);
   const members = choose(asked, offered).flatMap((name) => offered.get(name) ?? []);

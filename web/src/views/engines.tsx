@@ -10,7 +10,7 @@ import { Table, VirtualTable } from "../ui/table";
 import { SafeText } from "../ui/text";
 
 export function EnginesView({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const engines = useApi<Engines>(url("runs", run, "engines"), { live: run, on: ["steps", "state"] });
+  const engines = useApi<Engines>(url("runs", run, "engines"), { live: run, on: ["steps", "state"], restS: 2 });
   return (
     <Page title="Engines and weights">
       <Await of={engines}>

@@ -14,7 +14,7 @@ import { SafeText } from "../ui/text";
 type Round = Evaluations["rounds"][number];
 
 export function Evaluation({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const evaluations = useApi<Evaluations>(url("runs", run, "evaluations"), { live: run, on: ["steps", "episodes"] });
+  const evaluations = useApi<Evaluations>(url("runs", run, "evaluations"), { live: run, on: ["steps", "episodes"], restS: 5 });
   return (
     <Page title="Evaluation">
       <Await of={evaluations}>

@@ -25,7 +25,7 @@ function terms(ledger: LedgerView): Term[] {
 }
 
 export function Ledger({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const ledger = useApi<LedgerView>(url("runs", run, "ledger"), { live: run, on: ["episodes", "state", "steps"] });
+  const ledger = useApi<LedgerView>(url("runs", run, "ledger"), { live: run, on: ["episodes", "state", "steps"], restS: 2 });
   return (
     <Page title="Ledger">
       <Await of={ledger}>{(data) => (data.begun === 0 ? <Empty>No episode has begun yet.</Empty> : <Book run={run} ledger={data} />)}</Await>

@@ -13,7 +13,7 @@ import { SafeText } from "../ui/text";
 const NEWEST = 20; // steps that a kind's present share is averaged over
 
 export function MixView({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const mix = useApi<Mix>(url("runs", run, "mix"), { live: run, on: ["steps"] });
+  const mix = useApi<Mix>(url("runs", run, "mix"), { live: run, on: ["steps"], restS: 5 });
   return (
     <Page title="Mix and kinds">
       <Await of={mix}>

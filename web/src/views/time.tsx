@@ -22,7 +22,7 @@ const ink = (what: string): string => INK[what] ?? "series-8";
 const LANE_HEIGHT = 34;
 
 export function Time({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const time = useApi<TimeView>(url("runs", run, "time"), { live: run, on: ["steps", "state"] });
+  const time = useApi<TimeView>(url("runs", run, "time"), { live: run, on: ["steps", "state"], restS: 5 });
   return (
     <Page title="Time">
       <Await of={time}>{(data) => <TimePage data={data} />}</Await>
