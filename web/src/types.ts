@@ -32,7 +32,8 @@ export interface LedgerView {
   published: number;
   dropped: Numbers;
   failed: Numbers;
-  evaluated: Numbers;
+  evaluated: Numbers; // not in `begun`
+  stray: Numbers; // episodes whose begin never came, not in `begun`
   is_balanced: boolean;
   explanations: Record<string, string>;
 }

@@ -1,6 +1,6 @@
 // Every episode ever begun, accounted for: an equation whose numbers open the episodes that they count.
 import { url, useApi } from "../api";
-import { number, percent, words } from "../format";
+import { number, percent, plural, words } from "../format";
 import { link } from "../router";
 import type { LedgerView, Numbers } from "../types";
 import { Page, Section } from "../ui/parts";
@@ -17,7 +17,6 @@ function terms(ledger: LedgerView): Term[] {
     { name: "trained", count: ledger.trained, state: "trained", tone: "good", means: "in a batch that a learner took a step on" },
     { name: "dropped", count: sum(ledger.dropped), state: "dropped", tone: "warn", means: "finished, but not trained; by reason below" },
     { name: "failed", count: sum(ledger.failed), state: "failed", tone: "bad", means: "raised, given up or never heard of again" },
-    { name: "evaluated", count: sum(ledger.evaluated), state: "eval", tone: "info", means: "measured, never trained" },
     { name: "open", count: ledger.open, state: "open", tone: "quiet", means: "begun, not ended yet" },
     { name: "waiting", count: ledger.waiting, state: "waiting", tone: "quiet", means: "ended, waiting for the others of its group" },
     { name: "in learners", count: ledger.published, state: "published", tone: "quiet", means: "handed to a learner, not reported yet" },
@@ -59,10 +58,13 @@ function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
             <span key={name} class={tone} style={{ flexGrow: count }} title={`${name}: ${percent(count / total)}`} />
           ))}
         </div>
+        <Beside run={run} ledger={ledger} />
         {!ledger.is_balanced && (
           <p class="state failed">
-            {number(Math.abs(ledger.begun - total))} episodes are {ledger.begun > total ? "missing" : "too many"} in this sum.
-            While a run is indexed that is normal for a moment; if it stays, the ledger and the index disagree: please report it.
+            {ledger.begun === total ? "The sum is right, but the collector counted other reasons." : (
+              `${plural(Math.abs(ledger.begun - total), "episode")} ${ledger.begun > total ? "missing from" : "too many in"} this sum.`
+            )}{" "}
+            While a run is indexed that is normal for a moment. If it stays, the index and the collector's counters disagree: please report it.
           </p>
         )}
       </Section>
@@ -75,6 +77,21 @@ function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
                  texts={ledger.explanations} none="" />
       )}
     </>
+  );
+}
+
+/** What is counted apart, because it was never meant to be trained. */
+export function Beside({ run, ledger }: { run: string; ledger: LedgerView }) {
+  const evaluated = sum(ledger.evaluated);
+  const stray = sum(ledger.stray ?? {});
+  if (evaluated + stray === 0) return null;
+  return (
+    <p class="note">
+      Beside these{" "}
+      {evaluated > 0 && <><a href={link(run, "episodes", "", { state: "eval" })}>{plural(evaluated, "evaluation episode")}</a>, which are measured and never trained</>}
+      {evaluated > 0 && stray > 0 && ", and "}
+      {stray > 0 && <>{plural(stray, "episode")} of which messages came, but never a begin</>}.
+    </p>
   );
 }
 

@@ -6,7 +6,7 @@ import type { Alarm, LedgerView, Overview, Progress } from "../types";
 import { Age, Meter, Page, Section } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
 import { SafeText } from "../ui/text";
-import { sum } from "./ledger";
+import { Beside, sum } from "./ledger";
 import { Pipeline } from "./pipeline";
 
 export function OverviewView({ run }: { run: string; arg: string; query: URLSearchParams }) {
@@ -26,6 +26,7 @@ export function OverviewView({ run }: { run: string; arg: string; query: URLSear
               <Section title="Progress"><ProgressList run={run} progress={data.progress} /></Section>
               <Section title="Ledger" aside={<a href={link(run, "ledger")}>Every episode, by reason</a>}>
                 <LedgerLine run={run} ledger={data.ledger} />
+                <Beside run={run} ledger={data.ledger} />
                 {!data.index.is_done && (
                   <p class="note indexing">
                     <span>Indexing episodes: {plural(data.index.episodes, "episode")}, {percent(data.index.share)}</span>
@@ -93,7 +94,6 @@ export function LedgerLine({ run, ledger }: { run: string; ledger: LedgerView })
     ["trained", ledger.trained, { state: "trained" }],
     ["dropped", sum(ledger.dropped), { state: "dropped" }],
     ["failed", sum(ledger.failed), { state: "failed" }],
-    ["evaluated", sum(ledger.evaluated), { state: "eval" }],
     ["open", ledger.open, { state: "open" }],
     ["waiting", ledger.waiting, { state: "waiting" }],
     ["in learners", ledger.published, { state: "published" }],
