@@ -39,11 +39,11 @@ async def _collect(job: SwarmJob, url: str) -> None:
     with closing(Store(job.run_folder.inbox, run=job.run)) as store:
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
             collector = Collector(job, broker, store)
-            async with _serve_metrics(job, collector):
+            async with serve_collector_metrics(job, collector):
                 await collector.run(stop)
 
 
-def _serve_metrics(job: SwarmJob, collector: Collector) -> AbstractAsyncContextManager[None]:
+def serve_collector_metrics(job: SwarmJob, collector: Collector) -> AbstractAsyncContextManager[None]:
     """Return a context that serves the collector's metrics, if the settings name a port."""
     if not (port := job.metrics.collector_port):
         return nullcontext()
