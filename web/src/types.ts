@@ -130,7 +130,7 @@ export interface TurnView {
 export interface EpisodeDetail {
   row: EpisodeRow;
   rewards: Numbers;
-  agent_rewards: Numbers;
+  agent_rewards: Record<string, Numbers>; // policy -> agent -> reward
   call_rewards: Numbers;
   metrics: Numbers;
   metadata: Record<string, unknown>;
@@ -138,6 +138,7 @@ export interface EpisodeDetail {
   why: string;
   timelines: number;
   turns: TurnView[];
+  notes?: string[]; // what could not be read
 }
 
 export type Cause = "given" | "trained" | "clipped" | "masked" | "filtered" | "no_advantage" | "not_trained";
@@ -158,6 +159,8 @@ export interface TokenPage {
   entropy?: (number | null)[]; // only where it was recorded
   version: (number | null)[];
   turn: (number | null)[];
+  policy?: string;
+  notes?: string[];
 }
 
 export interface ClientView {

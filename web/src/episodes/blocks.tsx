@@ -1,6 +1,7 @@
 // Tokens as text. They are drawn in blocks, and only blocks near the window hold elements.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { shown } from "../ui/text";
+import { textOf } from "./tokens";
 import type { Columns, Scale } from "./tokens";
 
 const NEAR = "1000px 0px";
@@ -38,7 +39,7 @@ export function Block({ columns, start, end, scale, current }: {
 function Token({ columns, at, scale, isCurrent }: { columns: Columns; at: number; scale: Scale; isCurrent: boolean }) {
   const cause = columns.cause[at] ?? "given";
   const { tone, strength } = scale.paint(at);
-  const text = columns.text[at] ?? "";
+  const text = textOf(columns, at);
   return (
     <span data-at={at} class={`tok is-${cause} ${tone} ${isCurrent ? "current" : ""} ${text === "" ? "partial" : ""}`}
           {...(strength > 0 ? { style: { "--s": strength.toFixed(2) } } : {})}>

@@ -2,7 +2,7 @@
 
 export const FIELDS = [
   "state", "reason", "mode", "kind", "client", "task", "policy", "step", "group", "code_version", "reward_min", "reward_max",
-  "text",
+  "reward_above", "reward_below",   "text",
 ] as const;
 export type Field = (typeof FIELDS)[number];
 
@@ -10,7 +10,8 @@ export const STATES = ["open", "waiting", "published", "trained", "dropped", "fa
 
 export const LABELS: Record<Field, string> = {
   state: "State", reason: "Reason", mode: "Mode", kind: "Kind", client: "Client", task: "Task", policy: "Policy", step: "Step",
-  group: "Group", code_version: "Code version", reward_min: "Reward from", reward_max: "Reward to", text: "Id contains",
+  group: "Group", code_version: "Code version", reward_min: "Reward from", reward_max: "Reward to", reward_above: "Reward above",
+  reward_below: "Reward below", text: "Id contains",
 };
 
 /** The part of a hash's query that the server filters by, without empty values. */

@@ -28,6 +28,9 @@ const COLUMNS = ["text", "id", "cause", "cause_detail", "logprob", "logprob_trai
 export interface Columns {
   total: number;
   timelines: number;
+  policy: string;
+  notes: string[];
+  isDecoded: boolean;
   text: string[];
   id: number[];
   cause: Cause[];
@@ -43,7 +46,7 @@ export interface Columns {
 
 export function empty(): Columns {
   return {
-    total: 0, timelines: 0, text: [], id: [], cause: [], cause_detail: [], logprob: [], logprob_trained: [], advantage: [],
+    total: 0, timelines: 0, policy: "", notes: [], isDecoded: true, text: [], id: [], cause: [], cause_detail: [], logprob: [], logprob_trained: [], advantage: [],
     ratio: [], version: [], turn: [], entropy: [],
   };
 }
@@ -51,7 +54,10 @@ export function empty(): Columns {
 /** Append a page; one that does not follow what is there is ignored. */
 export function append(columns: Columns, page: TokenPage): Columns {
   if (page.positions[0] !== columns.id.length) return columns;
-  const grown: Record<string, unknown> = { total: page.total, timelines: page.timelines };
+  const grown: Record<string, unknown> = {
+    total: page.total, timelines: page.timelines, policy: page.policy ?? "", notes: page.notes ?? [],
+    isDecoded: page.text.some((text) => text !== "") || (columns.id.length > 0 && columns.isDecoded),
+  };
   for (const name of COLUMNS) grown[name] = (columns[name] as unknown[]).concat(page[name]);
   return { ...(grown as Omit<Columns, "entropy">), entropy: columns.entropy.concat(page.entropy ?? []) };
 }
@@ -167,5 +173,10 @@ export function blocks(text: readonly string[], size = 256): number[] {
 export function explain(columns: Columns, at: number): string {
   const cause = CAUSES[columns.cause[at] ?? "given"];
   const detail = columns.cause_detail[at] ?? "";
-  return detail === "" ? cause.words : `${cause.words.replace(/\.$/, "")} (${detail.replaceAll("_", " ")}).`;
+  return detail === "" ? cause.words : `${cause.words.replace(/\.$/, "")} (${/^[a-z_]+$/.test(detail) ? detail.replaceAll("_", " ") : detail}).`;
+}
+
+/** What is drawn for a token: its text, or its id where no tokenizer could decode any. Empty within a character. */
+export function textOf(columns: Columns, at: number): string {
+  return columns.text[at] || (columns.isDecoded ? "" : `${columns.id[at]} `);
 }

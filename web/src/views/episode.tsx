@@ -36,6 +36,7 @@ function Whole({ run, view, turn }: { run: string; view: EpisodeDetail; turn: st
   return (
     <>
       <p class={`why ${TONE[row.state] ?? "info"}`}><Badge state={row.state} /> <SafeText text={view.why} inline /></p>
+      {view.notes?.map((note) => <p key={note} class="note"><SafeText text={note} inline /></p>)}
       <Section title="Facts">
         <Facts pairs={[
           ["Reward", number(row.reward)],
@@ -80,8 +81,11 @@ function Earned({ view }: { view: EpisodeDetail }) {
     const at = calls.get(call);
     return [at === undefined ? `call ${call} (not kept)` : `turn ${at + 1}`, reward];
   }));
+  const byPolicy = Object.entries(view.agent_rewards);
+  const agents = Object.fromEntries(byPolicy.flatMap(([policy, rewards]) =>
+    Object.entries(rewards).map(([agent, reward]) => [byPolicy.length > 1 ? `${agent} (${policy})` : agent, reward])));
   const tables: [string, Numbers][] = [
-    ["Reward by policy", view.rewards], ["Reward by agent", view.agent_rewards], ["Reward by call", named], ["Metrics", view.metrics],
+    ["Reward by policy", view.rewards], ["Reward by agent", agents], ["Reward by call", named], ["Metrics", view.metrics],
   ];
   const known = tables.filter(([, values]) => Object.keys(values).length > 0);
   if (known.length === 0) return null;

@@ -38,7 +38,10 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
         <div class="columns distributions">
           <Section title="Rewards" aside={`of ${plural(count(rewards.data), "episode")}`}>
             <Bars title="Reward" of={rewards.data}
-                  href={(low, high) => link(run, "episodes", "", { ...Object.fromEntries(filter), sort, reward_min: low, reward_max: high })} />
+                  href={(low, high, isLast) => link(run, "episodes", "", {
+                    ...Object.fromEntries(filter), sort, reward_min: low, reward_max: isLast ? high : "", reward_below: isLast ? "" : high,
+                    reward_above: "",
+                  })} />
           </Section>
           <Section title="Staleness" aside={`versions between sampling and training, of ${plural(count(staleness.data), "episode")}`}>
             <Bars title="Staleness" of={staleness.data} is_whole={isWhole(staleness.data)} />

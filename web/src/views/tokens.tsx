@@ -5,7 +5,7 @@ import { Block } from "../episodes/blocks";
 import { Curve } from "../episodes/curve";
 import { Download } from "../episodes/download";
 import { useTokens } from "../episodes/read_tokens";
-import { blocks, CAUSES, explain, notable, NOTABLE, QUANTITIES, scale } from "../episodes/tokens";
+import { blocks, CAUSES, explain, notable, NOTABLE, QUANTITIES, scale, textOf } from "../episodes/tokens";
 import type { Columns } from "../episodes/tokens";
 import { number, percent, plural, shortId } from "../format";
 import { link, setQuery } from "../router";
@@ -95,12 +95,14 @@ function Timeline({ run, id, query }: { run: string; id: string; query: URLSearc
                   options={Array.from({ length: columns.timelines }, (_, at) => [String(at), `${at + 1} of ${columns.timelines}`] as const)}
                   onChoose={(next) => { setCurrent(null); setQuery({ timeline: next, at: null, turn: null }); }} />
         )}
+        {columns.policy !== "" && <span class="field"><span>Policy</span><SafeText text={columns.policy} inline /></span>}
         <Legend paint={paint.legend} />
       </div>
       <Section title="By position" aside={<Progress columns={columns} isDone={isDone} />}>
         <Curve columns={columns} quantity={quantity} marks={marks} onHover={setHovered} onJump={(at) => choose(at, true)} />
       </Section>
       {error && <Failed error={error} retry={readOn} />}
+      {columns.notes.map((note) => <p key={note} class="note"><SafeText text={note} inline /></p>)}
       <div class="token-view">
         <aside class="token-side" aria-label="Token">
           <Inspector run={run} id={id} columns={columns} at={seen} />
@@ -182,7 +184,7 @@ function Inspector({ run, id, columns, at }: { run: string; id: string; columns:
   const turn = columns.turn[at] ?? null;
   return (
     <div class="inspector" aria-live="polite">
-      <p class="inspector-token"><code class={`tok is-${columns.cause[at] ?? "given"}`}>{shown((columns.text[at] || "·").replaceAll("\n", "↵"))}</code></p>
+      <p class="inspector-token"><code class={`tok is-${columns.cause[at] ?? "given"}`}>{shown((textOf(columns, at) || "·").replaceAll("\n", "↵"))}</code></p>
       <p class="inspector-cause"><SafeText text={explain(columns, at)} inline /></p>
       <Facts pairs={[
         ["Position", number(at)],
@@ -223,7 +225,7 @@ function Find({ columns, found, isDone, current, onJump }: {
                 <li key={at}>
                   <button class="find-entry" aria-current={at === current} onClick={() => onJump(at)}>
                     <span class="quiet-text">{number(at)}</span>
-                    <code>{shown((columns.text[at] || "·").replaceAll("\n", "↵").slice(0, 40))}</code>
+                    <code>{shown((textOf(columns, at) || "·").replaceAll("\n", "↵").slice(0, 40))}</code>
                     <span class="find-ratio">{(columns.ratio[at] ?? null) === null ? "" : `×${number(columns.ratio[at], 3)}`}</span>
                   </button>
                 </li>
