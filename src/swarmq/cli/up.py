@@ -83,6 +83,7 @@ async def _up(job: SwarmJob) -> None:
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.lines import format_elapsed, wrap_beside
     from swarmq.observe.recorder import record_run
+    from swarmq.observe.step_lines import follow_steps
     from swarmq.runtime.logs import redirect_to
     from swarmq.up import deploy
     from swarmq.up.shutdown import describe_stopped_run
@@ -104,6 +105,7 @@ async def _up(job: SwarmJob) -> None:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_report_pace(deployment.job, broker, report))
                     tasks.create_task(_report_learner_ends(deployment, report))
+                    tasks.create_task(follow_steps(deployment.job, broker, report))
         except asyncio.CancelledError:
             report(describe_stopped_run(job))
             raise

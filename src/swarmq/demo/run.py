@@ -34,6 +34,7 @@ from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import format_elapsed, wrap_beside
 from swarmq.observe.monitor import Follower, follow
 from swarmq.observe.recorder import record_run
+from swarmq.observe.step_lines import StepLines, report_steps
 from swarmq.runtime.logs import redirect_to
 from swarmq.up import check_settings, deploy, plan_run
 
@@ -160,26 +161,13 @@ async def progress_display(
         if console.is_terminal:
             shown = paint(stack.enter_context(Live(console=console, auto_refresh=False)))
         else:
-            shown = _report_steps(follower, report)
+            shown = report_steps(follower, StepLines(follower.board), report)
         async with asyncio.TaskGroup() as tasks:
             showing = tasks.create_task(shown)
             try:
                 yield report
             finally:
                 showing.cancel()
-
-
-async def _report_steps(follower: Follower, report: Callable[[str], None]) -> None:
-    told = 0
-    while True:
-        await follower.until(lambda board, told=told: board.version > told)  # type: ignore[misc]
-        for step in follower.board.steps["main"]:
-            if (version := int(step["version"])) > told:
-                told = version
-                reward = "-" if step.get("reward") is None else f"{step['reward']:.3f}"
-                report(
-                    f"step {version}: reward {reward}, {step.get('episodes', 0)} episodes, {step.get('step_s', 0.0):.1f} s"
-                )
 
 
 def _medians(events: Path) -> dict[str, float]:
