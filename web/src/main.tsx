@@ -43,7 +43,7 @@ function App() {
 
   if (isLoginWanted) return <Login onDone={() => { setLoginWanted(false); location.reload(); }} />;
   return (
-    <MeContext.Provider value={me.data}>
+    <MeContext.Provider value={{ me: me.data, isLive: isLive(entry) }}>
     <div class={`frame ${route.run === null || !hasNavigation ? "no-nav" : ""}`}>
       <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); main.current?.focus(); }}>Skip to content</a>
       <header class="top">

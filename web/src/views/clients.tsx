@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { url, useApi } from "../api";
 import { dateTime, number, percent, plural } from "../format";
-import { useMe } from "../me";
+import { useCanOperate } from "../me";
 import { Confirm } from "../operate";
 import { link } from "../router";
 import type { ClientView } from "../types";
@@ -13,7 +13,7 @@ import { SafeText } from "../ui/text";
 
 export function Clients({ run }: { run: string; arg: string; query: URLSearchParams }) {
   const clients = useApi<{ clients: ClientView[] }>(url("runs", run, "clients"), { live: run, on: ["episodes", "state"], restS: 3 });
-  const me = useMe();
+  const canOperate = useCanOperate();
   const [revoked, setRevoked] = useState<string | null>(null);
   return (
     <Page title="Clients">
@@ -50,7 +50,7 @@ export function Clients({ run }: { run: string; arg: string; query: URLSearchPar
                     {code_versions.length > 3 && <li class="quiet-text">and {code_versions.length - 3} older</li>}
                   </ul>
                 ) },
-                ...(me?.can_operate ? [{ key: "revoke", head: <span class="sr">Revoke</span>, cell: ({ client, is_revoked }: ClientView) => (
+                ...(canOperate ? [{ key: "revoke", head: <span class="sr">Revoke</span>, cell: ({ client, is_revoked }: ClientView) => (
                   is_revoked ? null : (
                     <button class="danger" onClick={() => setRevoked(client)}>
                       Revoke…<span class="sr"> <SafeText text={client} inline /></span>

@@ -23,7 +23,7 @@ export function OverviewView({ run }: { run: string; arg: string; query: URLSear
               <Pipeline run={run} nodes={data.nodes} bottleneck={data.bottleneck} />
             </Section>
             <div class="columns">
-              <Section title="Progress"><ProgressList run={run} progress={data.progress} /></Section>
+              <Section title="Progress"><ProgressList run={run} progress={data.progress} isLive={data.is_live} /></Section>
               <Section title="Ledger" aside={<a href={link(run, "ledger")}>Every episode, by reason</a>}>
                 <LedgerLine run={run} ledger={data.ledger} />
                 <Beside run={run} ledger={data.ledger} />
@@ -64,7 +64,7 @@ function Alarms({ run, alarms, isLive }: { run: string; alarms: Alarm[]; isLive:
   );
 }
 
-function ProgressList({ run, progress }: { run: string; progress: Record<string, Progress> }) {
+function ProgressList({ run, progress, isLive }: { run: string; progress: Record<string, Progress>; isLive: boolean }) {
   const policies = Object.entries(progress);
   if (policies.length === 0) return <Empty>No policy has made a step yet.</Empty>;
   return (
@@ -81,7 +81,7 @@ function ProgressList({ run, progress }: { run: string; progress: Record<string,
           <p class="progress-foot">
             <span>reward <b>{number(reward, 3)}</b></span>
             <span>{duration(step_s)} a step</span>
-            {max_steps && step_s && step < max_steps ? <span>about {duration((max_steps - step) * step_s)} left</span> : null}
+            {isLive && max_steps && step_s && step < max_steps ? <span>about {duration((max_steps - step) * step_s)} left</span> : null}
           </p>
         </li>
       ))}

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { url, useApi } from "../api";
 import { dateTime, literal, number } from "../format";
-import { useMe } from "../me";
+import { useCanOperate } from "../me";
 import { Confirm } from "../operate";
 import { setQuery } from "../router";
 import type { SettingsView } from "../types";
@@ -17,7 +17,7 @@ export function SettingsPage({ run, query }: { run: string; arg: string; query: 
 }
 
 function Loaded({ run, data, query }: { run: string; data: SettingsView; query: URLSearchParams }) {
-  const me = useMe();
+  const canOperate = useCanOperate();
   const [changed, setChanged] = useState<string | null>(null);
   const find = query.get("find") ?? "";
   const isAll = query.get("all") === "true";
@@ -45,7 +45,7 @@ function Loaded({ run, data, query }: { run: string; data: SettingsView; query: 
         )}
       </Section>
       <Section title="Changes while the run was up"
-               aside={me?.can_operate ? <button onClick={() => setChanged("")}>Change a setting…</button> : undefined}>
+               aside={canOperate ? <button onClick={() => setChanged("")}>Change a setting…</button> : undefined}>
         {data.history.length === 0 ? <Empty>Nothing was changed. <code>swarmq set</code> changes settings of a live run.</Empty> : (
           <Table label="Changes" rows={[...data.history].reverse()} rowKey={({ number: n, path }) => `${n} ${path}`} columns={[
             { key: "number", head: "No.", is_number: true, cell: ({ number: n }) => number(n) },
