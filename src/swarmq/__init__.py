@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from swarmq.config import SwarmJob as SwarmJob
     from swarmq.errors import SwarmqError as SwarmqError
     from swarmq.keys import Invite as Invite
+    from swarmq.observe.open_run import open_run as open_run
     from swarmq.outcome import Outcome as Outcome
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "SwarmqError": "swarmq.errors",
     "ask": "swarmq.client.ask",
     "ask_async": "swarmq.client.ask",
+    "open_run": "swarmq.observe.open_run",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are names

@@ -24,7 +24,7 @@ from swarmq.learner.store.batch_log import RecordPlace
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.store.token_trace import TurnTrace
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Turn, unpack_floats
-from swarmq.observe.index import EpisodeRow, Indexed, RunIndex, open_ledger
+from swarmq.observe.index import LIVE, EpisodeRow, Indexed, RunIndex, open_ledger
 from swarmq.observe.inspect.read import MOST_BYTES, Decode, decode_tokens
 from swarmq.observe.reasons import explain
 from swarmq.timeline import Timeline, fold, resolve
@@ -186,9 +186,16 @@ def read_detail(index: RunIndex, part: str) -> EpisodeDetail:
 
 
 def read_tokens(
-    index: RunIndex, part: str, *, timeline: int = 0, start: int = 0, limit: int = 2000, decode: Decode | None = None
+    index: RunIndex,
+    part: str,
+    *,
+    timeline: int = 0,
+    start: int = 0,
+    limit: int = 2000,
+    decoders: Callable[[str], Decode | None] = lambda _: None,
 ) -> TokenPage:
-    """Return tokens of one timeline of an episode. Without `decode`, the text of each is empty.
+    """Return tokens of one timeline of an episode. `decoders`: policy -> decoder (`inspect.read.Decoders`), or
+    None where there is none; the texts are then empty.
 
     Raises EpisodeError if the episode has no such timeline.
     """
@@ -201,6 +208,7 @@ def read_tokens(
             + (f"it has 0 to {len(rows) - 1}" if rows else "no tokens of it are stored")
         )
     policy, turns, row, numbers = rows[timeline]
+    decode = decoders(policy)
     trained = _trained_turns(index, known, found, policy) if policy in found.rollouts else None
     low = min(max(start, 0), len(row))
     high = min(low + max(min(limit, MOST_TOKENS), 0), len(row))
@@ -280,8 +288,6 @@ def read_group(index: RunIndex, group: str) -> GroupView:
 def explain_fate(index: RunIndex, known: Indexed) -> str:
     """Return one plain sentence that says why an episode was or was not trained."""
     row = known.row
-    if not known.is_begun and row.state not in {"trained", "eval"}:
-        return explain("no_begin") if row.state != "open" else "Its begin has not arrived yet."
     steps = [f"step {place.step} of {place.policy}" for place in known.places if not place.reason]
     match row.state:
         case "open":
@@ -300,6 +306,8 @@ def explain_fate(index: RunIndex, known: Indexed) -> str:
             late = "" if row.staleness is None else f", with staleness {row.staleness}"
             others = [f"{place.policy} dropped it: {explain(place.reason)}" for place in known.places if place.reason]
             return " ".join([f"Trained in {when}{late}.", *others])
+        case "stray":
+            return "Its begin has not arrived." if not row.reason else explain("no_begin")
         case "eval":
             ended = "" if row.reason in {"", "finished"} else f" {explain(row.reason)}"
             return f"It was for evaluation, which is never trained.{ended}"
@@ -321,7 +329,7 @@ def _read_conversation(index: RunIndex, known: Indexed) -> Conversation:
         rollout = next((one for one in record.episodes if one.episode_id == known.row.id), None)
         if rollout is not None:
             rollouts[place.policy], records[place.policy] = rollout, record
-    if known.row.state in {"open", "waiting", "published"}:
+    if known.row.state in {*LIVE, "stray"}:
         found = _read_live(index, known.row.id)
         if found is not None:
             return msgspec.structs.replace(found, rollouts=rollouts, records=records, notes=tuple(notes))
@@ -517,9 +525,7 @@ def _explain_token(
         return "given", "", None, None, None
     logprob = _finite(float(row.logprobs[at]))
     if trained is None:
-        reason = (
-            known.row.reason if known.row.state not in {"open", "waiting", "published", "trained"} else known.row.state
-        )
+        reason = known.row.reason if known.row.state not in {*LIVE, "trained"} else known.row.state
         return "not_trained", "not trained by this policy" if reason == "trained" else reason, logprob, None, None
     turn = turns[int(row.turns[at])]
     advantage = trained.advantages.get(turn.call_id)

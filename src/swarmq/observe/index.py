@@ -42,7 +42,7 @@ from swarmq.observe.reasons import FAILED, explain
 from swarmq.transcripts import read as transcripts
 from swarmq.transcripts.format import Position, TranscriptMeta
 
-SCHEMA = "1"
+SCHEMA = "2"
 """Version of the index; an index of another version is built anew."""
 PORTION = 5000
 """Most rows of one transaction, on either side."""
@@ -51,7 +51,7 @@ BUSY_S = 30.0
 CHECK_COST = 50
 """How many times longer than the last count of the whole ledger took, at least, until it is counted again."""
 LIVE = ("open", "waiting", "published")
-STATES = (*LIVE, "trained", "dropped", "failed", "eval")
+STATES = (*LIVE, "trained", "dropped", "failed", "eval", "stray")
 SORTS = ("began_at", "reward", "seconds", "turns", "sampled_tokens", "staleness", "step")
 LOWEST = -1e308
 """Stands for a missing value in sorting."""
@@ -67,7 +67,7 @@ CREATE TABLE episodes (
     sampled_tokens INTEGER NOT NULL DEFAULT 0, began_at REAL NOT NULL DEFAULT 0, seconds REAL, step INTEGER, staleness INTEGER,
     oldest INTEGER, ended REAL, place TEXT, in_ledger INTEGER NOT NULL DEFAULT 0, begun INTEGER NOT NULL DEFAULT 1,
     fate TEXT NOT NULL GENERATED ALWAYS AS (
-        CASE WHEN state IN {LIVE} THEN state WHEN mode = 'eval' OR state = 'eval' THEN 'eval'
+        CASE WHEN in_ledger AND NOT begun THEN 'stray' WHEN state IN {LIVE} THEN state WHEN mode = 'eval' OR state = 'eval' THEN 'eval'
         WHEN state = 'dropped' AND reason IN {FAILED} THEN 'failed' ELSE state END
     ) VIRTUAL
 );
@@ -81,10 +81,11 @@ CREATE TABLE members (
 ) WITHOUT ROWID;
 CREATE INDEX by_step ON members (policy, step);
 """
+SECONDS = "coalesce(seconds, ended - began_at)"
 COLUMNS = (
     "id, fate, reason, CASE WHEN mode != '' THEN mode WHEN state = 'eval' THEN 'eval' ELSE 'train' END, kind, task, slot, grp, attempt, "
     "client, code_version, reward, success, turns, sampled_tokens, began_at, "
-    "coalesce(seconds, ended - began_at), step, staleness, place IS NOT NULL"
+    f"{SECONDS}, step, staleness, place IS NOT NULL"
 )
 
 _event = msgspec.json.Decoder(Event)
@@ -96,7 +97,8 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: str
-    """`open`, `waiting`, `published`, `trained`, `dropped`, `failed` (dropped without a usable end) or `eval`."""
+    """`open`, `waiting`, `published`, `trained`, `dropped`, `failed` (dropped without a usable end), `eval`, or
+    `stray` (its begin never came)."""
     reason: str
     """Why it was dropped or failed; for an evaluation episode, its status."""
     mode: str
@@ -208,7 +210,6 @@ class Indexed(msgspec.Struct, frozen=True, kw_only=True):
     """Size of its group; 0 if not known."""
     status: str
     detail: str
-    is_begun: bool
     transcript: Position | None
     places: tuple[Place, ...]
 
@@ -558,7 +559,7 @@ class RunIndex:
         column, down = sort.removeprefix("-"), sort.startswith("-")
         if column not in SORTS:
             raise ConfigError(f"sort: {sort!r} is not one of {', '.join(SORTS)} (with - for the largest first)")
-        key = column if column == "began_at" else f"coalesce({column}, {LOWEST})"
+        key = column if column == "began_at" else f"coalesce({SECONDS if column == 'seconds' else column}, {LOWEST})"
         with self._reading() as db:
             (total,) = db.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()
             after = ""
@@ -634,8 +635,8 @@ class RunIndex:
                 raise EpisodeError(
                     f"several episodes begin or end with {part!r}, e.g. {', '.join(ids[:3])}: give a longer part"
                 )
-            *row, size, status, detail, begun, place = db.execute(
-                f"SELECT {COLUMNS}, size, status, detail, begun, place FROM episodes WHERE id = ?",
+            *row, size, status, detail, place = db.execute(
+                f"SELECT {COLUMNS}, size, status, detail, place FROM episodes WHERE id = ?",
                 ids,
             ).fetchone()
             places = db.execute(
@@ -646,7 +647,6 @@ class RunIndex:
             size=size,
             status=status,
             detail=detail,
-            is_begun=bool(begun),
             transcript=msgspec.json.decode(place, type=Position) if place else None,
             places=tuple(
                 Place(policy=policy, step=step, reason=reason, segment=segment, at=at, size=size)
@@ -706,7 +706,8 @@ ON CONFLICT (id) DO UPDATE SET state = excluded.state, reason = excluded.reason,
     turns = CASE WHEN turns = 0 THEN excluded.turns ELSE turns END,
     reward = coalesce(reward, excluded.reward), success = coalesce(success, excluded.success),
     begun = max(excluded.begun, begun AND in_ledger)
-WHERE state != excluded.state OR reason != excluded.reason OR in_ledger = 0 OR excluded.state IN ('open', 'waiting', 'published')
+WHERE state != excluded.state OR reason != excluded.reason OR in_ledger = 0 OR begun < excluded.begun
+    OR (reward IS NULL AND excluded.reward IS NOT NULL) OR (mode = '' AND excluded.mode != '')
 """
 EVENT_UPSERT = """
 INSERT INTO episodes (id, mode, kind, client, code_version, status, detail, reward, success, seconds, ended, policies)

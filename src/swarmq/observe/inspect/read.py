@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from swarmq.config import RunFolder
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import EpisodeError
 from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.learner.store import batch_log, token_trace
@@ -107,7 +107,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     first_episode: str
 
 
-class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One episode of a step. For a dropped episode, the log has only id and reason."""
 
     episode_id: str
@@ -140,17 +140,17 @@ def read_batches(log: Path) -> Iterator[BatchRow]:
         )
 
 
-def read_step(log: Path, step: int) -> list[EpisodeRow]:
+def read_step(log: Path, step: int) -> list[StepEpisode]:
     """Return the episodes that a step trained, group by group, and those dropped before it. Raises EpisodeError if there are
     none."""
     places = batch_log.scan_log(log)
-    rows, dropped = list[EpisodeRow](), list[EpisodeRow]()
+    rows, dropped = list[StepEpisode](), list[StepEpisode]()
     for place in places:
         if _step_of(place.index) != step:
             continue
-        dropped += [EpisodeRow(episode_id=one, step=step, dropped=why) for one, why in place.index.dropped.items()]
+        dropped += [StepEpisode(episode_id=one, step=step, dropped=why) for one, why in place.index.dropped.items()]
         rows += [
-            EpisodeRow(
+            StepEpisode(
                 episode_id=episode.episode_id,
                 step=step,
                 slot=episode.slot.id,
@@ -263,6 +263,31 @@ def load_decoder(model: str) -> Decode:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     return decode
+
+
+class Decoders:
+    """The tokenizers of a run's policies: of the model, or else of the newest checkpoint that is in the folder."""
+
+    def __init__(self, job: SwarmJob, folder: RunFolder) -> None:
+        self._job, self._folder = job, folder
+        self._known: dict[str, Decode | None] = {}
+
+    def __call__(self, policy: str) -> Decode | None:
+        """Return a function that decodes token ids of a policy, or None if its tokenizer is not on this machine."""
+        if policy not in self._known:
+            self._known[policy] = self._find(policy)
+        return self._known[policy]
+
+    def _find(self, policy: str) -> Decode | None:
+        model = self._job.policies[policy].model if policy in self._job.policies else ""
+        checkpoints = sorted(self._folder.checkpoints(policy).glob("step-*"), reverse=True)
+        folders = [path for path in (Path(model), *checkpoints) if model and (path / "tokenizer.json").is_file()]
+        if not folders and (not model or Path(model).is_absolute()):
+            return None
+        try:
+            return load_decoder(str(folders[0]) if folders else model)
+        except EpisodeError:
+            return None
 
 
 def _step_of(index: BatchIndex) -> int:

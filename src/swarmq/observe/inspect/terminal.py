@@ -20,8 +20,8 @@ from rich.text import Text
 from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.observe.inspect.read import (
     BatchRow,
-    EpisodeRow,
     EpisodeView,
+    StepEpisode,
     TokenRow,
     describe_narrow_rewards,
     max_contribution,
@@ -87,7 +87,7 @@ def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
     return rows, before
 
 
-def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
+def draw_step(rows: Sequence[StepEpisode]) -> Iterator[RenderableType]:
     """Yield a row per trained episode, then the dropped episodes."""
     headings = ("reward", "turns", "orphans", "sampled", "episode", "group")
     trained = [row for row in rows if not row.dropped]

@@ -26,7 +26,7 @@ from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
 from swarmq.observe.inspect.html import render_page
-from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, build_view, decode_tokens, find_episode
+from swarmq.observe.inspect.read import BatchRow, EpisodeView, StepEpisode, build_view, decode_tokens, find_episode
 from swarmq.observe.inspect.terminal import MARKS, draw_batches, draw_episode, print_parts
 from swarmq.token_drift import Drift
 
@@ -401,7 +401,7 @@ def test_the_list_of_batches_fits_80_columns_with_large_figures():
 
 
 def test_the_episodes_of_a_step_are_listed_with_what_was_dropped_for_it(run):
-    rows = [msgspec.json.decode(line, type=EpisodeRow) for line in inspect(run, "--step", 2, "--json").splitlines()]
+    rows = [msgspec.json.decode(line, type=StepEpisode) for line in inspect(run, "--step", 2, "--json").splitlines()]
     assert [(row.episode_id, row.group, row.reward, row.turns, row.dropped) for row in rows] == [
         ("second-0", "second/0", 0.0, 3, ""),
         ("second-1", "second/0", 1.0, 3, ""),

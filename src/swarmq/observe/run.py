@@ -1,0 +1,347 @@
+"""A run as a Python object, for notebooks and scripts.
+
+    run = swarmq.open_run("runs/math")
+    run.steps().to_pandas().plot(x="step", y="reward")
+    for episode in run.episodes(state="dropped", kind="math"):
+        print(episode.id, episode.reason)
+    print(run.episode("5d0c19e7").why)
+
+Tables read the folder when they are iterated; those of episodes bring the index up to date before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.messages import Event
+from swarmq.observe.curves import read_events
+from swarmq.observe.episodes import (
+    MOST_TOKENS,
+    Cause,
+    EpisodeDetail,
+    GroupView,
+    TurnView,
+    read_detail,
+    read_group,
+    read_tokens,
+)
+from swarmq.observe.frames import Table
+from swarmq.observe.index import EpisodeFilter, EpisodeRow, LedgerView, RunIndex, load_job
+from swarmq.observe.inspect.read import Decoders
+from swarmq.observe.reasons import explain
+
+FRESH_S = 1.0
+"""Seconds for which the index counts as up to date."""
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step."""
+
+    policy: str
+    step: int
+    at: float
+    values: dict[str, Any]
+    """Everything that the learner reported."""
+
+
+class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
+    episode: str
+    kind: str
+    state: str
+    values: TurnView
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of one timeline."""
+
+    timeline: int
+    position: int
+    policy: str
+    text: str
+    id: int
+    cause: Cause
+    cause_detail: str
+    logprob: float | None
+    logprob_trained: float | None
+    advantage: float | None
+    ratio: float | None
+    version: int | None
+    turn: int | None
+
+
+class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of one kind in one round of evaluation."""
+
+    at: float
+    version: int
+    kind: str
+    tasks: int
+    episodes: int
+    reward: float | None
+    seconds: float | None
+    missing: int
+    """Attempts of the whole round without a result by its deadline; as `given_up`, those that were given up."""
+    given_up: int
+    values: dict[str, Any]
+    """Everything else, such as pass@k with its interval under `pass`."""
+
+
+class DropRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Episodes of one kind that were not trained for one reason."""
+
+    state: str
+    """`dropped`, or `failed` for episodes without a usable end."""
+    reason: str
+    kind: str
+    episodes: int
+    mean_reward: float | None
+    newest: str
+    """Id of the newest of them."""
+    explanation: str
+
+
+class ClientRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client has done."""
+
+    client: str
+    episodes: int
+    trained: int
+    dropped: int
+    failed: int
+    evaluated: int
+    first_at: float
+    last_at: float
+    code_versions: list[str]
+    """Oldest first."""
+    last_error: str
+    """Detail of its newest failed episode."""
+
+
+class Run:
+    """A run folder, opened for reading."""
+
+    def __init__(self, path: Path, *, cache: Path | None = None) -> None:
+        """`cache`: folder of the index, by default the user's cache. Raises ConfigError if the folder is none of a run that was up."""
+        self.folder = RunFolder(path)
+        self.job: SwarmJob = load_job(self.folder)
+        self._cache = cache
+        self._read_at = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder.path)!r}, policies={self.policies})"
+
+    @property
+    def policies(self) -> list[str]:
+        """Names of the trained policies."""
+        return list(self.job.trained)
+
+    @cached_property
+    def index(self) -> RunIndex:
+        return RunIndex(self.folder, cache=self._cache)
+
+    @cached_property
+    def decoders(self) -> Decoders:
+        return Decoders(self.job, self.folder)
+
+    def refresh(self) -> RunIndex:
+        """Bring the index up to date, unless that has just been done, and return it."""
+        if time.monotonic() - self._read_at >= FRESH_S:
+            self.index.update()
+            self._read_at = time.monotonic()
+        return self.index
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read of the folder."""
+        return list(self.refresh().progress.notes)
+
+    def steps(self, policy: str | None = None) -> Table[StepRow]:
+        """Return the optimizer steps of a policy, by default of all."""
+        if policy is not None and policy not in self.policies:
+            raise ConfigError(f"policy {policy!r}: no trained policy of the run; it has {', '.join(self.policies)}")
+        return Table(lambda: iter(_steps(self.events(), policy)))
+
+    def episodes(self, **chosen: Any) -> Table[EpisodeRow]:
+        """Return episodes, newest first, by the fields of `EpisodeFilter`: `state`, `reason`, `kind`, `client`, `reward_max`, ..."""
+        try:
+            wanted = msgspec.convert(chosen, EpisodeFilter)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"episodes: {error}; the filters are {', '.join(EpisodeFilter.__struct_fields__)}"
+            ) from error
+        return Table(lambda: self.refresh().iterate(wanted), count=lambda: self.refresh().count(wanted))
+
+    def episode(self, part: str) -> EpisodeDetail:
+        """Return the episode whose id begins or ends with `part`, with its conversation."""
+        return read_detail(self.refresh(), part)
+
+    def group(self, group: str) -> GroupView:
+        """Return the attempts of a group, side by side."""
+        return read_group(self.refresh(), group)
+
+    def turns(self, **chosen: Any) -> Table[TurnRow]:
+        """Return the turns of episodes, chosen as in `episodes`."""
+        episodes = self.episodes(**chosen)
+        return Table(
+            lambda: (
+                TurnRow(episode=row.id, kind=row.kind, state=row.state, values=turn)
+                for row in episodes
+                for turn in read_detail(self.index, row.id).turns
+            )
+        )
+
+    def tokens(self, part: str) -> Table[Token]:
+        """Return every token of an episode."""
+        return Table(lambda: self._tokens(part))
+
+    def ledger(self) -> LedgerView:
+        """Return the account of all episodes."""
+        return self.refresh().ledger()
+
+    def evaluations(self) -> Table[EvaluationRow]:
+        """Return the results of evaluation rounds, one row for each kind."""
+        return Table(lambda: _evaluations(self.events()))
+
+    def drops(self) -> Table[DropRow]:
+        """Return how many episodes were not trained, by reason and kind, most first."""
+        return Table(self._drops)
+
+    def clients(self) -> Table[ClientRow]:
+        """Return the clients, in the order in which they came."""
+        return Table(self._clients)
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of the run; none if there is no event file."""
+        try:
+            yield from read_events(self.folder.events)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"{self.folder.events}: cannot be read ({error.strerror})") from error
+
+    def _tokens(self, part: str) -> Iterator[Token]:
+        index, timeline, timelines = self.refresh(), 0, 1
+        while timeline < timelines:
+            start, total = 0, 1
+            while start < total:
+                page = read_tokens(
+                    index, part, timeline=timeline, start=start, limit=MOST_TOKENS, decoders=self.decoders
+                )
+                columns = zip(
+                    page.text, page.id, page.cause, page.cause_detail, page.logprob, page.logprob_trained, page.advantage, page.ratio,
+                    page.version, page.turn, strict=True,
+                )  # fmt: skip
+                for position, (
+                    text,
+                    token,
+                    cause,
+                    detail,
+                    logprob,
+                    behind,
+                    advantage,
+                    ratio,
+                    version,
+                    turn,
+                ) in enumerate(columns, start):
+                    yield Token(
+                        timeline=timeline,
+                        position=position,
+                        policy=page.policy,
+                        text=text,
+                        id=token,
+                        cause=cause,
+                        cause_detail=detail,
+                        logprob=logprob,
+                        logprob_trained=behind,
+                        advantage=advantage,
+                        ratio=ratio,
+                        version=version,
+                        turn=turn,
+                    )
+                start, total, timelines = page.positions[1], page.total, page.timelines
+            timeline += 1
+
+    def _drops(self) -> Iterator[DropRow]:
+        for state, reason, kind, episodes, reward, newest in self.refresh().query(
+            "SELECT fate, reason, kind, count(*), avg(reward), max(id) FROM episodes WHERE fate IN ('dropped', 'failed') AND begun "
+            "GROUP BY 1, 2, 3 ORDER BY 4 DESC"
+        ):
+            yield DropRow(
+                state=state,
+                reason=reason,
+                kind=kind,
+                episodes=episodes,
+                mean_reward=reward,
+                newest=newest,
+                explanation=explain(reason),
+            )
+
+    def _clients(self) -> Iterator[ClientRow]:
+        index = self.refresh()
+        versions: dict[str, list[str]] = {}
+        for client, version in index.query(
+            "SELECT client, code_version FROM episodes WHERE code_version != '' GROUP BY 1, 2 ORDER BY min(began_at)"
+        ):
+            versions.setdefault(client, []).append(version)
+        errors = {
+            client: detail
+            for client, detail, _ in index.query(
+                "SELECT client, detail, max(began_at) FROM episodes WHERE fate = 'failed' AND detail != '' GROUP BY 1"
+            )
+        }
+        for client, *numbers, first_at, last_at in index.query(
+            "SELECT client, count(*), sum(fate = 'trained'), sum(fate = 'dropped'), sum(fate = 'failed'), sum(fate = 'eval'), "
+            "min(began_at), max(began_at) FROM episodes WHERE client != '' GROUP BY 1 ORDER BY min(began_at)"
+        ):
+            episodes, trained, dropped, failed, evaluated = numbers
+            yield ClientRow(
+                client=client,
+                episodes=episodes,
+                trained=trained,
+                dropped=dropped,
+                failed=failed,
+                evaluated=evaluated,
+                first_at=first_at,
+                last_at=last_at,
+                code_versions=versions.get(client, []),
+                last_error=errors.get(client, ""),
+            )
+
+
+def _steps(events: Iterator[Event], policy: str | None) -> list[StepRow]:
+    """Return the steps in order; of a step that was trained again after a crash, the last report."""
+    found: dict[tuple[str, int], StepRow] = {}
+    for event in events:
+        name = event.source.removeprefix("learner.")
+        if event.name == "step" and event.source != name and policy in {None, name} and "version" in event.fields:
+            step = int(event.fields["version"])
+            found[name, step] = StepRow(policy=name, step=step, at=event.at, values=event.fields)
+    return [row for _, row in sorted(found.items())]
+
+
+def _evaluations(events: Iterator[Event]) -> Iterator[EvaluationRow]:
+    for event in events:
+        if event.name != "evaluated":
+            continue
+        fields = event.fields
+        for kind, of in fields.get("kinds", {}).items():
+            yield EvaluationRow(
+                at=event.at,
+                version=int(fields.get("version", 0)),
+                kind=kind,
+                tasks=int(of.get("tasks", 0)),
+                episodes=int(of.get("episodes", 0)),
+                reward=of.get("reward"),
+                seconds=fields.get("seconds"),
+                missing=int(fields.get("missing", 0)),
+                given_up=int(fields.get("given_up", 0)),
+                values={name: value for name, value in of.items() if name not in {"tasks", "episodes", "reward"}},
+            )
