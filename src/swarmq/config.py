@@ -342,6 +342,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Record the learner's view of every trained token for `swarmq inspect`: 4 bytes a sampled token before compression."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
     """Trackers that get the metrics of every step; their files are in `<run>/<policy>/trackers`."""
+    tracker_samples: Whole = 8
+    """Number of trained episodes whose conversations go to a table every ten steps, in trackers that have tables (W&B); 0: none."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     """Seed of the learner's random numbers."""
     deterministic: bool = False

@@ -68,6 +68,11 @@ def sum_metrics(episodes: Iterable[Mapping[str, float]]) -> dict[str, MetricSum]
     return sums
 
 
+def bound_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the first MAX_METRICS metrics of one episode under the names that are shown."""
+    return {name: one.total for name, one in islice(sum_metrics([metrics]).items(), MAX_METRICS)}
+
+
 def add_metrics(one: Mapping[str, MetricSum], other: Mapping[str, MetricSum]) -> dict[str, MetricSum]:
     """Return the sums over both, with the names of `one` first."""
     return {name: one.get(name, MetricSum()) + other.get(name, MetricSum()) for name in {**one, **other}}

@@ -10,7 +10,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     collector --Episode-->  <policy>.ready       collector --Ticket-->  tickets.<kind>
     feeder    --Task-->     tasks.<kind>         everybody --Event-->   swarmq.events
     operator  --Command, eval Task-->  control   collector --Control--> <policy>.control
-    collector --Task-->     eval.<kind>
+    collector --Task-->     eval.<kind>           collector --Evaluation--> <policy>.control
 """
 
 from __future__ import annotations
@@ -355,6 +355,20 @@ class Control(Record, frozen=True, kw_only=True, tag="control"):
     """Id of the command behind this number; empty where the collector decided by itself."""
 
 
+class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
+    """collector -> <policy>.control: the results of an evaluation round, for the learner's trackers.
+
+    They travel in a durable queue and not as an event, because listeners miss events while they or the broker are away.
+    """
+
+    version: int
+    """Newest weight version when the round began."""
+    began_at: float
+    """Unix time; no two rounds of a run began at the same time."""
+    results: dict[str, Any]
+    """Fields of the `evaluated` event."""
+
+
 EventName = Literal[
     "state", "step", "weights", "episode", "eval", "stage", "warning", "control", "evaluated", "refused"
 ]
@@ -383,6 +397,7 @@ Message = (
     | Task
     | Command
     | Control
+    | Evaluation
     | Event
 )
 
@@ -526,6 +541,8 @@ def idempotency_key(message: Message) -> str:
             return message.command_id
         case Control():
             return f"control:{message.number}"
+        case Evaluation():
+            return f"evaluation:{message.began_at}"
         case Event():
             return f"{message.source}:{message.name}:{message.at}"
 

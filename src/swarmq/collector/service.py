@@ -30,13 +30,22 @@ from swarmq import keys
 from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.collector.decide.assemble import assemble_rollout
 from swarmq.collector.decide.core import Core
-from swarmq.collector.decide.effects import Effect, Emit, Forward, IssueEval, IssueTicket, SendControl, SendDeadLetter
+from swarmq.collector.decide.effects import (
+    Effect,
+    Emit,
+    Forward,
+    IssueEval,
+    IssueTicket,
+    SendControl,
+    SendDeadLetter,
+    SendEvaluation,
+)
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.report import NoTurnsWarnings, StandstillWatch, state_fields
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
-from swarmq.messages import Command, Event, EventName, Message, RefusedTurn, Rollout, Slot, Task, Ticket, Turn
+from swarmq.messages import Command, Event, EventName, Message, RefusedTurn, Rollout, Slot, Task, Ticket, Turn, decode
 from swarmq.registries.proxies import ProxyRegistry
 
 PREFETCH = 1000
@@ -53,7 +62,7 @@ PATIENCE_S = 30.0
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
-Outgoing = Forward | IssueTicket | IssueEval | SendControl
+Outgoing = Forward | IssueTicket | IssueEval | SendControl | SendEvaluation
 
 log = structlog.get_logger()
 
@@ -329,6 +338,9 @@ class Collector:
         elif isinstance(item, SendControl):
             queue = topology.control(self.job.run, item.policy)
             message = self._store.control()
+        elif isinstance(item, SendEvaluation):
+            queue = topology.control(self.job.run, item.policy)
+            message = decode(item.body)
         elif isinstance(item, IssueEval):
             queue = topology.evals(self.job.run, item.kind)
             message = build_eval_task(self._store, item, run=self.job.run, secret=self._task_secret())
@@ -403,6 +415,8 @@ def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
             yield from core.confirm_ticket(item.ticket_id)
         elif isinstance(item, SendControl):
             yield from core.confirm_control(item.policy, item.number)
+        elif isinstance(item, SendEvaluation):
+            yield from core.confirm_evaluation(item.policy, item.began_at)
         elif isinstance(item, IssueEval):
             yield from core.confirm_eval(item.slot_id)
         else:

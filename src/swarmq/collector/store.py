@@ -5,7 +5,7 @@ and both are deduplicated. Tables: `episodes` (one small row each, kept forever:
 reports, deleted when the episode is settled), `slots` (winners), `given_up` (slots of open groups without further attempts),
 `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (those not used yet), `credit`,
 `versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `telling` (learners without the
-newest control state), `eval_tasks` and `eval_slots` (the current evaluation round).
+newest control state), `eval_tasks` and `eval_slots` (the current evaluation round), `evaluations` (results that learners' queues do not have yet).
 
 Only one collector may run: its process locks the file, and the error of a second one names the process that holds the lock.
 """
@@ -89,7 +89,7 @@ CREATE TABLE eval_tasks (
 CREATE TABLE eval_slots (
     id TEXT PRIMARY KEY, slot BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER NOT NULL, began_at REAL NOT NULL,
     sent INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0, reward REAL, success INTEGER NOT NULL DEFAULT 0,
-    given_up INTEGER NOT NULL DEFAULT 0
+    given_up INTEGER NOT NULL DEFAULT 0, metrics BLOB
 ) WITHOUT ROWID;
 CREATE TABLE versions (policy TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -102,7 +102,13 @@ CREATE TABLE IF NOT EXISTS given_up (
 ) WITHOUT ROWID;
 """
 EVAL_GIVEN_UP = "ALTER TABLE eval_slots ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0"
-"""Migration of schema-2 stores made by an earlier version."""
+EVAL_METRICS = "ALTER TABLE eval_slots ADD COLUMN metrics BLOB"
+EVALUATIONS = """
+CREATE TABLE IF NOT EXISTS evaluations (
+    policy TEXT NOT NULL, began_at REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (policy, began_at)
+) WITHOUT ROWID;
+"""
+"""Migrations of schema-2 stores made by an earlier version."""
 
 PLACEHOLDER = re.compile(r":(\w+)")
 
@@ -136,9 +142,11 @@ SQL: dict[type[do.Effect], str] = {
     do.IssueEval: "INSERT INTO eval_slots (id, slot, kind, version, began_at) VALUES (:slot_id, :slot, :kind, :version, :began_at) "
     "ON CONFLICT (id) DO UPDATE SET sent = 0",
     do.EvalSent: "UPDATE eval_slots SET sent = 1 WHERE id = :slot_id",
-    do.EvalDone: "UPDATE eval_slots SET done = 1, reward = :reward, success = :success WHERE id = :slot_id",
+    do.EvalDone: "UPDATE eval_slots SET done = 1, reward = :reward, success = :success, metrics = :metrics WHERE id = :slot_id",
     do.GiveUpEval: "UPDATE eval_slots SET given_up = 1 WHERE id = :slot_id",
     do.CloseRound: "DELETE FROM eval_slots",
+    do.SendEvaluation: "INSERT OR REPLACE INTO evaluations VALUES (:policy, :began_at, :body)",
+    do.EvaluationSent: "DELETE FROM evaluations WHERE policy = :policy AND began_at = :began_at",
     do.SaveControl: "INSERT OR REPLACE INTO control VALUES (1, :body)",
     do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (:command_id, :body)",
     do.SendControl: "INSERT OR REPLACE INTO telling VALUES (:policy, :number)",
@@ -257,10 +265,12 @@ class Store:
             episodes = self._all("SELECT episode, policy, members FROM outbox ORDER BY seq")
             telling = self._all("SELECT policy, number FROM telling")
             evals = self._all("SELECT id, slot, kind, version, began_at FROM eval_slots WHERE NOT sent")
+            evaluations = self._all("SELECT policy, began_at, body FROM evaluations ORDER BY began_at, policy")
         return [
             *(do.IssueTicket(*row) for row in tickets),
             *(do.SendControl(*row) for row in telling),
             *(do.IssueEval(*row) for row in evals),
+            *(do.SendEvaluation(*row) for row in evaluations),
             *(do.Forward(*row) for row in episodes),
         ]
 
@@ -289,7 +299,7 @@ class Store:
     def _evals(self) -> Evals:
         tasks = self._all("SELECT id, kind, repeats FROM eval_tasks ORDER BY id")
         slots = self._all(
-            "SELECT slot, kind, version, began_at, reward, success, done, given_up FROM eval_slots ORDER BY id"
+            "SELECT slot, kind, version, began_at, reward, success, metrics, done, given_up FROM eval_slots ORDER BY id"
         )
         return Evals(
             [EvalTask(task_id=task_id, kind=kind, repeats=repeats) for task_id, kind, repeats in tasks],
@@ -301,10 +311,11 @@ class Store:
                     began_at=began_at,
                     reward=reward,
                     success=bool(success),
+                    metrics=msgspec.msgpack.decode(metrics, type=dict[str, float]) if metrics else {},
                     done=bool(done),
                     given_up=bool(given_up),
                 )
-                for slot, kind, version, began_at, reward, success, done, given_up in slots
+                for slot, kind, version, began_at, reward, success, metrics, done, given_up in slots
             ],
         )
 
@@ -369,7 +380,7 @@ class Store:
     def _check(self, run: str) -> None:
         """Create the tables of a new file. Raises CollectorError for a file of another run or schema."""
         if self._one("SELECT 1 FROM sqlite_master LIMIT 1") is None:
-            self._db.executescript(f"BEGIN; {TABLES} {GIVEN_UP} COMMIT;")
+            self._db.executescript(f"BEGIN; {TABLES} {GIVEN_UP} {EVALUATIONS} COMMIT;")
             with self.transaction():
                 self._db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema", STORE_SCHEMA), ("run", run)])
         try:
@@ -388,6 +399,9 @@ class Store:
         self._db.execute(GIVEN_UP)
         if self._one("SELECT 1 FROM pragma_table_info('eval_slots') WHERE name = 'given_up'") is None:
             self._db.execute(EVAL_GIVEN_UP)
+        self._db.execute(EVALUATIONS)
+        if self._one("SELECT 1 FROM pragma_table_info('eval_slots') WHERE name = 'metrics'") is None:
+            self._db.execute(EVAL_METRICS)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

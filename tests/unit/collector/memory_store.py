@@ -60,6 +60,7 @@ class MemoryStore:
         self._eval_tasks: dict[str, do.SaveEvalTask] = {}
         self._eval_slots: dict[str, tuple[do.IssueEval, bool, do.EvalDone | None]] = {}
         self._evals_given_up: dict[str, None] = {}
+        self._evaluations: dict[tuple[float, str], do.SendEvaluation] = {}
         self._versions: dict[str, int] = {}
         self._counts: dict[str, int] = {}
 
@@ -133,6 +134,7 @@ class MemoryStore:
             *(issued for _, (issued, sent) in sorted(self._tickets.items()) if not sent),
             *(tell for _, tell in sorted(self._telling.items())),
             *(issued for _, (issued, sent, _done) in sorted(self._eval_slots.items()) if not sent),
+            *(evaluation for _, evaluation in sorted(self._evaluations.items())),
             *(forward for _, forward in sorted(self._outbox.values(), key=lambda row: row[0])),
         ]
 
@@ -200,6 +202,7 @@ class MemoryStore:
             )
             if done:
                 one.done, one.reward, one.success = True, done.reward, done.success
+                one.metrics = msgspec.msgpack.decode(done.metrics)
             slots.append(one)
         tasks = [
             EvalTask(task_id=name, kind=task.kind, repeats=task.repeats)
@@ -297,6 +300,8 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.CloseRound: lambda s, _: [
         s._delete(table, key) for table in (s._eval_slots, s._evals_given_up) for key in list(table)
     ],
+    do.SendEvaluation: lambda s, e: s._set(s._evaluations, (e.began_at, e.policy), e),
+    do.EvaluationSent: lambda s, e: s._delete(s._evaluations, (e.began_at, e.policy)),
     do.SaveControl: lambda s, e: s._set(s._control, None, e.body),
     do.SaveReply: lambda s, e: s._set(s._replies, e.command_id, e.body),
     do.SendControl: lambda s, e: s._set(s._telling, e.policy, e),

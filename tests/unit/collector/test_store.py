@@ -90,6 +90,30 @@ def test_a_store_of_an_older_swarmq_learns_which_attempts_of_a_round_are_given_u
     store.close()
 
 
+def test_a_store_of_an_older_swarmq_learns_the_metrics_of_attempts_and_keeps_evaluations(path):
+    store = Store(path, run="r")
+    store._db.executescript("DROP TABLE evaluations; ALTER TABLE eval_slots DROP COLUMN metrics")
+    store._db.execute(
+        "INSERT INTO eval_slots (id, slot, kind, version, began_at) VALUES ('a/0/0', ?, 'math', 0, 1.0)",
+        [msgspec.msgpack.encode(Slot(task_id="a"))],
+    )
+    store.close()
+    store = Store(path, run="r")
+    assert [one.metrics for one in store.snapshot().evals.slots.values()] == [{}]
+    evaluation = do.SendEvaluation("main", 1.0, b"body")
+    with store.transaction():
+        store.write(do.EvalDone(1.0, True, msgspec.msgpack.encode({"calls": 2.0}), "a/0/0"))
+        store.write(evaluation)
+    store.close()
+    store = Store(path, run="r")
+    assert [one.metrics for one in store.snapshot().evals.slots.values()] == [{"calls": 2.0}]
+    assert evaluation in store.outbox()
+    with store.transaction():
+        store.write(do.EvaluationSent("main", 1.0))
+    assert evaluation not in store.outbox()
+    store.close()
+
+
 def test_a_store_of_another_run_is_refused(path):
     Store(path, run="r").close()
     with pytest.raises(CollectorError, match=r"collector.sqlite: belongs to run 'r', not 'other'"):

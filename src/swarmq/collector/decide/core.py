@@ -138,11 +138,17 @@ class Core:
             version=max(self.run.trained_versions().values(), default=0),
             counts=self.counts,
             can_begin=self.tickets.is_open,
+            run=self.rules.run,
+            policies=self.rules.trained,
         )
 
     def confirm_eval(self, slot_id: str) -> list[do.Effect]:
         """Record that the broker confirmed an attempt of an evaluation round."""
         return [do.EvalSent(slot_id)]
+
+    def confirm_evaluation(self, policy: str, began_at: float) -> list[do.Effect]:
+        """Record that the broker confirmed the results of a round for a learner."""
+        return [do.EvaluationSent(policy, began_at)]
 
     def confirm_control(self, policy: str, number: int) -> list[do.Effect]:
         """Record that the broker confirmed control state `number` for a learner."""

@@ -1,7 +1,7 @@
 """The effects that the core asks its shell to carry out.
 
 Most effects are rows, whose fields are named by the placeholders of their SQL statement (`store.SQL`). `Forward`,
-`IssueTicket`, `IssueEval` and `SendControl` are rows of an outbox and are published after the commit; repeating one publishes
+`IssueTicket`, `IssueEval`, `SendControl` and `SendEvaluation` are rows of an outbox and are published after the commit; repeating one publishes
 it again. `Emit` and `SendDeadLetter` are not rows.
 """
 
@@ -220,6 +220,8 @@ class EvalSent(Effect, frozen=True):
 class EvalDone(Effect, frozen=True):
     reward: float
     success: bool
+    metrics: bytes
+    """msgpack of a bounded map from names to values."""
     slot_id: str
 
 
@@ -231,6 +233,20 @@ class GiveUpEval(Effect, frozen=True):
 
 class CloseRound(Effect, frozen=True):
     """Forget a round that was reported."""
+
+
+class SendEvaluation(Effect, frozen=True):
+    """Send the results of a round to a learner, for its trackers; unsent until confirmed."""
+
+    policy: str
+    began_at: float
+    body: bytes
+    """An encoded `Evaluation`."""
+
+
+class EvaluationSent(Effect, frozen=True):
+    policy: str
+    began_at: float
 
 
 class SaveVersion(Effect, frozen=True):

@@ -293,7 +293,9 @@ class OpenEpisodes:
             do.ForgetTurns(episode.episode_id),
         ]
         if result := self.evals.finish(begin.slot.id, end):
-            effects.append(do.EvalDone(result.reward or 0.0, result.success, begin.slot.id))
+            effects.append(
+                do.EvalDone(result.reward or 0.0, result.success, msgspec.msgpack.encode(result.metrics), begin.slot.id)
+            )
         elif end.final and self.evals.give_up(begin.slot.id):
             self.run.counts["eval_given_up"] += 1
             effects.append(do.GiveUpEval(begin.slot.id))

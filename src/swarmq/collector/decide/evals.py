@@ -20,8 +20,8 @@ import msgspec
 
 from swarmq.collector.decide import effects as do
 from swarmq.config import Eval
-from swarmq.estimates import wilson
-from swarmq.messages import EpisodeEnd, Slot, Task
+from swarmq.estimates import bound_metrics, keep_most_reported, sum_metrics, warn_of_many, wilson
+from swarmq.messages import EpisodeEnd, Evaluation, Slot, Task, encode
 
 EVAL_ROUND = "eval_round"
 """Name of the counter that holds the weight version of the newest evaluation round plus one; 0 before the first round."""
@@ -47,6 +47,7 @@ class EvalSlot(msgspec.Struct, kw_only=True):
     began_at: float
     reward: float | None = None
     success: bool = False
+    metrics: dict[str, float] = {}
     done: bool = False
     given_up: bool = False
     """Whether no further try at the attempt will come. It may still get a result."""
@@ -63,6 +64,8 @@ class Evals:
     def __init__(self, tasks: Iterable[EvalTask] = (), slots: Iterable[EvalSlot] = ()) -> None:
         self.tasks = {task.task_id: task for task in tasks}
         self.slots = {one.slot.id: one for one in slots}
+        self._warned: set[str] = set()
+        """Kinds of which it was said that they report too many metrics."""
 
     def add_task(self, task: Task) -> list[do.Effect]:
         """Store a task, used from the next round on."""
@@ -85,11 +88,18 @@ class Evals:
         version: int,
         counts: Counter[str],
         can_begin: bool,
+        run: str,
+        policies: Iterable[str],
     ) -> list[do.Effect]:
-        """Close a round that is over, and begin one that is due. `running`: slots being worked on. `version`: the newest weights."""
+        """Close a round that is over, and begin one that is due. `running`: slots being worked on. `version`: the newest weights.
+        `policies`: those whose learners get the results."""
         effects: list[do.Effect] = []
         if self.is_over(now, settings.deadline_s, running=running):
-            effects += [do.Emit("evaluated", self.close(now, settings.k)), do.CloseRound()]
+            effects += self._warn_of_metrics()
+            began_at, results = min(one.began_at for one in self.slots.values()), self.close(now, settings.k)
+            message = Evaluation(run=run, version=results["version"], began_at=began_at, results=results)
+            effects += [do.Emit("evaluated", results), do.CloseRound()]
+            effects += [do.SendEvaluation(policy, began_at, encode(message)) for policy in policies]
         every = settings.every
         is_due = every and version // every > (counts[EVAL_ROUND] - 1) // every
         if is_due and self.tasks and not self.slots and can_begin:
@@ -125,6 +135,7 @@ class Evals:
             return None
         one.done, one.reward = True, sum(end.rewards.values()) / len(end.rewards)
         one.success = end.success if end.success is not None else one.reward >= RIGHT
+        one.metrics = bound_metrics(end.metrics)
         return one
 
     def give_up(self, slot_id: str) -> bool:
@@ -158,13 +169,21 @@ class Evals:
             },
         }
 
+    def _warn_of_metrics(self) -> Iterable[do.Effect]:
+        """Yield a warning about each kind with more metrics than are shown, once a kind."""
+        for kind in sorted({one.kind for one in self.slots.values()} - self._warned):
+            sums = sum_metrics(one.metrics for one in self.slots.values() if one.kind == kind)
+            if left_out := [name for name in sums if name not in keep_most_reported(sums)]:
+                self._warned.add(kind)
+                yield do.Emit("warning", {"text": f"evaluation: {warn_of_many(kind, left_out[0])}"})
+
 
 def _issue(one: EvalSlot) -> do.IssueEval:
     return do.IssueEval(one.slot.id, msgspec.msgpack.encode(one.slot), one.kind, one.version, one.began_at)
 
 
 def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
-    """Return mean reward and pass@k with 95 % intervals of one kind. Attempts without a result are left out, never counted as
+    """Return mean reward, pass@k with 95 % intervals, and means of the agents' metrics, of one kind. Attempts without a result are left out, never counted as
     0."""
     tasks: dict[str, list[bool]] = defaultdict(list)
     rewards = [one.reward for one in slots if one.reward is not None]
@@ -177,11 +196,13 @@ def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
         if values:
             low, high = wilson(sum(values) / len(values), len(values))
             passed[str(k)] = {"value": sum(values) / len(values), "low": low, "high": high, "tasks": len(values)}
+    kept = keep_most_reported(sum_metrics(one.metrics for one in slots if one.done))
     return {
         "tasks": len(tasks),
         "episodes": len(rewards),
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "pass": passed,
+        "metrics": {name: one.mean for name, one in kept.items()},
     }
 
 

@@ -21,6 +21,7 @@ import structlog
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.feed import frames
 from swarmq.learner.store import records
+from swarmq.messages import Evaluation
 from swarmq.runtime.processes import DeathCounter, die_with_parent
 
 log = structlog.get_logger()
@@ -85,10 +86,13 @@ class FeederLink:
             self._process.kill()
             self._process.wait()
 
-    def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.BatchReady | records.SaveCheckpoint | None:
+    def next(
+        self, *, idle: Idle, idle_s: Callable[[], float], evaluated: Callable[[Evaluation], None]
+    ) -> records.BatchReady | records.SaveCheckpoint | None:
         """Wait for the next batch or checkpoint request; None if asked to stop or after the last step.
 
         `idle`: called when the wait begins (nothing is left to replay, no batch is full) and again every `idle_s()` seconds.
+        `evaluated`: called with results of evaluation rounds.
         Raises LearnerError if the batch feeder cannot go on.
         """
         asked: subprocess.Popen[bytes] | None = None
@@ -110,6 +114,8 @@ class FeederLink:
                         return None
                     case records.QueueEmpty():
                         idle(again=False)
+                    case records.EvaluationReady(evaluation=evaluation):
+                        evaluated(evaluation)
             elif not ready:
                 idle(again=True)
         return None

@@ -4,6 +4,7 @@
                                  ├─ log.append ─ ack ─ send ┘
   trainer: RequestBatch ─────────┘
   <policy>.control ──> control state on disk ─ ack ─ from the next batch on
+                   └─> evaluation results on disk ─ ack ─ offered to the trainer until its trackers have them
   trainer: StepDone ──> report ──> StepReport on `in`; step event       tick ──> state event, watchdog
 
 The order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained. A
@@ -37,6 +38,7 @@ from swarmq.learner.feed import frames
 from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.feed.batcher import Batcher
 from swarmq.learner.feed.control_state import ControlState
+from swarmq.learner.feed.evaluations import WaitingEvaluations
 from swarmq.learner.feed.step_events import StepEvents
 from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.store import records
@@ -45,7 +47,7 @@ from swarmq.learner.store.durable_files import DiskFullError, map_os_errors
 from swarmq.learner.store.records import BatchIndex, BatchRecord, Hello, RunIdentity
 from swarmq.learner.store.report_offsets import ReportOffsets
 from swarmq.learner.store.writer_lock import Fence, hold_lock
-from swarmq.messages import Control, Event, EventName, Rollout, StepReport
+from swarmq.messages import Control, Evaluation, Event, EventName, Rollout, StepReport
 from swarmq.runtime import logs
 from swarmq.runtime.metrics_page import serve_metrics
 
@@ -149,6 +151,9 @@ class BatchFeeder:
         self.fence = Fence(folder / "lock")
         self.log = BatchLog(folder, RunIdentity.of(job, policy), needed=hello.version)
         self.control = ControlState(folder / "control", job, policy)
+        self.evaluations = WaitingEvaluations(folder / "evaluations")
+        self.offered: float | None = None
+        """Begin of the round whose results the trainer has been sent and has not logged yet."""
         self.steps = StepEvents(job.run_folder.events, broker)
         self.reports = ReportOffsets(folder / "reported", self.log)
         self.version = hello.version
@@ -180,6 +185,7 @@ class BatchFeeder:
         await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
         queue = topology.control(self.job.run, self.policy)
         self.controls_due = (await self.broker.depths([queue]))[queue].ready
+        await self._offer_evaluation()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_trainer(next_message))
@@ -202,6 +208,10 @@ class BatchFeeder:
                         await frames.write(self.writer, records.QueueEmpty())
                 case records.StepDone() as done:
                     await self._finish_step(done)
+                case records.EvaluationLogged(began_at=began_at):
+                    await self._retry_until_room(partial(self.evaluations.mark_logged, began_at))
+                    self.offered = None
+                    await self._offer_evaluation()
                 case records.PhaseChange(phase=phase):
                     self.phase = phase
                     await self._emit_state()
@@ -231,12 +241,19 @@ class BatchFeeder:
         return max(self.version, self.log.version) + 1
 
     async def _consume_control(self) -> None:
-        """Store, apply and acknowledge control states, and report them as events; they take effect from the next batch on."""
+        """Store, apply and acknowledge control states, and report them as events; they take effect from the next batch on. Store
+        evaluation results and offer them to the trainer."""
         queue = topology.control(self.job.run, self.policy)
         async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
             async for delivery in deliveries:
                 state = delivery.message
                 self.controls_due -= 1
+                if isinstance(state, Evaluation) and state.run == self.job.run:
+                    await self._retry_until_room(partial(self.evaluations.add, state))
+                    await _ack([delivery])
+                    await self._offer_evaluation()
+                    await self._serve()
+                    continue
                 if not isinstance(state, Control) or state.run != self.job.run:
                     await self.broker.dead_letter(delivery, f"{type(state).__name__} on a learner's control queue")
                     continue
@@ -247,6 +264,13 @@ class BatchFeeder:
                     await self._emit("control", self.control.answer(self.next_step))
                 await _ack([delivery])
                 await self._serve()
+
+    async def _offer_evaluation(self) -> None:
+        """Send the trainer the oldest results that trackers do not have, one at a time, so that a trainer in a long step never
+        blocks this process."""
+        if self.offered is None and (evaluation := self.evaluations.first):
+            self.offered = evaluation.began_at
+            await frames.write(self.writer, records.EvaluationReady(evaluation=evaluation))
 
     async def _consume_rollouts(self) -> None:
         # The collector's window bounds the number of rollouts; a smaller bound here could keep a batch from filling.

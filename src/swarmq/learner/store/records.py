@@ -1,7 +1,7 @@
 """Records that the trainer and the batch feeder exchange, and the records of the batch log. Without torch.
 
-trainer --Hello, RequestBatch, StepDone, PhaseChange, Warn, CheckpointSaved, Stop-->  batch feeder
-trainer <--BatchReady, SaveCheckpoint, TrainingDone, QueueEmpty, Stopped, FeederFailed-- batch feeder
+trainer --Hello, RequestBatch, StepDone, PhaseChange, Warn, CheckpointSaved, EvaluationLogged, Stop-->  batch feeder
+trainer <--BatchReady, EvaluationReady, SaveCheckpoint, TrainingDone, QueueEmpty, Stopped, FeederFailed-- batch feeder
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from swarmq.config import SwarmJob, Train, rename_former
 from swarmq.estimates import MetricSum, add_metrics
-from swarmq.messages import Rollout
+from swarmq.messages import Evaluation, Rollout
 
 SCHEMA = 1
 """Version of the formats of batch log and checkpoint. A reader accepts its own version and older ones."""
@@ -157,6 +157,18 @@ class BatchReady(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     """Metrics of the batch alone, for trackers."""
 
 
+class EvaluationReady(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
+    """Results of an evaluation round for the trackers. The next ones follow when these are logged."""
+
+    evaluation: Evaluation
+
+
+class EvaluationLogged(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_logged"):
+    """Trackers have the results of the round that began at this Unix time."""
+
+    began_at: float
+
+
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     """Request to write a checkpoint now."""
 
@@ -183,8 +195,8 @@ class FeederFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """Whether a restarted batch feeder would fail, too."""
 
 
-ToIO = Hello | RequestBatch | StepDone | PhaseChange | Warn | CheckpointSaved | Stop
-ToTrainer = BatchReady | SaveCheckpoint | TrainingDone | QueueEmpty | Stopped | FeederFailed
+ToIO = Hello | RequestBatch | StepDone | PhaseChange | Warn | CheckpointSaved | EvaluationLogged | Stop
+ToTrainer = BatchReady | EvaluationReady | SaveCheckpoint | TrainingDone | QueueEmpty | Stopped | FeederFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _record = msgspec.msgpack.Decoder(BatchRecord)

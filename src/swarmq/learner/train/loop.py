@@ -46,6 +46,7 @@ from swarmq.learner.train import engine_agreement
 from swarmq.learner.train.engine_updates import EngineUpdates, WeightPusherProtocol
 from swarmq.learner.train.trackers import Trackers
 from swarmq.learner.train.trainer import Trainer, load_trainer
+from swarmq.messages import Evaluation
 
 log = structlog.get_logger()
 
@@ -121,6 +122,7 @@ class Learner:
         """Allocation of memory for the checkpoint's copy, on rank 0, from halfway to the first checkpoint on."""
         self._train = self.settings.train
         """Settings of the newest step, which may change while the run is up."""
+        self._evaluations_logged = set[float]()
         self._trackers = Trackers(
             self.trainer.accelerator,
             self.settings.train,
@@ -200,7 +202,11 @@ class Learner:
         if self.stop.asked:
             return RankCommand("stop")
         link.tell(records.PhaseChange(phase="waiting"))
-        match link.next(idle=partial(self._while_waiting, link), idle_s=self._idle_s):
+        match link.next(
+            idle=partial(self._while_waiting, link),
+            idle_s=self._idle_s,
+            evaluated=partial(self._log_evaluation, link),
+        ):
             case records.BatchReady(record=record, replayed=replayed, figures=figures):
                 self._check_tokenizers()
                 if not self._teacher_answers(link):
@@ -229,6 +235,7 @@ class Learner:
         fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)
         link.tell(records.StepDone(version=self.trainer.version, fields=fields))
         self._trackers.log(self.trainer.version, command.figures | fields)
+        self._trackers.log_samples(self.trainer.version, record.episodes)
         log.info(
             "step",
             version=self.trainer.version,
@@ -239,6 +246,13 @@ class Learner:
                 for key in ("loss", "kl_k3", "grad_norm", "entropy", "wait_s", "train_s", "push_s")
             },
         )
+
+    def _log_evaluation(self, link: FeederLink, evaluation: Evaluation) -> None:
+        """Log the results of a round and say so. Known ones come again from a batch feeder that died before it noted that."""
+        if evaluation.began_at not in self._evaluations_logged:
+            self._trackers.log_evaluation(evaluation.version, evaluation.results, now=self.trainer.version)
+            self._evaluations_logged.add(evaluation.began_at)
+        link.tell(records.EvaluationLogged(began_at=evaluation.began_at))
 
     def _meet(self) -> None:
         """Wait for all ranks."""

@@ -1,4 +1,4 @@
-"""Logging of every step's metrics to experiment trackers, by accelerate.
+"""Logging of steps, evaluations and sample conversations to experiment trackers, by accelerate.
 
 TensorBoard needs no configuration and writes into the run folder; other trackers are chosen by name and configured by their own
 environment variables. A tracker that fails during the run causes a warning and never ends the run.
@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from accelerate.tracking import filter_trackers
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.store.durable_files import map_os_errors
+from swarmq.learner.train import samples
 from swarmq.learner.train.tracker_packages import check_trackers
+from swarmq.messages import Rollout
 
 log = structlog.get_logger()
 
@@ -34,6 +36,11 @@ LONGEST = 80
 """Longest part of a metric's name. MLflow allows 250 characters for the whole name; beyond, it refuses all metrics of the step."""
 ENDS_WITH_AN_ERROR = "tensorboard"
 """Tracker whose writing thread ends at its first error, such as a full disk, so that every later step fails."""
+SORTED_BY_STEP = "wandb"
+"""Tracker that refuses values of a step before its newest one. It gets evaluations at its present step, and draws them over
+`eval/version`."""
+SAMPLES_EVERY = 10
+"""Steps between two tables of sample conversations; the first step has one, too."""
 SELDOM = 64
 """A failing tracker is restarted after 1, 2, 4, 8 ... failed steps and after every multiple of SELDOM; each restart leaves an
 empty file."""
@@ -58,6 +65,7 @@ class Trackers:
         self._accelerator = accelerator
         self._failed: Counter[str] = Counter()
         """Tracker -> number of failed steps in a row."""
+        self._samples = train.tracker_samples
         check_trackers(train.trackers)
         self._on = bool(train.trackers) and accelerator.is_main_process
         if not self._on:
@@ -72,16 +80,41 @@ class Trackers:
             accelerator.init_trackers(f"{run}.{policy}", config=dict(flatten(msgspec.to_builtins(train), texts=True)))
         except Exception as error:
             raise LearnerError(f"train.trackers: {', '.join(train.trackers)} cannot be started: {error}") from error
+        for tracker in accelerator.trackers:
+            if tracker.name == SORTED_BY_STEP:
+                tracker.tracker.define_metric("eval/*", step_metric="eval/version")
 
     def log(self, version: int, fields: Mapping[str, Any]) -> None:
         """Log the numbers in `fields`; numbers in nested dictionaries as `name/key`."""
-        if not self._on:
-            return
         values = dict(flatten(fields))
-        for tracker in self._accelerator.trackers:
+        self._each(version, lambda tracker: tracker.log(values, step=version))
+
+    def log_evaluation(self, version: int, results: Mapping[str, Any], *, now: int) -> None:
+        """Log the results of an evaluation of weights `version`, while the learner has weights `now`."""
+        values = dict(flatten({"eval": evaluation_figures(version, results)}))
+        self._each(
+            version, lambda tracker: tracker.log(values, step=now if tracker.name == SORTED_BY_STEP else version)
+        )
+
+    def log_samples(self, version: int, episodes: Sequence[Rollout]) -> None:
+        """Log a table of trained conversations every SAMPLES_EVERY steps, to trackers that have tables."""
+        if not self._samples or (version != 1 and version % SAMPLES_EVERY):
+            return
+        rows: list[list[Any]] = []
+
+        def log_table(tracker: Any) -> None:
+            if hasattr(tracker, "log_table"):
+                rows[:] = rows or samples.make_rows(version, episodes, self._samples)
+                tracker.log_table("samples", columns=samples.COLUMNS, data=rows, step=version)
+
+        self._each(version, log_table)
+
+    def _each(self, version: int, act: Callable[[Any], None]) -> None:
+        """Do something with every tracker. One that fails causes a warning until it is back."""
+        for tracker in self._accelerator.trackers if self._on else ():
             try:
                 self._begin_again(tracker)
-                tracker.log(values, step=version)
+                act(tracker)
             except Exception as error:
                 self._failed[tracker.name] += 1
                 if self._failed[tracker.name] == 1:
@@ -106,6 +139,37 @@ class Trackers:
                 tracker.finish()
             except Exception as error:
                 _warn(tracker, error, action="its newest figures may be missing there; they are in events")
+
+
+def evaluation_figures(version: int, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of an evaluation round: over all kinds, and for each kind under `by_kind`. `results`: fields of the
+    `evaluated` event."""
+    kinds: Mapping[str, Any] = results.get("kinds", {})
+    rewards = [(one["reward"], one["episodes"]) for one in kinds.values() if one.get("reward") is not None]
+    passed: dict[str, list[tuple[float, int]]] = {}
+    by_kind: dict[str, dict[str, Any]] = {}
+    for kind, one in kinds.items():
+        mine = by_kind[kind] = {
+            "tasks": one.get("tasks"),
+            "reward": one.get("reward"),
+            "metrics": one.get("metrics", {}),
+        }
+        for k, share in one.get("pass", {}).items():
+            name = f"pass_at_{k}"
+            mine |= {name: share["value"], f"{name}_low": share["low"], f"{name}_high": share["high"]}
+            passed.setdefault(name, []).append((share["value"], share["tasks"]))
+    return {
+        "version": version,
+        **{name: results.get(name) for name in ("seconds", "missing", "given_up")},
+        **({"reward": _weighted_mean(rewards)} if rewards else {}),
+        **{name: _weighted_mean(shares) for name, shares in passed.items()},
+        "by_kind": by_kind,
+    }
+
+
+def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
+    """Return the mean of (value, weight)."""
+    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
 
 
 def _warn(tracker: Any, error: Exception, **what: Any) -> None:

@@ -10,7 +10,7 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.evals import pass_at
 from swarmq.collector.service import build_eval_task
 from swarmq.config import Eval
-from swarmq.messages import EpisodeBegin, Slot, Task
+from swarmq.messages import EpisodeBegin, Slot, Task, decode
 
 
 def eval_task(name: str, repeats: int = 2, kind: str = "math", **fields) -> Task:
@@ -105,7 +105,7 @@ def test_pass_at_k_is_told_by_kind_and_what_is_missing_is_no_failure(bench, say)
     assert (math["tasks"], math["episodes"], math["reward"]) == (2, 4, 0.25)
     assert math["pass"]["1"]["value"] == math["pass"]["2"]["value"] == 0.5
     assert math["pass"]["1"]["low"] < 0.5 < math["pass"]["1"]["high"]
-    assert told["kinds"]["code"] == {"tasks": 0, "episodes": 0, "reward": None, "pass": {}}
+    assert told["kinds"]["code"] == {"tasks": 0, "episodes": 0, "reward": None, "pass": {}, "metrics": {}}
 
 
 def test_a_round_survives_a_restart_and_counts_each_attempt_once(bench, say):
@@ -170,7 +170,7 @@ def test_a_round_of_which_all_is_given_up_is_closed_and_leaves_nothing_behind(be
     tick()
     (told,) = bench.events("evaluated")
     assert (told["missing"], told["given_up"]) == (0, 2)
-    assert told["kinds"]["math"] == {"tasks": 0, "episodes": 0, "reward": None, "pass": {}}
+    assert told["kinds"]["math"] == {"tasks": 0, "episodes": 0, "reward": None, "pass": {}, "metrics": {}}
     assert not bench.store.snapshot().evals.slots
     assert bench.core.counts["eval_given_up"] == 2
 
@@ -255,6 +255,53 @@ def test_rounds_never_pile_up(bench, say):
     for version in range(1, 8):
         step(bench, say, version)
     assert {item.version for item in issued(bench)} == {0}, "nobody evaluates: no further round begins"
+
+
+def test_metrics_are_means_over_the_attempts_that_report_them_also_after_a_restart(bench, say):
+    bench.take(eval_task("a"), eval_task("c", 1, kind="code"))
+    bench.wait(1)
+    first, third, second = issued(bench)
+    attempt(bench, say, first, metrics={"calls": 4.0, "n" * 200: 1.0})
+    bench.restart()
+    attempt(bench, say, second, metrics={"calls": 1.0})
+    attempt(bench, say, third)
+    bench.wait(1)
+    (told,) = bench.events("evaluated")
+    (long,) = told["kinds"]["math"]["metrics"].keys() - {"calls"}
+    assert told["kinds"]["math"]["metrics"] == {"calls": 2.5, long: 1.0}
+    assert len(long) == 80
+    assert told["kinds"]["code"]["metrics"] == {}
+
+
+def test_metrics_beyond_64_of_a_kind_are_left_out_and_it_is_said_once(bench, say):
+    bench.take(eval_task("a"))
+    bench.wait(1)
+    for version in (0, 2):
+        for number, item in enumerate(issued(bench)[-2:]):
+            names = range(40 * number, 40 * number + 60)
+            attempt(bench, say, item, number=version, metrics={f"m{name:03d}": 1.0 for name in names})
+        step(bench, say, version + 1)
+        step(bench, say, version + 2)
+    for told in bench.events("evaluated"):
+        metrics = told["kinds"]["math"]["metrics"]
+        assert len(metrics) == 64
+        assert metrics.keys() >= {f"m{name:03d}" for name in range(40, 60)}, "those of both attempts"
+    (warning,) = (one["text"] for one in bench.events("warning") if "metrics" in one["text"])
+    assert "evaluation: episodes of kind math report more than 64" in warning
+
+
+def test_the_results_of_a_round_wait_for_each_learner_until_the_broker_has_them(bench, say):
+    bench.take(eval_task("a", 1))
+    bench.wait(1)
+    attempt(bench, say, issued(bench)[0], reward=0.5)
+    bench.wait(1)
+    bench.restart()
+    (waiting,) = (one for one in bench.store.outbox() if isinstance(one, do.SendEvaluation))
+    message = decode(waiting.body)
+    assert (waiting.policy, waiting.began_at, message.version) == ("main", message.began_at, 0)
+    assert message.results == bench.events("evaluated")[0]
+    bench.run(bench.core.confirm_evaluation(waiting.policy, waiting.began_at))
+    assert not any(isinstance(one, do.SendEvaluation) for one in bench.store.outbox())
 
 
 def test_a_training_task_is_not_kept_for_evaluation(bench):

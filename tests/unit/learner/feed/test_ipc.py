@@ -14,7 +14,8 @@ from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.feed import ipc as link_module
 from swarmq.learner.feed.ipc import MAX_DEATHS, FeederLink, StopSignal
-from swarmq.learner.store.records import BatchReady, CheckpointSaved, Hello, StepDone
+from swarmq.learner.store.records import BatchReady, CheckpointSaved, EvaluationLogged, Hello, StepDone
+from swarmq.messages import Evaluation
 
 SCRIPT = """
 import socket, sys
@@ -48,12 +49,37 @@ def link(script: str, stop: StopSignal | None = None, *, versions: list[int] | N
     return FeederLink(hello, stop or StopSignal(), command=[sys.executable, "-c", SCRIPT + script])
 
 
+def unexpected(evaluation: Evaluation) -> None:
+    raise AssertionError(evaluation)
+
+
+def test_results_of_evaluations_are_passed_on_while_a_batch_is_awaited_and_it_is_asked_for_once() -> None:
+    script = """
+from swarmq.messages import Evaluation
+hear()
+for began_at in (1.0, 2.0):
+    say(records.EvaluationReady(evaluation=Evaluation(run="r", version=3, began_at=began_at, results={})))
+    assert hear() == records.EvaluationLogged(began_at=began_at)
+say(records.BatchReady(record=b"x", replayed=False)); hear()
+"""
+    with link(script) as one:
+
+        def log(evaluation: Evaluation) -> None:
+            logged.append((evaluation.version, evaluation.began_at))
+            one.tell(EvaluationLogged(began_at=evaluation.began_at))
+
+        logged: list[tuple[int, float]] = []
+        batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=log)
+    assert batch == BatchReady(record=b"x", replayed=False)
+    assert logged == [(3, 1.0), (3, 2.0)]
+
+
 def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
     idle = Idle()
     with link(
         "hear(); say(records.QueueEmpty()); say(records.BatchReady(record=b'x' * 3_000_000, replayed=False)); hear()"
     ) as one:
-        batch = one.next(idle=idle, idle_s=lambda: 60)
+        batch = one.next(idle=idle, idle_s=lambda: 60, evaluated=unexpected)
     assert batch == BatchReady(record=b"x" * 3_000_000, replayed=False)
     assert idle.calls == [False]
 
@@ -61,7 +87,7 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
 def test_a_process_that_dies_is_started_again_from_the_trainers_present_version() -> None:
     script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.BatchReady(record=b'%d %d' % (hello.version, hello.again), replayed=True)); hear()"
     with link(script, versions=[0, 5]) as one:
-        batch = one.next(idle=Idle(), idle_s=lambda: 60)
+        batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
     assert batch is not None
     assert batch.record == b"5 1", "and told that it may wait for the broker"
 
@@ -71,7 +97,7 @@ def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
     with link(script, versions=[0, 1]) as one:
         one._process.wait()
         one.tell(StepDone(version=7))
-        batch = one.next(idle=Idle(), idle_s=lambda: 60)
+        batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
     assert batch is not None
     assert batch.record == b"7"
 
@@ -89,7 +115,7 @@ def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatc
         monkeypatch.setattr(one, "_start", started)
         one._process.wait()
         one.tell(StepDone(version=7))
-        batch = one.next(idle=Idle(), idle_s=lambda: 60)
+        batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
     assert batch is not None
     assert batch.record == b"7"
 
@@ -108,14 +134,14 @@ hear(); say(records.BatchReady(record=b'asked again', replayed=True)); hear()
             one._process.wait()
             one.tell(CheckpointSaved(oldest=1))
 
-        batch = one.next(idle=Idle(tell), idle_s=lambda: 60)
+        batch = one.next(idle=Idle(tell), idle_s=lambda: 60, evaluated=unexpected)
     assert batch == BatchReady(record=b"asked again", replayed=True)
 
 
 def test_an_io_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "DEATH_WINDOW_S", 3600.0)  # a busy machine takes long to start five
     with pytest.raises(LearnerError, match=f"died {MAX_DEATHS} times"), link("sys.exit(9)") as one:
-        one.next(idle=Idle(), idle_s=lambda: 60)
+        one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
 
 
 def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
@@ -123,14 +149,14 @@ def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
     with link(script) as one:
         one._process.wait()
         with pytest.raises(LearnerError, match="the disk is full"):
-            one.next(idle=Idle(), idle_s=lambda: 60)
+            one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
 
 
 def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> None:
     for for_good, kind in ((True, SetUpError), (False, LearnerError)):
         with link(f"hear(); say(records.FeederFailed(text='another run', for_good={for_good})); hear()") as one:
             with pytest.raises(LearnerError, match="another run") as failure:
-                one.next(idle=Idle(), idle_s=lambda: 60)
+                one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
             assert failure.type is kind
 
 
@@ -138,7 +164,7 @@ def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
     stop = StopSignal()
     idle = Idle(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with stop.handle_signals(), link("hear(); say(records.QueueEmpty()); hear(); say(records.Stopped())", stop) as one:
-        assert one.next(idle=idle, idle_s=lambda: 60) is None
+        assert one.next(idle=idle, idle_s=lambda: 60, evaluated=unexpected) is None
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         one.finish()
     assert stop.asked

@@ -25,7 +25,7 @@ from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.learner.store.records import BatchRecord, Hello, decode_record
 from swarmq.learner.store.report_offsets import ReportOffsets
 from swarmq.learner.store.writer_lock import hold_lock
-from swarmq.messages import Change, Control, StepReport, Ticket, decode
+from swarmq.messages import Change, Control, Evaluation, StepReport, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 READY = topology.ready("r", "main")
@@ -234,6 +234,55 @@ async def test_a_report_that_was_not_confirmed_is_made_after_a_restart(tmp_path:
     async with desk(tmp_path, broker, version=1) as trainer:
         await stopped(trainer)
     assert len(consumed(broker)) == 1, "told twice"
+
+
+def evaluation(version: int) -> Evaluation:
+    return Evaluation(run="r", version=version, began_at=float(version), results={"version": version, "kinds": {}})
+
+
+async def evaluations(trainer: Trainer, number: int) -> list[int]:
+    """Versions of the results that a trainer is offered and logs."""
+    versions = []
+    while len(versions) < number:
+        if isinstance(message := await trainer.hear(), records.EvaluationReady):
+            versions.append(message.evaluation.version)
+            await trainer.tell(records.EvaluationLogged(began_at=message.evaluation.began_at))
+    return versions
+
+
+async def test_results_of_evaluations_reach_a_trainer_once_however_often_it_restarts(tmp_path: Path) -> None:
+    broker, queue = await broker_with(), topology.control("r", "main")
+    for version in (1, 2):
+        await broker.publish(queue, evaluation(version))
+    async with desk(tmp_path, broker) as trainer:
+        assert isinstance(message := await trainer.hear(), records.EvaluationReady)
+        assert message.evaluation == evaluation(1)
+    assert not broker.stored(queue), "in a file of the learner: a redelivery limit cannot lose them"
+    async with desk(tmp_path, broker) as trainer:
+        assert await evaluations(trainer, 1) == [1], "again, because nobody said that it is logged"
+    await broker.publish(queue, evaluation(1))
+    await broker.publish(queue, evaluation(3))
+    async with desk(tmp_path, broker) as trainer:
+        assert await evaluations(trainer, 2) == [2, 3]
+        await trainer.tell(records.RequestBatch())
+        assert isinstance(await trainer.hear(), records.QueueEmpty), "nothing else is offered"
+        await stopped(trainer)
+
+
+async def test_results_that_wait_when_training_is_over_come_before_the_end(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a"))
+    async with desk(tmp_path, broker, max_steps=1) as trainer:
+        await trainer.batch()
+        await trainer.tell(records.StepDone(version=1))
+        await stopped(trainer)
+    await broker.publish(topology.control("r", "main"), evaluation(1))
+    async with desk(tmp_path, broker, version=1, max_steps=1) as trainer:
+        await trainer.tell(records.RequestBatch())
+        assert isinstance(await trainer.hear(), records.EvaluationReady)
+        heard = [await trainer.hear()]
+        while not isinstance(heard[-1], records.TrainingDone):
+            heard.append(await trainer.hear())
+        await stopped(trainer)
 
 
 async def test_a_lost_session_costs_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, encode_record
 from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.tracker_packages import check_trackers
-from swarmq.learner.train.trackers import Trackers, flatten, tracker_folders
+from swarmq.learner.train.trackers import Trackers, evaluation_figures, flatten, tracker_folders
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.push.pusher import PushReport
 
@@ -188,6 +188,82 @@ def test_a_tracker_that_fails_costs_a_warning_and_neither_a_step_nor_the_end_of_
     assert heard[1:] == ["finished"]
 
 
+ROUND = {
+    "version": 4, "seconds": 9.5, "missing": 1, "given_up": 0,
+    "kinds": {
+        "code": {"tasks": 1, "episodes": 1, "reward": 1.0, "metrics": {},
+                 "pass": {"1": {"value": 1.0, "low": 0.2, "high": 1.0, "tasks": 1}}},
+        "math": {"tasks": 3, "episodes": 3, "reward": 0.5, "metrics": {"tool calls": 2.5},
+                 "pass": {"1": {"value": 0.5, "low": 0.1, "high": 0.9, "tasks": 3}}},
+        "none": {"tasks": 0, "episodes": 0, "reward": None, "pass": {}, "metrics": {}},
+    },
+}  # fmt: skip
+"""Fields of an `evaluated` event."""
+
+
+def test_tensorboard_gets_an_evaluation_at_its_version_by_kind_and_over_all(tmp_path: Path) -> None:
+    trackers = Trackers(Accelerator(cpu=True), TRAIN, run="r", policy="main", folder=tmp_path)
+    trackers.log(7, {"loss": 1.0})
+    trackers.log_evaluation(4, ROUND, now=7)
+    trackers.close()
+    read = EventAccumulator(str(tmp_path / "r.main")).Reload()
+    points = {
+        name: (point.step, round(point.value, 4)) for name in read.Tags()["scalars"] for point in read.Scalars(name)
+    }
+    (metric,) = (name for name in points if name.startswith("eval/by_kind/math/metrics/tool_calls-"))
+    assert points == {
+        "loss": (7, 1.0),
+        "eval/version": (4, 4.0),
+        "eval/seconds": (4, 9.5),
+        "eval/missing": (4, 1.0),
+        "eval/given_up": (4, 0.0),
+        "eval/reward": (4, 0.625),
+        "eval/pass_at_1": (4, 0.625),
+        "eval/by_kind/code/tasks": (4, 1.0),
+        "eval/by_kind/code/reward": (4, 1.0),
+        "eval/by_kind/code/pass_at_1": (4, 1.0),
+        "eval/by_kind/code/pass_at_1_low": (4, 0.2),
+        "eval/by_kind/code/pass_at_1_high": (4, 1.0),
+        "eval/by_kind/math/tasks": (4, 3.0),
+        "eval/by_kind/math/reward": (4, 0.5),
+        "eval/by_kind/math/pass_at_1": (4, 0.5),
+        "eval/by_kind/math/pass_at_1_low": (4, 0.1),
+        "eval/by_kind/math/pass_at_1_high": (4, 0.9),
+        metric: (4, 2.5),
+        "eval/by_kind/none/tasks": (4, 0.0),
+    }
+
+
+def test_an_evaluation_without_any_result_is_logged_as_such() -> None:
+    kinds = {"math": {"tasks": 0, "episodes": 0, "reward": None, "pass": {}}}
+    figures = dict(flatten(evaluation_figures(2, {"version": 2, "missing": 4, "kinds": kinds})))
+    assert figures == {"version": 2.0, "missing": 4.0, "by_kind/math/tasks": 0.0}
+
+
+def test_tables_of_samples_are_made_every_ten_steps_for_trackers_that_have_tables() -> None:
+    class WithTables:
+        name = "tables"
+
+        def log_table(self, name: str, *, columns: list[str], data: list[list[object]], step: int) -> None:
+            tables.append((name, step, len(data), len(columns) == len(data[0])))
+
+    class WithoutTables:
+        name = "plain"
+
+    class Accelerator:
+        trackers = (WithoutTables(), WithTables())
+
+    tables: list[object] = []
+    trackers = Trackers.__new__(Trackers)
+    trackers._accelerator, trackers._on, trackers._failed, trackers._samples = Accelerator(), True, Counter(), 3
+    for version in range(1, 21):
+        trackers.log_samples(version, make_group("a", (0.0, 1.0, 0.5, 0.25)))
+    assert tables == [("samples", 1, 3, True), ("samples", 10, 3, True), ("samples", 20, 3, True)]
+    trackers._samples = 0
+    trackers.log_samples(30, make_group("a"))
+    assert len(tables) == 3
+
+
 class ShortOfRoom:
     """As TensorBoard's: one that has failed once fails for ever, and one that is made anew works if there is room."""
 
@@ -264,7 +340,7 @@ def test_figures_after_a_failure_are_in_the_same_folder_of_tensorboard(tmp_path:
         trackers.log(version, {"loss": 1.0})
     trackers.close()
     read = EventAccumulator(str(tmp_path / "r.main")).Reload()
-    assert [point.step for point in read.Scalars("loss")] == [1, 3, 4]
+    assert sorted(point.step for point in read.Scalars("loss")) == [1, 3, 4], "in two files of the same second"
 
 
 def test_a_folder_for_trackers_that_cannot_be_is_named(tmp_path: Path) -> None:
