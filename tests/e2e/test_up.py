@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -102,11 +103,53 @@ def last_step(folder: RunFolder) -> int:
     return max((record.index.version for record in read_records(folder.batch_log("main"))), default=0)
 
 
+def check_metrics(endpoints: Endpoints, folder: RunFolder) -> None:
+    """Every process serves its metrics at the address that `swarmq up` writes for people and for Prometheus."""
+    steps = re.compile(r'^swarmq_learner_steps_total\{policy="main"\} [1-9]', re.MULTILINE)
+    while not steps.search(read_page(endpoints.metrics["learner.main"], folder)):
+        time.sleep(0.2)  # the batch is in the log before it is trained
+    pages = {name: read_page(url, folder) for name, url in endpoints.metrics.items()}
+    assert sorted(pages) == ["collector", "learner.main", "proxy.0", "proxy.1"]
+    assert 'swarmq_collector_weight_version{policy="main"} ' in pages["collector"]
+    assert "swarmq_calls_total" in pages["proxy.1"]
+    targets = msgspec.json.decode(folder.prometheus_targets.read_bytes())
+    assert {one["labels"]["process"] for one in targets} == pages.keys()
+
+
+def check_recording(folder: RunFolder) -> None:
+    """The run folder alone tells what the run does."""
+    while not (folder.samples.exists() and (board := read_board(folder))["policies"].get("main", {}).get("step")):
+        time.sleep(0.2)
+    assert board["recorder"]["is_recording"]
+    assert board["broker"]["state"] == "ok"
+    assert {"collector", "learner.main", "proxy.0", "proxy.1"} <= board["parts"].keys()
+    [engine] = board["engines"].values()
+    assert engine["state"] == "up"
+    assert engine["kv"] is not None
+    inbox = board["queue_details"]["swarmq.e2e.in"]
+    assert inbox["oldest_s"] is not None, "RabbitMQ's management API tells it"
+    sample = msgspec.json.decode(folder.samples.read_bytes().splitlines()[-1])
+    assert sample["counts"]["begun"] > 0
+
+
+def read_board(folder: RunFolder) -> dict[str, Any]:
+    return msgspec.json.decode(folder.board.read_bytes())
+
+
+def read_page(url: str, folder: RunFolder) -> str:
+    with urlopen(Request(url, headers={"authorization": f"Bearer {read_token(folder)}"})) as response:
+        return response.read().decode()
+
+
+def read_token(folder: RunFolder) -> str:
+    operator = keys.Operator(run="e2e", name="test", roles=("read",), expires_at=time.time() + 3600)
+    return keys.mint_operator(keys.derive_operator_secret(keys.load_root(folder.root_secret), "test"), operator)
+
+
 def proxy_answers(base_url: str, folder: RunFolder) -> bool:
     """Whether a proxy of the run knows a token of the run, and has answered calls."""
-    operator = keys.Operator(run="e2e", name="test", roles=("read",), expires_at=time.time() + 3600)
-    token = keys.mint_operator(keys.derive_operator_secret(keys.load_root(folder.root_secret), "test"), operator)
-    with urlopen(Request(f"{base_url}/control/status", headers={"authorization": f"Bearer {token}"})) as response:
+    headers = {"authorization": f"Bearer {read_token(folder)}"}
+    with urlopen(Request(f"{base_url}/control/status", headers=headers)) as response:
         return msgspec.json.decode(response.read())["counts"]["calls"] > 0
 
 
@@ -152,11 +195,14 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
         assert len(endpoints.proxies) == len({urlsplit(url).port for url in endpoints.proxies}) == 2
         assert all(proxy_answers(url, up.folder) for url in endpoints.proxies)
         assert up.folder.endpoints.stat().st_mode & 0o077 == 0
+        check_metrics(endpoints, up.folder)
+        check_recording(up.folder)
     finally:
         said = up.stop()
     assert left_in_the_end(up) == set()
     first_part = last_step(up.folder)
     assert said.endswith(f"stopped. `swarmq up {up.folder.job}` continues after step {first_part}\n")
+    assert re.search(r"^ *\d+\.\d s  step 1: reward ", said, re.MULTILINE)
     assert re.findall(r"^(?! *\d+\.\d s  ).+", said, re.MULTILINE) == [], "lines of one style"
     [(tokens, reason)] = re.findall(r"context of main: ([\d,]+) tokens for prompt and answer, (.*)", said)
     assert "without a GPU" in reason or "host memory" in reason

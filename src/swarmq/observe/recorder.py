@@ -39,8 +39,6 @@ from swarmq.runtime.files import LineFile, write_atomically
 
 log = structlog.get_logger()
 
-AWAY_S = 15.0
-"""Seconds without queue depths after which the broker counts as away."""
 SAMPLES_BYTES = 64 * 1024 * 1024
 """Size of samples.jsonl beyond which every second of its lines is removed."""
 AGE_POINTS = 4096
@@ -57,6 +55,8 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
     """Between two looks at the management API and the engines."""
     silent_s: float = 120.0
     """Without an event of the collector or a learner, after which an alert is sent."""
+    away_s: float = 15.0
+    """Without queue depths, after which the broker counts as away."""
     retry_s: float = 5.0
     """Until a recording that failed, or that another process does, is tried again."""
 
@@ -224,10 +224,10 @@ class _Recorder:
                 stack.callback(follower.listeners.remove, self.alerts.hear)
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_repeat(every.look_s, sources.look))
-                    tasks.create_task(_keep_board(job, board, sources, every.board_s))
+                    tasks.create_task(_keep_board(job, board, sources, every))
                     tasks.create_task(_keep_samples(job, board, sources, every.sample_s))
                     tasks.create_task(self.alerts.deliver())
-                    tasks.create_task(_watch_silence(job, board, self.alerts, every.silent_s))
+                    tasks.create_task(_watch_silence(job, board, self.alerts, every))
         except BaseExceptionGroup as group:
             ours, others = group.split((BrokerError, OSError))
             if others or not ours:
@@ -250,14 +250,17 @@ def _hold_recorder_lock(path: Path) -> Iterator[bool]:
         yield True
 
 
-async def _watch_silence(job: SwarmJob, board: Board, alerts: Alerts, silent_s: float) -> None:
+async def _watch_silence(job: SwarmJob, board: Board, alerts: Alerts, every: Intervals) -> None:
     """Alert when the collector or a learner that has steps to make has said nothing for `silent_s`."""
+    silent_s = every.silent_s
     while True:
         await asyncio.sleep(silent_s / 4)
         now = time.time()
-        if _broker_state(board, now) == "away":
+        if (state := _broker_state(board, now, every.away_s)) == "away":
             alerts.add("stall", "recorder", "the broker cannot be reached")
             continue
+        if state == "blocked":
+            alerts.add("warning", "recorder", "RabbitMQ accepts no messages: it is low on memory or disk")
         for source, part in board.parts.items():
             policy = source.removeprefix("learner.")
             has_work = source == "collector" or (policy in job.trained and not alerts.has_ended(policy))
@@ -271,22 +274,21 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(every_s)
 
 
-async def _keep_board(job: SwarmJob, board: Board, sources: Sources, every_s: float) -> None:
-    """Replace board.json every `every_s`, and a last time when the recording ends."""
+async def _keep_board(job: SwarmJob, board: Board, sources: Sources, every: Intervals) -> None:
+    """Replace board.json every `board_s`, and a last time when the recording ends."""
     path, outage = job.run_folder.board, Outage(str(job.run_folder.board))
-    since = time.time()
+    recorder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
 
     def write(*, is_recording: bool) -> None:
-        content = msgspec.json.encode(
-            describe_board(board, sources, now=time.time(), since=since, is_recording=is_recording)
-        )
+        described = describe_board(board, sources, now=time.time(), away_s=every.away_s)
         with outage.tolerate():
+            content = msgspec.json.encode({**described, "recorder": {**recorder, "is_recording": is_recording}})
             write_atomically(path, content, is_durable=False)
 
     try:
         while True:
             write(is_recording=True)
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(every.board_s)
     finally:
         write(is_recording=False)
 
@@ -301,14 +303,14 @@ async def _keep_samples(job: SwarmJob, board: Board, sources: Sources, every_s: 
             await asyncio.to_thread(thin_lines, lines.path, SAMPLES_BYTES)
 
 
-def describe_board(board: Board, sources: Sources, *, now: float, since: float, is_recording: bool) -> dict[str, Any]:
-    """Return the content of board.json: that of `swarmq status --json`, and what only the recorder knows."""
+def describe_board(board: Board, sources: Sources, *, now: float, away_s: float) -> dict[str, Any]:
+    """Return the content of board.json but for the recorder: that of `swarmq status --json`, and what only the recorder knows."""
     state = board_to_json(board, now=now)
     queues = {*board.depths, *sources.queues}
     return {
         **state,
         "parts": {source: {"at": part.at, **state["parts"][source]} for source, part in sorted(board.parts.items())},
-        "broker": {"state": _broker_state(board, now), "at": board.depths_at},
+        "broker": {"state": _broker_state(board, now, away_s), "at": board.depths_at},
         "queue_details": {
             name: {
                 "ready": board.depths.get(name),
@@ -321,17 +323,13 @@ def describe_board(board: Board, sources: Sources, *, now: float, since: float, 
             for name in sorted(queues)
         },
         "engines": sources.engines,
-        "recorder": {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": since,
-            "is_recording": is_recording,
-        },
     }
 
 
-def _broker_state(board: Board, now: float) -> str:
-    if now - board.depths_at > AWAY_S:
+def _broker_state(board: Board, now: float, away_s: float) -> str:
+    if not board.depths_at:
+        return "unknown"
+    if now - board.depths_at > away_s:
         return "away"
     return "blocked" if board.blocked else "ok"
 

@@ -16,9 +16,10 @@ import pytest
 from swarmq.config import SwarmJob
 from swarmq.messages import Event, EventName
 from swarmq.observe import recorder
+from swarmq.observe.board import Board
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import follow
-from swarmq.observe.recorder import Intervals, QueueAges, Sources, record_run, thin_lines
+from swarmq.observe.recorder import Intervals, QueueAges, Sources, describe_board, record_run, thin_lines
 from swarmq.runtime.logs import redirect_to
 from swarmq.testing import MemoryBroker
 
@@ -161,6 +162,20 @@ async def test_who_follows_the_run_anyway_records_its_board_without_writing_even
         await broker.emit(event("state", 1.0, begun=1))
         await until(lambda: (read_json(settings.run_folder.board) or {}).get("parts"))
     assert len(list(read_events(path))) == 1
+
+
+def test_a_broker_without_depths_is_unknown_then_ok_then_blocked_or_away(tmp_path: Path) -> None:
+    board, sources = Board(run="r"), Sources(job(tmp_path))
+
+    def state(now: float) -> str:
+        return describe_board(board, sources, now=now, away_s=15.0)["broker"]["state"]
+
+    assert state(100.0) == "unknown"
+    board.depths_at = 100.0
+    assert state(101.0) == "ok"
+    board.blocked = True
+    assert state(101.0) == "blocked"
+    assert state(116.0) == "away"
 
 
 def test_the_oldest_message_of_a_queue_is_as_old_as_its_number() -> None:
