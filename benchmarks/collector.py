@@ -36,6 +36,8 @@ from swarmq.messages import (
     pack_floats,
     pack_ids,
 )
+from swarmq.transcripts.read import scan
+from swarmq.transcripts.writer import ClosedEpisode, TranscriptWriter
 
 RUN, GROUP_SIZE = "benchmark", 8
 RULES = Rules(run=RUN, trained=("main",), known=("main",), mix={"math": 1.0}, groups_per_batch=8)
@@ -115,25 +117,47 @@ def episode(task: str, repeat: int, turns: int, tokens: int) -> list[Message]:
     return [*messages, EpisodeEnd(run=RUN, episode_id=name, status="finished", rewards={"main": 1.0})]
 
 
-def collect(bodies: list[bytes]) -> Pass:
-    """Send all messages once through a core with a fresh store."""
+def compare_transcripts(episodes: int = 4000, turns: int = 10, tokens: int = 128, pairs: int = 7) -> list[float]:
+    """Return, for each pair of passes, episodes per second with transcripts over episodes per second without."""
+    bodies = [encode(message) for message in traffic(episodes, turns, tokens)]
+    ratios = []
+    for pair in range(pairs):
+        order = (True, False) if pair % 2 else (False, True)
+        wall_s = {recorded: collect(bodies, transcripts=recorded).wall_s for recorded in order}
+        ratios.append(wall_s[False] / wall_s[True])
+    return ratios
+
+
+def collect(bodies: list[bytes], *, transcripts: bool = False) -> Pass:
+    """Send all messages once through a core with a fresh store, and record transcripts as the service does, if asked to."""
     with tempfile.TemporaryDirectory() as folder:
+        writer = (
+            TranscriptWriter(Path(folder) / "transcripts", size_bytes=2 * 10**9, age_s=1e9) if transcripts else None
+        )
+        closed: list[ClosedEpisode] = []
         store = Store(Path(folder) / "collector.sqlite", run=RUN)
+        store.keeps_bodies = transcripts
         core = Core(RULES, store, store.snapshot(), now=0.0)
         inbox, confirmed, num_forwarded, version = deque(bodies), list[do.Forward](), 0, 0
         cpu, wall = time.process_time(), time.perf_counter()
         while inbox or confirmed:
             effects: list[do.Effect] = []
+            closing: list[ClosedEpisode] = []
             with store.transaction():
                 steps = [core.confirm_forward(item.episode_id, item.policy) for item in confirmed]
                 for effect in (effect for step in steps for effect in step):
                     store.write(effect)
                 for body in [inbox.popleft() for _ in range(min(BATCH, len(inbox)))]:
                     for effect in core.take(decode(body), body, 1.0):
+                        if writer and type(effect) is do.Close and (episode := store.closed(effect, time.time())):
+                            closing.append(episode)
                         store.write(effect)
                         effects.append(effect)
                 for effect in core.settle():
                     store.write(effect)
+                if writer and closed:
+                    writer.offer(closed)
+            closed = closing
             confirmed = [effect for effect in effects if isinstance(effect, do.Forward)]
             for item in confirmed:
                 message = build_rollout(store, item)
@@ -148,6 +172,12 @@ def collect(bodies: list[bytes]) -> Pass:
                 )
         done = Pass(time.process_time() - cpu, time.perf_counter() - wall, num_forwarded)
         store.close()
+        if writer:
+            writer.offer(closed)
+            writer.close()
+            assert not writer.lost
+            found = sum(1 for _ in scan(Path(folder) / "transcripts"))
+            assert found == num_forwarded, f"{found} of {num_forwarded} transcripts were recorded"
     return done
 
 

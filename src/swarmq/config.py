@@ -158,7 +158,7 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
 class TranscriptSettings(Settings, frozen=True, kw_only=True):
     """Transcripts: every closed episode, kept readable in the run folder. Losing them loses no training."""
 
-    size_gb: Weight = 2.0
+    size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 2.0
     """Most gigabytes of a run's transcripts, beyond which the oldest, least interesting conversations are removed; 0 keeps no
     transcripts. The newest 32 of every kind and reason always stay."""
     age_days: Factor = 30.0

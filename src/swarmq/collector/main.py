@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext
 
 import structlog
 
@@ -16,8 +17,12 @@ from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.runtime import logs
 from swarmq.runtime.metrics_page import serve_metrics
+from swarmq.transcripts.writer import TranscriptWriter
 
 log = structlog.get_logger()
+
+GB = 10**9
+DAY_S = 86400.0
 
 
 def run(job: SwarmJob) -> None:
@@ -36,9 +41,9 @@ def run(job: SwarmJob) -> None:
 
 async def _collect(job: SwarmJob, url: str) -> None:
     stop = _stop_on_signals()
-    with closing(Store(job.run_folder.inbox, run=job.run)) as store:
+    with closing(Store(job.run_folder.inbox, run=job.run)) as store, record_transcripts(job) as transcripts:
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
-            collector = Collector(job, broker, store)
+            collector = Collector(job, broker, store, transcripts=transcripts)
             async with serve_collector_metrics(job, collector):
                 await collector.run(stop)
 
@@ -56,6 +61,20 @@ def serve_collector_metrics(job: SwarmJob, collector: Collector) -> AbstractAsyn
     metrics = CollectorMetrics(collector.read_state, lambda: collector.num_outgoing)
     collector.commit_watchers.append(metrics.observe_commit)
     return serve_metrics(job.metrics.host, port, metrics.page)
+
+
+@contextmanager
+def record_transcripts(job: SwarmJob) -> Iterator[TranscriptWriter | None]:
+    """Record transcripts inside the block, unless the job's settings turn them off."""
+    settings = job.transcripts
+    if not settings.size_gb:
+        yield None
+        return
+    writer = TranscriptWriter(
+        job.run_folder.transcripts, size_bytes=int(settings.size_gb * GB), age_s=settings.age_days * DAY_S
+    )
+    with closing(writer):
+        yield writer
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -31,6 +31,7 @@ from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.collector.decide.assemble import assemble_rollout
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.effects import (
+    Close,
     Effect,
     Emit,
     Forward,
@@ -47,6 +48,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
 from swarmq.messages import Command, Event, EventName, Message, RefusedTurn, Rollout, Slot, Task, Ticket, Turn, decode
 from swarmq.registries.proxies import ProxyRegistry
+from swarmq.transcripts.writer import ClosedEpisode, TranscriptWriter
 
 PREFETCH = 1000
 BATCH = 500
@@ -70,12 +72,25 @@ log = structlog.get_logger()
 class Collector:
     """The collector of one run; call `run` once."""
 
-    def __init__(self, job: SwarmJob, broker: Broker, store: Store, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        job: SwarmJob,
+        broker: Broker,
+        store: Store,
+        *,
+        transcripts: TranscriptWriter | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`transcripts`: records every closed episode; None records nothing."""
         self.job = job
         self._rules = Rules.of(job)
         self._proxies = ProxyRegistry(job.run_folder.proxies)
         self._broker = broker
         self._store = store
+        self._transcripts = transcripts
+        store.keeps_bodies = transcripts is not None
+        self._closed: list[ClosedEpisode] = []
+        """Episodes closed by committed transactions, which the writer has not been given yet."""
         self._clock = clock
         self._core: Core | None = None
         self._deciding = asyncio.Lock()
@@ -121,7 +136,8 @@ class Collector:
                     await self._idle.wait()
             sender.cancel()
         await self._decide(lambda _: [])
-        await self._tell("state", state_fields(self._load_core()))
+        self._hand_over()
+        await self._tell("state", self.read_state())
         log.info("stopped", unsent=len(self._outgoing), **state_fields(self._load_core()))
 
     @property
@@ -131,7 +147,8 @@ class Collector:
 
     def read_state(self) -> dict[str, Any]:
         """Return the fields of the `state` event."""
-        return state_fields(self._load_core())
+        fields = state_fields(self._load_core())
+        return {**fields, "transcripts_lost": self._transcripts.lost} if self._transcripts else fields
 
     # ---------------------------------------------------------------------------------------------- loops
 
@@ -271,7 +288,9 @@ class Collector:
         while True:
             await asyncio.sleep(STATE_S)
             core = self._load_core()
-            await self._tell("state", state_fields(core))
+            await self._tell("state", self.read_state())
+            for text in self._transcripts.warnings() if self._transcripts else ():
+                await self._tell("warning", {"text": f"collector: {text}"})
             for line in watch.look(core, self._clock()):
                 log.warning("no_progress", reason=line)
                 await self._tell("warning", {"text": line, "kind": "stall"})
@@ -298,15 +317,27 @@ class Collector:
         core, began = self._load_core(), time.perf_counter()
         confirmed = list(self._confirmed)
         effects: list[Effect] = []
+        closed: list[ClosedEpisode] = []
+        now = self._clock()
         with self._store.transaction():
             for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
+                if self._transcripts and type(effect) is Close and (episode := self._store.closed(effect, now)):
+                    closed.append(episode)
                 self._store.write(effect)  # at once: the next message asks the store about this one
                 effects.append(effect)
+            self._hand_over()  # those of earlier transactions: the thread works while this one waits for the disk
+        self._closed = closed
         for watch in self.commit_watchers:
             watch(time.perf_counter() - began)
         del self._confirmed[: len(confirmed)]
         self._send(effects)
         self._events += [effect for effect in effects if isinstance(effect, Emit)]
+
+    def _hand_over(self) -> None:
+        """Give the writer of transcripts what committed transactions closed."""
+        if self._transcripts and self._closed:
+            self._transcripts.offer(self._closed)
+            self._closed = []
 
     def _load_core(self) -> Core:
         """Return the core, built from the store at the start and after a failed commit."""

@@ -38,8 +38,11 @@ from swarmq.collector.decide.state import (
 )
 from swarmq.errors import CollectorError
 from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, Message, Slot, Turn
+from swarmq.transcripts.writer import ClosedEpisode
 
 STORE_SCHEMA = "2"
+BODIES_BYTES = 64 * 1024 * 1024
+"""Most bytes of published episodes that are kept in memory for their transcripts."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -55,6 +58,7 @@ CREATE TABLE episodes (
     policies TEXT NOT NULL DEFAULT '', -- trained ones with turns, by comma
     digest BLOB NOT NULL DEFAULT x'',  -- of the end, to know its duplicates
     calls TEXT NOT NULL DEFAULT '',    -- one a line, to know late turns
+    ended_at REAL NOT NULL DEFAULT 0,  -- when the end was decided, the collector's clock; 0: open, or by an earlier version
     begin BLOB,
     end BLOB
 ) WITHOUT ROWID;
@@ -108,7 +112,12 @@ CREATE TABLE IF NOT EXISTS evaluations (
     policy TEXT NOT NULL, began_at REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (policy, began_at)
 ) WITHOUT ROWID;
 """
+EPISODE_ENDED_AT = "ALTER TABLE episodes ADD COLUMN ended_at REAL NOT NULL DEFAULT 0"
 """Migrations of schema-2 stores made by an earlier version."""
+
+PARTS = "SELECT begin, end, began_at, ended_at FROM episodes WHERE id = ?"
+TURNS = "SELECT body FROM turns WHERE episode = ? ORDER BY seq"
+OUTCOMES = "SELECT policy, state, version, reason FROM outcomes WHERE episode = ?"
 
 PLACEHOLDER = re.compile(r":(\w+)")
 
@@ -118,7 +127,8 @@ SQL: dict[type[do.Effect], str] = {
     do.Taint: "UPDATE episodes SET tainted = :number WHERE id = :episode_id",
     do.SaveTurn: "INSERT INTO turns (episode, body) VALUES (:episode_id, :body)",
     do.SaveEnd: "UPDATE episodes SET end = :body WHERE id = :episode_id",
-    do.Seal: "UPDATE episodes SET slot = :slot_id, kind = :kind, client = :client_id, digest = :digest, calls = :calls WHERE id = :episode_id",
+    do.Seal: "UPDATE episodes SET slot = :slot_id, kind = :kind, client = :client_id, digest = :digest, calls = :calls, "
+    "ended_at = :ended_at WHERE id = :episode_id",
     do.Accept: "UPDATE episodes SET state = 'waiting', policies = :policies WHERE id = :episode_id",
     do.Release: "UPDATE episodes SET state = 'published' WHERE id = :episode_id",
     do.Close: "UPDATE episodes SET state = :state, reason = :reason, begin = NULL, end = NULL WHERE id = :episode_id",
@@ -172,11 +182,48 @@ _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 """Decoder for message bodies that were checked on arrival."""
 
 
+class Bodies:
+    """The messages of one episode."""
+
+    __slots__ = ("row", "size", "turns")
+
+    def __init__(self, row: tuple[Any, ...], turns: list[tuple[bytes]]) -> None:
+        self.row = row
+        """Begin, end or None, and the times at which the episode began and ended."""
+        self.turns = turns
+        self.size = len(row[0]) + len(row[1] or b"") + sum([len(turn) for (turn,) in turns])
+
+
+class RecentBodies:
+    """The messages of the episodes published last, up to a number of bytes, so that they are not read again when it is settled."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._episodes: dict[str, Bodies] = {}
+
+    def add(self, episode_id: str, bodies: Bodies) -> None:
+        self.pop(episode_id)
+        self._episodes[episode_id] = bodies
+        self._size += bodies.size
+        while self._size > self._max_bytes:
+            self._size -= self._episodes.pop(next(iter(self._episodes))).size
+
+    def pop(self, episode_id: str) -> Bodies | None:
+        bodies = self._episodes.pop(episode_id, None)
+        if bodies is not None:
+            self._size -= bodies.size
+        return bodies
+
+
 class Store:
     """An open store. All methods raise CollectorError if SQLite fails."""
 
     def __init__(self, path: Path | None, *, run: str) -> None:
         """Open or create the file; None keeps everything in memory, for simulations."""
+        self.keeps_bodies = False
+        """Whether `parts` remembers the messages that it has read, for `closed`."""
+        self._bodies = RecentBodies(BODIES_BYTES)
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")
         try:
@@ -282,13 +329,38 @@ class Store:
     def parts(self, episode_id: str) -> tuple[EpisodeBegin, EpisodeEnd, list[Turn]] | None:
         """Return a forwarded episode's begin, end and turns (in order of arrival), or None once a learner has reported on it."""
         with self._mapped():
-            row = self._one("SELECT begin, end FROM episodes WHERE id = ? AND state = 'published'", episode_id)
+            row = self._one(f"{PARTS} AND state = 'published'", episode_id)
             if row is None:
                 return None
-            turns = self._all("SELECT body FROM turns WHERE episode = ? ORDER BY seq", episode_id)
+            turns = self._all(TURNS, episode_id)
+        if self.keeps_bodies:
+            self._bodies.add(episode_id, Bodies(row, turns))
         begin, end = _messages.decode(row[0]), _messages.decode(row[1])
         assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd)  # noqa: PT018
         return begin, end, [turn for (body,) in turns if isinstance(turn := _messages.decode(body), Turn)]
+
+    def closed(self, close: do.Close, now: float) -> ClosedEpisode | None:
+        """Return an episode that this effect is about to settle, with its messages as they arrived; None without a begin."""
+        known = self._bodies.pop(close.episode_id)
+        if known is None:
+            row = self._db.execute(PARTS, (close.episode_id,)).fetchone()
+            if row[0] is None:
+                return None
+            known = Bodies(row, self._db.execute(TURNS, (close.episode_id,)).fetchall())
+        begin, end, began_at, ended_at = known.row
+        return ClosedEpisode(
+            episode_id=close.episode_id,
+            state=close.state,
+            reason=close.reason,
+            began_at=began_at,
+            ended_at=ended_at,
+            closed_at=now,
+            begin=begin,
+            end=close.end or end,
+            turns=known.turns,
+            outcomes=[] if close.end else self._db.execute(OUTCOMES, (close.episode_id,)).fetchall(),
+            size=known.size + len(close.end),
+        )
 
     def payload(self, task_id: str) -> bytes | None:
         """Return the payload of an evaluation task, or None if the task is gone."""
@@ -402,6 +474,8 @@ class Store:
         self._db.execute(EVALUATIONS)
         if self._one("SELECT 1 FROM pragma_table_info('eval_slots') WHERE name = 'metrics'") is None:
             self._db.execute(EVAL_METRICS)
+        if self._one("SELECT 1 FROM pragma_table_info('episodes') WHERE name = 'ended_at'") is None:
+            self._db.execute(EPISODE_ENDED_AT)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

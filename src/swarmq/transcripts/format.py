@@ -31,6 +31,8 @@ SEGMENT_MAGIC = b"SQTRSEG\n"
 FRAME_MAGIC = b"SQTR"
 SEGMENT = struct.Struct("<8sIII")
 FRAME = struct.Struct("<4sIIIII")
+BYTES = struct.Struct(">BI")
+"""msgpack's type and length of a long bytes object (0xC6) or list (0xDD)."""
 SUFFIX = ".seg"
 SEARCH_BYTES = 1024 * 1024
 COMPRESSION_LEVEL = 3
@@ -156,8 +158,13 @@ def read_segment_header(file: BinaryIO) -> int | None:
 
 
 def pack_body(begin: bytes, end: bytes | None, turns: Sequence[bytes]) -> bytes:
-    """Return the uncompressed body."""
-    return msgspec.msgpack.encode((begin, end, turns))
+    """Return the uncompressed body: msgpack, written by hand because the encoder would copy every message more than once."""
+    parts = [b"\x93", BYTES.pack(0xC6, len(begin)), begin]
+    parts += [b"\xc0"] if end is None else [BYTES.pack(0xC6, len(end)), end]
+    parts.append(BYTES.pack(0xDD, len(turns)))
+    for turn in turns:
+        parts += (BYTES.pack(0xC6, len(turn)), turn)
+    return b"".join(parts)
 
 
 def pack_frame(meta: bytes, body: bytes) -> bytes:

@@ -56,6 +56,8 @@ class Seal(Effect, frozen=True):
     digest: bytes
     calls: str
     """Call ids, one per line."""
+    ended_at: float
+    """Unix time, the collector's clock."""
     episode_id: str
 
 
@@ -79,6 +81,8 @@ class Close(Effect, frozen=True):
     """`trained`, `dropped` or `eval`."""
     reason: str
     episode_id: str
+    end: bytes = b""
+    """The end's message, if it was not stored before; for the episode's transcript alone."""
 
 
 class ForgetTurns(Effect, frozen=True):

@@ -258,7 +258,7 @@ class OpenEpisodes:
         self.run.counts["finished"] += 1
         self.run.counts["orphan_turns"] += len(episode.calls) - len(kept)
         assert episode.end is not None
-        effects = self._seal(episode)
+        effects = self._seal(episode, now)
         slot, policies = begin.slot, self._trained_policies(episode, begin, kept)
         named = tuple(
             call_id for call_id in episode.calls if call_id in kept
@@ -288,8 +288,8 @@ class OpenEpisodes:
     def _finish_eval(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, now: float) -> list[do.Effect]:
         self.run.counts[f"eval_{end.status}"] += 1
         effects = [
-            *self._seal(episode),
-            do.Close("eval", end.status, episode.episode_id),
+            *self._seal(episode, now),
+            do.Close("eval", end.status, episode.episode_id, episode.end_body),
             do.ForgetTurns(episode.episode_id),
         ]
         if result := self.evals.finish(begin.slot.id, end):
@@ -303,26 +303,27 @@ class OpenEpisodes:
 
     def _drop(self, episode: OpenEpisode, reason: str, now: float) -> list[do.Effect]:
         """End an open episode without training it."""
-        effects = self._seal(episode)
+        effects = self._seal(episode, now)
         begin = episode.begin
         if begin is None:
             self.run.counts[f"stray.{reason}"] += 1
         else:
             self.run.counts[f"dropped.{reason}" if begin.mode == "train" else f"eval_{reason}"] += 1
             effects += [self._describe_end(episode, begin, reason, now), *self.groups.drop(begin, episode.end, now)]
-        return [*effects, do.Close("dropped", reason, episode.episode_id), do.ForgetTurns(episode.episode_id)]
+        close = do.Close("dropped", reason, episode.episode_id, episode.end_body)
+        return [*effects, close, do.ForgetTurns(episode.episode_id)]
 
     def _open(self, episode_id: str, now: float) -> tuple[OpenEpisode, list[do.Effect]]:
         episode = self.open[episode_id] = OpenEpisode(episode_id=episode_id, began_at=now, heard_at=now)
         return episode, [do.Open(episode_id, now)]
 
-    def _seal(self, episode: OpenEpisode) -> list[do.Effect]:
+    def _seal(self, episode: OpenEpisode, now: float) -> list[do.Effect]:
         """Remove an episode from the open ones, keeping what late duplicates are compared with."""
         del self.open[episode.episode_id]
         begin = episode.begin
         slot_id, kind, client_id = (begin.slot.id, begin.kind, begin.client_id) if begin else ("", "", "")
         digest = _digest(episode.end_body) if episode.end else b""
-        return [do.Seal(slot_id, kind, client_id, digest, "\n".join(episode.calls), episode.episode_id)]
+        return [do.Seal(slot_id, kind, client_id, digest, "\n".join(episode.calls), now, episode.episode_id)]
 
     def _use_ticket(self, begin: EpisodeBegin, *, wanted: bool = False) -> list[do.Effect]:
         if begin.ticket_id is None:

@@ -1,0 +1,166 @@
+"""Which transcripts go when room or time runs out. Pure.
+
+Conversations go before facts: a removed conversation (the body of a frame) leaves its meta, until its whole segment is out of age.
+Under the size cap, the least interesting conversations go first, and of those the oldest: trained ones and those with equal rewards,
+then those that ordinary operation drops, at last failures and evaluations. The newest KEPT conversations of every kind, state and
+reason always stay, whatever the caps say.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from swarmq.messages import EQUAL_REWARDS
+
+KEPT = 32
+"""Newest conversations of every kind, state and reason that always stay."""
+TARGET = 0.9
+"""Share of the size cap down to which conversations are removed, so that segments are not rewritten all the time."""
+FORGOTTEN = 0xFFFF
+"""Class of a frame without meta."""
+
+ORDINARY = frozenset(
+    {"stale", "overlong", "superseded", "late_sibling", "group_too_small", "kind_not_in_mix", "version_unknown"}
+)
+"""Reasons for which episodes are dropped without anything being wrong."""
+
+
+class SegmentIndex(msgspec.Struct, kw_only=True):
+    """What retention knows of one segment; a frame is named by its place in the arrays."""
+
+    number: int
+    generation: int = 0
+    size: int
+    """Bytes of the file."""
+    newest_at: float = 0.0
+    """When the last of its episodes was closed."""
+    classes: array[int] = msgspec.field(default_factory=lambda: array("H"))
+    """Class of each frame, as numbered by `Classes`; FORGOTTEN for one without meta."""
+    bodies: array[int] = msgspec.field(default_factory=lambda: array("I"))
+    """Bytes of each frame's body; 0: removed."""
+
+    def add(self, class_: int, body_size: int, closed_at: float) -> None:
+        self.classes.append(class_)
+        self.bodies.append(body_size)
+        self.newest_at = max(self.newest_at, closed_at)
+
+
+class Classes:
+    """Numbers for (kind, state, reason), so that a million frames need little memory."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        self.interest: list[int] = []
+        """Interest of each class."""
+
+    def number(self, kind: str, state: str, reason: str) -> int:
+        """Return the number of a class. Beyond FORGOTTEN classes, further ones share the last number."""
+        key = (kind, state, reason)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = min(len(self.interest), FORGOTTEN - 1)
+            if found == len(self.interest):
+                self.interest.append(interest(state, reason))
+        return found
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do to make room."""
+
+    remove: tuple[int, ...] = ()
+    """Segments to delete as a whole."""
+    strip: dict[int, frozenset[int]] = {}
+    """Segment -> frames that lose their bodies."""
+    forget: dict[int, frozenset[int]] = {}
+    """Segment -> frames that lose their metas, too."""
+
+    def __bool__(self) -> bool:
+        return bool(self.remove or self.strip or self.forget)
+
+
+def interest(state: str, reason: str) -> int:
+    """Return how interesting the conversation of an episode is: 0 goes first, 2 last."""
+    if state == "trained" or reason == EQUAL_REWARDS:
+        return 0
+    return 1 if state == "dropped" and reason in ORDINARY else 2
+
+
+def find_protected(segments: Sequence[SegmentIndex], *, kept: int = KEPT) -> dict[int, frozenset[int]]:
+    """Return segment -> frames whose bodies always stay."""
+    seen: Counter[int] = Counter()
+    protected: dict[int, frozenset[int]] = {}
+    for segment in reversed(segments):
+        found = []
+        for frame in range(len(segment.bodies) - 1, -1, -1):
+            class_ = segment.classes[frame]
+            if segment.bodies[frame] and seen[class_] < kept:
+                seen[class_] += 1
+                found.append(frame)
+        if found:
+            protected[segment.number] = frozenset(found)
+    return protected
+
+
+def plan_age(segments: Sequence[SegmentIndex], *, before: float, kept: int = KEPT) -> Plan:
+    """Plan the removal of segments whose episodes were all closed before the time `before`, except for protected bodies.
+
+    The last segment, to which frames are appended, is left alone.
+    """
+    aged = [segment for segment in segments[:-1] if segment.newest_at < before]
+    if not aged:
+        return Plan()
+    protected = find_protected(segments, kept=kept)
+    forget = {}
+    for segment in aged:
+        stay = protected.get(segment.number, frozenset())
+        gone = {frame for frame, class_ in enumerate(segment.classes) if class_ != FORGOTTEN} - stay
+        if stay and gone:
+            forget[segment.number] = frozenset(gone)
+    return Plan(remove=tuple(one.number for one in aged if one.number not in protected), forget=forget)
+
+
+def plan_size(
+    segments: Sequence[SegmentIndex], interests: Sequence[int], *, cap: int, target: int, kept: int = KEPT
+) -> Plan:
+    """Plan what goes so that the segments are at most `target` bytes, if they are more than `cap`.
+
+    Bodies go by interest and age. If that is not enough, the oldest segments without bodies go as a whole, except for the last one.
+    """
+    excess = sum(segment.size for segment in segments) - target
+    if excess + target <= cap:
+        return Plan()
+    protected = find_protected(segments, kept=kept)
+    strip: dict[int, set[int]] = defaultdict(set)
+    for level in sorted(set(interests)):
+        for segment, frame in _bodies(segments, protected, interests, level):
+            if excess <= 0:
+                return Plan(strip=_frozen(strip))
+            strip[segment.number].add(frame)
+            excess -= segment.bodies[frame]
+    remove = []
+    for segment in segments[:-1]:
+        if excess <= 0:
+            break
+        if segment.number not in protected:
+            remove.append(segment.number)
+            excess -= segment.size - sum(segment.bodies[frame] for frame in strip.pop(segment.number, ()))
+    return Plan(remove=tuple(remove), strip=_frozen(strip))
+
+
+def _bodies(
+    segments: Sequence[SegmentIndex], protected: dict[int, frozenset[int]], interests: Sequence[int], level: int
+) -> Iterable[tuple[SegmentIndex, int]]:
+    """Yield the unprotected bodies of one level of interest, oldest first."""
+    for segment in segments:
+        stay = protected.get(segment.number, frozenset())
+        for frame, size in enumerate(segment.bodies):
+            if size and frame not in stay and interests[segment.classes[frame]] == level:
+                yield segment, frame
+
+
+def _frozen(frames: dict[int, set[int]]) -> dict[int, frozenset[int]]:
+    return {segment: frozenset(found) for segment, found in frames.items() if found}
