@@ -26,6 +26,7 @@ from swarmq.version import __version__
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
     "learner": ("torch", "transformers", "accelerate", "zstandard", "safetensors", "peft"),
+    "collector": ("zstandard",),
     "vllm": ("vllm",),
     "inspect": ("numpy", "tokenizers", "zstandard"),
     "demo": ("openai", "reasoning_gym", "matplotlib"),

@@ -84,6 +84,7 @@ def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gp
     "Join turns into episodes and groups, and issue tickets.\n\n\b\nswarmq collector runs/math/resolved.toml",
 )
 def collector_command(job: Path, sets: tuple[str, ...]) -> None:
+    require_extras("collector")
     from swarmq.collector.main import run
 
     run(SwarmJob.load(job, sets=sets))

@@ -412,6 +412,7 @@ class TranscriptWriter:
             self._record(batch)
             with self._changed:
                 self._queued_bytes -= size
+                self._changed.notify_all()
             if time.monotonic() >= next_check:
                 next_check = time.monotonic() + CHECK_S
                 self._keep_caps(expire=True)

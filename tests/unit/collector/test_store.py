@@ -13,7 +13,7 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.ledger import read_fates
-from swarmq.collector.store import PLACEHOLDER, SQL, Store
+from swarmq.collector.store import PLACEHOLDER, SQL, Bodies, RecentBodies, Store
 from swarmq.errors import CollectorError
 from swarmq.messages import Slot, encode
 from unit.collector.memory_store import WRITERS
@@ -185,8 +185,31 @@ def test_the_ledger_can_be_read_beside_a_running_collector(path, say):
 
 @pytest.mark.parametrize("effect", SQL, ids=lambda effect: effect.__name__)
 def test_every_field_of_an_effect_has_a_placeholder_of_its_name(effect):
-    assert sorted(set(PLACEHOLDER.findall(SQL[effect]))) == sorted(effect.__struct_fields__)
+    for_the_transcript = {"end"} if effect is do.Close else set()
+    assert sorted({*PLACEHOLDER.findall(SQL[effect]), *for_the_transcript}) == sorted(effect.__struct_fields__)
 
 
 def test_every_row_of_the_twin_has_a_statement_and_the_reverse():
     assert SQL.keys() == WRITERS.keys()
+
+
+def test_a_store_of_an_older_swarmq_learns_when_episodes_ended(path):
+    store = Store(path, run="r")
+    store._db.execute("ALTER TABLE episodes DROP COLUMN ended_at")
+    store.close()
+    store = Store(path, run="r")
+    with store.transaction():
+        store.write(do.Open("e", 1.0))
+        store.write(do.Seal("t/0/0", "math", "c", b"", "", 5.0, "e"))
+    assert store._one("SELECT ended_at FROM episodes") == (5.0,)
+    store.close()
+
+
+def test_bodies_of_published_episodes_are_remembered_up_to_a_number_of_bytes():
+    recent = RecentBodies(250)
+    for name in ("a", "b", "c"):
+        recent.add(name, Bodies((b"x" * 40, b"y" * 30, 0.0, 0.0), [(b"z" * 30,)]))
+    assert recent.pop("a") is None
+    assert [recent.pop(name).size for name in ("b", "c")] == [100, 100]
+    recent.add("large", Bodies((b"x" * 300, None, 0.0, 0.0), []))
+    assert recent.pop("large") is None
