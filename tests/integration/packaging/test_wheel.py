@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 LIGHT = {
     "client": ("", ("client", "cli", "broker", "config", "keys", "messages", "outcome", "registries", "runtime")),
     "proxy": ("[proxy]", ("proxy", "engine.client")),
-    "collector": ("[collector]", ("collector",)),
+    "collector": ("[collector]", ("collector", "transcripts")),
     "traces": ("[proxy,traces]", ("proxy",)),
     "data": ("[data]", ("client.data",)),
 }
