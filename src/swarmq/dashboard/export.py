@@ -21,6 +21,8 @@ from urllib.parse import quote
 import msgspec
 
 from swarmq.errors import EpisodeError
+from swarmq.observe.episodes import MOST_TOKENS, read_detail, read_group, read_tokens
+from swarmq.observe.run import Run
 from swarmq.version import __version__
 
 Kind = Literal["episode", "group", "report"]
@@ -46,13 +48,38 @@ SAFE = {
 """Bytes that could end a script element or a line of JavaScript -> their escapes; in JSON they occur only inside of strings."""
 
 
+def collect_episode(run: Run, run_id: str, part: str, *, page_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+    """Return an episode with all of its tokens as payloads of `export_html`. Raises EpisodeError if there is no such episode."""
+    detail = read_detail(run.index, part)
+    path = f"runs/{run_id}/episodes/{detail.row.id}"
+    payloads: dict[str, Any] = {path: detail}
+    for timeline in range(detail.timelines):
+        start, total = 0, 1
+        while start < total:
+            page = read_tokens(
+                run.index, detail.row.id, timeline=timeline, start=start, limit=page_tokens, decoders=run.decoders
+            )
+            payloads[f"{path}/tokens?timeline={timeline}&from={start}"] = page
+            start, total = page.positions[1], page.total
+    return payloads
+
+
+def collect_group(run: Run, run_id: str, group: str, *, page_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+    """Return a group with all of its episodes as payloads of `export_html`. Raises EpisodeError if there is no such group."""
+    view = read_group(run.index, group)
+    payloads: dict[str, Any] = {f"runs/{run_id}/groups/{group}": view}
+    for member in view.members:
+        payloads |= collect_episode(run, run_id, member.row.id, page_tokens=page_tokens)
+    return payloads
+
+
 def export_html(kind: Kind, payloads: Mapping[str, Any], *, max_bytes: int = MAX_EXPORT_BYTES) -> bytes:
     """Return a page that shows `payloads` without a server.
 
     `payloads` maps paths of the API to their answers: the path without `/api/`, unquoted, with those parameters that tell its
-    answers apart (`runs/math/episodes/E/tokens?timeline=0`). Parameters that a path does not name are ignored by the page, so
-    a page of tokens or episodes must be whole. The first path decides what the page opens with. Raises EpisodeError if the
-    page would be larger than `max_bytes`.
+    answers apart (`runs/math/steps?policy=main`); all other parameters are ignored by the page. The first path decides what
+    the page opens with. `runs` names the run, `runs/ID/episodes` lists a sample of episodes that are payloads, too. Raises
+    EpisodeError if the page would be larger than `max_bytes`.
     """
     data = embed_json(
         {

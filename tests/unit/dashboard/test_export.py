@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.dashboard.export import embed_json, export_html, find_start
+from support.run_folder import make_whole_run
+from swarmq.dashboard.export import collect_group, embed_json, export_html, find_start
 from swarmq.errors import EpisodeError
+from swarmq.observe.run import Run
 
 HOSTILE = "</script><script>alert(1)</script><!--<script>-->]]>\u2028\u2029&lt;\x00\ud83d\ude00\u202e"
 
@@ -88,3 +90,19 @@ def test_an_export_of_something_else_is_refused():
 def test_a_page_that_is_too_large_is_refused_with_its_size():
     with pytest.raises(EpisodeError, match=r"group has \d.\d MB, over the limit of 0.2 MB: export single episodes"):
         export_html("group", {"runs/math/groups/g": {"text": "x" * 200_000}}, max_bytes=200_000)
+
+
+def test_a_group_brings_its_episodes_with_every_token(tmp_path):
+    made, ids = make_whole_run(tmp_path / "runs")
+    run = Run(made.folder.path, cache=tmp_path / "cache")
+    run.refresh()
+    payloads = collect_group(run, "r", "taught/0", page_tokens=5)
+    assert next(iter(payloads)) == "runs/r/groups/taught/0"
+    for member in payloads["runs/r/groups/taught/0"].members:
+        path = f"runs/r/episodes/{member.row.id}"
+        for timeline in range(payloads[path].timelines):
+            pages = [page for key, page in payloads.items() if key.startswith(f"{path}/tokens?timeline={timeline}&")]
+            assert sum(len(page.id) for page in pages) == pages[0].total > 5
+            assert {f"{path}/tokens?timeline={timeline}&from={page.positions[0]}" for page in pages} <= {*payloads}
+    assert payloads[f"runs/r/episodes/{ids['trained']}"].row.id == ids["trained"]
+    made.close()

@@ -36,7 +36,6 @@ function Whole({ run, view, turn }: { run: string; view: EpisodeDetail; turn: st
   return (
     <>
       <p class={`why ${TONE[row.state] ?? "info"}`}><Badge state={row.state} /> <SafeText text={view.why} inline /></p>
-      {view.notes?.map((note) => <p key={note} class="note"><SafeText text={note} inline /></p>)}
       <Section title="Facts">
         <Facts pairs={[
           ["Reward", number(row.reward)],
@@ -44,7 +43,7 @@ function Whole({ run, view, turn }: { run: string; view: EpisodeDetail; turn: st
           ["Kind", <Filtered run={run} field="kind" value={row.kind} />],
           ["Task", <Filtered run={run} field="task" value={row.task} />],
           ["Group", row.group && <a href={link(run, "group", row.group)}><SafeText text={row.group} inline /></a>],
-          ["Trained in step", row.step === null ? null : <Filtered run={run} field="step" value={String(row.step)} />],
+          [row.state === "trained" ? "Trained in step" : "Step", row.step === null ? null : <Filtered run={run} field="step" value={String(row.step)} />],
           ["Staleness", row.staleness === null ? null : plural(row.staleness, "version")],
           ["Client", <Filtered run={run} field="client" value={row.client} />],
           ["Code version", row.code_version && <Filtered run={run} field="code_version" value={row.code_version} />],
@@ -58,21 +57,29 @@ function Whole({ run, view, turn }: { run: string; view: EpisodeDetail; turn: st
         {view.detail !== "" && <div class="detail"><h3>What the client said</h3><LongText text={view.detail} is_code fold={1500} /></div>}
       </Section>
       <Earned view={view} />
-      <Section title="Calls in time" aside={plural(view.turns.length, "call")}>
-        <Gantt run={run} id={row.id} turns={view.turns} />
-      </Section>
+      {view.turns.length > 0 && (
+        <Section title="Calls in time" aside={plural(view.turns.length, "call")}>
+          <Gantt run={run} id={row.id} turns={view.turns} />
+        </Section>
+      )}
       <Section title="Conversation" aside={view.turns.length > 0 && (
         <button aria-pressed={isUnfolded} onClick={() => setUnfolded(!isUnfolded)}>{isUnfolded ? "Fold" : "Unfold"} tools and prompts</button>
       )}>
+        {view.notes?.map((note) => <p key={note} class="note">{sentence(note)}</p>)}
         {view.turns.length > 0
           ? <Conversation run={run} id={row.id} turns={view.turns} chosen={chosen} isUnfolded={isUnfolded} rewards={view.call_rewards} />
-          : <Empty>{row.has_transcript ? "No turn was recorded." : "The text of this episode is not kept: it is older than the transcripts, or made room for newer ones."}</Empty>}
+          : !view.notes?.length && <Empty>No turn was recorded.</Empty>}
       </Section>
       {Object.keys(view.metadata).length > 0 && (
         <Section title="Metadata"><LongText text={pretty(view.metadata)} is_code fold={1500} /></Section>
       )}
     </>
   );
+}
+
+/** A note as a sentence of its own. */
+function sentence(note: string) {
+  return <SafeText text={`${note.charAt(0).toUpperCase()}${note.slice(1)}${/[.!?]$/.test(note) ? "" : "."}`} inline />;
 }
 
 function Earned({ view }: { view: EpisodeDetail }) {

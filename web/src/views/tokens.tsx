@@ -84,6 +84,9 @@ function Timeline({ run, id, query }: { run: string; id: string; query: URLSearc
     setHovered(at === undefined ? null : Number(at));
   };
 
+  if (count === 0 && error?.status === 404) {
+    return <Empty>No tokens can be shown: <SafeText text={error.message} inline />. <a href={link(run, "episode", id)}>What is known of the episode</a></Empty>;
+  }
   if (count === 0) return error ? <Failed error={error} retry={readOn} /> : <Loading what="Reading tokens" />;
   const seen = hovered ?? current;
   return (
