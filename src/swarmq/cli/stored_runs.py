@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,8 +20,16 @@ from swarmq.cli.common import (
     require_extras,
     terminal_width,
 )
-from swarmq.config import RunFolder
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
+from swarmq.runtime.terminal import visible
+
+if TYPE_CHECKING:
+    from swarmq.observe.index import RunIndex
+
+
+ANY = "any"
+"""Value of --dropped without a reason."""
 
 
 @main.command()
@@ -30,6 +38,23 @@ from swarmq.errors import ConfigError
 @click.option(
     "--step", type=click.IntRange(min=1), help="List the episodes of this step and the episodes dropped before it."
 )
+@click.option(
+    "--dropped",
+    is_flag=False,
+    flag_value=ANY,
+    metavar="[REASON]",
+    help="List episodes that were not trained, for this reason or any.",
+)
+@click.option("--failed", is_flag=True, help="List episodes that failed, were aborted or fell silent.")
+@click.option("--eval", "evaluated", is_flag=True, help="List evaluation episodes.")
+@click.option(
+    "--open", "is_open", is_flag=True, help="List episodes that run, wait for their group or are with a learner."
+)
+@click.option("--kind", help="List episodes of this kind.")
+@click.option("--reward", metavar="RANGE", help="List episodes with such a reward: '<0.2', '>=1', '0.2..0.5' or '0'.")
+@click.option("--client", help="List episodes of this client.")
+@click.option("--task", help="List the attempts at this task.")
+@click.option("--limit", type=click.IntRange(min=1), help="Most episodes to list, newest first; 50 by default.")
 @click.option("--policy", help="Policy to inspect; required if the run trains several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one batch or episode per line, or the one EPISODE.")
 @click.option(
@@ -39,11 +64,27 @@ from swarmq.errors import ConfigError
 )
 @print_warnings()
 def inspect(
-    run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
+    run: Path,
+    episode: str | None,
+    step: int | None,
+    dropped: str | None,
+    kind: str | None,
+    reward: str | None,
+    client: str | None,
+    task: str | None,
+    limit: int | None,
+    policy: str | None,
+    *,
+    failed: bool,
+    evaluated: bool,
+    is_open: bool,
+    as_json: bool,
+    html: Path | None,
 ) -> None:
     """Show batches, episodes and every token.
 
-    Lists the batches of a run or the episodes of a step, or shows every token of one EPISODE.
+    Lists the batches of a run, the episodes of a step, or episodes chosen by the options, newest first; or shows one EPISODE,
+    whatever became of it: why it was or was not trained, its conversation and every token.
 
     EPISODE is an episode id, or its beginning or end (ids of the same minute begin alike). Each token is shown with its id, whether
     it is trained, its log-probability under the weights that sampled it and under those that trained it, its advantage and its weight
@@ -52,49 +93,166 @@ def inspect(
     \b
     swarmq inspect runs/demo
     swarmq inspect runs/demo --step 4
+    swarmq inspect runs/demo --dropped                 why episodes are not trained
+    swarmq inspect runs/demo --failed --kind math
+    swarmq inspect runs/demo --reward '<0.2' --limit 5
     swarmq inspect runs/demo 5d0c19e7
     swarmq inspect runs/demo 5d0c19e7 --html episode.html
     """
     require_extras("inspect")
+    states = {
+        "dropped": dropped == ANY,
+        "dropped,failed": dropped not in {None, ANY},
+        "failed,stray": failed,
+        "eval": evaluated,
+        "open,waiting,published": is_open,
+    }
+    choice = {
+        "state": ",".join(names for names, is_chosen in states.items() if is_chosen),
+        "reason": "" if dropped in {None, ANY} else dropped,
+        "kind": kind,
+        "client": client,
+        "task": task,
+        **_parse_reward(reward),
+    }
+    chosen = {name: value for name, value in choice.items() if value not in {None, ""}}
     if html and episode is None:
         raise ConfigError("--html needs an EPISODE; `swarmq inspect RUN --step N` lists the episodes of a step")
     if step is not None and episode is not None:
         raise ConfigError("--step cannot be combined with EPISODE: it lists the episodes of a step")
+    if chosen and episode is not None:
+        raise ConfigError(
+            "EPISODE cannot be combined with options that list episodes (a REASON comes right behind --dropped)"
+        )
+    job, folder = load_stored_run(run), RunFolder(run)
+    if episode is not None:
+        _inspect_episode(job, folder, episode, policy, as_json=as_json, html=html)
+    elif chosen or limit is not None:
+        more = {"step": step, "policy": policy}
+        _list_episodes(
+            folder,
+            chosen | {name: value for name, value in more.items() if value is not None},
+            limit or 50,
+            as_json=as_json,
+        )
+    else:
+        _list_batches(folder, choose_policy(job, policy), step, as_json=as_json)
+
+
+def _parse_reward(text: str | None) -> dict[str, float]:
+    """Return the fields of `EpisodeFilter` for a range of rewards. Raises ConfigError if it is none."""
+    if text is None:
+        return {}
+    signs = {"<=": "reward_max", ">=": "reward_min", "<": "reward_below", ">": "reward_above"}
+    try:
+        for sign, name in signs.items():
+            if text.startswith(sign):
+                return {name: float(text.removeprefix(sign))}
+        low, _, high = text.removeprefix("=").partition("..")
+        return {"reward_min": float(low), "reward_max": float(high or low)}
+    except ValueError:
+        raise ConfigError(f"--reward {text!r}: give a range such as '<0.2', '>=1', '0.2..0.5' or '0'") from None
+
+
+def _list_batches(folder: RunFolder, policy: str, step: int | None, *, as_json: bool) -> None:
     import msgspec
 
-    from swarmq.observe.inspect.html import render_page
-    from swarmq.observe.inspect.read import find_episode, load_decoder, read_batches, read_step
-    from swarmq.observe.inspect.terminal import draw_batches, draw_episode, draw_step, print_parts
+    from swarmq.observe.inspect.read import read_batches, read_step
+    from swarmq.observe.inspect.terminal import draw_batches, draw_step, print_parts
     from swarmq.runtime.terminal import console
 
-    job, folder = load_stored_run(run), RunFolder(run)
-    chosen = choose_policy(job, policy)
-    log = folder.batch_log(chosen)
-    if episode is None:
-        rows: Sequence[msgspec.Struct]
-        if step is None:
-            rows = batches = list(read_batches(log))
-            drawn = draw_batches(batches)
-        else:
-            rows = episodes = read_step(log, step)
-            drawn = draw_step(episodes)
-        if as_json:
-            for row in rows:
-                click.echo(msgspec.json.encode(row))
-        else:
-            print_parts(console(), drawn)
-        return
-    view = find_episode(folder, chosen, episode, load_decoder(job.policies[chosen].model))
-    if html:
-        try:
-            with private_files():
-                html.write_text(render_page(view), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--html {html}: cannot be written ({error.strerror})") from error
+    log = folder.batch_log(policy)
+    rows: Sequence[msgspec.Struct]
+    if step is None:
+        rows = batches = list(read_batches(log))
+        drawn = draw_batches(batches)
+    else:
+        rows = episodes = read_step(log, step)
+        drawn = draw_step(episodes)
     if as_json:
-        click.echo(msgspec.json.encode(view))
+        for row in rows:
+            click.echo(msgspec.json.encode(row))
+    else:
+        print_parts(console(), drawn)
+
+
+def _list_episodes(folder: RunFolder, chosen: dict[str, Any], limit: int, *, as_json: bool) -> None:
+    import msgspec
+
+    from swarmq.observe.episode_terminal import draw_list
+    from swarmq.observe.index import EpisodeFilter
+    from swarmq.observe.inspect.terminal import print_parts
+    from swarmq.runtime.terminal import console
+
+    index = _read_index(folder)
+    for note in index.progress.notes:
+        click.echo(visible(f"note: {note}"), err=True)
+    wanted = EpisodeFilter(**chosen)
+    page = index.page(wanted, limit=limit)
+    if as_json:
+        for row in page.rows:
+            click.echo(msgspec.json.encode(row))
+    else:
+        print_parts(console(), draw_list(page.rows, page.total, index.values("reason", wanted)))
+
+
+def _read_index(folder: RunFolder) -> RunIndex:
+    """Return the index of a run, brought up to date."""
+    from swarmq.observe.index import RunIndex
+
+    with private_files():
+        index = RunIndex(folder)
+        index.update()
+    return index
+
+
+def _inspect_episode(
+    job: SwarmJob, folder: RunFolder, part: str, policy: str | None, *, as_json: bool, html: Path | None
+) -> None:
+    """Show one episode: as its learner trained it, or else its conversation and tokens with the reason."""
+    import msgspec
+
+    from swarmq.observe.episode_terminal import draw_detail
+    from swarmq.observe.episodes import read_all_tokens, read_detail
+    from swarmq.observe.inspect.html import render_page
+    from swarmq.observe.inspect.read import Decoders, find_episode, load_decoder
+    from swarmq.observe.inspect.terminal import draw_episode, print_parts
+    from swarmq.runtime.terminal import console
+
+    index = _read_index(folder)
+    known = index.find(part)
+    trained = {place.policy: place for place in known.places if not place.reason}
+    name = choose_policy(job, policy) if policy is not None or len(trained) > 1 else next(iter(trained), "")
+    decoders = Decoders(job, folder)
+    if name in trained and (folder.batch_log(name) / trained[name].segment).exists():
+        view = find_episode(folder, name, known.row.id, decoders(name) or load_decoder(job.policies[name].model))
+        if html:
+            _write_page(html, render_page(view).encode())
+        if as_json:
+            click.echo(msgspec.json.encode(view))
+        elif not html:
+            print_parts(console(), draw_episode(view))
+        return
+    detail = read_detail(index, known.row.id)
+    pages = read_all_tokens(index, known.row.id, decoders=decoders)
+    if html:
+        from swarmq.dashboard.export import export_html
+
+        path = f"runs/{job.run}/episodes/{detail.row.id}"
+        tokens = {f"{path}/tokens?timeline={page.timeline}": page for page in pages}
+        _write_page(html, export_html("episode", {path: detail, **tokens}))
+    if as_json:
+        click.echo(msgspec.json.encode({**msgspec.structs.asdict(detail), "tokens": pages}))
     elif not html:
-        print_parts(console(), draw_episode(view))
+        print_parts(console(), draw_detail(detail, pages))
+
+
+def _write_page(path: Path, page: bytes) -> None:
+    try:
+        with private_files():
+            path.write_bytes(page)
+    except OSError as error:
+        raise ConfigError(f"--html {path}: cannot be written ({error.strerror})") from error
 
 
 POLICY = click.option("--policy", help="Policy; required if the run trains several.")

@@ -191,7 +191,7 @@ def read_tokens(
     *,
     timeline: int = 0,
     start: int = 0,
-    limit: int = 2000,
+    limit: int | None = 2000,
     decoders: Callable[[str], Decode | None] = lambda _: None,
 ) -> TokenPage:
     """Return tokens of one timeline of an episode. `decoders`: policy -> decoder (`inspect.read.Decoders`), or
@@ -211,7 +211,7 @@ def read_tokens(
     decode = decoders(policy)
     trained = _trained_turns(index, known, found, policy) if policy in found.rollouts else None
     low = min(max(start, 0), len(row))
-    high = min(low + max(min(limit, MOST_TOKENS), 0), len(row))
+    high = len(row) if limit is None else min(low + max(min(limit, MOST_TOKENS), 0), len(row))
     notes = [*found.notes, *notes]
     if trained is not None and trained.traces is None:
         notes.append("what training made of each token was not recorded (train.token_log), or was removed")
@@ -242,6 +242,16 @@ def read_tokens(
         turn=[None if t < 0 else numbers[t] for t in row.turns[low:high].tolist()],
         notes=notes,
     )
+
+
+def read_all_tokens(
+    index: RunIndex, part: str, *, decoders: Callable[[str], Decode | None] = lambda _: None
+) -> list[TokenPage]:
+    """Return every token of an episode, one page for each timeline; none if no tokens are stored."""
+    return [
+        read_tokens(index, part, timeline=number, limit=None, decoders=decoders)
+        for number in range(read_detail(index, part).timelines)
+    ]
 
 
 def read_group(index: RunIndex, group: str) -> GroupView:

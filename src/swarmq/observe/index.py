@@ -757,7 +757,7 @@ def open_ledger(folder: RunFolder) -> Iterator[sqlite3.Connection]:
     with tempfile.TemporaryDirectory(prefix="swarmq-") as scratch:
         try:
             # Without a journal nobody has the file open; `immutable` makes no files beside it.
-            flags = "mode=ro" if journal.exists() else "immutable=1"
+            flags = "mode=ro" if journal.exists() else "mode=ro&immutable=1"
             db = _try_open(path, flags)
         except sqlite3.OperationalError as error:
             if not path.exists():

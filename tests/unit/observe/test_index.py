@@ -260,6 +260,7 @@ def test_a_folder_that_is_none_is_refused_and_an_empty_one_has_no_episodes(tmp_p
     assert index.page().total == 0
     assert not index.ledger().is_balanced
     assert any("ledger" in note for note in index.progress.notes)
+    assert not (tmp_path / "collector.sqlite").exists(), "a reader makes no files"
 
 
 def test_a_half_copied_run_is_shown_as_far_as_it_goes(whole, tmp_path):

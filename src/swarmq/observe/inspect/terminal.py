@@ -67,7 +67,7 @@ def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
         )
         for row in rows
     ]
-    yield from _portions(_columns(headings, cells))
+    yield from portions(columns(headings, cells))
     last = rows[-1] if rows else None
     dropped = sum((Counter(row.dropped) for row in log), Counter[str]())
     since = f"; {left.total()} of them {f'since step {last.step}' if last else 'before the first step'}" if left else ""
@@ -95,12 +95,10 @@ def draw_step(rows: Sequence[StepEpisode]) -> Iterator[RenderableType]:
         (f"{row.reward:.3f}", str(row.turns), str(row.orphan_turns), str(row.sampled_tokens), row.episode_id, row.group)
         for row in trained
     ]
-    yield from _portions(_columns(headings, cells, words=2))
+    yield from portions(columns(headings, cells, words=2))
     if dropped := [row for row in rows if row.dropped]:
         yield Text(f"\ndropped: {_counts(Counter(row.dropped for row in dropped))}\n")
-        yield from _portions(
-            _columns(("reason", "episode"), [(row.dropped, row.episode_id) for row in dropped], words=2)
-        )
+        yield from portions(columns(("reason", "episode"), [(row.dropped, row.episode_id) for row in dropped], words=2))
 
 
 def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
@@ -119,11 +117,11 @@ def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
     timelines = [list(rows) for _, rows in groupby(view.tokens, key=lambda row: row.timeline)]
     for rows in timelines:
         yield _heading(rows)
-        yield from _portions([*((row.text, _style(row, top)) for row in rows), ("\n", "")])
+        yield from portions([*((row.text, _style(row, top)) for row in rows), ("\n", "")])
     headings = ("pos", "id", "mask", "logprob", "trained", "gap", "advantage", "version", "turn", "token")
     for rows in timelines:
         yield _heading(rows)
-        yield from _portions(_columns(headings, [_cells(row) for row in rows], [_style(row, top) for row in rows]))
+        yield from portions(columns(headings, [_cells(row) for row in rows], [_style(row, top) for row in rows]))
 
 
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
@@ -164,7 +162,7 @@ def _cells(row: TokenRow) -> tuple[str, ...]:
     )
 
 
-def _columns(
+def columns(
     headings: Sequence[str], cells: Sequence[Sequence[str]], styles: Iterable[str] | None = None, *, words: int = 1
 ) -> Iterator[Styled]:
     """Yield the lines of a table whose last `words` columns are text and the others numbers; `styles`: styles of the last
@@ -182,7 +180,8 @@ def _columns(
         yield "\n", ""
 
 
-def _portions(pieces: Iterable[Styled]) -> Iterator[Segments]:
+def portions(pieces: Iterable[Styled]) -> Iterator[Segments]:
+    """Yield pieces of text, with harmful characters made visible, in portions."""
     merged = (
         Segment(visible("".join(text for text, _ in run)), Style.parse(style))
         for style, run in groupby(pieces, key=operator.itemgetter(1))
@@ -217,14 +216,15 @@ def _style(row: TokenRow, top: float) -> str:
     if row.effect.cuts:
         return "magenta"
     if row.contribution is None:
-        return _by_surprise(row.logprob)
+        return style_by_surprise(row.logprob)
     if row.contribution == 0:
         return "cyan"
     colour = "green" if row.contribution > 0 else "red"
     return f"bold {colour}" if abs(row.contribution) >= STRONG * top else colour
 
 
-def _by_surprise(logprob: float) -> str:
+def style_by_surprise(logprob: float) -> str:
+    """Return the colour of a token by its log-probability when it was sampled."""
     if logprob > FAINT_LOGPROB:
         return "green"
     return "yellow" if logprob > STRONG_LOGPROB else "bold red"

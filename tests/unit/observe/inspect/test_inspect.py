@@ -301,8 +301,9 @@ def test_a_tokenizer_that_drops_leading_spaces_shows_them_where_they_stand():
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """The folder of a run with two steps, of which the second recorded its tokens."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
     model.mkdir()
     tokenizer_of("chatml").save(str(model / "tokenizer.json"))
