@@ -354,7 +354,7 @@ class Store:
             reason=close.reason,
             began_at=began_at,
             ended_at=ended_at,
-            closed_at=now,
+            closed_at=max(now, ended_at),
             begin=begin,
             end=close.end or end,
             turns=known.turns,

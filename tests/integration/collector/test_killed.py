@@ -23,6 +23,7 @@ from swarmq.collector.store import Store
 from swarmq.errors import BrokerLostError, CollectorError
 from swarmq.learner.distributed.processes import run_collector
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Rollout, Slot, StepReport, Ticket, Turn, encode
+from swarmq.transcripts.read import read, scan
 
 pytestmark = pytest.mark.broker
 
@@ -55,6 +56,11 @@ async def test_nothing_is_lost_or_doubled_when_the_collector_is_killed(job):
     told = read_fates(job.run_folder.inbox)
     assert {(fate.state, fate.reason) for fate in told.values()} == {("trained", "")}
     assert told.keys() == set(trained)
+    recorded = [read(job.run_folder.transcripts, place) for place, _ in scan(job.run_folder.transcripts)]
+    names = [transcript.meta.episode_id for transcript in recorded]  # all can be read, whenever their writer was killed
+    assert len(names) == len(set(names))
+    assert set(names) <= set(trained)
+    assert len(names) >= len(trained) // 2
 
 
 async def keep_killing(job, rng):
