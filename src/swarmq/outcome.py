@@ -97,7 +97,7 @@ def make_finished_end(
             to_reward,
         ),
         success=None if outcome.success is None else bool(outcome.success),
-        metrics=_numbers("metrics", outcome.metrics),
+        metrics=_numbers("metrics", outcome.metrics, to_metric),
         metadata={str(key): str(value) for key, value in outcome.metadata.items()},
     )
 
@@ -156,6 +156,13 @@ def to_reward(name: str, value: Any) -> float:
     return result
 
 
+def to_metric(name: str, value: Any) -> float:
+    """Convert a number to the value of a metric. Raises OutcomeError if that fails."""
+    if value is None:
+        raise OutcomeError(f"{name} is None: leave out a metric that has no value")
+    return to_finite_float(name, value)
+
+
 def _rewards(begin: EpisodeBegin | EpisodeRef, outcome: Outcome, frozen: Collection[str]) -> dict[str, float]:
     trained = [policy for policy in begin.policies if policy not in frozen]
     if outcome.rewards is None:
@@ -178,9 +185,7 @@ def _check_policy(begin: EpisodeBegin | EpisodeRef, field: str, policy: str) -> 
     return policy
 
 
-def _numbers(
-    name: str, values: Mapping[str, Any], read: Callable[[str, Any], float] = to_finite_float
-) -> dict[str, float]:
+def _numbers(name: str, values: Mapping[str, Any], read: Callable[[str, Any], float]) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise OutcomeError(f"{name} is {values!r}: give a dict of name -> number")
     return {str(key): read(f"{name}.{key}", value) for key, value in values.items()}

@@ -66,6 +66,9 @@ def test_what_is_no_finite_number_is_no_reward(reward, says):
     [
         (Outcome(), "reward is None"),
         (Outcome(1.0, metrics={"length": math.nan}), r"metrics\.length is nan"),
+        (Outcome(1.0, metrics={"length": None}), r"metrics\.length is None: leave out a metric"),
+        (Outcome(1.0, metrics={"length": "3"}), r"metrics\.length is '3' of type str, not a number"),
+        (Outcome(1.0, metrics={"length": [1, 2]}), r"metrics\.length is \[1, 2\] of type list"),
         (Outcome(1.0, metrics=[1]), r"metrics is \[1\]"),
         (Outcome(1.0, call_rewards={"c1": None}), r"call_rewards\.c1 is None"),
         (Outcome(1.0, agent_rewards={"main": {"critic": "x"}}), r"agent_rewards\.main\.critic"),
@@ -104,6 +107,14 @@ def test_an_unfinished_end_has_no_reward_and_keeps_the_last_lines_of_its_reason(
     assert end.rewards == {}
     assert len(end.reason) == MAX_REASON
     assert end.reason.endswith("ValueError: no")
+
+
+def test_metrics_of_any_number_type_become_floats_and_names_become_text():
+    end = make_finished_end(
+        begin(), Outcome(1.0, metrics={"ok": True, 3: 2, "np": np.float32(0.5), "np_bool": np.True_})
+    )
+    assert end.metrics == {"ok": 1.0, "3": 2.0, "np": 0.5, "np_bool": 1.0}
+    assert {type(value) for value in end.metrics.values()} == {float}
 
 
 def test_a_metric_may_be_beyond_what_the_learner_computes_in():

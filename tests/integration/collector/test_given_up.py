@@ -17,7 +17,8 @@ from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
 from swarmq.collector.ledger import read_fates
 from swarmq.keys import Invite
-from swarmq.messages import Command, Rollout, Slot, StepReport, Task, Turn
+from swarmq.messages import Command, Evaluation, Rollout, Slot, StepReport, Task, Turn
+from swarmq.outcome import Outcome
 
 pytestmark = pytest.mark.broker
 
@@ -96,7 +97,7 @@ async def test_a_round_with_hopeless_attempts_is_closed_long_before_its_deadline
             if ep.task.id == "hopeless":
                 raise ConnectionError("no sandbox for this one")
             await go_on.wait()
-            return 1.0
+            return Outcome(1.0, metrics={"tool calls": 3})
 
         for name, payload in [("good", b"\xa2ok"), ("hopeless", b"\xa2ok"), ("unreadable", b"\xa1\xff")]:
             task = Task(run=job.run, slot=Slot(task_id=name), kind="math", group_size=1, mode="eval")
@@ -109,8 +110,14 @@ async def test_a_round_with_hopeless_attempts_is_closed_long_before_its_deadline
             async with broker.events(job.run) as events, collector(job):  # the first one was killed
                 go_on.set()
                 told = await said(events, lambda _: True, name="evaluated")
+                async with broker.consume(topology.control(job.run, "main"), prefetch=9) as deliveries:
+                    async for delivery in deliveries:
+                        if isinstance(results := delivery.message, Evaluation):
+                            break
     assert (told["version"], told["missing"], told["given_up"]) == (0, 0, 2)
     assert (told["kinds"]["math"]["episodes"], told["kinds"]["math"]["reward"]) == (1, 1.0)
+    assert told["kinds"]["math"]["metrics"] == {"tool calls": 3.0}
+    assert (results.version, results.results) == (0, told), "for the learner's trackers"
 
 
 async def said(events, wanted, *, name="state"):

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -26,11 +26,12 @@ from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.feed.batch_summary import batch_metrics, sum_episodes
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, encode_record
+from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, EvaluationLogged, encode_record
 from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.tracker_packages import check_trackers
 from swarmq.learner.train.trackers import Trackers, evaluation_figures, flatten, tracker_folders
 from swarmq.learner.train.trainer import Trainer
+from swarmq.messages import Evaluation
 from swarmq.weights.push.pusher import PushReport
 
 TRAIN = Train(gradient_checkpointing=False, ratio_band=(0.9, 1.1), token_log=False)
@@ -105,6 +106,27 @@ def test_every_figure_of_the_loop_reaches_a_tracker_under_a_name_that_all_tracke
     assert tags >= LOGGED_BY_THE_LOOP
     assert [name for name in tags if not NAME.fullmatch(name)] == []
     assert any(name.startswith("reward_by_kind/maths") for name in tags)
+
+
+def test_an_evaluation_that_comes_twice_is_logged_once_and_confirmed_twice(tiny_qwen: Path, tmp_path: Path) -> None:
+    """The second one is from a batch feeder that died before it noted the confirmation."""
+
+    class Evaluated(OneBatch):
+        def next(self, *, evaluated: Callable[[Evaluation], None], **_: object) -> BatchReady | None:
+            for began_at in (1.0, 1.0, 2.0):
+                evaluated(Evaluation(run="r", version=int(began_at), began_at=began_at, results=ROUND))
+            self.left.clear()
+            return super().next()
+
+    train = msgspec.structs.replace(TRAIN, trackers=("tensorboard",))
+    record = BatchRecord(index=BatchIndex(record=1, version=1), settings=train)
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
+    link = Evaluated(record)
+    Learner(job, "main", pusher=None, stop=StopSignal()).run(link)
+    confirmed = [message.began_at for message in link.told if isinstance(message, EvaluationLogged)]
+    assert confirmed == [1.0, 1.0, 2.0]
+    read = EventAccumulator(str(job.run_folder.trackers("main") / "r.main")).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("eval/reward")] == [(1, 0.625), (2, 0.625)]
 
 
 def test_trackers_write_into_the_run_folder_unless_the_user_says_where(
