@@ -193,6 +193,16 @@ class Fence extends Component<{ children: ComponentChildren }, { error: Error | 
   }
 }
 
+/** `swarmq dashboard` prints an address with a token behind the #, which no server sees: trade it for a cookie and forget it. */
+async function takeToken(): Promise<void> {
+  const token = /^#token=(.+)$/.exec(location.hash)?.[1];
+  if (token === undefined) return;
+  history.replaceState(null, "", link(null, "runs"));
+  await post(url("login"), { token: decodeURIComponent(token) }).catch(() => undefined); // the form then asks for another one
+}
+
 if (embedded !== null && location.hash === "") history.replaceState(null, "", embedded.start);
 const root = document.getElementById("app");
-if (root !== null) render(<App />, root);
+void takeToken().then(() => {
+  if (root !== null) render(<App />, root);
+});
