@@ -1,4 +1,4 @@
-"""`swarmq inspect`, `swarmq replay` and `swarmq doctor`: commands that read a stored run."""
+"""`swarmq inspect`, `swarmq plot`, `swarmq replay` and `swarmq doctor`: commands that read a stored run."""
 
 from __future__ import annotations
 
@@ -253,6 +253,42 @@ def _write_page(path: Path, page: bytes) -> None:
             path.write_bytes(page)
     except OSError as error:
         raise ConfigError(f"--html {path}: cannot be written ({error.strerror})") from error
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    default="reward.png",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="File to write: .png, .svg or .pdf.",
+)
+@click.option(
+    "--series",
+    multiple=True,
+    metavar="NAME",
+    help="What to draw, several times if wanted: reward, evaluation, staleness, drops, times, or any figure of a step, e.g. entropy.",
+)
+@click.option("--policy", help="Policy to draw; all by default.")
+@print_warnings()
+def plot(runs: tuple[Path, ...], out: Path, series: tuple[str, ...], policy: str | None) -> None:
+    """Draw curves of one or several runs.
+
+    Draws reward, evaluation with its intervals, staleness, dropped episodes and the times of a step, of live, stopped and copied
+    runs. Several runs are drawn into one figure.
+
+    \b
+    swarmq plot runs/demo
+    swarmq plot runs/a runs/b --out compare.svg
+    swarmq plot runs/demo --series reward --series entropy
+    """
+    require_extras("inspect")
+    from swarmq.observe.open_run import open_run
+    from swarmq.observe.plot import draw_runs
+
+    draw_runs([open_run(run) for run in runs], out, series=series, policy=policy)
+    click.echo(f"written to {out}")
 
 
 POLICY = click.option("--policy", help="Policy; required if the run trains several.")

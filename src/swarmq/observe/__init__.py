@@ -1,5 +1,7 @@
-"""Observation of a run: a live board folded from its events, plots from its event file, the list of runs, and stored episodes.
+"""Observation of a run: a live board folded from its events, its folder as Python objects, figures, and every episode ever begun.
 
-Commands and `swarmq up` run this code. It offers `monitor` (follow a live run), `board_terminal` (draw it), `control_requests` (ask a
-live run to change), `curves` and `runs` (event files and run folders) and `inspect` (batch logs). It never imports torch.
+Commands, `swarmq up`, the dashboard and notebooks run this code. It offers `monitor` (follow a live run), `board_terminal` (draw it),
+`recorder` (write down what happens), `control_requests` (ask a live run to change), `runs` (list run folders), `open_run` and `run` (one
+run in Python), `index` and `episodes` (every episode, whatever became of it), `inspect` (batch logs) and `plot`. It never imports torch
+and never writes into a run folder, except for `recorder`.
 """

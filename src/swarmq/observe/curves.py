@@ -100,7 +100,7 @@ def draw_reward(
         axes.plot(list(rewards), list(rewards.values()), color=next(colours), linewidth=0.9, label=f"training, {kind}")
     if held_out:
         axes.plot(list(held_out), list(held_out.values()), "o--", color=HELD_OUT, linewidth=1.2, label="held-out")
-    _draw_marks(axes, at_step)
+    draw_marks(axes, at_step)
     axes.set(
         ylabel="reward", ylim=reward_limits(steps.values(), held_out.values(), *map(dict.values, by_kind.values()))
     )
@@ -120,7 +120,7 @@ def reward_limits(*curves: Iterable[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _draw_marks(axes: Any, at_step: Mapping[int, Sequence[Mark]]) -> None:
+def draw_marks(axes: Any, at_step: Mapping[int, Sequence[Mark]]) -> None:
     """Draw a numbered line at each step with marks; the legend below the plot explains the numbers."""
     numbers = count(1)
     for step, those in at_step.items():
