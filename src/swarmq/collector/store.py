@@ -187,11 +187,11 @@ class Bodies:
 
     __slots__ = ("row", "size", "turns")
 
-    def __init__(self, row: tuple[Any, ...], turns: list[tuple[bytes]]) -> None:
+    def __init__(self, row: tuple[Any, ...], turns: list[bytes]) -> None:
         self.row = row
         """Begin, end or None, and the times at which the episode began and ended."""
         self.turns = turns
-        self.size = len(row[0]) + len(row[1] or b"") + sum([len(turn) for (turn,) in turns])
+        self.size = len(row[0]) + len(row[1] or b"") + sum(map(len, turns))
 
 
 class RecentBodies:
@@ -332,12 +332,12 @@ class Store:
             row = self._one(f"{PARTS} AND state = 'published'", episode_id)
             if row is None:
                 return None
-            turns = self._all(TURNS, episode_id)
+            turns = [body for (body,) in self._db.execute(TURNS, (episode_id,))]
         if self.keeps_bodies:
             self._bodies.add(episode_id, Bodies(row, turns))
         begin, end = _messages.decode(row[0]), _messages.decode(row[1])
         assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd)  # noqa: PT018
-        return begin, end, [turn for (body,) in turns if isinstance(turn := _messages.decode(body), Turn)]
+        return begin, end, [turn for body in turns if isinstance(turn := _messages.decode(body), Turn)]
 
     def closed(self, close: do.Close, now: float) -> ClosedEpisode | None:
         """Return an episode that this effect is about to settle, with its messages as they arrived; None without a begin."""
@@ -346,7 +346,7 @@ class Store:
             row = self._db.execute(PARTS, (close.episode_id,)).fetchone()
             if row[0] is None:
                 return None
-            known = Bodies(row, self._db.execute(TURNS, (close.episode_id,)).fetchall())
+            known = Bodies(row, [body for (body,) in self._db.execute(TURNS, (close.episode_id,))])
         begin, end, began_at, ended_at = known.row
         return ClosedEpisode(
             episode_id=close.episode_id,

@@ -75,8 +75,8 @@ class ClosedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     closed_at: float
     begin: bytes
     end: bytes | None
-    turns: list[tuple[bytes]]
-    """Rows of turns and delivery reports, in order of arrival."""
+    turns: list[bytes]
+    """Turns and delivery reports, in order of arrival."""
     outcomes: list[tuple[str, str, int, str]]
     """(policy, state, version, reason) of an episode that learners were given."""
     size: int
@@ -103,7 +103,7 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
     begin = _messages.decode(closed.begin)
     end = _messages.decode(closed.end) if closed.end else None
     assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd | None)  # noqa: PT018
-    facts = [(row[0], _turns.decode(row[0])) for row in closed.turns]
+    facts = [(body, _turns.decode(body)) for body in closed.turns]
     facts = [(body, turn) for body, turn in facts if turn.type == "turn"]
     body = pack_body(closed.begin, closed.end or None, [body for body, _ in facts])
     versions = [span.version for _, turn in facts for span in turn.versions]

@@ -208,7 +208,7 @@ def test_a_store_of_an_older_swarmq_learns_when_episodes_ended(path):
 def test_bodies_of_published_episodes_are_remembered_up_to_a_number_of_bytes():
     recent = RecentBodies(250)
     for name in ("a", "b", "c"):
-        recent.add(name, Bodies((b"x" * 40, b"y" * 30, 0.0, 0.0), [(b"z" * 30,)]))
+        recent.add(name, Bodies((b"x" * 40, b"y" * 30, 0.0, 0.0), [b"z" * 30]))
     assert recent.pop("a") is None
     assert [recent.pop(name).size for name in ("b", "c")] == [100, 100]
     recent.add("large", Bodies((b"x" * 300, None, 0.0, 0.0), []))

@@ -23,10 +23,10 @@ def close(name="e0", *, state="trained", reason="", kind="default", at=3.0, padd
     made = make_transcript(name, kind=kind)
     report = DeliveryReport(run="r", served_id="s", sent={name: ("c0",)})
     begin = encode(made.begin)
-    turns = [(encode(turn),) for turn in made.turns]
+    turns = [encode(turn) for turn in made.turns]
     if padding:
         noise = random.Random(name).randbytes(padding)
-        turns[0] = (encode(_with_messages(made.turns[0], noise)),)
+        turns[0] = encode(_with_messages(made.turns[0], noise))
     return ClosedEpisode(
         episode_id=name,
         state=state,
@@ -36,7 +36,7 @@ def close(name="e0", *, state="trained", reason="", kind="default", at=3.0, padd
         closed_at=at,
         begin=begin,
         end=encode(made.end) if with_end else None,
-        turns=[turns[0], (encode(report),), *turns[1:]],
+        turns=[turns[0], encode(report), *turns[1:]],
         outcomes=[("main", "trained", 7, "")] if state == "trained" else [],
         size=1000 + padding,
     )
