@@ -283,7 +283,7 @@ async def test_who_watches_a_run_hears_that_it_cuts_what_agents_ask_for(stage):
 
 
 async def test_an_agent_without_an_sdk_logs_once_that_it_was_cut(stage, monkeypatch):
-    monkeypatch.setattr(received_answers, "_told", set())  # of the process
+    monkeypatch.setattr(received_answers, "_logged_overrides", set())  # of the process
     ep = SimpleNamespace(base_url=f"{stage.url}/v1", api_key=stage.key(), model="main", ca=b"", episode_id="e")
     for _ in range(2):
         stage.engine.say("x")

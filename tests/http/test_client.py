@@ -15,7 +15,7 @@ from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.client.async_client import AsyncSwarmClient
-from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
@@ -195,7 +195,7 @@ async def test_it_speaks_https_and_trusts_the_invites_authority_alone(far, tmp_p
             await ep.end(1.0)
         assert [end.rewards for end in far.pieces(EpisodeEnd)] == [{"main": 1.0}]
         with pytest.raises(HttpError, match=r"(?i)certificate"):
-            await in_thread(lambda: post_json(f"{far.invite.base_url}/control", {}, token="t", timeout_s=30.0))
+            await run_in_thread(lambda: post_json(f"{far.invite.base_url}/control", {}, token="t", timeout_s=30.0))
 
 
 async def test_answers_that_are_lost_change_nothing(far):
@@ -263,7 +263,7 @@ async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_c
             await ending
         assert not far.pieces(EpisodeEnd)
         async with far.client() as following:
-            await following._orphans
+            await following._first_delivery
         [end] = far.pieces(EpisodeEnd)
         assert (end.episode_id, end.rewards) == (ep.episode_id, {"main": 0.25})
 

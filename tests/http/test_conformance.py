@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from support.proxy import token
-from swarmq.testing.scripted_engine import END, Line, encode
+from swarmq.testing.scripted_engine import END, ScriptedAnswer, encode
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,8 @@ SOON = 0.02
 class Endless:
     """Lines of a scripted engine that never end."""
 
-    def popleft(self) -> Line:
-        return Line(token_ids=[*encode("so it is"), END])
+    def popleft(self) -> ScriptedAnswer:
+        return ScriptedAnswer(token_ids=[*encode("so it is"), END])
 
 
 def meant(case, mode) -> None:

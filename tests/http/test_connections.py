@@ -123,7 +123,7 @@ async def test_where_every_connection_is_in_use_the_next_is_told_to_come_back(st
         stage.engine.say("first", gate=gate)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(stage.ask(HI))
-            await stage.engine.asked.wait()
+            await stage.engine.sampling_began.wait()
             async with connected(stage) as (reader, writer):
                 answer = await closed(reader, writer)
             gate.set()

@@ -188,12 +188,12 @@ async def test_only_admins_change_engines(stage):
 async def test_tokens_of_an_engine_that_does_not_say_which_weights_sampled_them_are_those_of_the_oldest(stage):
     """vLLM before 0.32. A push may come while a call is under way."""
     gate = asyncio.Event()
-    stage.engine.tells_versions, stage.engine.version = False, 7
+    stage.engine.reports_versions, stage.engine.version = False, 7
     await _some_probes()
     stage.engine.say("abcdef", gate=gate)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(stage.ask(HI))
-        await stage.engine.asked.wait()
+        await stage.engine.sampling_began.wait()
         stage.engine.version = 8
         await _some_probes()
         gate.set()
@@ -207,7 +207,7 @@ async def test_calls_wait_through_a_pause_for_weights_and_go_on(stage):
     stage.engine.say("abcdef", gate=gate)
     async with asyncio.TaskGroup() as tasks:
         answer = tasks.create_task(stage.ask(HI))
-        await stage.engine.asked.wait()
+        await stage.engine.sampling_began.wait()
         stage.engine.version = 8
         await _some_probes()
         assert not answer.done()
@@ -219,11 +219,11 @@ async def test_calls_wait_through_a_pause_for_weights_and_go_on(stage):
 
 async def _asked(engines):
     """The engine that samples, and the other one."""
-    waits = [asyncio.ensure_future(engine.asked.wait()) for engine in engines]
+    waits = [asyncio.ensure_future(engine.sampling_began.wait()) for engine in engines]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-    first = next(engine for engine in engines if engine.asked.is_set())
+    first = next(engine for engine in engines if engine.sampling_began.is_set())
     return first, next(engine for engine in engines if engine is not first)
 
 

@@ -105,9 +105,9 @@ async def test_an_episode_stays_with_its_engine_and_new_ones_spread(stages):
             engine.say("ab", gate=gate)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stage.stream(HI, key=stage.key("a")))
-            asked = [asyncio.create_task(engine.asked.wait()) for engine in stage.engines]
+            asked = [asyncio.create_task(engine.sampling_began.wait()) for engine in stage.engines]
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            home, other = sorted(stage.engines, key=lambda engine: not engine.asked.is_set())
+            home, other = sorted(stage.engines, key=lambda engine: not engine.sampling_began.is_set())
             for task in asked:
                 task.cancel()
             for engine in stage.engines:
@@ -143,7 +143,7 @@ async def test_an_agent_that_hangs_up_cancels_and_leaves_no_turn(stage, streamed
         body = {**BODY, "stream": streamed}
         post = stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers)
         call = tasks.create_task(post.__aenter__())
-        await stage.engine.asked.wait()
+        await stage.engine.sampling_began.wait()
         if streamed:
             (await call).close()
         else:
@@ -277,7 +277,7 @@ async def test_a_strange_agent_tag_is_refused(stage):
 
 async def _published(stage):
     """Return once the engine was asked and the proxy had many turns of the loop to misbehave."""
-    await stage.engine.asked.wait()
+    await stage.engine.sampling_began.wait()
     for _ in range(50):
         await asyncio.sleep(0.001)
 

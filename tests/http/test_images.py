@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from swarmq.messages import unpack_ids
-from swarmq.testing.scripted_engine import END, spelled
+from swarmq.testing.scripted_engine import END, encode_characters
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LOOK = {"role": "user", "content": [{"type": "text", "text": "look"}, IMAGE]}
@@ -14,7 +14,7 @@ HI = {"role": "user", "content": "hi"}
 
 @pytest.fixture
 def seeing(stage):
-    stage.engine.sees = True
+    stage.engine.accepts_images = True
     return stage
 
 
@@ -75,7 +75,7 @@ async def test_an_image_is_what_the_request_holds(seeing, changed, told):
 
 async def test_an_engine_fetches_from_https_where_the_run_says_so(stages):
     async with stages(remote_images=True) as stage:
-        stage.engine.sees = True
+        stage.engine.accepts_images = True
         stage.engine.say("a cat")
         seen = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
         key = stage.key(mode="eval")
@@ -95,12 +95,12 @@ async def test_a_training_episode_with_images_is_refused_and_nothing_is_sampled(
 async def test_the_prompt_is_as_rendered_where_images_have_places_in_it(seeing, picture):
     """Without one, what was sampled in other tokens than a rendering's stays in those tokens."""
     key = seeing.key(mode="eval")
-    seeing.engine.say("", tokens=spelled("hello"))
+    seeing.engine.say("", tokens=encode_characters("hello"))
     first = await seeing.ask(HI, key=key)
     seeing.engine.say("ok")
     await seeing.ask(HI, first["choices"][0]["message"], LOOK if picture else HI, key=key)
     earlier, later = seeing.turns()
-    recorded = [*unpack_ids(earlier.prompt_ids), *spelled("hello"), END]
+    recorded = [*unpack_ids(earlier.prompt_ids), *encode_characters("hello"), END]
     fresh = await seeing.engine.render({"messages": [HI, first["choices"][0]["message"], LOOK if picture else HI]})
     sampled_from = seeing.engine.requests[1].token_ids
     assert (sampled_from == fresh.token_ids) is picture

@@ -19,7 +19,7 @@ async def test_what_is_beyond_the_limit_waits_its_turn_and_what_is_beyond_that_i
         stage.engine.say("second")
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(stage.ask(HI))
-            await stage.engine.asked.wait()
+            await stage.engine.sampling_began.wait()
             second = tasks.create_task(stage.ask(HI))
             await _waiting(stage, 1)
             status, headers, raw = await stage.post(BODY)
@@ -38,7 +38,7 @@ async def test_one_episode_cannot_take_every_place(stages):
         stage.engine.say("other")
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(stage.ask(HI))
-            await stage.engine.asked.wait()
+            await stage.engine.sampling_began.wait()
             status, headers, raw = await stage.post(BODY)
             assert (status, b"episode_calls_open" in raw, int(headers["retry-after"]) >= 1) == (429, True, True)
             await stage.ask(HI, key=stage.key("e2"))
@@ -89,7 +89,7 @@ async def test_places_are_given_back_whatever_becomes_of_a_call(stages):
         stage.engine.down = False
         await stage.refused({**BODY, "messages": [{"role": "user", "content": "x" * 9000}]})
         gate = asyncio.Event()
-        stage.engine.asked.clear()
+        stage.engine.sampling_began.clear()
         stage.engine.say("abcd", gate=gate)
         headers = {"authorization": f"Bearer {stage.key()}"}
         post = stage.http.post(f"{stage.url}/v1/chat/completions", json={**BODY, "stream": True}, headers=headers)
@@ -159,10 +159,10 @@ async def test_calls_side_by_side_cannot_sample_more_than_the_episode_s_budget(s
         stage.engine.say("a" * 100, gate=gate)
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(stage.post({**BODY, "max_tokens": 6}, key=key))
-        await stage.engine.asked.wait()
-        stage.engine.asked.clear()
+        await stage.engine.sampling_began.wait()
+        stage.engine.sampling_began.clear()
         second = tasks.create_task(stage.post({**BODY, "max_tokens": 8}, key=key))
-        await stage.engine.asked.wait()
+        await stage.engine.sampling_began.wait()
         status, error = await stage.refused(BODY, key=key)
         assert (status, error["code"]) == (429, "episode_tokens_reserved")
         for gate in gates:

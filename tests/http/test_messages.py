@@ -44,7 +44,7 @@ async def test_a_bearer_token_is_a_key_too(anthropic, stage):
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_thinking_text_and_tool_use_come_back_and_continue(stage, agent, streamed):
-    stage.engine.parsed = True
+    stage.engine.has_parsers = True
     stage.engine.say("<think>hm</think>ok " + CALL % 1 + CALL % 2)
     if streamed:
         async with agent.stream(**ASKED, tools=[TOOL]) as stream:
@@ -70,7 +70,7 @@ async def test_thinking_text_and_tool_use_come_back_and_continue(stage, agent, s
 
 
 async def test_a_stream_is_every_event_in_order(stage, agent):
-    stage.engine.parsed = True
+    stage.engine.has_parsers = True
     stage.engine.say("<think>hm</think>ok " + CALL % 1)
     events = [event async for event in await agent.create(**ASKED, tools=[TOOL], stream=True)]
     kinds = [event.type for event in events]
@@ -143,7 +143,7 @@ async def test_options_reach_the_engine_in_chat_s_words(stage, agent, choice, wa
     seen = []
     stage.engine.template = lambda chat: seen.append(chat) or "x"
     stage.engine.say("x")
-    stage.engine.sees = True
+    stage.engine.accepts_images = True
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, image]}]
     output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}

@@ -13,7 +13,7 @@ import pytest
 from support.proxy import ROOT, served
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
 from swarmq.proxy.http.app import create_app
@@ -76,8 +76,8 @@ async def test_the_page_of_the_client_is_one_program_and_its_calls_are_credited(
     async with run_of("planner", "executor") as (job, invite, pieces):
         (tmp_path / "job.toml").write_text(job.to_toml())
         monkeypatch.setenv("SWARMQ_INVITE", invite.encode())
-        await in_thread(lambda: exec(compile("\n\n".join(blocks(CLIENT, "python")), CLIENT, "exec"), names))
-        await in_thread(lambda: asyncio.run(names["main"]()))
+        await run_in_thread(lambda: exec(compile("\n\n".join(blocks(CLIENT, "python")), CLIENT, "exec"), names))
+        await run_in_thread(lambda: asyncio.run(names["main"]()))
         ends, turns = pieces(EpisodeEnd), {turn.call_id: turn for turn in pieces(Turn)}
     said = capsys.readouterr().out
     for printed in (

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from swarmq.client.ask import ask_async
 from swarmq.client.episodes import received_answers
-from swarmq.client.episodes.received_answers import Received
+from swarmq.client.episodes.received_answers import ReceivedAnswers
 
 HI = {"role": "user", "content": "hi"}
 BODY = {"model": "main", "messages": [HI]}
@@ -22,7 +22,7 @@ BODY = {"model": "main", "messages": [HI]}
 @contextmanager
 def watching(stage, base_url=None):
     """What an agent with the stage's key receives."""
-    seen, key = Received(base_url or f"{stage.url}/v1"), stage.key()
+    seen, key = ReceivedAnswers(base_url or f"{stage.url}/v1"), stage.key()
     received_answers.watch(key, seen)
     yield seen, key
     received_answers.unwatch(key)
@@ -86,7 +86,7 @@ async def by_aiohttp(stage, _openai, key, **_):
     ],
 )  # fmt: skip
 async def test_what_the_run_overrides_is_logged_once_whatever_library_asks(stage, openai, monkeypatch, ask, body):
-    monkeypatch.setattr(received_answers, "_told", set())  # of the process
+    monkeypatch.setattr(received_answers, "_logged_overrides", set())  # of the process
     monkeypatch.setitem(BODY, "max_tokens", 999)
     with capture_logs() as lines:
         for _ in range(2):

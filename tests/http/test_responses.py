@@ -43,7 +43,7 @@ async def test_text_in_and_text_out(stage, agent):
 
 
 async def test_thoughts_text_and_parallel_calls_are_items_and_come_back(stage, agent):
-    stage.engine.parsed = True
+    stage.engine.has_parsers = True
     stage.engine.say("<think>hm</think>ok " + CALL % 1 + CALL % 2)
     first = await agent.create(model="main", input=[{"role": "user", "content": "go"}], tools=[TOOL])
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -117,7 +117,7 @@ async def test_items_may_come_back_as_references(stage, agent, streamed):
 
 
 async def test_a_reference_is_that_item_alone(stage, agent):
-    stage.engine.parsed = True
+    stage.engine.has_parsers = True
     stage.engine.say("<think>hm</think>ok " + CALL % 1 + CALL % 2)
     first = await agent.create(model="main", input="go", tools=[TOOL])
     seen = []
@@ -171,7 +171,7 @@ async def test_items_that_come_back_are_the_message_that_was_sampled(stage, agen
 
 
 async def test_a_stream_is_every_event_in_order(stage, agent):
-    stage.engine.parsed = True
+    stage.engine.has_parsers = True
     stage.engine.say("<think>hm</think>ok " + CALL % 1 + CALL % 2)
     stream = await agent.create(model="main", input="go", tools=[TOOL], stream=True)
     events = [event async for event in stream]

@@ -84,14 +84,14 @@ def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> It
 async def _feed_eval(
     run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
 ) -> None:
-    from swarmq.client.data.tasks import source_mark
+    from swarmq.client.data.tasks import hash_source_name
     from swarmq.observe.control_requests import send_eval_tasks
 
     job = load_live_run(run)
     chosen = _one_kind(job, kind)
     async with open_broker(job, "swarmq feed --eval") as broker:
         count = await send_eval_tasks(
-            broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
+            broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=hash_source_name(data)
         )
     click.echo(f"stored {count} tasks for evaluation of {chosen}")
     if not job.eval.every:
@@ -121,7 +121,7 @@ async def _feed(
     from rich.progress import Progress
 
     from swarmq.client.data.feed import default_progress_file, feed
-    from swarmq.client.data.tasks import source_mark
+    from swarmq.client.data.tasks import hash_source_name
     from swarmq.collector.ledger import read_changes
 
     folder = RunFolder(run)
@@ -138,8 +138,8 @@ async def _feed(
                 repeats=repeats or job.group_size(chosen),
                 epochs=epochs,
                 seed=seed,
-                progress_file=default_progress_file(folder.path, job.run, chosen, source_mark(data)),
-                source=source_mark(data),
+                progress_file=default_progress_file(folder.path, job.run, chosen, hash_source_name(data)),
+                source=hash_source_name(data),
                 secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),
                 resume=resume,
                 report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),

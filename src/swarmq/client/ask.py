@@ -9,9 +9,9 @@ from email.message import Message
 from typing import Any
 
 from swarmq.client.episodes.episode import Handle
-from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.client.episodes.http import HttpError, post_json
-from swarmq.client.episodes.received_answers import by_hand
+from swarmq.client.episodes.received_answers import observe_own_request
 from swarmq.errors import EpisodeError
 
 ATTEMPTS = 5
@@ -33,7 +33,7 @@ def ask(
     body = {"model": policy or ep.model, "messages": asked, **options}
     headers = {"X-Swarmq-Agent": agent} if agent else {}
     url = f"{ep.base_url}/chat/completions"
-    mark, read = by_hand(ep.api_key, url)
+    mark, read = observe_own_request(ep.api_key, url)
     for attempt in range(ATTEMPTS):
         headers |= {"X-Stainless-Retry-Count": str(attempt), **mark}
         told: list[Message] = []
@@ -44,7 +44,7 @@ def ask(
             read(told[0])
             return str(answer["choices"][0]["message"].get("content") or "")
         except HttpError as error:
-            if not error.passes or attempt + 1 == ATTEMPTS:
+            if not error.is_transient or attempt + 1 == ATTEMPTS:
                 raise EpisodeError(f"episode {ep.episode_id}: {error}") from error
             time.sleep(max(error.retry_after_s or 0.0, FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0))
     raise AssertionError
@@ -52,4 +52,4 @@ def ask(
 
 async def ask_async(ep: Handle, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> str:
     """As `ask`, for coroutines."""
-    return await in_thread(lambda: ask(ep, messages, **how))
+    return await run_in_thread(lambda: ask(ep, messages, **how))

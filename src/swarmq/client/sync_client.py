@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.episodes.client import DRAIN_S, OpenBroker, open_amqp
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
-from swarmq.client.episodes.event_loops import LoopThread, Make, blocking
+from swarmq.client.episodes.event_loops import CoroutineFactory, LoopThread, run_blocking
 from swarmq.errors import ClientError, drop_traceback
 from swarmq.keys import Invite
 
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _blocking(
+def _make_blocking(
     method: Callable[Concatenate[AsyncSwarmClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SwarmClient, P], T]:
     """The blocking twin of an AsyncSwarmClient's method, with its arguments and its documentation."""
@@ -38,22 +38,22 @@ def _blocking(
     def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(lambda: method(self._client, *args, **kwargs))
 
-    _sign(twin, inspect.signature(method))
+    _set_signature(twin, inspect.signature(method))
     return twin
 
 
-def _blocking_episode(
+def _return_blocking_episode(
     call: Callable[Concatenate[SwarmClient, P], AsyncEpisode],
 ) -> Callable[Concatenate[SwarmClient, P], Episode]:
     @functools.wraps(call)
     def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
         return call(self, *args, **kwargs).blocking()
 
-    _sign(twin, inspect.signature(call).replace(return_annotation="Episode"))
+    _set_signature(twin, inspect.signature(call).replace(return_annotation="Episode"))
     return twin
 
 
-def _sign(twin: Any, signature: inspect.Signature) -> None:
+def _set_signature(twin: Any, signature: inspect.Signature) -> None:
     """What `help` shows: `signature`, as that of a method of the SwarmClient."""
     this, *others = signature.parameters.values()
     own = this.replace(name="self", annotation=inspect.Parameter.empty)
@@ -116,12 +116,12 @@ class SwarmClient:
     def client_id(self) -> str:
         return self._client.client_id
 
-    begin_episode = _blocking_episode(_blocking(AsyncSwarmClient.begin_episode))
-    end_episode = _blocking(AsyncSwarmClient.end_episode)
-    abort_episode = _blocking(AsyncSwarmClient.abort_episode)
-    fail_episode = _blocking(AsyncSwarmClient.fail_episode)
-    run_episodes_until_all_complete = _blocking(AsyncSwarmClient.run_episodes_until_all_complete)
-    evaluate = _blocking(AsyncSwarmClient.evaluate)
+    begin_episode = _return_blocking_episode(_make_blocking(AsyncSwarmClient.begin_episode))
+    end_episode = _make_blocking(AsyncSwarmClient.end_episode)
+    abort_episode = _make_blocking(AsyncSwarmClient.abort_episode)
+    fail_episode = _make_blocking(AsyncSwarmClient.fail_episode)
+    run_episodes_until_all_complete = _make_blocking(AsyncSwarmClient.run_episodes_until_all_complete)
+    evaluate = _make_blocking(AsyncSwarmClient.evaluate)
 
     @contextlib.contextmanager
     def episode(self, task: Any, **options: Any) -> Iterator[Episode]:
@@ -134,16 +134,16 @@ class SwarmClient:
             yield ep
         except BaseException as error:
             raised = error
-            self._call(lambda: self._client.give_up(ep, raised))
+            self._call(lambda: self._client.end_after_error(ep, raised))
             raise
-        self._call(lambda: self._client.leave(ep))
+        self._call(lambda: self._client.require_end(ep))
 
-    def _call(self, make: Make[T]) -> T:
+    def _call(self, make: CoroutineFactory[T]) -> T:
         if not self._lived.done():
-            self._client.check()
+            self._client.check_usable()
         elif error := self._lived.exception():
             raise ClientError(f"the client has broken down: {error!r}; make a new one") from error
-        return blocking(self._io.loop, make)
+        return run_blocking(self._io.loop, make)
 
     async def _live(self, opened: concurrent.futures.Future[None]) -> None:
         """The client is entered and left in one task, which is this."""

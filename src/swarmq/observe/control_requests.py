@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from swarmq.broker import Broker, topology
-from swarmq.client.data.tasks import as_task, fed_id
+from swarmq.client.data.tasks import as_task, make_queue_id
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.live_settings import format_value
@@ -99,7 +99,7 @@ async def send_eval_tasks(
         raise TaskError(f"task id {repeated[0]!r} occurs more than once: ids must differ")
     bodies = []
     for task in named:
-        name = fed_id(task, kind, source)
+        name = make_queue_id(task, kind, source)
         try:
             bodies.append((name, msgspec.msgpack.encode(task.payload)))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.errors import JudgeError
 
@@ -107,7 +107,7 @@ class Judge:
         text = self._prompt.format(task=task, answer=answer, rubric=self._rubric, low=low, high=high)
         body = {"model": self._model, "messages": [{"role": "user", "content": text}], **self._options}
         key = hashlib.sha256(msgspec.json.encode([self._url, body], order="deterministic")).hexdigest()
-        with self._alone(key):
+        with self._lock_request(key):
             known = self._cache.get(key)
             if known is None:
                 known = self._ask(body)
@@ -116,7 +116,7 @@ class Judge:
 
     async def ascore(self, task: str, answer: str) -> float:
         """As `score`, for coroutines."""
-        return await in_thread(self.score, task, answer)
+        return await run_in_thread(self.score, task, answer)
 
     def _ask(self, body: dict[str, Any]) -> float:
         pause_s, trouble = FIRST_PAUSE_S, ""
@@ -132,7 +132,7 @@ class Judge:
                 text = str(answer["choices"][0]["message"]["content"])
             except HttpError as error:
                 trouble = str(error)
-                if not error.passes:
+                if not error.is_transient:
                     break
                 pause_s = max(pause_s, min(error.retry_after_s or 0.0, LONGEST_PAUSE_S))
                 continue
@@ -141,20 +141,20 @@ class Judge:
                 continue
             with self._lock:
                 self.budget.spent_tokens += int((answer.get("usage") or {}).get("total_tokens") or 0)
-            score = self._read(text)
+            score = self._parse_score(text)
             if score is not None:
                 return score
             trouble = f"it gave no score from {self._scale[0]:g} to {self._scale[1]:g}: {text.strip()[-200:]!r}"
         raise JudgeError(f"judge {self._model!r} at {self._url}: {trouble}")
 
-    def _read(self, text: str) -> float | None:
+    def _parse_score(self, text: str) -> float | None:
         """The last score in the text, if it is on the scale."""
         found = _SCORE.findall(text)
         low, high = self._scale
         return float(found[-1]) if found and low <= float(found[-1]) <= high else None
 
     @contextlib.contextmanager
-    def _alone(self, key: str) -> Iterator[None]:
+    def _lock_request(self, key: str) -> Iterator[None]:
         """The same question at the same time is asked once."""
         with self._lock:
             lock = self._asking.setdefault(key, threading.Lock())

@@ -31,14 +31,14 @@ _PLAIN_CONTROLS = "\t\n\r\f\x1b"
 """Control characters that plain text may contain: tabs, line ends, form feeds and escape."""
 
 
-def units(text: str) -> list[str]:
+def split_units(text: str) -> list[str]:
     """What is counted, in order; the same for both ways of writing an accent, and for capitals."""
     return _UNIT.findall(unicodedata.normalize("NFC", text).casefold())
 
 
 def repeated_share(text: str, *, n: int = NGRAM) -> float:
     """Share of the runs of `n` units that have been there before: 0 says everything once, towards 1 a loop."""
-    found = units(text)
+    found = split_units(text)
     runs = Counter(tuple(found[start : start + n]) for start in range(len(found) - n + 1))
     total = sum(runs.values())
     return 1.0 - len(runs) / total if total else 0.0
@@ -46,7 +46,7 @@ def repeated_share(text: str, *, n: int = NGRAM) -> float:
 
 def loops(text: str, *, times: int = 4, least_units: int = 12) -> bool:
     """Whether the text ends in the same units over and over: at least `times` times, `least_units` in all."""
-    found = units(text)
+    found = split_units(text)
     for period in range(1, len(found) // times + 1):
         length = max(period * times, least_units)
         tail = found[-length:]

@@ -21,7 +21,7 @@ from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.messages import Event, Message, encode, idempotency_key
 
 
-class Stored(msgspec.Struct, kw_only=True):
+class StoredMessage(msgspec.Struct, kw_only=True):
     """A message in a queue."""
 
     body: bytes
@@ -61,7 +61,7 @@ class MemoryBroker:
 
     def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None, *, kind: str = "") -> None:
         """Put raw bytes into a queue, poison included."""
-        self._queue(queue).put(Stored(body=body, headers=headers or {}, kind=kind))
+        self._queue(queue).put(StoredMessage(body=body, headers=headers or {}, kind=kind))
 
     @asynccontextmanager
     async def receipts(self, book: str) -> AsyncIterator[_Receipts]:
@@ -166,7 +166,7 @@ class MemoryBroker:
         """Remove what waits in a queue and is with no consumer."""
         self._queue(queue).waiting.clear()
 
-    def stored(self, queue: str) -> list[Stored]:
+    def stored(self, queue: str) -> list[StoredMessage]:
         """What waits in a queue, oldest first."""
         return list(self._queue(queue).waiting)
 
@@ -212,14 +212,14 @@ class _Queue:
         self.paused = False
         self.up = asyncio.Event()
         self.up.set()
-        self.waiting: deque[Stored] = deque()
+        self.waiting: deque[StoredMessage] = deque()
         self.consumers: list[_Consumer] = []
 
     @property
     def depth(self) -> Depth:
         return Depth(len(self.waiting), len(self.consumers))
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredMessage) -> None:
         self.waiting.append(stored)
         self.push()
 
@@ -290,7 +290,7 @@ class _Consumer:
     def has_room(self) -> bool:
         return len(self._session.held) < self._prefetch
 
-    def take(self, stored: Stored) -> None:
+    def take(self, stored: StoredMessage) -> None:
         tag = self._session.hold(stored)
         self.deliveries.put(
             Arrival(
@@ -298,7 +298,7 @@ class _Consumer:
             )
         )
 
-    def forget(self) -> list[Stored]:
+    def forget(self) -> list[StoredMessage]:
         """Lose the session; returns what it held, oldest first."""
         held = list(self._session.held.values())
         self._session.lost = True
@@ -313,10 +313,10 @@ class _Session:
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
         self._last = 0
-        self.held: dict[int, Stored] = {}
+        self.held: dict[int, StoredMessage] = {}
         self.lost = False
 
-    def hold(self, stored: Stored) -> int:
+    def hold(self, stored: StoredMessage) -> int:
         self._last += 1
         self.held[self._last] = stored
         return self._last

@@ -49,7 +49,7 @@ _THOUGHT = re.compile(r"\A<think>(.*?)</think>", re.DOTALL)
 Template = Callable[[Json], str]
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One scripted answer."""
 
     token_ids: list[int]
@@ -83,7 +83,7 @@ def decode(ids: Iterable[int]) -> str:
     return "".join(_spell(token) for token in ids)
 
 
-def spelled(text: str) -> list[int]:
+def encode_characters(text: str) -> list[int]:
     """The same text as single characters: decodes equally, encodes differently."""
     parts = _SPLIT.split(text)
     return [i for p in parts for i in ([SPECIAL.index(p)] if p in SPECIAL else [_CHARACTERS + ord(c) for c in p])]
@@ -92,7 +92,7 @@ def spelled(text: str) -> list[int]:
 def chat_template(chat: Json) -> str:
     """Roles, tools and tool calls, in the manner of ChatML."""
     head = f"<|start|>system\n{json.dumps(chat['tools'])}<|end|>\n" if chat.get("tools") else ""
-    return head + "".join(map(_turn, chat["messages"])) + "<|start|>assistant\n"
+    return head + "".join(map(_render_message, chat["messages"])) + "<|start|>assistant\n"
 
 
 class ScriptedEngine:
@@ -104,17 +104,17 @@ class ScriptedEngine:
         self.url = url
         self.template = template
         self.max_model_len = max_model_len
-        self.lines: deque[Line] = deque()
+        self.lines: deque[ScriptedAnswer] = deque()
         self.version = 0
-        self.tells_versions = True
+        self.reports_versions = True
         """Of the weights that sampled each token."""
         self.down = False
-        self.parsed = False
-        self.sees = False
+        self.has_parsers = False
+        self.accepts_images = False
         """It takes images."""
         self.requests: list[RenderedPrompt] = []
         """What was sampled from, in order."""
-        self.asked = asyncio.Event()
+        self.sampling_began = asyncio.Event()
         """Set when sampling begins."""
         self.cancelled = asyncio.Event()
         """Set when sampling is given up by whoever asked."""
@@ -123,7 +123,7 @@ class ScriptedEngine:
         """Queue an answer: `text` in canonical tokens unless `tokens` gives others, and the end of turn at `stop`."""
         ids = list(tokens) if tokens is not None else encode(text)
         ids += [END] if finish_reason == "stop" else []
-        self.lines.append(Line(token_ids=ids, finish_reason=finish_reason, **more))
+        self.lines.append(ScriptedAnswer(token_ids=ids, finish_reason=finish_reason, **more))
 
     async def info(self) -> EngineInfo:
         self._answer_or_fail()
@@ -140,7 +140,7 @@ class ScriptedEngine:
         prompt = chat.get("prompt")
         try:
             ids = list(prompt) if isinstance(prompt, list) else encode(prompt or self.template(chat))
-            parts = [part for message in chat["messages"] for part in _parts(message)]
+            parts = [part for message in chat["messages"] for part in _content_parts(message)]
             images = [part for part in parts if part.get("type") == "image_url"]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EngineRefusedError(f"the messages cannot be rendered: {error!r}", status=400) from error
@@ -151,13 +151,13 @@ class ScriptedEngine:
         given: Json = {key: chat[key] for key in PARAMETERS if key in chat}
         if not isinstance(given.get("stop", []), (str, list)) or not isinstance(given.get("logit_bias", {}), dict):
             raise EngineRefusedError("stop is text or a list, logit_bias an object", status=400)
-        if images and not self.sees:
+        if images and not self.accepts_images:
             raise EngineRefusedError("the model takes no images", status=400)
         return RenderedPrompt(
             token_ids=ids,
             sampling=given,
             passthrough={"features": images} if images else {},
-            needs_parsing=prompt is None and (self.parsed or bool(chat.get("tools"))),
+            needs_parsing=prompt is None and (self.has_parsers or bool(chat.get("tools"))),
         )
 
     async def generate(
@@ -165,7 +165,7 @@ class ScriptedEngine:
     ) -> AsyncGenerator[list[Delta], None]:
         self._answer_or_fail()
         self.requests.append(rendered)
-        self.asked.set()
+        self.sampling_began.set()
         lines = [self.lines.popleft() for _ in range(rendered.sampling.get("n", 1))]
         try:
             if stream:
@@ -180,7 +180,7 @@ class ScriptedEngine:
             raise
 
     async def derender(self, _chat: Json, _prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer]) -> list[Json]:
-        return [_message(decode(answer.token_ids)) for answer in answers]
+        return [_parse_message(decode(answer.token_ids)) for answer in answers]
 
     async def derender_delta(
         self, _chat: Json, _prompt: Sequence[int], token_ids: Sequence[int], *, finish_reason: str | None, state: Any
@@ -192,7 +192,7 @@ class ScriptedEngine:
             return {"content": decode(token_ids)}, seen
         if finish_reason is None:
             return {}, seen
-        message = _message(text)
+        message = _parse_message(text)
         message["content"] = (message["content"] or "").removeprefix(_before_markup(decode(state or ())))
         calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
         return {**message, **({"tool_calls": calls} if calls else {})}, seen
@@ -208,7 +208,7 @@ class ScriptedEngine:
             raise EngineError(f"the engine at {self.url} cannot be reached")
 
     async def _stream(
-        self, lines: Sequence[Line], max_tokens: int, *, detailed: bool
+        self, lines: Sequence[ScriptedAnswer], max_tokens: int, *, detailed: bool
     ) -> AsyncGenerator[list[Delta], None]:
         for index, line in enumerate(lines):
             whole = self._whole(index, line, max_tokens)
@@ -228,13 +228,13 @@ class ScriptedEngine:
                     )
                 ]
 
-    async def _pause(self, line: Line) -> None:
+    async def _pause(self, line: ScriptedAnswer) -> None:
         if line.gate is not None:
             await line.gate.wait()
         if line.error is not None:
             raise EngineError(line.error)
 
-    def _whole(self, index: int, line: Line, max_tokens: int) -> Delta:
+    def _whole(self, index: int, line: ScriptedAnswer, max_tokens: int) -> Delta:
         ids = line.token_ids[:max_tokens]
         return Delta(
             index=index,
@@ -243,7 +243,7 @@ class ScriptedEngine:
             logprobs=[-0.5] * len(ids),
             entries=[Logprob(token=_spell(token), logprob=-0.5) for token in ids],
             finish_reason=line.finish_reason if len(ids) == len(line.token_ids) else "length",
-            versions=(VersionSpan(version=self.version, start=0, end=len(ids)),) if self.tells_versions else (),
+            versions=(VersionSpan(version=self.version, start=0, end=len(ids)),) if self.reports_versions else (),
         )
 
 
@@ -255,7 +255,7 @@ def _spell(token: int) -> str:
     return chr((token - _PAIRS) // _PAIR_RANGE) + chr((token - _PAIRS) % _PAIR_RANGE)
 
 
-def _turn(message: Json) -> str:
+def _render_message(message: Json) -> str:
     calls = "".join(
         f"<tool_call>{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}</tool_call>"
         for c in message.get("tool_calls") or ()
@@ -263,7 +263,7 @@ def _turn(message: Json) -> str:
     return f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>\n"
 
 
-def _parts(message: Json) -> list[Json]:
+def _content_parts(message: Json) -> list[Json]:
     content = message.get("content")
     return content if isinstance(content, list) else []
 
@@ -272,7 +272,7 @@ def _before_markup(text: str) -> str:
     return text.partition("<")[0]
 
 
-def _message(text: str) -> Json:
+def _parse_message(text: str) -> Json:
     """What a reasoning and tool-call parser makes of an answer."""
     message: Json = {"role": "assistant"}
     if thought := _THOUGHT.match(text):

@@ -26,7 +26,7 @@ from swarmq.client.data import readers
 from swarmq.client.data.feed import feed
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker, check_signature
-from swarmq.client.runners.worker_processes import work
+from swarmq.client.runners.worker_processes import work_on_kinds
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
@@ -229,7 +229,7 @@ async def test_a_cocktail_is_trained_in_its_mix_whatever_the_workers_would_rathe
             async with swarmq.AsyncSwarmClient(invite, spool=tmp_path / "spool") as client:
                 agents = {kind: getattr(example, kind) for kind in data}
                 plan = RunnerOptions(concurrency=1, progress=False)  # one after another: no group is left half begun
-                working = tasks.create_task(work(client, agents, plan, stop))
+                working = tasks.create_task(work_on_kinds(client, agents, plan, stop))
                 async with broker.consume(topology.ready(run_name, "main"), prefetch=100) as deliveries:
                     got = [(await anext(deliveries)).message for _ in range(2 * 20)]
                 depths = await broker.depths([topology.tasks(run_name, kind) for kind in data])

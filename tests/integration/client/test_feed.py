@@ -9,7 +9,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.client.data.tasks import own_id
+from swarmq.client.data.tasks import strip_queue_id
 from swarmq.config import SwarmJob
 from swarmq.messages import idempotency_key
 
@@ -90,7 +90,7 @@ async def test_eval_tasks_go_to_the_collector_and_what_is_left_to_do_is_said(sta
         async with broker.consume(topology.control(run_name), prefetch=9) as deliveries:
             tasks = [(await anext(deliveries)).message for _ in range(2)]
         assert [(task.mode, task.group_size) for task in tasks] == [("eval", 4)] * 2
-        assert [own_id(task.slot.task_id, "default") for task in tasks] == ["a", "b"]
+        assert [strip_queue_id(task.slot.task_id, "default") for task in tasks] == ["a", "b"]
         assert (await broker.depths([topology.tasks(run_name, "default")]))[
             topology.tasks(run_name, "default")
         ].ready == 0

@@ -6,7 +6,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.client_rules import find_violation
-from swarmq.client.episodes.identity import client_id
+from swarmq.client.episodes.identity import make_client_id
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket
 
 INBOX = topology.inbox("r1")
@@ -34,7 +34,7 @@ def task(attempt):
 
 
 def test_a_client_speaks_for_itself_on_any_machine():
-    for name in (client_id("alice"), client_id("alice"), "alice"):
+    for name in (make_client_id("alice"), make_client_id("alice"), "alice"):
         assert find_violation("r1.alice", INBOX, begin(name)) == ""
         assert find_violation("r1.alice", INBOX, end(name)) == ""
     assert find_violation("r1.alice", RETURNED, task(attempt=1)) == ""

@@ -100,13 +100,13 @@ async def swarm(swarm_of: Callable[..., Any]) -> Swarm:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[AsyncEpisode], bool]], None]:
     """`impatient(hangs)`: attempts for which `hangs(ep)` have little time, the others as much as they need."""
-    real = attempts._in_time
+    real = attempts._call_within
 
     def be(hangs: Callable[[AsyncEpisode], bool]) -> None:
         async def in_time(agent: attempts.Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
             return await real(agent, ep, 0.1 if hangs(ep) else timeout_s)
 
-        monkeypatch.setattr(attempts, "_in_time", in_time)
+        monkeypatch.setattr(attempts, "_call_within", in_time)
 
     return be
 

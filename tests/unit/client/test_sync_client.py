@@ -133,7 +133,9 @@ def test_a_thread_that_waits_while_the_client_is_closed_is_told(open_client):
     client = open_client(tickets=0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.begin_episode, "t")
-        while not (client._client._transport._desks and client._client._transport._desks["math"]._waiting):
+        while not (
+            client._client._transport._ticket_sources and client._client._transport._ticket_sources["math"]._waiting
+        ):
             threading.Event().wait(0.001)
         client.close()
         with pytest.raises(ClientError, match="closed"):

@@ -45,7 +45,7 @@ class MemoryStore:
         self._begins: dict[str, bytes] = {}
         self._ends: dict[str, bytes] = {}
         self._seals: dict[str, do.Seal] = {}
-        self._policies: dict[str, str] = {}
+        self._resolve_policies: dict[str, str] = {}
         self._turns: dict[str, tuple[bytes, ...]] = {}
         self._slots: dict[str, str] = {}
         self._groups: dict[str, do.SaveGroup] = {}
@@ -110,7 +110,7 @@ class MemoryStore:
         for name in self._in_state("waiting"):
             begin = self._decoded(self._begins[name])
             assert isinstance(begin, EpisodeBegin)
-            member = WaitingMember(name, self._seals[name].slot_id, tuple(self._policies[name].split(",")))
+            member = WaitingMember(name, self._seals[name].slot_id, tuple(self._resolve_policies[name].split(",")))
             waiting.setdefault(begin.slot.group_id, []).append(member)
         return Snapshot(
             episodes=[self._open_episode(name) for name in self._in_state("open")],
@@ -235,7 +235,7 @@ class MemoryStore:
 
     def _accept(self, effect: do.Accept) -> None:
         self._set(self.states, effect.episode_id, ("waiting", ""))
-        self._set(self._policies, effect.episode_id, effect.policies)
+        self._set(self._resolve_policies, effect.episode_id, effect.policies)
 
     def _close(self, effect: do.Close) -> None:
         self._set(self.states, effect.episode_id, (effect.state, effect.reason))

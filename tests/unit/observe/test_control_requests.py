@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.data.tasks import own_id
+from swarmq.client.data.tasks import strip_queue_id
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
@@ -128,7 +128,7 @@ async def test_eval_tasks_become_rounds_and_brought_again_replace_themselves():
     attempts = Counter(task.slot.task_id for task in round_of)
     assert attempts == {"default@aa:0": 2, "default@aa:1": 2, "default@aa:2": 1, "default@bb:0": 1}
     assert {(task.mode, task.slot.epoch) for task in round_of} == {("eval", 0)}
-    assert {own_id(task.slot.task_id, "default") for task in round_of} == {"0", "1", "2"}
+    assert {strip_queue_id(task.slot.task_id, "default") for task in round_of} == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize(

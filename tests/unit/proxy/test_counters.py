@@ -11,7 +11,7 @@ from swarmq.config import SwarmJob
 from swarmq.messages import Turn
 from swarmq.proxy.counters import REMEDIES, Counters
 from swarmq.proxy.episodes.conversation_graph import Reason
-from swarmq.testing.scripted_engine import spelled
+from swarmq.testing.scripted_engine import encode_characters
 from swarmq.token_drift import EDITED, LOST, Drift
 
 
@@ -125,7 +125,7 @@ async def test_the_proxy_s_state_and_its_warning_say_how_much_drifted(stages):
     async with stages(drift_window=2, drift_alert=0.4) as stage, stage.broker.events("r") as events:
         messages = [{"role": "user", "content": "hello there"}]
         for text in ("general", "kenobi"):
-            stage.engine.say(text, tokens=spelled(text))
+            stage.engine.say(text, tokens=encode_characters(text))
             got = (await stage.ask(*messages))["choices"][0]["message"]
             messages += [got, {"role": "user", "content": "and"}]
         stage.engine.template = lambda chat: "rewritten " + chat["messages"][-1]["content"]

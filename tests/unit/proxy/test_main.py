@@ -68,7 +68,7 @@ def test_the_loop_it_runs_on_streams_and_notices_who_hangs_up(stages):
         async with stages(request_timeout_s=60.0) as stage:
             stage.engine.say("hello")
             assert (await stage.stream({"role": "user", "content": "hi"}))[-1] == "[DONE]"
-            stage.engine.asked.clear()
+            stage.engine.sampling_began.clear()
             stage.engine.say("abcd", gate=asyncio.Event())
             headers = {"authorization": f"Bearer {stage.key()}"}
             body = {"model": "main", "stream": True, "messages": [{"role": "user", "content": "hi"}]}

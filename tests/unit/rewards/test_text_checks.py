@@ -4,7 +4,7 @@
 import pytest
 
 from swarmq.rewards import TextChecks, loops, nonsense_share, repeated_share
-from swarmq.rewards.text_checks import units
+from swarmq.rewards.text_checks import split_units
 
 PROSE = {
     "english": "The quick brown fox jumps over the lazy dog, and then it goes on to sleep beneath an old oak tree.",
@@ -40,9 +40,9 @@ def test_a_loop_at_the_end_is_seen_whatever_came_before(text):
 
 
 def test_an_emoji_with_its_modifiers_and_both_ways_of_an_accent_are_one_unit():
-    assert units("👩‍👩‍👧‍👦 👍🏽 🇩🇪 1️⃣")[:3] == ["👩‍👩‍👧‍👦", "👍🏽", "🇩🇪"]
-    assert units("caf\u00e9 don't") == units("cafe\u0301 DON'T") == ["caf\u00e9", "don't"]
-    assert units("我是cat猫") == ["我", "是", "cat", "猫"]
+    assert split_units("👩‍👩‍👧‍👦 👍🏽 🇩🇪 1️⃣")[:3] == ["👩‍👩‍👧‍👦", "👍🏽", "🇩🇪"]
+    assert split_units("caf\u00e9 don't") == split_units("cafe\u0301 DON'T") == ["caf\u00e9", "don't"]
+    assert split_units("我是cat猫") == ["我", "是", "cat", "猫"]
 
 
 @pytest.mark.parametrize("text", ["\ufffd" * 5, "ok\x00\x01\x02", "\ue000\ue001", "\ud800"])

@@ -19,7 +19,7 @@ import msgspec
 
 from swarmq import keys
 from swarmq.broker import Broker, topology
-from swarmq.client.data.tasks import SwarmTask, fed_id, own_id
+from swarmq.client.data.tasks import SwarmTask, make_queue_id, strip_queue_id
 from swarmq.errors import TaskError
 from swarmq.messages import Slot, Task
 from swarmq.runtime.files import write_atomically
@@ -29,7 +29,7 @@ WINDOW = 128
 """Tasks that are published together; the progress file is written after each window."""
 
 
-class Fed(msgspec.Struct, frozen=True, kw_only=True):
+class FeedProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress file. `data` tells whether it belongs to this data set and these settings."""
 
     data: str
@@ -61,16 +61,16 @@ async def feed(
     confirmed: more epochs may be asked for then, but not other data, repeats or seed (TaskError). Without, it begins
     again with the same slots, of which those that were trained are not trained again.
     """
-    bodies = [(fed_id(task, kind, source), _payload(task)) for task in tasks]
+    bodies = [(make_queue_id(task, kind, source), _encode_payload(task)) for task in tasks]
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
-        raise TaskError(f"the id {own_id(repeated[0], kind)!r} comes more than once: ids must differ")
+        raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} comes more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
         raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
-    data = _digest(bodies, kind, repeats, seed)
+    data = _hash_feed(bodies, kind, repeats, seed)
     total = len(bodies) * repeats * epochs
     queue = topology.tasks(run, kind)
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
-        start = _confirmed(progress_file, data) if resume else 0  # now that no other feed of it runs
+        start = _read_progress(progress_file, data) if resume else 0  # now that no other feed of it runs
         if start >= total:
             log.info("nothing_left_to_feed", confirmed=start, action="raise epochs to feed more of it")
         report(min(start, total), total)
@@ -78,16 +78,16 @@ async def feed(
             await receipts.clear()
         for begin in range(start, total, WINDOW):
             window = range(begin, min(begin + WINDOW, total))
-            planned = plan(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)
+            planned = plan_tasks(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)
             await receipts.publish(queue, [keys.seal_task(secret, task) if secret else task for task in planned])
-            _write(progress_file, Fed(data=data, confirmed=window.stop))
+            _write_progress(progress_file, FeedProgress(data=data, confirmed=window.stop))
             await receipts.clear()
             report(window.stop, total)
         await receipts.close()
     return max(0, total - start)
 
 
-def plan(
+def plan_tasks(
     run: str,
     bodies: Sequence[tuple[str, bytes]],
     kind: str,
@@ -102,7 +102,7 @@ def plan(
         epoch, place = divmod(number, len(bodies) * repeats)
         order = orders.get(epoch)
         if order is None:
-            order = orders[epoch] = _order(len(bodies), seed, epoch)
+            order = orders[epoch] = _shuffle(len(bodies), seed, epoch)
         task_id, payload = bodies[order[place // repeats]]
         yield Task(
             run=run,
@@ -118,30 +118,30 @@ def default_progress_file(folder: Path, run: str, kind: str, source: str) -> Pat
     return folder / f"feed-{run}-{kind}-{source}.json"
 
 
-def _order(count: int, seed: int | None, epoch: int) -> list[int]:
+def _shuffle(count: int, seed: int | None, epoch: int) -> list[int]:
     order = list(range(count))
     if seed is not None:
         random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
 
 
-def _payload(task: SwarmTask) -> bytes:
+def _encode_payload(task: SwarmTask) -> bytes:
     try:
         return msgspec.msgpack.encode(task.payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TaskError(f"task {task.id!r}: its data cannot be sent: {error}") from error
 
 
-def _digest(bodies: Sequence[tuple[str, bytes]], kind: str, repeats: int, seed: int | None) -> str:
+def _hash_feed(bodies: Sequence[tuple[str, bytes]], kind: str, repeats: int, seed: int | None) -> str:
     digest = hashlib.sha256(f"{kind}:{repeats}:{seed}".encode())
     for task_id, payload in bodies:
         digest.update(f"{len(task_id)}:{task_id}:{len(payload)}:".encode() + payload)
     return digest.hexdigest()
 
 
-def _confirmed(path: Path, data: str) -> int:
+def _read_progress(path: Path, data: str) -> int:
     try:
-        fed = msgspec.json.decode(path.read_bytes(), type=Fed)
+        fed = msgspec.json.decode(path.read_bytes(), type=FeedProgress)
     except FileNotFoundError:
         return 0
     except (OSError, msgspec.MsgspecError) as error:
@@ -156,7 +156,7 @@ def _confirmed(path: Path, data: str) -> int:
     return fed.confirmed
 
 
-def _write(path: Path, fed: Fed) -> None:
+def _write_progress(path: Path, fed: FeedProgress) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(fed))

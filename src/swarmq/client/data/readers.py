@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from swarmq.client.data.targets import load
+from swarmq.client.data.targets import load_object
 from swarmq.client.data.tasks import MAX_ID, SwarmTask, as_task
 from swarmq.errors import MissingExtraError, TaskError
 
@@ -38,8 +38,8 @@ def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = 
     """
     seen: dict[str, str] = {}
     has_ids: bool | None = None
-    name = _name(source)
-    for number, (where, row) in enumerate(islice(_rows(source), limit)):
+    name = _make_id_prefix(source)
+    for number, (where, row) in enumerate(islice(_read_rows(source), limit)):
         _check_fields(where, row, require)
         named = isinstance(row, SwarmTask) or _has_id(row)
         has_ids = named if has_ids is None else has_ids
@@ -55,24 +55,24 @@ def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = 
         raise TaskError(f"{source}: there is no task in it")
 
 
-def _rows(source: str) -> Iterator[Row]:
+def _read_rows(source: str) -> Iterator[Row]:
     scheme, colon, rest = source.partition(":")
     if scheme in _SCHEMES and rest:
         return _SCHEMES[scheme](rest)
     suffix = Path(source).suffix.lower()
     if source and Path(source).expanduser().is_dir():
-        return _hugging_face(source)
+        return _read_hugging_face(source)
     if suffix in _SUFFIXES:
-        return _file(Path(source).expanduser(), _SUFFIXES[suffix])
+        return _read_file(Path(source).expanduser(), _SUFFIXES[suffix])
     if colon and scheme not in _SCHEMES:
-        return _python(source)
+        return _call_function(source)
     raise TaskError(
         f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
         "reasoning-gym:NAME?size=N&seed=S, verifiers:NAME or module:function"
     )
 
 
-def _file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+def _read_file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
     try:
         yield from read(path)
     except OSError as error:
@@ -81,7 +81,7 @@ def _file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
         raise TaskError(f"{path}: not UTF-8 text: {error}") from error
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -95,7 +95,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             yield f"{path} line {number}", row
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _read_csv(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file, strict=True)
         try:
@@ -112,8 +112,8 @@ def _csv(path: Path) -> Iterator[Row]:
             raise TaskError(f"{path} line {table.line_num}: not CSV: {error}") from error
 
 
-def _parquet(path: Path) -> Iterator[Row]:
-    _need("pyarrow", path)
+def _read_parquet(path: Path) -> Iterator[Row]:
+    _require_package("pyarrow", path)
     arrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
@@ -127,12 +127,12 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise TaskError(f"{path}: not Parquet: {error}") from error
 
 
-def _hugging_face(text: str) -> Iterator[Row]:
+def _read_hugging_face(text: str) -> Iterator[Row]:
     """A folder or a name on the hub; `:SPLIT` is `train` unless given, what stands behind `?` goes to `load_dataset`."""
-    _need("datasets", text)
+    _require_package("datasets", text)
     import datasets  # noqa: PLC0415
 
-    rest, settings = _settings(text)
+    rest, settings = _parse_settings(text)
     path, _, split = rest.partition(":")
     split = split or "train"
     folder = Path(path).expanduser()
@@ -148,17 +148,17 @@ def _hugging_face(text: str) -> Iterator[Row]:
         yield f"{text} row {number}", dict(row)
 
 
-def _gym(text: str) -> Iterator[Row]:
+def _read_reasoning_gym(text: str) -> Iterator[Row]:
     """`reasoning-gym` by name; what stands behind `?` is its configuration. The seed is 0 unless given."""
-    _need("reasoning_gym", text)
+    _require_package("reasoning_gym", text)
     import reasoning_gym  # noqa: PLC0415
 
-    name, given = _settings(text)
+    name, given = _parse_settings(text)
     settings = {"seed": 0, **given}
     try:
         entries = reasoning_gym.create_dataset(name, **settings)
     except (ValueError, TypeError, AssertionError) as error:
-        raise TaskError(f"reasoning-gym:{text}: {_gym_flaw(name, settings) or error}") from error
+        raise TaskError(f"reasoning-gym:{text}: {_explain_gym_error(name, settings) or error}") from error
     for number, entry in enumerate(entries):
         yield (
             f"reasoning-gym:{text} number {number}",
@@ -166,7 +166,7 @@ def _gym(text: str) -> Iterator[Row]:
         )
 
 
-def _gym_flaw(name: str, settings: dict[str, Any]) -> str:
+def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
     """Which setting is wrong, by the fields of the data set's configuration; empty where they do not tell."""
     factory: Any = importlib.import_module("reasoning_gym.factory")
     if name not in factory.DATASETS:
@@ -185,12 +185,12 @@ def _gym_flaw(name: str, settings: dict[str, Any]) -> str:
     return ""
 
 
-def _verifiers(text: str) -> Iterator[Row]:
+def _read_verifiers(text: str) -> Iterator[Row]:
     """The data of an environment for `verifiers`; what stands behind `?` configures it. Rewards stay the agent's business."""
-    _need("verifiers", text)
-    name, settings = _settings(text)
+    _require_package("verifiers", text)
+    name, settings = _parse_settings(text)
     try:
-        rows = _environment(name, settings)
+        rows = _load_environment(name, settings)
     except Exception as error:  # an environment is somebody's Python package
         raise TaskError(f"verifiers:{text}: cannot be loaded: {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows):
@@ -198,7 +198,7 @@ def _verifiers(text: str) -> Iterator[Row]:
         yield f"verifiers:{text} number {number}", {"environment": name, **data, "id": f"{name}-{number}"}
 
 
-def _environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
+def _load_environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
     """Tasks of version 1 (`verifiers.v1`), or rows of the data set of an earlier one."""
     if importlib.util.find_spec("verifiers.v1") is None:
         old: Any = importlib.import_module("verifiers")
@@ -214,10 +214,10 @@ def _environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
     return tasks
 
 
-def _python(target: str) -> Iterator[Row]:
-    values: Any = load(target)
+def _call_function(target: str) -> Iterator[Row]:
+    values: Any = load_object(target)
     if inspect.isroutine(values):
-        _check_plain(target, values)
+        _check_no_arguments(target, values)
         values = values()
     if not isinstance(values, Iterable):
         raise TaskError(f"{target}: returned a {type(values).__name__}, which cannot be iterated")
@@ -225,7 +225,7 @@ def _python(target: str) -> Iterator[Row]:
         yield f"{target} item {number}", value
 
 
-def _check_plain(target: str, function: Callable[..., Any]) -> None:
+def _check_no_arguments(target: str, function: Callable[..., Any]) -> None:
     """Raise TaskError for a function that cannot be called without arguments."""
     try:
         signature = inspect.signature(function)
@@ -250,41 +250,41 @@ def _has_id(row: Any) -> bool:
     return any((row.get(name) if isinstance(row, dict) else getattr(row, name, None)) is not None for name in ID_FIELDS)
 
 
-def _name(source: str) -> str:
+def _make_id_prefix(source: str) -> str:
     """What rows without an id are named after: a file's name, or the source as it was written."""
     return (Path(source).stem if Path(source).suffix.lower() in _SUFFIXES else source)[: MAX_ID - 20]
 
 
-def _settings(text: str) -> tuple[str, dict[str, Any]]:
+def _parse_settings(text: str) -> tuple[str, dict[str, Any]]:
     """`name?key=value&...`. Raises TaskError when what stands behind `?` is not of that form."""
     name, _, query = text.partition("?")
     try:
-        return name, {key: _literal(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+        return name, {key: _parse_value(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
     except ValueError as error:
         raise TaskError(f"{text}: behind `?` write key=value&key=value: {error}") from error
 
 
-def _literal(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
 
 
-def _need(package: str, what: Any) -> None:
+def _require_package(package: str, what: Any) -> None:
     if importlib.util.find_spec(package) is None:
         raise MissingExtraError(f"reading {what} needs {package}: pip install {_PACKAGES.get(package, package)}")
 
 
 _PACKAGES = {"pyarrow": "'swarmq[data]'", "datasets": "'swarmq[data]'", "reasoning_gym": "reasoning-gym"}
 _SUFFIXES: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
-    ".csv": _csv,
-    ".parquet": _parquet,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
 }
 _SCHEMES: dict[str, Callable[[str], Iterator[Row]]] = {
-    "reasoning-gym": _gym,
-    "hf": _hugging_face,
-    "verifiers": _verifiers,
+    "reasoning-gym": _read_reasoning_gym,
+    "hf": _read_hugging_face,
+    "verifiers": _read_verifiers,
 }

@@ -11,7 +11,7 @@ from typing import Any
 from swarmq.errors import TaskError
 
 
-def load(target: str) -> Any:
+def load_object(target: str) -> Any:
     """What `module:name` names, looked for in the working directory too. Raises TaskError."""
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):

@@ -43,24 +43,24 @@ def as_task(value: Any, *, default_id: str | None = None) -> SwarmTask:
     Raises TaskError when nothing gives it a name that is the same whenever the task is seen.
     """
     if isinstance(value, SwarmTask):
-        return _checked(value)
-    kind = _field(value, "kind")
+        return _check_id(value)
+    kind = _get_field(value, "kind")
     if kind is not None and not isinstance(kind, str):
         raise TaskError(f"the kind of a task is {kind!r}, not text")
-    name = _field(value, "id")
+    name = _get_field(value, "id")
     if name is None:
-        name = _field(value, "task_id")
+        name = _get_field(value, "task_id")
     if name is None:
-        name = _content_id(value) or default_id
+        name = _hash_content(value) or default_id
     if name is None:
         raise TaskError(
             f"a task of type {type(value).__name__} has no `id` or `task_id` and no content to name it by: "
             "wrap it as SwarmTask(id=..., payload=...)"
         )
-    return _checked(SwarmTask(id=str(name), kind=kind, payload=value))
+    return _check_id(SwarmTask(id=str(name), kind=kind, payload=value))
 
 
-def fed_id(task: SwarmTask, kind: str, source: str = "") -> str:
+def make_queue_id(task: SwarmTask, kind: str, source: str = "") -> str:
     """The id of a task on the queue of its kind: two data sets, of one kind or two, may well both begin with "1".
 
     `source` is the mark of its data set (`source_mark`). Raises TaskError for a task that is of another kind.
@@ -73,19 +73,19 @@ def fed_id(task: SwarmTask, kind: str, source: str = "") -> str:
     return f"{kind}@{source}:{task.id}" if source else f"{kind}:{task.id}"
 
 
-def own_id(fed: str, kind: str) -> str:
+def strip_queue_id(fed: str, kind: str) -> str:
     """The id that a task had before it was fed."""
     head, colon, name = fed.partition(":")
     return name if colon and (head == kind or head.startswith(f"{kind}@")) else fed
 
 
-def source_mark(data: str) -> str:
+def hash_source_name(data: str) -> str:
     """What tells the tasks of one data set from those of another: its name, or a file's place."""
     path = Path(data).expanduser()
     return hashlib.sha256((str(path.resolve()) if path.exists() else data).encode()).hexdigest()[:8]
 
 
-class Numbering:
+class SlotNumbering:
     """Gives the attempts of one client their slots: the repeats of a task fill a group, then a new group begins.
 
     Every group has an epoch number that no other client, and no other start of this one, uses.
@@ -107,11 +107,11 @@ class Numbering:
         return slot
 
 
-def _field(value: Any, name: str) -> Any:
+def _get_field(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
-def _content_id(value: Any) -> str | None:
+def _hash_content(value: Any) -> str | None:
     try:
         body = msgspec.msgpack.encode(value, order="deterministic")
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
@@ -119,7 +119,7 @@ def _content_id(value: Any) -> str | None:
     return hashlib.sha256(body).hexdigest()[:16]
 
 
-def _checked(task: SwarmTask) -> SwarmTask:
+def _check_id(task: SwarmTask) -> SwarmTask:
     name: object = task.id  # a struct does not check what it is given
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID:
         raise TaskError(f"task id {name!r} must be text of 1 to {MAX_ID} characters")

@@ -23,13 +23,13 @@ from typing import Any, Self
 import msgspec
 
 from swarmq.broker import Broker, topology
-from swarmq.client.data.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.data.tasks import SlotNumbering, SwarmTask, as_task
 from swarmq.client.episodes import received_answers
 from swarmq.client.episodes.episode import AsyncEpisode, EpisodeRecord, Handle
-from swarmq.client.episodes.event_loops import LoopThread, in_thread
-from swarmq.client.episodes.identity import client_id, code_version_of, script_version
+from swarmq.client.episodes.event_loops import LoopThread, run_in_thread
+from swarmq.client.episodes.identity import hash_main_script, hash_source_file, make_client_id
 from swarmq.client.episodes.invite_lookup import find_invite
-from swarmq.client.episodes.proxy_clock import Clock
+from swarmq.client.episodes.proxy_clock import ProxyClock
 from swarmq.client.episodes.spool import Orphan, Spool, spool_root
 from swarmq.client.episodes.transport import BrokerTransport, Transport
 from swarmq.config import ProxySettings
@@ -42,8 +42,8 @@ from swarmq.runtime.logs import log
 DRAIN_S = 10.0
 """How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
 REMEMBERED_ENDS = 1024
-ORPHANS_EVERY_S = 30.0
-NO_CALLS_EVERY_S = 60.0
+ORPHAN_INTERVAL_S = 30.0
+WARNING_INTERVAL_S = 60.0
 """How often a client warns of episodes that called no model."""
 KEY_LIFETIME_S = ProxySettings().key_lifetime_s
 
@@ -93,9 +93,9 @@ class EpisodeClient:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.invite = find_invite(invite)
-        self.client_id = client_id(self.invite.client)
-        self._clock = Clock(self.invite, now=now)
-        self.numbering = Numbering()
+        self.client_id = make_client_id(self.invite.client)
+        self._clock = ProxyClock(self.invite, now=now)
+        self.numbering = SlotNumbering()
         self.agent_loop: LoopThread | None = None
         """Where coroutine agents run; None: on the loop of their caller."""
         self._code_version = code_version
@@ -121,9 +121,9 @@ class EpisodeClient:
             raise drop_traceback(error) from None
         self.loop = asyncio.get_running_loop()
         self._state = "open"
-        self._learning = self._tasks.create_task(self._clock.learn())
-        self._orphans = self._tasks.create_task(self._deliver_orphans())
-        self._looking = self._tasks.create_task(self._look_for_orphans())
+        self._clock_sync = self._tasks.create_task(self._clock.synchronize())
+        self._first_delivery = self._tasks.create_task(self._deliver_orphans())
+        self._orphan_loop = self._tasks.create_task(self._keep_delivering_orphans())
         return self
 
     async def __aexit__(
@@ -134,12 +134,12 @@ class EpisodeClient:
             if record.end is None:
                 self._start_sending(record, make_unfinished_end(record.begin, "aborted", "the client was closed"))
         self._state = "closed"
-        self._looking.cancel()
+        self._orphan_loop.cancel()
         self._transport.refuse(ClientError("the client was closed while this episode waited for its ticket"))
         try:
-            await asyncio.wait((self._orphans, *self._sending), timeout=DRAIN_S)
+            await asyncio.wait((self._first_delivery, *self._sending), timeout=DRAIN_S)
         finally:
-            for task in (self._learning, self._orphans, *self._sending):
+            for task in (self._clock_sync, self._first_delivery, *self._sending):
                 task.cancel()
             await self._stack.aclose()
             if left := self._spool.close():
@@ -211,9 +211,9 @@ class EpisodeClient:
 
     async def begin(self, task: Any, options: EpisodeOptions) -> AsyncEpisode:
         """Begin an episode as `begin_episode` does, with its arguments in one record."""
-        self.check()
+        self.check_usable()
         piece = as_task(task)
-        kind = self.known_kind(options.kind or piece.kind)
+        kind = self.resolve_kind(options.kind or piece.kind)
         group_size = options.group_size or (self.group_size_of(kind) if options.mode == "train" else 1)
         begin = EpisodeBegin(
             run=self.invite.run,
@@ -221,16 +221,16 @@ class EpisodeClient:
             slot=options.slot or self.numbering.next_slot(piece.id, group_size),
             kind=kind,
             group_size=group_size,
-            policies=self._policies(options.policies, options.mode),
+            policies=self._resolve_policies(options.policies, options.mode),
             mode=options.mode,
             client_id=self.client_id,
-            code_version=options.code_version or self._code_version or script_version(),
+            code_version=options.code_version or self._code_version or hash_main_script(),
             attempt=options.attempt,
             idle_timeout_s=options.idle_timeout_s,
         )
         try:
-            async with self._noted(begin), asyncio.timeout(options.deadline_s):
-                await asyncio.wait({self._learning})
+            async with self._spool_begin(begin), asyncio.timeout(options.deadline_s):
+                await asyncio.wait({self._clock_sync})
                 await self._transport.begin(begin)
         except TimeoutError as error:
             raise EpisodeError(
@@ -265,7 +265,7 @@ class EpisodeClient:
     async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
         """As end_episode, with everything in one Outcome."""
         record = self._find(episode)
-        self._look_for_calls(record)
+        self._warn_without_calls(record)
         await self._finish(record, make_finished_end(record.begin, outcome, frozen=self.invite.frozen))
 
     async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
@@ -288,18 +288,18 @@ class EpisodeClient:
         try:
             yield ep
         except BaseException as error:
-            await self.give_up(ep, error)
+            await self.end_after_error(ep, error)
             raise
-        await self.leave(ep)
+        await self.require_end(ep)
 
     def code_version_of(self, function: Callable[..., Any]) -> str:
         """The one this client was given, else a hash of the file that holds `function`."""
-        return self._code_version or code_version_of(function)
+        return self._code_version or hash_source_file(function)
 
-    async def give_up(self, ep: Handle, error: BaseException) -> None:
+    async def end_after_error(self, ep: Handle, error: BaseException) -> None:
         """Fail the episode for an exception, abort it for an interrupt; where it has ended, wait for the confirm."""
         with contextlib.suppress(SwarmqError):  # then it is open again
-            await self.confirmed(ep)
+            await self.wait_for_confirmation(ep)
         if ep.ended:
             return
         if isinstance(error, Exception | SystemExit):
@@ -310,12 +310,12 @@ class EpisodeClient:
                 record, make_unfinished_end(record.begin, "aborted", f"interrupted by {type(error).__name__}")
             )
 
-    def _look_for_calls(self, record: EpisodeRecord) -> None:
+    def _warn_without_calls(self, record: EpisodeRecord) -> None:
         """An episode without a model call trains nothing. Its calls are the proxy's to see, but none is made without a key."""
         now = self.loop.time()
         if record.key_was_read or record.end or record.begin.mode == "eval" or now < self._warn_of_no_calls_at:
             return
-        self._warn_of_no_calls_at = now + NO_CALLS_EVERY_S
+        self._warn_of_no_calls_at = now + WARNING_INTERVAL_S
         log.warning(
             "episode_without_a_model_call",
             episode=record.begin.episode_id,
@@ -323,13 +323,13 @@ class EpisodeClient:
             meaning="it will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
         )
 
-    def _look_for_rewards(self, end: EpisodeEnd) -> None:
+    def _warn_of_unreceived_rewards(self, end: EpisodeEnd) -> None:
         """A reward for a call whose answer did not arrive is nobody's. Calls of other processes may have arrived there."""
         now = self.loop.time()
         lost = sorted(end.call_rewards.keys() - set(end.received or ()))
         if end.received is None or not lost or now < self._warn_of_rewards_at:
             return
-        self._warn_of_rewards_at = now + NO_CALLS_EVERY_S
+        self._warn_of_rewards_at = now + WARNING_INTERVAL_S
         log.warning(
             "reward_for_a_call_without_an_answer",
             episode=end.episode_id,
@@ -337,13 +337,13 @@ class EpisodeClient:
             meaning="this process did not see their answers arrive; if no other one did, they are not trained",
         )
 
-    async def confirmed(self, ep: Handle) -> None:
+    async def wait_for_confirmation(self, ep: Handle) -> None:
         """Returns when nothing of this episode is under way. Raises what kept its end from being confirmed."""
         sending = ep._record.sending  # noqa: SLF001 - a handle is this module's own
         if sending is not None and (error := await asyncio.shield(sending)):
             raise error
 
-    async def leave(self, ep: Handle) -> None:
+    async def require_end(self, ep: Handle) -> None:
         """The block of an episode was left in peace; it should have ended by now."""
         if not ep.ended:
             log.warning("episode_left_open", episode=ep.episode_id, action="call ep.end(reward) inside the block")
@@ -351,18 +351,18 @@ class EpisodeClient:
 
     async def proxy_serves(self) -> bool:
         """Whether the run's proxy and its engines answer."""
-        from swarmq.client.episodes.http import answers  # noqa: PLC0415 - most clients need no HTTP of their own
+        from swarmq.client.episodes.http import is_reachable  # noqa: PLC0415 - most clients need no HTTP of their own
 
-        return await in_thread(answers, f"{self.invite.base_url.removesuffix('/v1')}/health", self.invite.ca)
+        return await run_in_thread(is_reachable, f"{self.invite.base_url.removesuffix('/v1')}/health", self.invite.ca)
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raises ClientError where this object cannot be used."""
         if self._pid != os.getpid():
             raise ClientError("this client belongs to the process that made it: make a new one after a fork")
         if self._state != "open":
             raise ClientError(f"the client is {self._state}")
 
-    def known_kind(self, kind: str | None) -> str:
+    def resolve_kind(self, kind: str | None) -> str:
         """`kind`, or the run's only one. Raises EpisodeError for a kind the run does not have."""
         known = self.invite.kinds
         if kind is None and len(known) == 1:
@@ -376,7 +376,7 @@ class EpisodeClient:
         """Attempts that make a group: what the newest ticket of the kind says, else the invite."""
         return self._transport.group_size_of(kind) or self.invite.group_sizes.get(kind, self.invite.group_size)
 
-    def _policies(self, policies: Sequence[str] | None, mode: Mode) -> tuple[str, ...]:
+    def _resolve_policies(self, policies: Sequence[str] | None, mode: Mode) -> tuple[str, ...]:
         known = self.invite.policies
         if isinstance(policies, str):
             policies = (policies,)
@@ -389,10 +389,10 @@ class EpisodeClient:
         return chosen
 
     @contextlib.asynccontextmanager
-    async def _noted(self, begin: EpisodeBegin) -> AsyncIterator[None]:
+    async def _spool_begin(self, begin: EpisodeBegin) -> AsyncIterator[None]:
         """On this machine's disk before it begins, for who finds us dead; forgotten if it does not begin."""
         try:
-            await self._on_disk(self._spool.begin, begin)
+            await self._run_on_disk(self._spool.begin, begin)
         except ClientError as error:
             log.warning(
                 "spool_unusable", error=str(error), meaning="if the process dies, this episode ends by its silence"
@@ -419,7 +419,7 @@ class EpisodeClient:
         return mint(self.invite.secret, claims)
 
     def _find(self, episode: Handle | str) -> EpisodeRecord:
-        self.check()
+        self.check_usable()
         if isinstance(episode, Handle):
             return episode._record  # noqa: SLF001 - a handle is this module's own
         if record := self._open.get(episode) or self._ended.get(episode):
@@ -427,19 +427,19 @@ class EpisodeClient:
         raise EpisodeError(f"episode {episode!r} is unknown to this client: end it with the client that began it")
 
     async def _finish(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
-        self.check()
+        self.check_usable()
         if record.end is None:
             if end.status == "finished":
                 end = msgspec.structs.replace(end, received=record.received.calls())
-                self._look_for_rewards(end)
+                self._warn_of_unreceived_rewards(end)
             encode(end)  # too large is said now, while the episode can still be ended otherwise
             self._start_sending(record, end)
         elif record.end != msgspec.structs.replace(end, received=record.end.received):
             raise EpisodeError(
-                f"episode {end.episode_id} has ended as {_describe(record.end)}; now it is to end as "
-                f"{_describe(end)}: the first end counts, nothing was sent"
+                f"episode {end.episode_id} has ended as {_describe_end(record.end)}; now it is to end as "
+                f"{_describe_end(end)}: the first end counts, nothing was sent"
             )
-        await self.confirmed(AsyncEpisode(self, record))
+        await self.wait_for_confirmation(AsyncEpisode(self, record))
 
     def _start_sending(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
         record.end = end
@@ -463,11 +463,11 @@ class EpisodeClient:
 
     async def _spool_and_publish(self, end: EpisodeEnd) -> None:
         try:
-            await self._on_disk(self._spool.put, end)
+            await self._run_on_disk(self._spool.put, end)
         except ClientError as error:
             log.warning("spool_unusable", error=str(error), meaning="this end is lost if the process dies now")
         await self._transport.end(end)
-        await self._on_disk(self._spool.remove, end.episode_id)
+        await self._run_on_disk(self._spool.remove, end.episode_id)
 
     def _remember(self, record: EpisodeRecord) -> None:
         """So that ending again by id is recognised; without the task's data and the key."""
@@ -477,15 +477,15 @@ class EpisodeClient:
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
 
-    async def _look_for_orphans(self) -> None:
+    async def _keep_delivering_orphans(self) -> None:
         """Now and then: the processes of one machine end what a dead one has left."""
         while True:
-            await asyncio.sleep(ORPHANS_EVERY_S)
+            await asyncio.sleep(ORPHAN_INTERVAL_S)
             await self._deliver_orphans()
 
     async def _deliver_orphans(self) -> None:
         """What processes that have died could not deliver, and episodes that they left open."""
-        await asyncio.wait({self._learning})
+        await asyncio.wait({self._clock_sync})
         for folder in self._spool.others():
             with Orphan.claim(folder) as orphan:
                 if orphan is None:
@@ -502,18 +502,18 @@ class EpisodeClient:
         delivered = 0
         for end in orphan.ends():
             await self._transport.end(end)
-            orphan.done(end)
+            orphan.remove(end)
             delivered += 1
         return delivered
 
-    async def _on_disk(self, act: Callable[..., None], *arguments: Any) -> None:
+    async def _run_on_disk(self, act: Callable[..., None], *arguments: Any) -> None:
         try:
             await self.loop.run_in_executor(self._disk, act, *arguments)
         except RuntimeError:  # the interpreter is ending and its executors take no more work
             act(*arguments)
 
 
-def _describe(end: EpisodeEnd) -> str:
+def _describe_end(end: EpisodeEnd) -> str:
     if end.status != "finished":
         return f"{end.status} ({end.reason.strip().splitlines()[-1] if end.reason.strip() else 'no reason'})"
     return f"finished with {', '.join(f'{policy} {reward:g}' for policy, reward in end.rewards.items())}"

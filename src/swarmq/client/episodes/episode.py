@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.client.episodes import received_answers
-from swarmq.client.episodes.event_loops import Make, T, blocking, hop
-from swarmq.client.episodes.received_answers import Received
+from swarmq.client.episodes.event_loops import CoroutineFactory, T, await_on, run_blocking
+from swarmq.client.episodes.received_answers import ReceivedAnswers
 from swarmq.errors import SwarmqError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot
 from swarmq.outcome import Outcome, combine_end_arguments
@@ -29,7 +29,7 @@ class EpisodeRecord:
         self.task = task
         self.base_url = base_url
         self.api_key = api_key
-        self.received = Received(base_url)
+        self.received = ReceivedAnswers(base_url)
         """What its agent was answered in this process."""
         self.end: EpisodeEnd | None = None
         self.sending: asyncio.Task[SwarmqError | None] | None = None
@@ -44,13 +44,13 @@ class Handle:
         self._client = client
         self._record = record
 
-    def _wait(self, make: Make[T]) -> T:
-        self._client.check()
-        return blocking(self._client.loop, make)
+    def _wait(self, make: CoroutineFactory[T]) -> T:
+        self._client.check_usable()
+        return run_blocking(self._client.loop, make)
 
-    async def _hop(self, make: Make[T]) -> T:
-        self._client.check()
-        return await hop(self._client.loop, make)
+    async def _hop(self, make: CoroutineFactory[T]) -> T:
+        self._client.check_usable()
+        return await await_on(self._client.loop, make)
 
     def __repr__(self) -> str:
         begin = self._record.begin

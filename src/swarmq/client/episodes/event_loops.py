@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 from swarmq.errors import ClientError
 
 T = TypeVar("T")
-Make = Callable[[], Coroutine[Any, Any, T]]
+CoroutineFactory = Callable[[], Coroutine[Any, Any, T]]
 """Makes the coroutine only when it is certain to run, so that none is left unawaited."""
 
 INTERRUPT_S = 10.0
 """How long an interrupted call may tidy up (abort its episodes) before the interrupt goes on."""
 
 
-def blocking(loop: asyncio.AbstractEventLoop, make: Make[T]) -> T:
+def run_blocking(loop: asyncio.AbstractEventLoop, make: CoroutineFactory[T]) -> T:
     """Run on `loop`, which another thread drives, and wait. An interrupt cancels it and waits for its end."""
-    if _running() is loop:
+    if _get_running_loop() is loop:
         raise ClientError(
             "a blocking call inside the client's own event loop would wait for itself: in coroutines use "
             "AsyncSwarmClient, or await the methods of the episode you were given"
@@ -53,14 +53,14 @@ def blocking(loop: asyncio.AbstractEventLoop, make: Make[T]) -> T:
         raise
 
 
-async def hop(loop: asyncio.AbstractEventLoop, make: Make[T]) -> T:
+async def await_on(loop: asyncio.AbstractEventLoop, make: CoroutineFactory[T]) -> T:
     """Await on `loop`, be it the running one or another thread's."""
-    if _running() is loop:
+    if _get_running_loop() is loop:
         return await make()
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Call in a daemon thread of its own: an agent that hangs never keeps the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
@@ -94,7 +94,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    async def call(self, make: Make[T]) -> T:
+    async def call(self, make: CoroutineFactory[T]) -> T:
         """Await there, from a coroutine here."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self.loop))
 
@@ -121,7 +121,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
-def _running() -> asyncio.AbstractEventLoop | None:
+def _get_running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -18,7 +18,7 @@ import msgspec
 
 from swarmq.errors import SwarmqError
 
-LOOK_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 """For an answer that says no more than that somebody is there."""
 
 
@@ -31,7 +31,7 @@ class HttpError(SwarmqError):
         self.retry_after_s = retry_after_s
 
     @property
-    def passes(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether the same request may succeed later."""
         return self.status in (0, 408, 425, 429) or self.status >= 500
 
@@ -50,16 +50,16 @@ def post_json(
     sent = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
     request = urllib.request.Request(url, msgspec.json.encode(body), sent, method="POST")  # noqa: S310 - from the invite
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s, context=_context(url, ca)) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout_s, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310
             if hear is not None:
                 hear(answer.headers)
             return msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             raise HttpError(
-                f"{url} answered {error.code}: {_said(error.read(4000))}",
+                f"{url} answered {error.code}: {_read_error_message(error.read(4000))}",
                 status=error.code,
-                retry_after_s=_seconds(error.headers.get("Retry-After")),
+                retry_after_s=_parse_seconds(error.headers.get("Retry-After")),
             ) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
@@ -68,19 +68,19 @@ def post_json(
         raise HttpError(f"{url} did not answer with JSON: {error}", status=502) from error
 
 
-def answers(url: str, ca: bytes = b"") -> bool:
+def is_reachable(url: str, ca: bytes = b"") -> bool:
     """Whether a GET of a page succeeds within LOOK_S."""
     try:
-        with urllib.request.urlopen(url, timeout=LOOK_S, context=_context(url, ca)) as answer:  # noqa: S310 - from the invite
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310 - from the invite
             return bool(answer.status < http.client.BAD_REQUEST)
     except (OSError, http.client.HTTPException):  # HTTPError is one
         return False
 
 
-def date_of(url: str, ca: bytes = b"") -> float | None:
+def fetch_date(url: str, ca: bytes = b"") -> float | None:
     """Unix time by the clock of whoever answers, be it with an error; None where nobody does within LOOK_S, or says no date."""
     try:
-        with urllib.request.urlopen(url, timeout=LOOK_S, context=_context(url, ca)) as answer:  # noqa: S310 - from the invite
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310 - from the invite
             said = answer.headers.get("Date")
     except urllib.error.HTTPError as error:
         with error:
@@ -93,11 +93,11 @@ def date_of(url: str, ca: bytes = b"") -> float | None:
         return None
 
 
-def _context(url: str, ca: bytes) -> ssl.SSLContext | None:
+def _make_ssl_context(url: str, ca: bytes) -> ssl.SSLContext | None:
     return ssl.create_default_context(cadata=ca or None) if url.startswith("https:") else None
 
 
-def _said(body: bytes) -> str:
+def _read_error_message(body: bytes) -> str:
     try:
         answer = msgspec.json.decode(body)
         return str(answer["error"]["message"])
@@ -105,5 +105,5 @@ def _said(body: bytes) -> str:
         return body.decode(errors="replace").strip()[:300]
 
 
-def _seconds(text: str | None) -> float | None:
+def _parse_seconds(text: str | None) -> float | None:
     return float(text) if text and text.isdecimal() else None

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.errors import BrokerError, EpisodeError, KeyRefusedError, SwarmqError
 from swarmq.keys import Invite, Operator, mint_operator
@@ -31,7 +31,7 @@ from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
 TOKEN_LIFETIME_S = 3600.0
 TICKET_WAIT_S = 20.0
 """How long one request waits for a ticket; without one it is asked again."""
-ANSWER_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 
@@ -67,7 +67,7 @@ class HttpTransport:
             "silence_s": begin.idle_timeout_s,
             "wait_s": TICKET_WAIT_S,
         }
-        asking = asyncio.ensure_future(self._until_confirmed("", begin.episode_id, body))
+        asking = asyncio.ensure_future(self._send_until_confirmed("", begin.episode_id, body))
         waiting = self._waiting[begin.kind]
         waiting.append(asking)
         try:
@@ -83,9 +83,9 @@ class HttpTransport:
             if not asking.done():
                 raise self._closed.result()
             self._homes[begin.episode_id], answer = asking.result()
-            self._learn(begin.kind, answer)
+            self._read_answer(begin.kind, answer)
         except asyncio.CancelledError:
-            self._leave(begin)
+            self._abandon_begin(begin)
             raise
         finally:
             waiting.remove(asking)
@@ -116,17 +116,17 @@ class HttpTransport:
         path = f"/{end.episode_id}/end"
         if end.received is not None:
             with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
-                await self._until_confirmed(path, end.episode_id, {**body, "received": end.received})
+                await self._send_until_confirmed(path, end.episode_id, {**body, "received": end.received})
                 return
-        await self._until_confirmed(path, end.episode_id, body)
+        await self._send_until_confirmed(path, end.episode_id, body)
 
     async def _abort(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
         path = f"/{end.episode_id}/abort"
         if end.final:
             with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
-                await self._until_confirmed(path, end.episode_id, {**body, "final": True})
+                await self._send_until_confirmed(path, end.episode_id, {**body, "final": True})
                 return
-        await self._until_confirmed(path, end.episode_id, body)
+        await self._send_until_confirmed(path, end.episode_id, body)
 
     def refuse(self, error: SwarmqError) -> None:
         if not self._closed.done():
@@ -144,13 +144,13 @@ class HttpTransport:
         home = self._homes.get(episode_id, urls[0])
         return (home, *(url for url in urls if url != home))
 
-    def _learn(self, kind: str, answer: Any) -> None:
+    def _read_answer(self, kind: str, answer: Any) -> None:
         """From the answer to a begin; an older proxy says less."""
         self._proxies = tuple(answer.get("proxies", ())) or self._proxies
         if size := answer.get("group_size"):
             self._group_sizes[kind] = size
 
-    async def _until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> tuple[str, Any]:
+    async def _send_until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> tuple[str, Any]:
         """Send the same until it is answered, at one proxy after the other; which one did, and its answer. One that was
         lost does no harm."""
         pause_s, passed_over = FIRST_PAUSE_S, 0
@@ -158,10 +158,10 @@ class HttpTransport:
             urls = self._urls(episode_id)
             url = urls[passed_over % len(urls)]
             try:
-                return url, await in_thread(self._post, f"{url}/control/episodes{path}", body)
+                return url, await run_in_thread(self._post, f"{url}/control/episodes{path}", body)
             except HttpError as error:
-                if not error.passes:
-                    raise _refusal(error) from error
+                if not error.is_transient:
+                    raise _map_error(error) from error
                 waits = error.status == 429  # for a ticket, of which there are no more elsewhere
                 passed_over += not waits
                 if not waits and passed_over % len(urls):
@@ -172,7 +172,7 @@ class HttpTransport:
                 pause_s = FIRST_PAUSE_S if waits else min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
-        return post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_S, ca=self._invite.ca)
+        return post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_TIMEOUT_S, ca=self._invite.ca)
 
     def _token(self) -> str:
         operator = Operator(
@@ -184,21 +184,21 @@ class HttpTransport:
         )
         return mint_operator(self._invite.secret, operator)
 
-    def _leave(self, begin: EpisodeBegin) -> None:
+    def _abandon_begin(self, begin: EpisodeBegin) -> None:
         """Nobody waits for this begin, which may be confirmed all the same: say once that it is over."""
         url = f"{self.base_url_of(begin.episode_id)}/control/episodes/{begin.episode_id}/abort"
         body = {"status": "aborted", "reason": "the client gave up before the episode had begun"}
 
         async def tell() -> None:
             with contextlib.suppress(SwarmqError):
-                await in_thread(self._post, url, body)
+                await run_in_thread(self._post, url, body)
 
         task = asyncio.ensure_future(tell())
         self._giving_up.add(task)
         task.add_done_callback(self._giving_up.discard)
 
 
-def _refusal(error: HttpError) -> SwarmqError:
+def _map_error(error: HttpError) -> SwarmqError:
     if error.status in (401, 403):
         return KeyRefusedError(str(error))
     if error.status == 404:

@@ -17,12 +17,12 @@ from typing import Any
 from swarmq.broker.client_rules import NAME_SEPARATOR
 
 
-def client_id(name: str) -> str:
+def make_client_id(name: str) -> str:
     """Unique per client object: the invite's name, the host, the process and a random tail."""
     return f"{name}{NAME_SEPARATOR}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def code_version_of(function: Callable[..., Any]) -> str:
+def hash_source_file(function: Callable[..., Any]) -> str:
     """Short hash of the source file that holds `function`; empty where there is no source to read."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -35,20 +35,20 @@ def code_version_of(function: Callable[..., Any]) -> str:
     except (OSError, TypeError):
         source = b""
     try:
-        return _short(source or inspect.getsource(function).encode())
+        return _shorten_hash(source or inspect.getsource(function).encode())
     except (OSError, TypeError):
         return ""
 
 
 @cache
-def script_version() -> str:
+def hash_main_script() -> str:
     """The same of the script that runs, as it is when first asked for; empty in a notebook or an interactive session."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
-        return _short(Path(path).read_bytes()) if path else ""
+        return _shorten_hash(Path(path).read_bytes()) if path else ""
     except OSError:
         return ""
 
 
-def _short(source: bytes) -> str:
+def _shorten_hash(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:12]

@@ -26,10 +26,10 @@ def find_invite(source: Invite | str | os.PathLike[str] | None = None) -> Invite
             "to <run folder>/invite"
         )
     text = os.fspath(source).strip()
-    return Invite.decode(text) if text.startswith(_PREFIX) else _read(Path(text).expanduser(), where)
+    return Invite.decode(text) if text.startswith(_PREFIX) else _read_invite(Path(text).expanduser(), where)
 
 
-def _read(path: Path, where: str) -> Invite:
+def _read_invite(path: Path, where: str) -> Invite:
     if "\n" in str(path) or len(str(path)) > os.pathconf("/", "PC_PATH_MAX"):
         raise KeyRefusedError(f"{where} is neither an invite (it starts with `{_PREFIX}.`) nor a path")
     try:

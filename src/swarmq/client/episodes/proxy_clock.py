@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.keys import CLOCK_LEEWAY_S, Invite
 from swarmq.runtime.logs import log
 
 
-class Clock:
+class ProxyClock:
     """This machine's clock, set right by what the run's proxy says once."""
 
     def __init__(self, invite: Invite, *, now: Callable[[], float] = time.time) -> None:
@@ -21,12 +21,12 @@ class Clock:
     def time(self) -> float:
         return self._now() + self._ahead_s
 
-    async def learn(self) -> None:
+    async def synchronize(self) -> None:
         """Ask the proxy; one that does not answer within seconds changes nothing."""
-        from swarmq.client.episodes.http import date_of  # noqa: PLC0415 - slow to load, and here it is in nobody's way
+        from swarmq.client.episodes.http import fetch_date  # noqa: PLC0415 - slow to load, and here it is in nobody's way
 
         url = f"{self._invite.base_url.removesuffix('/v1')}/health"
-        date = await in_thread(date_of, url, self._invite.ca)
+        date = await run_in_thread(fetch_date, url, self._invite.ca)
         ahead_s = 0.0 if date is None else date - self._now()
         if abs(ahead_s) > CLOCK_LEEWAY_S / 2:
             self._ahead_s = ahead_s

@@ -27,19 +27,19 @@ CALL_ID = "x-swarmq-call-id"
 OVERRIDDEN = "x-swarmq-overridden"
 END_OF_CHOICE = re.compile(rb'"finish_reason":"|"type":"(?:message_delta|response\.completed|response\.incomplete)"')
 """Stands once in a stream for each choice that is complete, and not in what the model says: there quotes are escaped."""
-LONGEST_MARK = 64
+MAX_MARK_BYTES = 64
 STREAMED = re.compile(rb'"stream"\s*:\s*true')
 
 _lock = threading.Lock()
-_open: dict[str, Received] = {}
+_open: dict[str, ReceivedAnswers] = {}
 """By api key."""
 _watched: set[str] = set()
 """Libraries that are watched already."""
-_told: set[str] = set()
+_logged_overrides: set[str] = set()
 """What was logged of `OVERRIDDEN`."""
 
 
-class Received:
+class ReceivedAnswers:
     """Of one episode. Threads and loops may add to it."""
 
     def __init__(self, base_url: str) -> None:
@@ -51,10 +51,10 @@ class Received:
 
     def calls(self) -> tuple[str, ...] | None:
         """Ids of the calls that were answered; None where no call was watched."""
-        self._look()
+        self._collect_read()
         return tuple(sorted(self._calls)) if self._is_marked else None
 
-    def watches(self, url: str) -> bool:
+    def accept(self, url: str) -> bool:
         """Whether a request to this url is one to watch; then it must be marked. A forked process could not tell us."""
         is_ours = urlsplit(url).netloc == self._host and os.getpid() == self._pid
         self._is_marked |= is_ours
@@ -68,10 +68,10 @@ class Received:
 
     def add_when(self, calls: tuple[str, ...], is_read: Callable[[], bool]) -> None:
         """Add them if `is_read` by the time somebody asks."""
-        self._look()
+        self._collect_read()
         self._unread.append((calls, is_read))
 
-    def _look(self) -> None:
+    def _collect_read(self) -> None:
         for entry in list(self._unread):
             calls, is_read = entry
             if is_read():
@@ -79,7 +79,7 @@ class Received:
                 self._unread.remove(entry)
 
 
-def watch(api_key: str, received: Received) -> None:
+def watch(api_key: str, received: ReceivedAnswers) -> None:
     """Tell `received` of the answers to requests with this key, until `unwatch`."""
     _open[api_key] = received
     watch_libraries()
@@ -98,21 +98,21 @@ def watch_libraries() -> None:
                     _watched.add(name)
 
 
-def _of(headers: Mapping[str, str], url: str) -> Received | None:
+def _find_observer(headers: Mapping[str, str], url: str) -> ReceivedAnswers | None:
     """The episode that a request speaks for, if it is to be watched."""
     if not _open:
         return None
     scheme, _, key = headers.get("authorization", "").partition(" ")
     key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     received = _open.get(key)
-    return received if received and received.watches(url) else None
+    return received if received and received.accept(url) else None
 
 
-def hear(headers: Mapping[str, str] | Message) -> None:
+def warn_of_overridden_sampling(headers: Mapping[str, str] | Message) -> None:
     """Log, once in a process, what a run does not let its agents choose; few of them look at a header."""
     overridden = headers.get(OVERRIDDEN)
-    if overridden and overridden not in _told:
-        _told.add(overridden)
+    if overridden and overridden not in _logged_overrides:
+        _logged_overrides.add(overridden)
         log.warning(
             "sampled_otherwise_than_asked",
             overridden=overridden,
@@ -120,28 +120,28 @@ def hear(headers: Mapping[str, str] | Message) -> None:
         )
 
 
-def by_hand(api_key: str, url: str) -> tuple[dict[str, str], Callable[[Message], None]]:
+def observe_own_request(api_key: str, url: str) -> tuple[dict[str, str], Callable[[Message], None]]:
     """Headers for a request that swarmq makes itself, and what to give those of its answer to, once that is read."""
-    received = _of({"authorization": f"Bearer {api_key}"}, url)
+    received = _find_observer({"authorization": f"Bearer {api_key}"}, url)
 
     def read(headers: Message) -> None:
-        calls = _calls_of(200, headers)
+        calls = _read_call_ids(200, headers)
         if received:
             received.add(calls)
 
     return {OBSERVED_HEADER: "1"} if received else {}, read
 
 
-def _calls_of(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
+def _read_call_ids(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
     """Ids of the choices of an answer; none for an error."""
-    hear(headers)
+    warn_of_overridden_sampling(headers)
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
 
 
-class _Body:
+class _BodyObserver:
     """Looks at a body as it passes. Received is what came to its end without an error; of events, to the end of each choice."""
 
-    def __init__(self, received: Received, calls: tuple[str, ...], *, is_events: bool) -> None:
+    def __init__(self, received: ReceivedAnswers, calls: tuple[str, ...], *, is_events: bool) -> None:
         self._received, self._calls, self._is_events = received, calls, is_events
         self._tail = b""
         self._ended = 0
@@ -154,7 +154,7 @@ class _Body:
         for found in END_OF_CHOICE.finditer(seen):
             self._ended += 1
             last = found.end()
-        self._tail = seen[max(last, len(seen) - LONGEST_MARK) :]
+        self._tail = seen[max(last, len(seen) - MAX_MARK_BYTES) :]
         if self._ended >= len(self._calls):
             self._received.add(self._calls)
 
@@ -171,7 +171,7 @@ def _watch_httpx(httpx: Any) -> bool:
         return False
 
     class Sync(httpx.SyncByteStream):  # type: ignore[misc]
-        def __init__(self, inner: Any, body: _Body) -> None:
+        def __init__(self, inner: Any, body: _BodyObserver) -> None:
             self._inner, self._body = inner, body
 
         def __iter__(self) -> Iterator[bytes]:
@@ -188,7 +188,7 @@ def _watch_httpx(httpx: Any) -> bool:
             self._inner.close()
 
     class Async(httpx.AsyncByteStream):  # type: ignore[misc]
-        def __init__(self, inner: Any, body: _Body) -> None:
+        def __init__(self, inner: Any, body: _BodyObserver) -> None:
             self._inner, self._body = inner, body
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -204,17 +204,17 @@ def _watch_httpx(httpx: Any) -> bool:
         async def aclose(self) -> None:
             await self._inner.aclose()
 
-    def begin(request: Any) -> Received | None:
-        received = _of(request.headers, str(request.url))
+    def begin(request: Any) -> ReceivedAnswers | None:
+        received = _find_observer(request.headers, str(request.url))
         if received:
             request.headers[OBSERVED_HEADER] = "1"
         return received
 
-    def end(received: Received, response: Any, wrap: type, *, is_read: bool) -> None:
-        calls = _calls_of(response.status_code, response.headers)
+    def end(received: ReceivedAnswers, response: Any, wrap: type, *, is_read: bool) -> None:
+        calls = _read_call_ids(response.status_code, response.headers)
         if not calls:
             return
-        body = _Body(received, calls, is_events=_is_events(response.headers))
+        body = _BodyObserver(received, calls, is_events=_is_events(response.headers))
         if is_read:
             body.take(response.content)
             body.end()
@@ -251,12 +251,12 @@ def _watch_requests(requests: Any) -> bool:
     @functools.wraps(original)
     def send(self: Any, request: Any, **how: Any) -> Any:
         is_whole = not how.get("stream", self.stream)
-        received = _of(request.headers, request.url) if is_whole else None
+        received = _find_observer(request.headers, request.url) if is_whole else None
         if received:
             request.headers[OBSERVED_HEADER] = "1"
         response = original(self, request, **how)
         if received and not _is_events(response.headers):
-            received.add(_calls_of(response.status_code, response.headers))
+            received.add(_read_call_ids(response.status_code, response.headers))
         return response
 
     requests.Session.send = send
@@ -275,12 +275,16 @@ def _watch_aiohttp(aiohttp: Any) -> bool:
         headers = CIMultiDict(self.headers)
         headers.update(how.get("headers") or {})
         body = how.get("data") or b""
-        is_whole = not (how.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_bytes(body))
-        received = _of(headers, str(url)) if is_whole and OBSERVED_HEADER not in headers else None
+        is_whole = not (how.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_to_bytes(body))
+        received = _find_observer(headers, str(url)) if is_whole and OBSERVED_HEADER not in headers else None
         if received:
             how["headers"] = {**headers, OBSERVED_HEADER: "1"}
         response = await original(self, method, url, **how)
-        if received and not _is_events(response.headers) and (calls := _calls_of(response.status, response.headers)):
+        if (
+            received
+            and not _is_events(response.headers)
+            and (calls := _read_call_ids(response.status, response.headers))
+        ):
             received.add_when(calls, response.content.at_eof)
         return response
 
@@ -288,7 +292,7 @@ def _watch_aiohttp(aiohttp: Any) -> bool:
     return True
 
 
-def _bytes(body: Any) -> bytes:
+def _to_bytes(body: Any) -> bytes:
     return body.encode() if isinstance(body, str) else body if isinstance(body, bytes) else b'"stream":true'
 
 

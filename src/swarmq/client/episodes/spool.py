@@ -131,7 +131,7 @@ class Orphan:
             else:
                 path.unlink(missing_ok=True)
 
-    def done(self, end: EpisodeEnd) -> None:
+    def remove(self, end: EpisodeEnd) -> None:
         for suffix in (END, BEGIN):
             (self.folder / f"{end.episode_id}{suffix}").unlink(missing_ok=True)
 

@@ -49,7 +49,7 @@ class BrokerTransport:
         self._invite = invite
         self._tasks = tasks
         self._inbox = topology.inbox(invite.run)
-        self._desks: dict[str, TicketSource] = {}
+        self._ticket_sources: dict[str, TicketSource] = {}
         self._proxies: tuple[str, ...] = ()
         self._serving: list[asyncio.Task[None]] = []
 
@@ -68,7 +68,9 @@ class BrokerTransport:
         if begin.mode == "eval" or not self._invite.ticketed:
             await self._publish(begin)
             return
-        async with self._desk(begin.kind).ticket(first=begin.attempt > 0) as ticket:  # its group may wait for it
+        async with self._ticket_source(begin.kind).ticket(
+            first=begin.attempt > 0
+        ) as ticket:  # its group may wait for it
             self._proxies = ticket.proxies
             await self._publish(msgspec.structs.replace(begin, ticket_id=ticket.ticket_id))
 
@@ -76,20 +78,22 @@ class BrokerTransport:
         await self._publish(end)
 
     def refuse(self, error: SwarmqError) -> None:
-        for desk in self._desks.values():
+        for desk in self._ticket_sources.values():
             desk.refuse(error)
 
     def group_size_of(self, kind: str) -> int | None:
-        desk = self._desks.get(kind)
+        desk = self._ticket_sources.get(kind)
         return desk.group_size if desk else None
 
     def base_url_of(self, episode_id: str) -> str:
         return self._invite.base_url_of(episode_id, now=self._proxies)
 
-    def _desk(self, kind: str) -> TicketSource:
-        desk = self._desks.get(kind)
+    def _ticket_source(self, kind: str) -> TicketSource:
+        desk = self._ticket_sources.get(kind)
         if desk is None:
-            desk = self._desks[kind] = TicketSource(self._broker, topology.tickets(self._invite.run, kind), kind)
+            desk = self._ticket_sources[kind] = TicketSource(
+                self._broker, topology.tickets(self._invite.run, kind), kind
+            )
             self._serving.append(self._tasks.create_task(desk.serve()))
         return desk
 

@@ -18,7 +18,7 @@ import msgspec
 
 from swarmq.client.episodes.client import EpisodeClient
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
-from swarmq.client.episodes.event_loops import LoopThread, in_thread
+from swarmq.client.episodes.event_loops import LoopThread, run_in_thread
 from swarmq.config import ProxySettings
 from swarmq.errors import AttemptTimeoutError, OutcomeError, TaskError
 from swarmq.outcome import Outcome, to_outcome
@@ -32,9 +32,9 @@ ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
 """How long one attempt may take, unless told otherwise; its api key lives as long."""
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that a short outage does not use up all attempts."""
-LONG_S = 600.0
+SLOW_ATTEMPT_S = 600.0
 """An attempt that takes this long is told of, and so is one that has used half of its time."""
-TIDY_S = 5.0
+ABORT_TIMEOUT_S = 5.0
 """How long an interrupted attempt tries to tell the collector that its episode is aborted."""
 
 
@@ -59,7 +59,7 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise TaskError(f"attempt_timeout_s is {self.attempt_timeout_s}: an attempt needs more than 0 seconds")
 
 
-class Attempted(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one attempt."""
 
     episode_id: str
@@ -83,20 +83,20 @@ class Agent:
     def __init__(self, function: AgentFunction, *, loop: LoopThread | None = None) -> None:
         check_signature(function)
         self._function: Callable[[Any], Any] = function
-        self.name = _name_and_place(function)
+        self.name = _describe_function(function)
         """For messages: `module.function (file.py:12)`."""
-        self.is_async = inspect.iscoroutinefunction(_innermost(function))
+        self.is_async = inspect.iscoroutinefunction(_unwrap_partial(function))
         self._loop = loop
 
     async def __call__(self, ep: AsyncEpisode) -> Any:
         if not self.is_async:
-            return await in_thread(self._function, ep.blocking())
+            return await run_in_thread(self._function, ep.blocking())
         if self._loop is None:
             return await self._function(ep)
         return await self._loop.call(partial(self._function, ep))
 
 
-async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> Attempted:
+async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> AttemptResult:
     """Run the agent on an episode that has begun, and end the episode; returns when the end is confirmed.
 
     An exception of the agent, or `timeout_s` without an end, fails the episode and is returned, not raised; our own
@@ -105,23 +105,23 @@ async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, time
     began = time.monotonic()
     error: BaseException | None = None
     try:
-        returned = await _in_time(agent, ep, timeout_s)
+        returned = await _call_within(agent, ep, timeout_s)
         if not ep.ended:
-            await _end(client, ep, agent, returned)
+            await _end_with_returned(client, ep, agent, returned)
     except asyncio.CancelledError as cancelled:
-        if _we_are_cancelled():
-            await _tidy(client, ep, cancelled)
+        if _is_being_cancelled():
+            await _abort_within_limit(client, ep, cancelled)
             raise
         error = RuntimeError("the agent's own task was cancelled")
     except (Exception, SystemExit) as raised:
         error = raised
     if error is not None:
-        await client.give_up(ep, error)
-    await client.confirmed(ep)
-    return _attempted(ep, error, time.monotonic() - began)
+        await client.end_after_error(ep, error)
+    await client.wait_for_confirmation(ep)
+    return _make_result(ep, error, time.monotonic() - began)
 
 
-async def _end(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
+async def _end_with_returned(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
     """Raises OutcomeError that names the function which returned what is no outcome."""
     outcome = to_outcome(returned, f"what {agent.name} returned")
     try:
@@ -130,7 +130,7 @@ async def _end(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, returned: 
         raise OutcomeError(f"{agent.name} returned an Outcome: {flaw}") from None
 
 
-async def _in_time(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
+async def _call_within(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
     """What the agent returns. Raises AttemptTimeoutError, also for what an interrupted agent returns all the same."""
     after = "it was cancelled" if agent.is_async else "its thread goes on, as threads cannot be stopped"
     error = AttemptTimeoutError(
@@ -138,7 +138,7 @@ async def _in_time(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
     )
     long = warn_if_slow(
         "agent_runs_long",
-        first_s=min(LONG_S, timeout_s / 2),
+        first_s=min(SLOW_ATTEMPT_S, timeout_s / 2),
         episode=ep.episode_id,
         task=ep.task.id,
         kind=ep.kind,
@@ -170,36 +170,36 @@ def check_signature(function: Any) -> None:
         return
 
 
-def _innermost(function: Any) -> Any:
+def _unwrap_partial(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
 
 
-def _name_and_place(function: Any) -> str:
-    inner = inspect.unwrap(_innermost(function))
+def _describe_function(function: Any) -> str:
+    inner = inspect.unwrap(_unwrap_partial(function))
     code = getattr(inner, "__code__", None)
     place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
     return f"{inner.__module__}.{inner.__qualname__}{place}"
 
 
-def _we_are_cancelled() -> bool:
+def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def _tidy(client: EpisodeClient, ep: AsyncEpisode, error: BaseException) -> None:
+async def _abort_within_limit(client: EpisodeClient, ep: AsyncEpisode, error: BaseException) -> None:
     try:
-        async with asyncio.timeout(TIDY_S):
-            await client.give_up(ep, error)
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await client.end_after_error(ep, error)
     except TimeoutError:
         return  # it is in the spool
 
 
-def _attempted(ep: AsyncEpisode, error: BaseException | None, seconds: float) -> Attempted:
+def _make_result(ep: AsyncEpisode, error: BaseException | None, seconds: float) -> AttemptResult:
     end = ep.outcome
     rewards = list(end.rewards.values()) if end else []
-    return Attempted(
+    return AttemptResult(
         episode_id=ep.episode_id,
         task_id=ep.task.id,
         kind=ep.kind,

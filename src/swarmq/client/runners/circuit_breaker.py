@@ -14,44 +14,44 @@ from collections.abc import Awaitable, Callable
 
 from swarmq.runtime.logs import log
 
-LEAST_IN_A_ROW = 8
-LONGEST_PAUSE_S = 60.0
-LOOK_S = 2.0
+MIN_FAILURES = 8
+MAX_PAUSE_S = 60.0
+PROBE_INTERVAL_S = 2.0
 """Between two looks at whether the proxy serves."""
 
 
-async def _always() -> bool:
+async def _always_serves() -> bool:
     return True
 
 
-class Outage:
+class CircuitBreaker:
     """Shared by lanes that attempt tasks side by side."""
 
-    def __init__(self, *, lanes: int, pause_s: float, serves: Callable[[], Awaitable[bool]] = _always) -> None:
+    def __init__(self, *, lanes: int, pause_s: float, serves: Callable[[], Awaitable[bool]] = _always_serves) -> None:
         """`pause_s`: before the first attempt of an outage; doubled for each further one, up to a minute. `serves`: whether
         the proxy does, now."""
-        self._enough = max(LEAST_IN_A_ROW, 2 * lanes)
+        self._enough = max(MIN_FAILURES, 2 * lanes)
         self._first_pause_s = self._pause_s = pause_s
         self._serves, self._was_away = serves, False
         self._in_a_row = 0
         self._next, self._over = asyncio.Lock(), asyncio.Event()
 
     @property
-    def is_on(self) -> bool:
+    def is_open(self) -> bool:
         return self._in_a_row >= self._enough
 
-    async def may_begin(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Returns at once, or in an outage when it is this attempt's turn."""
-        while self.is_on:
+        while self.is_open:
             async with self._next:
-                if self.is_on:
-                    pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+                if self.is_open:
+                    pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(pause_s):
-                            await self._until_over_or_back()
+                            await self._wait_for_recovery()
                     return
 
-    async def _until_over_or_back(self) -> None:
+    async def _wait_for_recovery(self) -> None:
         while not self._over.is_set():
             serves = await self._serves()
             if serves and self._was_away:
@@ -59,13 +59,13 @@ class Outage:
                 return
             self._was_away = not serves
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(PROBE_INTERVAL_S):
                     await self._over.wait()
 
-    def heard(self, *, finished: bool) -> None:
+    def record(self, *, finished: bool) -> None:
         """How an attempt ended."""
         if finished:
-            if self.is_on:
+            if self.is_open:
                 log.info("attempts_succeed_again", failed_in_a_row=self._in_a_row)
             self._in_a_row, self._pause_s = 0, self._first_pause_s
             self._over.set()

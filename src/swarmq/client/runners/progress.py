@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from swarmq.client.runners.attempts import Attempted
-from swarmq.client.runners.report import Tally, figure, headline
+from swarmq.client.runners.attempts import AttemptResult
+from swarmq.client.runners.report import Tally, format_reward, summarize_error
 from swarmq.errors import SwarmqError
 from swarmq.runtime.logs import log
 from swarmq.runtime.terminal import console, visible
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 30.0
 MAX_DISTINCT = 100
 """Tracebacks shown at most, in case every one is different."""
-OURS = f"{Path(__file__).parents[2]}{os.sep}"
-DEMO = f"{OURS}demo{os.sep}"
+PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
+DEMO_PREFIX = f"{PACKAGE_PREFIX}demo{os.sep}"
 """An agent like anybody's."""
-INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Display:
@@ -36,7 +36,7 @@ class Display:
     def __init__(self, label: str, *, total: int | None, shown: bool) -> None:
         self._label = label
         self._total = total
-        self._bar = _bar() if shown and sys.stderr.isatty() else None
+        self._bar = _make_progress_bar() if shown and sys.stderr.isatty() else None
         self._lines = shown and self._bar is None
         self._next_line = time.monotonic() + LINE_EVERY_S
         self._seen: Counter[str] = Counter()
@@ -56,23 +56,25 @@ class Display:
             if times > 1:
                 self._print(f"swarmq: {times - 1} more times: {where}")
 
-    def update(self, tally: Tally, attempted: Attempted) -> None:
+    def update(self, tally: Tally, attempted: AttemptResult) -> None:
         if attempted.error is not None:
-            self._show(attempted, attempted.error)
+            self._show_error(attempted, attempted.error)
         if self._bar:
-            self._bar.update(self._row, completed=tally.slots, figures=_figures(tally))
+            self._bar.update(self._row, completed=tally.slots, figures=_format_figures(tally))
         elif self._lines and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
             total = {} if self._total is None else {"total": self._total}
-            reward = {} if tally.reward_mean is None else {"reward_mean": figure(tally.reward_mean)}
+            reward = {} if tally.reward_mean is None else {"reward_mean": format_reward(tally.reward_mean)}
             log.info("progress", of=self._label, slots=tally.slots, **total, **reward, failed=tally.failed)
 
-    def _show(self, attempted: Attempted, error: BaseException) -> None:
-        where = _place(error)
+    def _show_error(self, attempted: AttemptResult, error: BaseException) -> None:
+        where = _locate_error(error)
         if where in self._seen or len(self._seen) < MAX_DISTINCT:
             self._seen[where] += 1
         if self._seen[where] == 1:
-            self._print(f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: {_story(error)}")
+            self._print(
+                f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: {_describe_error(error)}"
+            )
 
     def _print(self, text: str) -> None:
         if self._bar:
@@ -81,53 +83,53 @@ class Display:
             print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - for the person who wrote the agent
 
 
-def agent_traceback(error: BaseException) -> str:
+def format_agent_traceback(error: BaseException) -> str:
     """The traceback without our own frames at its head."""
-    return "".join(traceback.format_exception(type(error), error, _agent_frames(error)))
+    return "".join(traceback.format_exception(type(error), error, _skip_swarmq_frames(error)))
 
 
-def _story(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """What went wrong: the traceback, or the words alone where what we say of the agent is all there is."""
-    if _agent_frames(error) is None and error.__cause__ is None:
+    if _skip_swarmq_frames(error) is None and error.__cause__ is None:
         return str(error)
-    return f"the agent raised\n{agent_traceback(error).rstrip()}"
+    return f"the agent raised\n{format_agent_traceback(error).rstrip()}"
 
 
-def _place(error: BaseException) -> str:
+def _locate_error(error: BaseException) -> str:
     """Type and line, of the person's own code if it came by: equal for tracebacks that tell the same story."""
-    frames = traceback.extract_tb(_agent_frames(error))
+    frames = traceback.extract_tb(_skip_swarmq_frames(error))
     if not frames:
-        return headline(error)
-    deepest = next((frame for frame in reversed(frames) if _is_own(frame.filename)), frames[-1])
+        return summarize_error(error)
+    deepest = next((frame for frame in reversed(frames) if _is_user_file(frame.filename)), frames[-1])
     entry = f" (called from line {frames[0].lineno})" if deepest is not frames[0] else ""
     return f"{type(error).__name__} at {deepest.filename}:{deepest.lineno}{entry}"
 
 
-def _agent_frames(error: BaseException) -> TracebackType | None:
+def _skip_swarmq_frames(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_swarmq_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if trace is None and not isinstance(error, SwarmqError):
         return error.__traceback__  # ours alone: a defect of swarmq
     return trace
 
 
-def _is_ours(file: str) -> bool:
-    return file.startswith(OURS) and not file.startswith(DEMO)
+def _is_swarmq_file(file: str) -> bool:
+    return file.startswith(PACKAGE_PREFIX) and not file.startswith(DEMO_PREFIX)
 
 
-def _is_own(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     """Return whether `file` is the user's own: not swarmq's, not Python's, not that of an installed package."""
-    return not (_is_ours(file) or file.startswith((*INSTALLED, "<frozen ")))
+    return not (_is_swarmq_file(file) or file.startswith((*INSTALLED_PREFIXES, "<frozen ")))
 
 
-def _figures(tally: Tally) -> str:
-    mean = "" if tally.reward_mean is None else f"reward {figure(tally.reward_mean)}"
+def _format_figures(tally: Tally) -> str:
+    mean = "" if tally.reward_mean is None else f"reward {format_reward(tally.reward_mean)}"
     failed = f"  failed {tally.failed}" if tally.failed else ""
     return mean + failed
 
 
-def _bar() -> Progress:
+def _make_progress_bar() -> Progress:
     from rich.progress import (  # noqa: PLC0415 - only where somebody looks
         BarColumn,
         MofNCompleteColumn,

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from swarmq.client.runners.attempts import Attempted
+from swarmq.client.runners.attempts import AttemptResult
 from swarmq.estimates import Z95, wilson
 
 MANY_DIGITS = 1e6
@@ -44,7 +44,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         parts = [f"{self.finished} episodes finished", f"{self.failed} failed", f"{self.given_up} slots given up"]
         if self.reward_mean is not None:
-            parts.append(f"mean reward {figure(self.reward_mean)}")
+            parts.append(f"mean reward {format_reward(self.reward_mean)}")
         if self.success_rate is not None:
             parts.append(f"success {self.success_rate:.1%}")
         return ", ".join(parts) + f", {self.seconds:.1f} s"
@@ -79,9 +79,9 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.mean_reward is None:
             return f"no episode finished, {self.failed} failed"
-        error = "" if self.standard_error is None else f" ± {figure(Z95 * self.standard_error)}"
+        error = "" if self.standard_error is None else f" ± {format_reward(Z95 * self.standard_error)}"
         success = "" if self.success_rate is None else f", success {self.success_rate:.1%}"
-        reward = figure(self.mean_reward)
+        reward = format_reward(self.mean_reward)
         return f"reward {reward}{error}{success} on {self.tasks} tasks ({self.n} episodes, {self.failed} failed)"
 
 
@@ -94,14 +94,14 @@ class Tally:
         self._reward_sum = 0.0
         self._succeeded = self._judged = 0
 
-    def add(self, attempted: Attempted) -> None:
+    def add(self, attempted: AttemptResult) -> None:
         self.episodes += 1
         if attempted.reward is not None:
             self.finished += 1
             self._reward_sum += attempted.reward
         else:
             self.failed += 1
-            line = headline(attempted.error)
+            line = summarize_error(attempted.error)
             self.failures[line if line in self.failures or len(self.failures) < MAX_DISTINCT else "others"] += 1
         if attempted.reward is not None and attempted.success is not None:
             self._judged += 1
@@ -125,7 +125,7 @@ class Tally:
         )
 
 
-def eval_report(attempts: Iterable[Attempted], *, failed: int, seconds: float) -> EvalReport:
+def make_eval_report(attempts: Iterable[AttemptResult], *, failed: int, seconds: float) -> EvalReport:
     """Of the finished attempts, several of one task_id being its repeats."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     successes: defaultdict[str, list[float]] = defaultdict(list)
@@ -147,15 +147,17 @@ def eval_report(attempts: Iterable[Attempted], *, failed: int, seconds: float) -
         failed=failed,
         mean_reward=mean,
         standard_error=error,
-        reward_interval=_interval(mean, error),
+        reward_interval=_normal_interval(mean, error),
         success_rate=rate,
-        success_interval=wilson(rate, len(successes)) if once and rate is not None else _interval(rate, rate_error),
+        success_interval=wilson(rate, len(successes))
+        if once and rate is not None
+        else _normal_interval(rate, rate_error),
         reward_by_kind={kind: fmean(values) for kind, values in sorted(kinds.items())},
         seconds=seconds,
     )
 
 
-def headline(error: BaseException | None) -> str:
+def summarize_error(error: BaseException | None) -> str:
     """One line that names a failure; equal failures have equal lines."""
     if error is None:
         return "ended by the agent without a reward"
@@ -163,7 +165,7 @@ def headline(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
 
 
-def figure(value: float) -> str:
+def format_reward(value: float) -> str:
     """A reward for people: three decimals, or where that would be a row of digits three places."""
     return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.3g}"
 
@@ -174,5 +176,5 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _interval(mean: float | None, error: float | None) -> tuple[float, float] | None:
+def _normal_interval(mean: float | None, error: float | None) -> tuple[float, float] | None:
     return None if mean is None or error is None else (mean - Z95 * error, mean + Z95 * error)

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from swarmq.client.data.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.data.tasks import SlotNumbering, SwarmTask, as_task
 from swarmq.client.episodes.client import EpisodeClient, EpisodeOptions
-from swarmq.client.runners.attempts import Agent, AgentFunction, Attempted, RunnerOptions, attempt
-from swarmq.client.runners.circuit_breaker import Outage
+from swarmq.client.runners.attempts import Agent, AgentFunction, AttemptResult, RunnerOptions, attempt
+from swarmq.client.runners.circuit_breaker import CircuitBreaker
 from swarmq.client.runners.progress import Display
-from swarmq.client.runners.report import EvalReport, RunSummary, Tally, eval_report
+from swarmq.client.runners.report import EvalReport, RunSummary, Tally, make_eval_report
 from swarmq.errors import TaskError
 from swarmq.messages import Slot
 
@@ -50,7 +50,7 @@ async def train_on_tasks(
 
     def read_group_size(task: SwarmTask) -> int:
         """Return the group size at the time the task is planned: it can change while the run is up."""
-        return repeats or client.group_size_of(client.known_kind(episodes.kind or task.kind))
+        return repeats or client.group_size_of(client.resolve_kind(episodes.kind or task.kind))
 
     numbering = client.numbering if first_epoch is None else None
     slots = plan_slots(
@@ -75,9 +75,9 @@ async def evaluate_tasks(
 ) -> EvalReport:
     """See `AsyncSwarmClient.evaluate`."""
     runner = TaskListRunner(client, function, episodes, options)
-    finished: list[Attempted] = []
+    finished: list[AttemptResult] = []
 
-    def keep(tally: Tally, attempted: Attempted) -> None:
+    def keep(tally: Tally, attempted: AttemptResult) -> None:
         if attempted.finished:
             finished.append(attempted)
         display.update(tally, attempted)
@@ -86,7 +86,7 @@ async def evaluate_tasks(
     with Display("evaluation", total=total, shown=options.progress) as display:
         slots = plan_slots(tasks, repeats=repeats, epochs=1, numbering=client.numbering)
         await runner.run(slots, keep)
-    return eval_report(finished, failed=runner.tally.given_up, seconds=runner.seconds)
+    return make_eval_report(finished, failed=runner.tally.given_up, seconds=runner.seconds)
 
 
 async def plan_slots(
@@ -94,7 +94,7 @@ async def plan_slots(
     *,
     repeats: int | Callable[[SwarmTask], int],
     epochs: int,
-    numbering: Numbering | None,
+    numbering: SlotNumbering | None,
     first_epoch: int = 0,
 ) -> AsyncIterator[PlannedSlot]:
     """The slots in the order they are attempted, siblings together. Nothing is read before it is needed.
@@ -108,7 +108,7 @@ async def plan_slots(
         raise TaskError("epochs > 1 needs tasks that can be read more than once: pass a list instead of an iterator")
     for epoch in range(first_epoch, first_epoch + epochs):
         index, seen = 0, set[str]()
-        async for value in _each(tasks):
+        async for value in _iterate(tasks):
             task = as_task(value, default_id=f"task-{index}")
             index += 1
             if numbering is None and task.id in seen:
@@ -133,12 +133,14 @@ class TaskListRunner:
             episodes, code_version=client.code_version_of(function), lifetime_s=options.attempt_timeout_s
         )
         self._options = options
-        self._outage = Outage(lanes=options.concurrency, pause_s=options.retry_pause_s, serves=client.proxy_serves)
+        self._breaker = CircuitBreaker(
+            lanes=options.concurrency, pause_s=options.retry_pause_s, serves=client.proxy_serves
+        )
         self._next_slot_lock = asyncio.Lock()
         self.tally = Tally()
         self.seconds = 0.0
 
-    async def run(self, slots: AsyncIterator[PlannedSlot], report: Callable[[Tally, Attempted], None]) -> None:
+    async def run(self, slots: AsyncIterator[PlannedSlot], report: Callable[[Tally, AttemptResult], None]) -> None:
         began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as lanes:
@@ -149,7 +151,9 @@ class TaskListRunner:
         finally:
             self.seconds = time.monotonic() - began
 
-    async def _run_lane(self, slots: AsyncIterator[PlannedSlot], report: Callable[[Tally, Attempted], None]) -> None:
+    async def _run_lane(
+        self, slots: AsyncIterator[PlannedSlot], report: Callable[[Tally, AttemptResult], None]
+    ) -> None:
         while True:
             async with self._next_slot_lock:
                 planned = await anext(slots, None)
@@ -157,11 +161,11 @@ class TaskListRunner:
                 return
             await self._fill(planned, report)
 
-    async def _fill(self, planned: PlannedSlot, report: Callable[[Tally, Attempted], None]) -> None:
+    async def _fill(self, planned: PlannedSlot, report: Callable[[Tally, AttemptResult], None]) -> None:
         for number in range(self._options.max_attempts):
             if number:
                 await asyncio.sleep(self._options.retry_pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.5))
-            await self._outage.may_begin()
+            await self._breaker.wait_for_turn()
             is_last = number + 1 == self._options.max_attempts
             options = msgspec.structs.replace(
                 self._episodes,
@@ -172,7 +176,7 @@ class TaskListRunner:
             )
             ep = await self._client.begin(planned.task, options)
             done = await attempt(self._client, ep, self._agent, timeout_s=self._options.attempt_timeout_s)
-            self._outage.heard(finished=done.finished)
+            self._breaker.record(finished=done.finished)
             self.tally.add(done)
             self.tally.slots += is_last or done.finished
             self.tally.given_up += is_last and not done.finished
@@ -181,7 +185,7 @@ class TaskListRunner:
                 return
 
 
-async def _each(tasks: Tasks) -> AsyncIterator[Any]:
+async def _iterate(tasks: Tasks) -> AsyncIterator[Any]:
     if isinstance(tasks, AsyncIterable):
         async for value in tasks:
             yield value

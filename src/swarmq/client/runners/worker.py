@@ -27,12 +27,12 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 
 from swarmq.broker import Deliveries, Delivery, topology
-from swarmq.client.data.targets import load
-from swarmq.client.data.tasks import SwarmTask, own_id
+from swarmq.client.data.targets import load_object
+from swarmq.client.data.tasks import SwarmTask, strip_queue_id
 from swarmq.client.episodes.client import EpisodeClient, EpisodeOptions
 from swarmq.client.episodes.episode import AsyncEpisode
-from swarmq.client.runners.attempts import Agent, AgentFunction, Attempted, RunnerOptions, attempt, check_signature
-from swarmq.client.runners.circuit_breaker import Outage
+from swarmq.client.runners.attempts import Agent, AgentFunction, AttemptResult, RunnerOptions, attempt, check_signature
+from swarmq.client.runners.circuit_breaker import CircuitBreaker
 from swarmq.client.runners.progress import Display
 from swarmq.client.runners.report import RunSummary, Tally
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError, UnroutableError
@@ -40,15 +40,15 @@ from swarmq.messages import EpisodeBegin, Mode, Task, idempotency_key, new_id
 from swarmq.outcome import make_unfinished_end
 from swarmq.runtime.logs import log
 
-TRIES_HERE = 2
+LOCAL_ATTEMPTS = 2
 """Attempts at a task before it goes back to its queue."""
 EVAL_SHARE = 4
 """A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
 MAX_DOUBLINGS = 6
 """Of the pause before an attempt; another client says how many attempts there were."""
-AGAIN_SHARE = 4
+RETRY_SHARE = 4
 """A worker has one further lane for tasks given back for so many."""
-REMEMBERED = 10_000
+MAX_SETTLED = 10_000
 """Number of settled tasks that a worker remembers: if an acknowledgement was lost, the redelivered task is not attempted again."""
 
 
@@ -67,18 +67,20 @@ class Worker:
         self._client = client
         self._agent = Agent(function, loop=client.agent_loop)
         self._code_version = client.code_version_of(function)
-        self._kind = client.known_kind(kind)
+        self._kind = client.resolve_kind(kind)
         self._mode = mode
         queue_of = topology.evals if mode == "eval" else topology.tasks
         self._queue = queue_of(client.invite.run, self._kind)
-        self._again = topology.retries(client.invite.run, self._kind) if mode == "train" else None
+        self._retry_queue = topology.retries(client.invite.run, self._kind) if mode == "train" else None
         self._options = options = options or RunnerOptions()
         self._held: dict[str, Delivery] = {}
         """Key of a task being attempted -> its newest delivery."""
         self._settled: OrderedDict[str, None] = OrderedDict()
         self._not_begun: set[asyncio.Task[None]] = set()
         self._tally = Tally()
-        self._outage = Outage(lanes=options.concurrency, pause_s=options.retry_pause_s, serves=client.proxy_serves)
+        self._breaker = CircuitBreaker(
+            lanes=options.concurrency, pause_s=options.retry_pause_s, serves=client.proxy_serves
+        )
 
     async def run(self, stop: asyncio.Event) -> RunSummary:
         """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
@@ -91,8 +93,8 @@ class Worker:
             client=self._client.client_id,
         )
         with Display(f"worker {self._kind}", total=None, shown=self._options.progress) as self._display:
-            async with self._sources() as sources, asyncio.TaskGroup() as attempts:
-                taking = [attempts.create_task(self._take(source, attempts)) for source in sources]
+            async with self._open_sources() as sources, asyncio.TaskGroup() as attempts:
+                taking = [attempts.create_task(self._take_deliveries(source, attempts)) for source in sources]
                 await stop.wait()
                 for waiting in (*taking, *self._not_begun):
                     waiting.cancel()
@@ -102,14 +104,14 @@ class Worker:
         return self._tally.summary(time.monotonic() - began)
 
     @contextlib.asynccontextmanager
-    async def _sources(self) -> AsyncIterator[list[Deliveries]]:
+    async def _open_sources(self) -> AsyncIterator[list[Deliveries]]:
         consume = self._client.broker.consume
         async with contextlib.AsyncExitStack() as stack:
             sources = [await stack.enter_async_context(consume(self._queue, prefetch=self._options.concurrency))]
-            if self._again:
-                lanes = max(1, self._options.concurrency // AGAIN_SHARE)
+            if self._retry_queue:
+                lanes = max(1, self._options.concurrency // RETRY_SHARE)
                 with contextlib.suppress(UnroutableError):  # a run that an older version has begun
-                    sources.append(await stack.enter_async_context(consume(self._again, prefetch=lanes)))
+                    sources.append(await stack.enter_async_context(consume(self._retry_queue, prefetch=lanes)))
             if sources[0].recycle_s < self._options.attempt_timeout_s:
                 log.warning(
                     "attempts_may_be_repeated",
@@ -119,11 +121,11 @@ class Worker:
                 )
             yield sources
 
-    async def _take(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:
+    async def _take_deliveries(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:
         async for delivery in deliveries:
             key = idempotency_key(delivery.message)
             if not isinstance(delivery.message, Task):
-                await self._bury(delivery, f"{type(delivery.message).__name__} on a task queue")
+                await self._dead_letter(delivery, f"{type(delivery.message).__name__} on a task queue")
             elif key in self._settled:
                 await _ack(delivery)
             elif key in self._held:
@@ -137,21 +139,21 @@ class Worker:
         this = asyncio.current_task()
         assert this is not None
         try:
-            for left_here in reversed(range(TRIES_HERE)):
+            for left_here in reversed(range(LOCAL_ATTEMPTS)):
                 if task.attempt:
                     await asyncio.sleep(self._options.retry_pause_s * 2 ** min(task.attempt - 1, MAX_DOUBLINGS))
-                await self._outage.may_begin()
+                await self._breaker.wait_for_turn()
                 try:
                     ep = await self._begin(task)
                 except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
                     log.warning("task_refused", task=task.slot.id, error=str(error))
                     reason = f"not a task that can be attempted: {error}"
                     await self._give_up(task, reason)
-                    await self._bury(self._held[key], reason)
+                    await self._dead_letter(self._held[key], reason)
                     return
                 self._not_begun.discard(this)
                 done = await attempt(self._client, ep, self._agent, timeout_s=self._options.attempt_timeout_s)
-                self._outage.heard(finished=done.finished)
+                self._breaker.record(finished=done.finished)
                 following = msgspec.structs.replace(task, attempt=task.attempt + 1)
                 again = not done.finished and following.attempt < self._options.max_attempts
                 if not (again and left_here) or self._stop.is_set():
@@ -182,12 +184,12 @@ class Worker:
         for piece in (begin, make_unfinished_end(begin, "failed", reason, final=True)):
             await self._client.broker.publish(topology.inbox(begin.run), piece)
 
-    async def _bury(self, delivery: Delivery, reason: str) -> None:
+    async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
         with contextlib.suppress(BrokerLostError):  # it comes again, and is buried twice
             await self._client.broker.dead_letter(delivery, reason)
 
     async def _begin(self, task: Task) -> AsyncEpisode:
-        piece = SwarmTask(own_id(task.slot.task_id, task.kind), task.kind, msgspec.msgpack.decode(task.payload))
+        piece = SwarmTask(strip_queue_id(task.slot.task_id, task.kind), task.kind, msgspec.msgpack.decode(task.payload))
         options = EpisodeOptions(
             mode=task.mode,
             kind=task.kind,
@@ -203,16 +205,16 @@ class Worker:
     async def _give_back(self, task: Task) -> None:
         """It is the next to be attempted."""
         try:
-            await self._client.broker.publish(self._again or self._queue, task)
+            await self._client.broker.publish(self._retry_queue or self._queue, task)
         except UnroutableError:
             await self._client.broker.publish(self._queue, task)
 
-    async def _settle(self, key: str, task: Task, done: Attempted, following: Task | None) -> None:
+    async def _settle(self, key: str, task: Task, done: AttemptResult, following: Task | None) -> None:
         """The end is confirmed: see to a further attempt where one is due, then let go of the task."""
         if following:
             await self._give_back(following)
         self._settled[key] = None
-        if len(self._settled) > REMEMBERED:
+        if len(self._settled) > MAX_SETTLED:
             self._settled.popitem(last=False)
         await _ack(self._held[key])
         self._tally.add(done)
@@ -225,7 +227,7 @@ class Worker:
 
 def load_target(target: str) -> AgentFunction:
     """The agent's function that `module:function` names. Raises TaskError, also for a wrong signature."""
-    function: AgentFunction = load(target)
+    function: AgentFunction = load_object(target)
     check_signature(function)
     return function
 

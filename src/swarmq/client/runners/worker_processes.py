@@ -64,14 +64,14 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
     `client` must not be open yet. Raises TaskError when a function cannot be imported or called with an episode.
     """
     options = options or RunnerOptions()
-    functions = {kind: _function(target) for kind, target in targets.items()}
+    functions = {kind: _load_function(target) for kind, target in targets.items()}
     agents = LoopThread("swarmq-agents")
 
     async def main() -> dict[str, RunSummary]:
         async with client:
             client.agent_loop = agents
             with stop_on_signals() as stop:
-                return await work(client, functions, options, stop)
+                return await work_on_kinds(client, functions, options, stop)
 
     try:
         return asyncio.run(main())
@@ -79,22 +79,22 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
         agents.close()
 
 
-async def work(
+async def work_on_kinds(
     client: EpisodeClient, functions: Mapping[str | None, AgentFunction], options: RunnerOptions, stop: asyncio.Event
 ) -> dict[str, RunSummary]:
     """Attempt the tasks of every kind until `stop` is set, in lanes for training and others for evaluation."""
     if len(functions) > 1:
         options = msgspec.structs.replace(options, progress=False)
-    workers = {kind: _workers(client, kind, function, options) for kind, function in functions.items()}
+    workers = {kind: _make_workers(client, kind, function, options) for kind, function in functions.items()}
     running = {}
     async with asyncio.TaskGroup() as tasks:
         for kind, (training, evaluating) in workers.items():
-            running[client.known_kind(kind)] = tasks.create_task(training.run(stop))
+            running[client.resolve_kind(kind)] = tasks.create_task(training.run(stop))
             tasks.create_task(evaluating.run(stop))
     return {kind: task.result() for kind, task in running.items()}
 
 
-def _workers(
+def _make_workers(
     client: EpisodeClient, kind: str | None, function: AgentFunction, options: RunnerOptions
 ) -> tuple[Worker, Worker]:
     """One for training, and lanes of its own for evaluation."""
@@ -115,15 +115,16 @@ def run_processes(invite: Invite, targets: Targets, processes: int, options: Run
     options = msgspec.structs.replace(options or RunnerOptions(), progress=False)
     client = EpisodeClient(invite)
     for kind, target in targets.items():
-        client.known_kind(kind)
-        _check_sendable(target, _function(target))
+        client.resolve_kind(kind)
+        _check_sendable(target, _load_function(target))
     write_lines_whole()
     context = multiprocessing.get_context("spawn")
     arguments = (invite.encode(), dict(targets), options, os.getpid())
     children = [
-        context.Process(target=_child, args=arguments, name=f"swarmq-worker-{number}") for number in range(processes)
+        context.Process(target=_run_child, args=arguments, name=f"swarmq-worker-{number}")
+        for number in range(processes)
     ]
-    with _forwarding(children) as stopping:
+    with _forward_signals(children) as stopping:
         for child in children:
             child.start()
         died = _wait_for_all(children, stopping)
@@ -144,7 +145,7 @@ def _wait_for_all(children: Sequence[BaseProcess], stopping: list[int]) -> int:
     return died
 
 
-def _child(invite: str, targets: Targets, options: RunnerOptions, parent: int) -> None:
+def _run_child(invite: str, targets: Targets, options: RunnerOptions, parent: int) -> None:
     die_with_parent()  # in a session of its own: Ctrl-C reaches the parent, which passes it on, once
     if os.getppid() != parent:
         return
@@ -159,7 +160,7 @@ def _child(invite: str, targets: Targets, options: RunnerOptions, parent: int) -
 
 
 @contextlib.contextmanager
-def _forwarding(children: Sequence[BaseProcess]) -> Iterator[list[int]]:
+def _forward_signals(children: Sequence[BaseProcess]) -> Iterator[list[int]]:
     """While it is open SIGTERM and SIGINT go to the children; the list holds those that came."""
     came: list[int] = []
 
@@ -177,7 +178,7 @@ def _forwarding(children: Sequence[BaseProcess]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _function(target: str | AgentFunction) -> AgentFunction:
+def _load_function(target: str | AgentFunction) -> AgentFunction:
     if isinstance(target, str):
         return load_target(target)
     check_signature(target)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from swarmq.broker import topology
 from swarmq.client.data import feed as feeding
-from swarmq.client.data.feed import WINDOW, default_progress_file, feed, plan
-from swarmq.client.data.tasks import SwarmTask, fed_id, own_id, source_mark
+from swarmq.client.data.feed import WINDOW, default_progress_file, feed, plan_tasks
+from swarmq.client.data.tasks import SwarmTask, hash_source_name, make_queue_id, strip_queue_id
 from swarmq.errors import TaskError, UnroutableError
 
 RUN = "r1"
@@ -61,7 +61,7 @@ async def test_shuffling_is_the_same_for_a_seed_and_different_between_epochs(swa
     assert sorted(names[:20]) == sorted(names[20:])
     assert names[:20] != [str(number) for number in range(20)]
     bodies = [(str(number), b"") for number in range(20)]
-    again = [task.slot for task in plan(RUN, bodies, "math", repeats=1, seed=1, numbers=range(40))]
+    again = [task.slot for task in plan_tasks(RUN, bodies, "math", repeats=1, seed=1, numbers=range(40))]
     assert named(again) == names
 
 
@@ -74,7 +74,9 @@ def test_tasks_of_two_kinds_with_the_same_id_are_different_slots():
     slots = [
         task.slot
         for kind in ("math", "code")
-        for task in plan(RUN, [(fed_id(SwarmTask("1"), kind), b"")], kind, repeats=2, seed=0, numbers=range(2))
+        for task in plan_tasks(
+            RUN, [(make_queue_id(SwarmTask("1"), kind), b"")], kind, repeats=2, seed=0, numbers=range(2)
+        )
     ]
     assert len({slot.id for slot in slots}) == 4
 
@@ -84,7 +86,7 @@ async def test_what_was_published_before_the_progress_was_written_is_not_publish
         raise OSError(28, "no space left")
 
     with monkeypatch.context() as broken:
-        broken.setattr(feeding, "_write", disk_full)
+        broken.setattr(feeding, "_write_progress", disk_full)
         with pytest.raises(OSError, match="no space"):
             await feed(swarm.broker, RUN, data(10), "math", repeats=1, progress_file=progress)
     assert len(await fed(swarm)) == 10
@@ -148,7 +150,7 @@ def test_any_two_halves_of_the_plan_are_the_whole(count, repeats, epochs, seed, 
     total = count * repeats * epochs
 
     def slots(numbers):
-        return [task.slot for task in plan(RUN, bodies, "math", repeats=repeats, seed=seed, numbers=numbers)]
+        return [task.slot for task in plan_tasks(RUN, bodies, "math", repeats=repeats, seed=seed, numbers=numbers)]
 
     cut = min(cut, total)
     whole = slots(range(total))
@@ -159,26 +161,26 @@ def test_any_two_halves_of_the_plan_are_the_whole(count, repeats, epochs, seed, 
 async def test_equal_ids_of_two_data_sets_are_two_tasks_and_agents_see_the_ids_they_know(swarm, tmp_path):
     for name in ("train.jsonl", "more.jsonl"):
         (tmp_path / name).touch()
-        mark = source_mark(str(tmp_path / name))
+        mark = hash_source_name(str(tmp_path / name))
         file = default_progress_file(tmp_path, RUN, "math", mark)
         assert await feed(swarm.broker, RUN, data(3), "math", repeats=2, progress_file=file, source=mark) == 6
     slots = await fed(swarm)
     assert len({slot.id for slot in slots}) == 12
-    assert [own_id(slot.task_id, "math") for slot in slots] == ["0", "0", "1", "1", "2", "2"] * 2
+    assert [strip_queue_id(slot.task_id, "math") for slot in slots] == ["0", "0", "1", "1", "2", "2"] * 2
 
 
 def test_a_data_set_is_the_same_however_its_place_is_written(tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    assert source_mark("data.jsonl") == source_mark(str(tmp_path / "data.jsonl"))
-    assert source_mark("reasoning-gym:a") != source_mark("reasoning-gym:b")
+    assert hash_source_name("data.jsonl") == hash_source_name(str(tmp_path / "data.jsonl"))
+    assert hash_source_name("reasoning-gym:a") != hash_source_name("reasoning-gym:b")
 
 
 def test_an_id_is_given_back_as_it_was():
     for name in ("1", "a:b", "math:1", "math@0:1"):
         for source in ("", "0a1b2c3d"):
-            assert own_id(fed_id(SwarmTask(name), "math", source), "math") == name
-    assert own_id("math-2:1", "math") == "math-2:1", "not ours: from a loop of somebody's own"
+            assert strip_queue_id(make_queue_id(SwarmTask(name), "math", source), "math") == name
+    assert strip_queue_id("math-2:1", "math") == "math-2:1", "not ours: from a loop of somebody's own"
 
 
 async def test_a_task_of_another_kind_or_with_a_taken_id_feeds_nothing(swarm, progress):

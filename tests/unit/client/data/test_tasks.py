@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.client.data.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.data.tasks import SlotNumbering, SwarmTask, as_task
 from swarmq.errors import TaskError
 
 
@@ -38,7 +38,7 @@ def test_an_id_that_cannot_name_a_slot_is_refused(name):
 
 @given(st.lists(st.sampled_from("abc"), max_size=60), st.integers(1, 5))
 def test_no_two_attempts_of_one_client_fill_the_same_slot_and_groups_fill_up_in_order(names, group_size):
-    numbering = Numbering()
+    numbering = SlotNumbering()
     slots = [numbering.next_slot(name, group_size) for name in names]
     assert len({slot.id for slot in slots}) == len(slots)
     for name in set(names):
@@ -49,9 +49,9 @@ def test_no_two_attempts_of_one_client_fill_the_same_slot_and_groups_fill_up_in_
 
 
 def test_another_start_of_the_same_script_names_other_slots():
-    first, second = Numbering(), Numbering()
+    first, second = SlotNumbering(), SlotNumbering()
     assert first.next_slot("t", 8) != second.next_slot("t", 8)
 
 
 def test_a_slot_number_survives_json_in_a_browser():
-    assert Numbering().fresh_epoch() < 2**53
+    assert SlotNumbering().fresh_epoch() < 2**53

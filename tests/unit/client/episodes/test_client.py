@@ -123,9 +123,9 @@ async def test_a_wait_cancelled_in_the_moment_of_its_ticket_passes_the_ticket_on
     swarm = await swarm_of()
     async with swarm.client() as client, asyncio.timeout(120):
         waiting = asyncio.ensure_future(client.begin_episode("t"))
-        await settled(lambda: client._transport._desks and client._transport._desks["math"]._waiting)
+        await settled(lambda: client._transport._ticket_sources and client._transport._ticket_sources["math"]._waiting)
         await swarm.issue(1)
-        await settled(lambda: not client._transport._desks["math"]._waiting)
+        await settled(lambda: not client._transport._ticket_sources["math"]._waiting)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -361,7 +361,7 @@ async def test_what_a_killed_client_left_open_is_aborted_in_its_name_by_the_next
     (ghost / left.name).write_bytes(copy)
     before = len(swarm.ends)
     async with swarm.client() as heir:
-        await heir._orphans
+        await heir._first_delivery
     [end] = swarm.ends[before:]
     assert (end.episode_id, end.status, end.client_id) == (ep.episode_id, "aborted", dead.client_id)
     assert not end.final, "its slot may be attempted again"
@@ -429,7 +429,7 @@ async def test_closing_lets_those_who_wait_for_a_ticket_go(swarm_of):
     swarm = await swarm_of()
     async with swarm.client() as client:
         waiting = asyncio.ensure_future(client.begin_episode("t"))
-        await settled(lambda: client._transport._desks and client._transport._desks["math"]._waiting)
+        await settled(lambda: client._transport._ticket_sources and client._transport._ticket_sources["math"]._waiting)
     with pytest.raises(ClientError, match="closed while this episode waited"):
         await waiting
 

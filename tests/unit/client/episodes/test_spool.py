@@ -74,7 +74,7 @@ def test_what_a_dead_process_left_open_is_aborted_in_its_name(tmp_path):
         left = {}
         for one in orphan.ends():
             left[one.episode_id] = (one.status, one.client_id)
-            orphan.done(one)
+            orphan.remove(one)
     assert left == {"ended": ("finished", ""), "open": ("aborted", "alice@dead")}
     assert not spool.folder.exists()
 

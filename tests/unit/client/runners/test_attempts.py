@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from swarmq.client.data.tasks import Numbering, SwarmTask
+from swarmq.client.data.tasks import SlotNumbering, SwarmTask
 from swarmq.client.episodes.client import KEY_LIFETIME_S
 from swarmq.client.runners import attempts, progress
 from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S
@@ -214,14 +214,14 @@ async def test_an_end_that_is_under_way_at_the_deadline_is_waited_for(swarm, cli
         await ep.end(1.0)
 
     monkeypatch.setattr(swarm.broker, "publish", publish)
-    monkeypatch.setattr(attempts, "TIDY_S", 600.0)
+    monkeypatch.setattr(attempts, "ABORT_TIMEOUT_S", 600.0)
     summary = await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, attempt_timeout_s=0.01, **FAST)
     assert (summary.finished, summary.failed) == (1, 0)
     assert [end.rewards for end in swarm.ends] == [{"main": 1.0}]
 
 
 async def test_an_agent_that_runs_long_is_told_of_in_one_line(swarm, client, monkeypatch):
-    monkeypatch.setattr(attempts, "LONG_S", 0.0)
+    monkeypatch.setattr(attempts, "SLOW_ATTEMPT_S", 0.0)
     with capture_logs() as told:
 
         async def agent(ep):
@@ -399,7 +399,7 @@ def test_no_slot_is_planned_twice(names, repeats, epochs):
         tasks = [{"id": name} for name in names]
         return [one async for one in plan_slots(tasks, repeats=repeats, epochs=epochs, numbering=numbering)]
 
-    plans = asyncio.run(collect(Numbering()))
+    plans = asyncio.run(collect(SlotNumbering()))
     assert len({one.slot.id for one in plans}) == len(plans) == len(names) * repeats * epochs
     if len(set(names)) < len(names):
         with pytest.raises(TaskError, match="ids must differ"):

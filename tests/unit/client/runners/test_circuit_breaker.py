@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from support.virtual_time import run
-from swarmq.client.runners.circuit_breaker import LEAST_IN_A_ROW, LONGEST_PAUSE_S, Outage
+from swarmq.client.runners.circuit_breaker import MAX_PAUSE_S, MIN_FAILURES, CircuitBreaker
 
 LANES = 16
 
@@ -20,14 +20,14 @@ async def _attempts(fails, *, until_s: float, serves=lambda _: True) -> list[flo
     async def look() -> bool:
         return serves(now())
 
-    outage, begun = Outage(lanes=LANES, pause_s=1.0, serves=look), list[float]()
+    outage, begun = CircuitBreaker(lanes=LANES, pause_s=1.0, serves=look), list[float]()
 
     async def lane() -> None:
         while now() < until_s:
-            await outage.may_begin()
+            await outage.wait_for_turn()
             begun.append(now())
             await asyncio.sleep(0.1)
-            outage.heard(finished=not fails(now()))
+            outage.record(finished=not fails(now()))
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(LANES):
@@ -41,7 +41,7 @@ def test_while_all_fail_one_begins_at_a_time_after_longer_and_longer_pauses():
     assert len(begun) < before + 2 * LANES, "otherwise each lane would begin 600 a minute"
     pauses = [later - earlier for earlier, later in pairwise(begun[before:])]
     assert 1.0 <= pauses[0] < 5.0
-    assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
+    assert max(pauses) == pytest.approx(MAX_PAUSE_S)
 
 
 def test_the_first_that_succeeds_lets_all_go_on():
@@ -59,20 +59,20 @@ def test_attempts_go_on_within_seconds_of_the_proxys_return(back_s):
 
 
 def test_attempts_of_which_some_succeed_are_not_held_up():
-    outage = Outage(lanes=1, pause_s=1.0)
+    outage = CircuitBreaker(lanes=1, pause_s=1.0)
     for _ in range(10):
-        for _ in range(LEAST_IN_A_ROW - 1):
-            outage.heard(finished=False)
-        assert not outage.is_on
-        outage.heard(finished=True)
+        for _ in range(MIN_FAILURES - 1):
+            outage.record(finished=False)
+        assert not outage.is_open
+        outage.record(finished=True)
 
 
 def test_an_outage_is_said_once_and_so_is_its_end(capsys):
-    outage = Outage(lanes=1, pause_s=0.0)
-    for _ in range(3 * LEAST_IN_A_ROW):
-        outage.heard(finished=False)
-    outage.heard(finished=True)
-    outage.heard(finished=True)
+    outage = CircuitBreaker(lanes=1, pause_s=0.0)
+    for _ in range(3 * MIN_FAILURES):
+        outage.record(finished=False)
+    outage.record(finished=True)
+    outage.record(finished=True)
     said = "".join(capsys.readouterr())
     assert said.count("attempts_keep_failing") == 1
     assert said.count("attempts_succeed_again") == 1

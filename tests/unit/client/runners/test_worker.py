@@ -79,7 +79,7 @@ async def test_a_task_is_attempted_with_its_payload_and_then_gone(swarm):
 
 async def test_a_task_is_held_until_its_end_is_confirmed(swarm, monkeypatch):
     monkeypatch.setattr(async_client, "DRAIN_S", 0.0)
-    monkeypatch.setattr(attempts, "TIDY_S", 0.0)
+    monkeypatch.setattr(attempts, "ABORT_TIMEOUT_S", 0.0)
     answered = asyncio.Event()
 
     async def agent(ep):
@@ -159,7 +159,7 @@ async def test_a_further_attempt_has_the_first_ticket(swarm_of):
         await worker.until(lambda: swarm.begins)
         for name in "bcd":
             await swarm.broker.publish(TASKS, task(name))
-        waiting = worker.worker._client._transport._desks["math"]._waiting
+        waiting = worker.worker._client._transport._ticket_sources["math"]._waiting
         await worker.until(lambda: len(waiting) == 2)
         gate.set()
         await worker.until(lambda: len(waiting) == 3)

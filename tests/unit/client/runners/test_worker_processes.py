@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from swarmq.broker import topology
 from swarmq.client.runners.attempts import RunnerOptions
-from swarmq.client.runners.worker_processes import parse_targets, run_processes, work
+from swarmq.client.runners.worker_processes import parse_targets, run_processes, work_on_kinds
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task
 
@@ -78,7 +78,9 @@ async def test_neither_training_nor_evaluation_keeps_the_other_waiting(swarm, bu
 
     await fill(swarm.broker, 20)
     async with swarm.client() as client, asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work(client, {"math": agent}, RunnerOptions(concurrency=8, progress=False), stop))
+        working = tasks.create_task(
+            work_on_kinds(client, {"math": agent}, RunnerOptions(concurrency=8, progress=False), stop)
+        )
         await done.wait()
         lanes = {"train": 8, "eval": 2}
         assert [mode for mode, _ in begun].count(busy) == lanes[busy], (
@@ -100,7 +102,9 @@ async def test_a_worker_without_tickets_still_evaluates(swarm_of):
     await fill(swarm.broker, 3)
     async with swarm.client() as client, asyncio.TaskGroup() as tasks:
         with capture_logs() as told:
-            working = tasks.create_task(work(client, {None: lambda _ep: 1.0}, RunnerOptions(progress=False), stop))
+            working = tasks.create_task(
+                work_on_kinds(client, {None: lambda _ep: 1.0}, RunnerOptions(progress=False), stop)
+            )
             await ended(swarm, 3)
             stop.set()
             await working

@@ -10,7 +10,7 @@ from swarmq.engine.client.protocol import Delta, RenderedPrompt
 from swarmq.errors import EngineError
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.engines.stream_coalescing import LONGEST_S, CoalescingPace, coalesce
-from swarmq.testing.scripted_engine import ScriptedEngine, spelled
+from swarmq.testing.scripted_engine import ScriptedEngine, encode_characters
 
 TOKEN_S = 0.01
 REPLAY_S = 100e-6
@@ -82,7 +82,7 @@ class Heard:
 async def heard(*texts: str, engine: SlowEngine | None = None) -> tuple[SlowEngine, Heard]:
     engine = engine or SlowEngine()
     for text in texts:
-        engine.say(text, tokens=spelled(text), finish_reason="length")
+        engine.say(text, tokens=encode_characters(text), finish_reason="length")
     agent = Heard()
     await agent.listen(engine, engine.talk(len(texts)))
     return engine, agent
@@ -127,7 +127,9 @@ def test_tokens_do_not_wait_for_an_engine_that_stalls():
 def test_every_choice_gets_all_of_its_tokens_in_order():
     texts = ("x" * 100, "<think>a thought</think>and an answer", "y")
     _, agent = run(heard(*texts))
-    assert {index: agent.token_ids[index] for index in range(3)} == {i: spelled(text) for i, text in enumerate(texts)}
+    assert {index: agent.token_ids[index] for index in range(3)} == {
+        i: encode_characters(text) for i, text in enumerate(texts)
+    }
     assert [agent.messages[i]["content"] for i in range(3)] == [texts[0], "and an answer", "y"]
     assert agent.messages[1]["reasoning"] == "a thought"
 
@@ -135,7 +137,7 @@ def test_every_choice_gets_all_of_its_tokens_in_order():
 def test_what_is_merged_keeps_its_numbers_and_how_it_ended():
     async def main() -> list[list[Delta]]:
         engine = SlowEngine()
-        engine.say("abc", tokens=spelled("abc"), finish_reason="length")
+        engine.say("abc", tokens=encode_characters("abc"), finish_reason="length")
         pace = CoalescingPace(asyncio.get_running_loop().time)
         portions = []
         async for portion in coalesce(engine.talk(), pace):
@@ -146,7 +148,7 @@ def test_what_is_merged_keeps_its_numbers_and_how_it_ended():
 
     [[first], [last]] = run(main())
     assert (first.text, first.finish_reason) == ("a", None)
-    assert (last.text, last.token_ids, last.finish_reason) == ("bc", spelled("bc"), "length")
+    assert (last.text, last.token_ids, last.finish_reason) == ("bc", encode_characters("bc"), "length")
     assert len(last.logprobs) == 2
     assert last.versions
 
@@ -154,7 +156,7 @@ def test_what_is_merged_keeps_its_numbers_and_how_it_ended():
 def test_an_agent_that_hangs_up_while_a_stream_rests_cancels_it():
     async def main() -> SlowEngine:
         engine = SlowEngine()
-        engine.say("x" * 300, tokens=spelled("x" * 300))
+        engine.say("x" * 300, tokens=encode_characters("x" * 300))
         listening = asyncio.create_task(Heard().listen(engine, engine.talk()))
         await asyncio.sleep(200 * TOKEN_S)
         listening.cancel()
@@ -169,7 +171,7 @@ def test_closing_what_waits_closes_the_engine_s_stream_at_once():
     async def main() -> SlowEngine:
         engine = SlowEngine()
         engine.stall_after, engine.stall_s = 1, 3600.0
-        engine.say("x" * 10, tokens=spelled("x" * 10))
+        engine.say("x" * 10, tokens=encode_characters("x" * 10))
         portions = coalesce(engine.talk(), CoalescingPace(asyncio.get_running_loop().time))
         await anext(portions)
         await asyncio.sleep(TOKEN_S)
@@ -192,7 +194,7 @@ def test_an_engine_that_fails_in_the_middle_is_heard_of():
 
 def test_a_stream_that_ends_without_an_ending_gives_all_it_had():
     async def broken_off() -> AsyncGenerator[list[Delta], None]:
-        for token in spelled("abc"):
+        for token in encode_characters("abc"):
             yield [Delta(index=0, text="", token_ids=[token], logprobs=[-1.0])]
 
     async def main() -> Heard:
@@ -200,4 +202,4 @@ def test_a_stream_that_ends_without_an_ending_gives_all_it_had():
         await agent.listen(SlowEngine(), broken_off())
         return agent
 
-    assert run(main()).token_ids[0] == spelled("abc")
+    assert run(main()).token_ids[0] == encode_characters("abc")

@@ -238,7 +238,7 @@ async def test_an_agent_that_hangs_up_leaves_no_place_taken(stages, streamed):
         async def receive():
             if arriving:
                 return arriving.pop()
-            await (begun if streamed else stage.engine.asked).wait()
+            await (begun if streamed else stage.engine.sampling_began).wait()
             return {"type": "http.disconnect"}
 
         async def send(_):

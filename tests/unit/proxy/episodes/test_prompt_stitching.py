@@ -12,7 +12,7 @@ from swarmq.proxy.completions.recorder import build_node, build_turn
 from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, canonical, common_tokens, history_of
 from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.proxy.requests import ChoiceResult, RequestContext
-from swarmq.testing.scripted_engine import END, ScriptedEngine, chat_template, decode, encode, spelled
+from swarmq.testing.scripted_engine import END, ScriptedEngine, chat_template, decode, encode, encode_characters
 
 SYSTEM = {"role": "system", "content": "be brief"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -84,7 +84,7 @@ class Episode:
 
 def spell(text, rng):
     """Random tokens of a text: what a model samples is rarely what a tokenizer would choose."""
-    return [i for at in range(0, len(text), 3) for i in rng.choice((encode, spelled))(text[at : at + 3])]
+    return [i for at in range(0, len(text), 3) for i in rng.choice((encode, encode_characters))(text[at : at + 3])]
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="<", exclude_categories=("Cs",)), max_size=30)
@@ -133,9 +133,9 @@ async def test_any_tree_of_conversations_gives_prompts_that_say_what_was_asked(r
 
 async def test_a_fork_continues_its_node_without_being_a_branch():
     episode = Episode()
-    first, _ = await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    first, _ = await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
     for text in ("left", "right"):
-        turn, _ = await episode.turn([user("a"), said("xyz"), user(text)], said("z"), spelled("z"))
+        turn, _ = await episode.turn([user("a"), said("xyz"), user(text)], said("z"), encode_characters("z"))
         assert (turn.parent, turn.branch, turn.repaired) == (first.call_id, None, True)
 
 
@@ -143,22 +143,22 @@ async def test_equal_requests_refer_to_each_other_only_where_they_continue_the_s
     """Else the second answer would look as if nothing continued it, and be taken for a lost sending."""
     long = " ".join(map(str, range(100)))
     episode, first = Episode(), user(long)
-    one, _ = await episode.turn([first], said("x"), spelled("x"))
-    two, _ = await episode.turn([first], said("x"), spelled("x"))
+    one, _ = await episode.turn([first], said("x"), encode_characters("x"))
+    two, _ = await episode.turn([first], said("x"), encode_characters("x"))
     assert (two.parent, two.prompt_ids, two.begins) == (one.call_id, b"", True)
     later = [first, said("x"), user(long)]
-    continuing = [(await episode.turn(later, said(text), spelled(text)))[0] for text in ("y", "z")]
+    continuing = [(await episode.turn(later, said(text), encode_characters(text)))[0] for text in ("y", "z")]
     assert {turn.parent for turn in continuing} == {one.call_id, two.call_id}
     assert all(turn.prompt_ids and turn.branch is None and not turn.begins for turn in continuing)
 
 
 async def test_an_edited_answer_is_a_branch_and_says_why():
     episode = Episode()
-    first, _ = await episode.turn([user("a")], said("xyz"), spelled("xyz"))
-    turn, _ = await episode.turn([user("a"), said("xyz!"), user("b")], said("z"), spelled("z"))
+    first, _ = await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
+    turn, _ = await episode.turn([user("a"), said("xyz!"), user("b")], said("z"), encode_characters("z"))
     assert (turn.branch, turn.parent) == ("history_edited", None)
     turn, _ = await episode.turn(
-        [user("a"), said("xyz"), user("b"), said("never said"), user("c")], said("z"), spelled("z")
+        [user("a"), said("xyz"), user("b"), said("never said"), user("c")], said("z"), encode_characters("z")
     )
     assert (turn.branch, turn.parent) == ("history_edited", first.call_id)
     assert turn.shared == len(episode.sequences[first.call_id]), "what was said before the edit stays exact"
@@ -166,25 +166,25 @@ async def test_an_edited_answer_is_a_branch_and_says_why():
 
 async def test_changed_tools_are_a_branch_and_say_why():
     episode = Episode()
-    await episode.turn([user("a")], said("xyz"), spelled("xyz"))
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), spelled("z"), tools=[TOOL])
+    await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), encode_characters("z"), tools=[TOOL])
     assert turn.branch == "tools_changed"
 
 
 async def test_a_stop_string_that_was_cut_off_is_a_branch_and_says_why():
     episode = Episode()
-    first, prompt = await episode.turn([user("a")], said("xyz"), spelled("xyz STOP"), cut=True)
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), spelled("z"))
+    first, prompt = await episode.turn([user("a")], said("xyz"), encode_characters("xyz STOP"), cut=True)
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), encode_characters("z"))
     assert (turn.branch, turn.parent) == ("answer_cut", first.call_id)
     assert turn.shared == len(prompt), "up to the answer the tokens are still the same"
 
 
 async def test_a_template_that_drops_thoughts_branches_but_keeps_what_came_before():
     episode = Episode()
-    first, _ = await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    first, _ = await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
     thought = {"role": "assistant", "content": "b", "reasoning": "hm"}
     second, prompt = await episode.turn(
-        [user("a"), said("xyz"), user("b")], thought, [*encode("<think>hm</think>"), *spelled("b")]
+        [user("a"), said("xyz"), user("b")], thought, [*encode("<think>hm</think>"), *encode_characters("b")]
     )
     turn, _ = await episode.turn([user("a"), said("xyz"), user("b"), said("b"), user("c")], said("z"), encode("z"))
     assert (turn.branch, turn.parent, turn.shared) == ("template_rewrote_history", second.call_id, len(prompt))
@@ -198,14 +198,14 @@ async def test_a_template_that_drops_thoughts_branches_but_keeps_what_came_befor
 
 async def test_after_a_restart_an_unknown_history_is_just_a_turn_without_a_parent():
     episode = Episode()
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), spelled("z"))
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), encode_characters("z"))
     assert (turn.parent, turn.branch) == (None, None)
 
 
 async def test_a_second_conversation_in_an_episode_is_no_branch():
     episode = Episode()
-    await episode.turn([user("a")], said("xyz"), spelled("xyz"))
-    turn, _ = await episode.turn([user("sub-agent"), said("an example"), user("b")], said("z"), spelled("z"))
+    await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
+    turn, _ = await episode.turn([user("sub-agent"), said("an example"), user("b")], said("z"), encode_characters("z"))
     assert (turn.parent, turn.branch) == (None, None)
 
 
@@ -239,7 +239,7 @@ def test_common_tokens_counts_whole_tokens(head, one, other):
     assert longer > min(len(one), len(other)) or one[:longer] != other[:longer]
 
 
-HALF = spelled("\ufffd")
+HALF = encode_characters("\ufffd")
 """As a decoder spells the first bytes of a character."""
 THINK = encode("<think>")
 
