@@ -295,7 +295,7 @@ async def test_what_the_proxy_refuses_is_said_and_not_tried_again(far):
 async def test_a_worker_needs_rabbitmq_and_says_so(far):
     async with far.open(), far.client() as client:
         worker = Worker(client, lambda _ep: 1.0, options=RunnerOptions(progress=False))
-        with pytest.raises(ClientError, match="task queues need an invite with RabbitMQ"):
+        with pytest.raises(ClientError, match="task queues need RabbitMQ: use an invite with RabbitMQ"):
             await worker.run(asyncio.Event())
 
 

@@ -1,4 +1,4 @@
-"""One question to the model of an episode, for agents that need no SDK."""
+"""`ask`: one request to an episode's model, for agents that need no SDK."""
 
 from __future__ import annotations
 
@@ -27,21 +27,30 @@ def ask(
     timeout_s: float = 600.0,
     **options: Any,
 ) -> str:
-    """The text of the answer. `messages` is the question or a whole conversation; `policy` the episode's first unless
-    given; `agent` tags the call for rewards by role; `options` go into the request. Raises EpisodeError."""
-    asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-    body = {"model": policy or ep.model, "messages": asked, **options}
+    """Return the text of the model's answer.
+
+    `messages` is a question or a whole conversation; `policy` defaults to the episode's first policy; `agent` tags the call for
+    rewards by role; `options` are added to the request. Raises EpisodeError.
+    """
+    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    body = {"model": policy or ep.model, "messages": conversation, **options}
     headers = {"X-Swarmq-Agent": agent} if agent else {}
     url = f"{ep.base_url}/chat/completions"
-    mark, read = observe_own_request(ep.api_key, url)
+    mark, record_answer = observe_own_request(ep.api_key, url)
     for attempt in range(ATTEMPTS):
         headers |= {"X-Stainless-Retry-Count": str(attempt), **mark}
-        told: list[Message] = []
+        answer_headers: list[Message] = []
         try:
             answer = post_json(
-                url, body, token=ep.api_key, timeout_s=timeout_s, headers=headers, ca=ep.ca, hear=told.append
+                url,
+                body,
+                token=ep.api_key,
+                timeout_s=timeout_s,
+                headers=headers,
+                ca=ep.ca,
+                on_headers=answer_headers.append,
             )
-            read(told[0])
+            record_answer(answer_headers[0])
             return str(answer["choices"][0]["message"].get("content") or "")
         except HttpError as error:
             if not error.is_transient or attempt + 1 == ATTEMPTS:
@@ -50,6 +59,6 @@ def ask(
     raise AssertionError
 
 
-async def ask_async(ep: Handle, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """As `ask`, for coroutines."""
-    return await run_in_thread(lambda: ask(ep, messages, **how))
+async def ask_async(ep: Handle, messages: str | Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Await `ask` in a thread; `options` are its keyword arguments."""
+    return await run_in_thread(lambda: ask(ep, messages, **options))

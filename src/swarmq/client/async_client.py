@@ -11,7 +11,7 @@ from swarmq.client.runners.task_list import Tasks, evaluate_tasks, train_on_task
 
 
 class AsyncSwarmClient(EpisodeClient):
-    """Join a run: `async with AsyncSwarmClient(invite) as client`.
+    """Connection to a run: `async with AsyncSwarmClient(invite) as client`.
 
     `invite` is the invite's text, a file that holds it, a run folder or an Invite; the default is `$SWARMQ_INVITE`.
     Raises KeyRefusedError for an invalid invite, and BrokerError on entering when RabbitMQ cannot be reached or

@@ -1,7 +1,7 @@
-"""The client for ordinary code: the same calls, blocking, from any number of threads at once.
+"""`SwarmClient`: the blocking client, for any number of threads at once.
 
-your threads ──blocking()──> one daemon thread with the event loop of an AsyncSwarmClient
-coroutine agents run on a loop of their own, so that one that blocks does not cost the broker its heartbeats
+your threads ──run_blocking()──> daemon thread with the event loop of an AsyncSwarmClient
+coroutine agents ──────────────> daemon thread with a loop of its own, so that a blocking agent delays no broker heartbeats
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ T = TypeVar("T")
 def _make_blocking(
     method: Callable[Concatenate[AsyncSwarmClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SwarmClient, P], T]:
-    """The blocking twin of an AsyncSwarmClient's method, with its arguments and its documentation."""
+    """Return the blocking counterpart of an AsyncSwarmClient method, with its arguments and its documentation."""
 
     @functools.wraps(method)
-    def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def blocking_method(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(lambda: method(self._client, *args, **kwargs))
 
-    _set_signature(twin, inspect.signature(method))
-    return twin
+    _set_signature(blocking_method, inspect.signature(method))
+    return blocking_method
 
 
 def _return_blocking_episode(
-    call: Callable[Concatenate[SwarmClient, P], AsyncEpisode],
+    method: Callable[Concatenate[SwarmClient, P], AsyncEpisode],
 ) -> Callable[Concatenate[SwarmClient, P], Episode]:
-    @functools.wraps(call)
-    def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
-        return call(self, *args, **kwargs).blocking()
+    @functools.wraps(method)
+    def blocking_method(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
+        return method(self, *args, **kwargs).blocking()
 
-    _set_signature(twin, inspect.signature(call).replace(return_annotation="Episode"))
-    return twin
+    _set_signature(blocking_method, inspect.signature(method).replace(return_annotation="Episode"))
+    return blocking_method
 
 
-def _set_signature(twin: Any, signature: inspect.Signature) -> None:
-    """What `help` shows: `signature`, as that of a method of the SwarmClient."""
-    this, *others = signature.parameters.values()
-    own = this.replace(name="self", annotation=inspect.Parameter.empty)
-    twin.__signature__ = signature.replace(parameters=[own, *others])
+def _set_signature(method: Any, signature: inspect.Signature) -> None:
+    """Set the signature that `help` shows, with `self` first."""
+    first, *others = signature.parameters.values()
+    itself = first.replace(name="self", annotation=inspect.Parameter.empty)
+    method.__signature__ = signature.replace(parameters=[itself, *others])
 
 
 class SwarmClient:
-    """Join a run: `client = SwarmClient()`; close it, or use it in a `with` block. Connects at once.
+    """Connection to a run for blocking code: `client = SwarmClient()`; close it, or use it in a `with` block. Works in
+    notebooks.
 
-    `invite` is the text, a file, a run folder or an Invite; without it `$SWARMQ_INVITE`. Raises KeyRefusedError
-    where that is wrong and BrokerError when RabbitMQ cannot be reached or refuses. Works in notebooks.
+    `invite` is the invite's text, a file that holds it, a run folder or an Invite; the default is `$SWARMQ_INVITE`. Connects at
+    once. Raises KeyRefusedError for an invalid invite, and BrokerError if RabbitMQ cannot be reached or refuses the connection.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class SwarmClient:
         self._client.agent_loop = LoopThread("swarmq-agents")
         self._io = LoopThread("swarmq-client")
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._lived = asyncio.run_coroutine_threadsafe(self._live(opened), self._io.loop)
+        self._life = asyncio.run_coroutine_threadsafe(self._run_client(opened), self._io.loop)
         try:
             opened.result()
         except BaseException as error:
-            self._lived.cancel()
+            self._life.cancel()
             self._stop_threads()
             raise drop_traceback(error) from None
         self._pid = os.getpid()
@@ -98,13 +99,14 @@ class SwarmClient:
         self.close()
 
     def close(self) -> None:
-        """Abort open episodes, wait a little for unconfirmed ends (later: the spool), disconnect. Idempotent."""
+        """Abort open episodes, wait briefly for unconfirmed ends, which otherwise stay in the spool, and disconnect.
+        Idempotent."""
         if self._pid != os.getpid() or self._io.loop.is_closed():
             return
         atexit.unregister(self.close)
         self._io.loop.call_soon_threadsafe(self._closing.set)
         try:
-            self._lived.result(timeout=2 * DRAIN_S)
+            self._life.result(timeout=2 * DRAIN_S)
         finally:
             self._stop_threads()
 
@@ -125,9 +127,10 @@ class SwarmClient:
 
     @contextlib.contextmanager
     def episode(self, task: Any, **options: Any) -> Iterator[Episode]:
-        """`with client.episode(task) as ep:`, with `ep.end(reward)` inside; options as begin_episode.
+        """Begin an episode and end it inside the block: `with client.episode(task) as ep:` with `ep.end(reward)`.
 
-        An exception fails the episode with its traceback as reason, an interrupt aborts it; both go on upwards.
+        `options` are those of `begin_episode`. An exception fails the episode with the traceback as its reason, an interrupt
+        aborts it; both propagate.
         """
         ep = self.begin_episode(task, **options)
         try:
@@ -138,15 +141,15 @@ class SwarmClient:
             raise
         self._call(lambda: self._client.require_end(ep))
 
-    def _call(self, make: CoroutineFactory[T]) -> T:
-        if not self._lived.done():
+    def _call(self, make_coroutine: CoroutineFactory[T]) -> T:
+        if not self._life.done():
             self._client.check_usable()
-        elif error := self._lived.exception():
-            raise ClientError(f"the client has broken down: {error!r}; make a new one") from error
-        return run_blocking(self._io.loop, make)
+        elif error := self._life.exception():
+            raise ClientError(f"the client has failed ({error!r}): create a new one") from error
+        return run_blocking(self._io.loop, make_coroutine)
 
-    async def _live(self, opened: concurrent.futures.Future[None]) -> None:
-        """The client is entered and left in one task, which is this."""
+    async def _run_client(self, opened: concurrent.futures.Future[None]) -> None:
+        """Enter and leave the client in one task, as its task group requires."""
         self._closing = asyncio.Event()
         try:
             async with self._client:

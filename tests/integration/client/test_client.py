@@ -219,7 +219,7 @@ os.wait()
 """
         process = script(code, run.environment)
         output, _ = await asyncio.to_thread(process.communicate)
-        assert "make a new one after a fork" in output
+        assert "create a new client after a fork" in output
         assert process.returncode == 0
 
 

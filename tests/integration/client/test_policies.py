@@ -129,7 +129,9 @@ async def test_an_end_that_lacks_a_reward_ends_nothing(amqp_url, run_name, tmp_p
                 await ep.end(rewards={"planner": 1.0, "executor": 1.0, "judge": 1.0})
             assert {fate.state for fate in read_fates(run.job.run_folder.inbox).values()} <= {"open"}
             await ep.end(rewards={"planner": 1.0, "executor": 0.0})
-        with pytest.raises(EpisodeError, match="policies: writer given; those of the run are planner, executor, judge"):
+        with pytest.raises(
+            EpisodeError, match="policies: writer given; the run's policies are planner, executor, judge"
+        ):
             await run.client.begin_episode({"id": "t"}, policies=["writer"])
 
 

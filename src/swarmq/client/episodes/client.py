@@ -1,4 +1,4 @@
-"""The client: begins episodes, mints their keys, and does not rest until their ends are confirmed.
+"""The client: begins episodes, mints their keys, and sends their ends until they are confirmed.
 
     begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> key minted
     end     checked ──> spooled to disk ──> EpisodeEnd confirmed ──> unspooled         (transport.py: AMQP or HTTP)
@@ -40,11 +40,11 @@ from swarmq.outcome import Outcome, combine_end_arguments, explain_untrainable, 
 from swarmq.runtime.logs import log
 
 DRAIN_S = 10.0
-"""How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
+"""Seconds that closing waits for ends that the broker has not confirmed; after that, they stay in the spool."""
 REMEMBERED_ENDS = 1024
 ORPHAN_INTERVAL_S = 30.0
 WARNING_INTERVAL_S = 60.0
-"""How often a client warns of episodes that called no model."""
+"""Least seconds between two warnings of the same kind, e.g. about episodes without a model call."""
 KEY_LIFETIME_S = ProxySettings().key_lifetime_s
 
 OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
@@ -77,10 +77,11 @@ class EpisodeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeClient:
-    """Join a run: `async with EpisodeClient(invite) as client`.
+    """Connection to a run: `async with EpisodeClient(invite) as client`.
 
-    `invite` is the text, a file, a run folder or an Invite; without it `$SWARMQ_INVITE`. Raises KeyRefusedError
-    where that is wrong, and BrokerError on entering when RabbitMQ cannot be reached or refuses.
+    `invite` is the invite's text, a file that holds it, a run folder or an Invite; the default is `$SWARMQ_INVITE`. Raises
+    KeyRefusedError for an invalid invite, and BrokerError on entering when RabbitMQ cannot be reached or refuses the
+    connection.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class EpisodeClient:
         self._clock = ProxyClock(self.invite, now=now)
         self.numbering = SlotNumbering()
         self.agent_loop: LoopThread | None = None
-        """Where coroutine agents run; None: on the loop of their caller."""
+        """Event loop of coroutine agents; None: the caller's."""
         self._code_version = code_version
         self._spool_root = spool or spool_root(self.invite)
         self._open_broker = open_broker
@@ -129,7 +130,7 @@ class EpisodeClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is open, wait a little for the ends that are being sent, leave the rest to the spool."""
+        """Abort open episodes, wait up to DRAIN_S for the ends being sent, and leave the rest in the spool."""
         for record in list(self._open.values()):
             if record.end is None:
                 self._start_sending(record, make_unfinished_end(record.begin, "aborted", "the client was closed"))
@@ -149,11 +150,11 @@ class EpisodeClient:
 
     @property
     def broker(self) -> Broker:
-        """Raises ClientError where the invite leads to the proxy alone."""
+        """The broker. Raises ClientError if the invite allows HTTP only."""
         if self._broker is None:
             raise ClientError(
-                f"client {self.invite.client!r} was invited to the proxy alone (--http): task queues need an invite with "
-                "RabbitMQ; loops of one's own, e.g. run_episodes_until_all_complete, need none"
+                f"client {self.invite.client!r} was invited for HTTP only (--http), and task queues need RabbitMQ: use an "
+                "invite with RabbitMQ, or attempt your own list of tasks with run_episodes_until_all_complete"
             )
         return self._broker
 
@@ -183,14 +184,16 @@ class EpisodeClient:
         max_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> AsyncEpisode:
-        """One attempt at `task`: a SwarmTask, a dict, or anything with an `id` or encodable content.
+        """Begin an attempt at `task`: a SwarmTask, a dict, or any value that has an `id` or can be encoded.
 
-        Training episodes wait for a ticket of their kind. Without `slot`, repeated attempts at one task fill a
-        group of `group_size` (the run's), then the next group. To retry pass `slot=failed.slot,
-        attempt=failed.attempt + 1`; if a `last_attempt` fails, the group goes on without the slot. The collector gives
-        the episode up after `silence_s` (the run's) without a model call; its key is refused after `lifetime_s`,
-        `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
-        Raises EpisodeError for an unknown kind or policy, for policies of which none is trained, and when `deadline_s` passes, BrokerError.
+        Training episodes wait for a ticket of their kind. Without `slot`, repeated attempts at one task fill a group of
+        `group_size` (default: the run's), then the next group. To retry, pass `slot=failed.slot, attempt=failed.attempt + 1`;
+        if a `last_attempt` fails, the group is completed without the slot. The collector gives the episode up after `silence_s`
+        (default: the run's) without a model call; its key is refused after `lifetime_s`, `max_calls` calls or `max_tokens`
+        sampled tokens (0: no limit).
+
+        Raises EpisodeError for an unknown kind or policy, if none of the policies is trained, or when `deadline_s` passes;
+        BrokerError if the broker refuses.
         """
         options = EpisodeOptions(
             policies=policies,
@@ -212,13 +215,13 @@ class EpisodeClient:
     async def begin(self, task: Any, options: EpisodeOptions) -> AsyncEpisode:
         """Begin an episode as `begin_episode` does, with its arguments in one record."""
         self.check_usable()
-        piece = as_task(task)
-        kind = self.resolve_kind(options.kind or piece.kind)
+        swarm_task = as_task(task)
+        kind = self.resolve_kind(options.kind or swarm_task.kind)
         group_size = options.group_size or (self.group_size_of(kind) if options.mode == "train" else 1)
         begin = EpisodeBegin(
             run=self.invite.run,
             episode_id=new_id(),
-            slot=options.slot or self.numbering.next_slot(piece.id, group_size),
+            slot=options.slot or self.numbering.next_slot(swarm_task.id, group_size),
             kind=kind,
             group_size=group_size,
             policies=self._resolve_policies(options.policies, options.mode),
@@ -235,12 +238,12 @@ class EpisodeClient:
         except TimeoutError as error:
             raise EpisodeError(
                 f"no episode of kind {kind!r} could begin within {options.deadline_s} s: the run is ahead of its learner, "
-                "paused or drained, or its collector or broker does not answer; see `swarmq status`"
+                "paused or drained, or its collector or broker does not answer; run `swarmq status` to see which"
             ) from error
         key = self._mint_key(begin, options)
         base_url = self._transport.base_url_of(begin.episode_id)
         record = EpisodeRecord(
-            begin=begin, task=piece, base_url=base_url, api_key=key, last_attempt=options.last_attempt
+            begin=begin, task=swarm_task, base_url=base_url, api_key=key, last_attempt=options.last_attempt
         )
         received_answers.watch(key, record.received)
         self._open[begin.episode_id] = record
@@ -258,31 +261,33 @@ class EpisodeClient:
         agent_rewards: Mapping[str, Mapping[str, float]] | None = None,
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """As AsyncEpisode.end; `episode` may also be an episode id."""
+        """End an episode as `AsyncEpisode.end` does; `episode` may also be an episode id."""
         outcome = combine_end_arguments(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         await self.end_with(episode, outcome)
 
     async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
-        """As end_episode, with everything in one Outcome."""
+        """End an episode as `end_episode` does, with its arguments in one Outcome."""
         record = self._find(episode)
         self._warn_without_calls(record)
         await self._finish(record, make_finished_end(record.begin, outcome, frozen=self.invite.frozen))
 
     async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
-        """Given up on purpose: never trained, the slot is free for another attempt if this was not the last."""
+        """Abort an episode on purpose: it is never trained, and its slot can be attempted again unless this was the last
+        attempt."""
         record = self._find(episode)
         await self._finish(record, make_unfinished_end(record.begin, "aborted", reason, final=record.last_attempt))
 
     async def fail_episode(self, episode: Handle | str, reason: str) -> None:
-        """Something broke: never trained, never a reward of 0."""
+        """Report that something broke: the episode is never trained, and gets no reward rather than 0."""
         record = self._find(episode)
         await self._finish(record, make_unfinished_end(record.begin, "failed", reason, final=record.last_attempt))
 
     @contextlib.asynccontextmanager
     async def episode(self, task: Any, **options: Any) -> AsyncIterator[AsyncEpisode]:
-        """`async with client.episode(task) as ep:`, with `await ep.end(reward)` inside; options as begin_episode.
+        """Begin an episode and end it inside the block: `async with client.episode(task) as ep:` with `await ep.end(reward)`.
 
-        An exception fails the episode with its traceback as reason, an interrupt aborts it; both go on upwards.
+        `options` are those of `begin_episode`. An exception fails the episode with the traceback as its reason, an interrupt
+        aborts it; both propagate.
         """
         ep = await self.begin_episode(task, **options)
         try:
@@ -293,25 +298,27 @@ class EpisodeClient:
         await self.require_end(ep)
 
     def code_version_of(self, function: Callable[..., Any]) -> str:
-        """The one this client was given, else a hash of the file that holds `function`."""
+        """Return the code version given to this client, or else a hash of the file that holds `function`."""
         return self._code_version or hash_source_file(function)
 
     async def end_after_error(self, ep: Handle, error: BaseException) -> None:
-        """Fail the episode for an exception, abort it for an interrupt; where it has ended, wait for the confirm."""
-        with contextlib.suppress(SwarmqError):  # then it is open again
+        """Fail the episode for an exception, abort it for an interrupt. If the episode has already ended, wait for the
+        confirmation."""
+        with contextlib.suppress(SwarmqError):  # the episode is then open again
             await self.wait_for_confirmation(ep)
         if ep.ended:
             return
         if isinstance(error, Exception | SystemExit):
             await self.fail_episode(ep, "".join(traceback.format_exception(error)))
         else:
-            record = self._find(ep)  # be it the last attempt: who interrupts it may have its slot attempted again
+            record = self._find(ep)  # not final even if it was the last attempt: its slot may be attempted again
             await self._finish(
                 record, make_unfinished_end(record.begin, "aborted", f"interrupted by {type(error).__name__}")
             )
 
     def _warn_without_calls(self, record: EpisodeRecord) -> None:
-        """An episode without a model call trains nothing. Its calls are the proxy's to see, but none is made without a key."""
+        """Warn of a finished training episode without a model call, which trains nothing. The client sees no calls, but each
+        needs the key."""
         now = self.loop.time()
         if record.key_was_read or record.end or record.begin.mode == "eval" or now < self._warn_of_no_calls_at:
             return
@@ -320,11 +327,11 @@ class EpisodeClient:
             "episode_without_a_model_call",
             episode=record.begin.episode_id,
             task=record.task.id,
-            meaning="it will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
+            meaning="the episode will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
         )
 
     def _warn_of_unreceived_rewards(self, end: EpisodeEnd) -> None:
-        """A reward for a call whose answer did not arrive is nobody's. Calls of other processes may have arrived there."""
+        """Warn of rewards for calls whose answers this process did not receive. Another process may have received them."""
         now = self.loop.time()
         lost = sorted(end.call_rewards.keys() - set(end.received or ()))
         if end.received is None or not lost or now < self._warn_of_rewards_at:
@@ -334,46 +341,46 @@ class EpisodeClient:
             "reward_for_a_call_without_an_answer",
             episode=end.episode_id,
             calls=lost,
-            meaning="this process did not see their answers arrive; if no other one did, they are not trained",
+            meaning="this process did not receive these calls' answers; unless another process did, the calls are not trained",
         )
 
     async def wait_for_confirmation(self, ep: Handle) -> None:
-        """Returns when nothing of this episode is under way. Raises what kept its end from being confirmed."""
-        sending = ep._record.sending  # noqa: SLF001 - a handle is this module's own
+        """Wait until no end of this episode is being sent. Raises the error that prevented its confirmation."""
+        sending = ep._record.sending  # noqa: SLF001 - handles belong to this package
         if sending is not None and (error := await asyncio.shield(sending)):
             raise error
 
     async def require_end(self, ep: Handle) -> None:
-        """The block of an episode was left in peace; it should have ended by now."""
+        """Fail the episode, with a warning, if its block was left without an end."""
         if not ep.ended:
             log.warning("episode_left_open", episode=ep.episode_id, action="call ep.end(reward) inside the block")
             await self.fail_episode(ep, "the block was left without end(reward)")
 
     async def proxy_serves(self) -> bool:
-        """Whether the run's proxy and its engines answer."""
+        """Return whether the run's proxy and its engines answer."""
         from swarmq.client.episodes.http import is_reachable  # noqa: PLC0415 - most clients need no HTTP of their own
 
         return await run_in_thread(is_reachable, f"{self.invite.base_url.removesuffix('/v1')}/health", self.invite.ca)
 
     def check_usable(self) -> None:
-        """Raises ClientError where this object cannot be used."""
+        """Raise ClientError if this client is not open, or belongs to another process."""
         if self._pid != os.getpid():
-            raise ClientError("this client belongs to the process that made it: make a new one after a fork")
+            raise ClientError("this client belongs to the process that created it: create a new client after a fork")
         if self._state != "open":
             raise ClientError(f"the client is {self._state}")
 
     def resolve_kind(self, kind: str | None) -> str:
-        """`kind`, or the run's only one. Raises EpisodeError for a kind the run does not have."""
+        """Return `kind`, or the run's only kind if None. Raises EpisodeError for a kind that the run does not have."""
         known = self.invite.kinds
         if kind is None and len(known) == 1:
             return known[0]
         if kind not in known:
-            given = "the task has no kind" if kind is None else f"kind {kind!r} is not part of the run"
-            raise EpisodeError(f"{given}: its kinds are {', '.join(known)}")
+            problem = "the task has no kind" if kind is None else f"kind {kind!r} is not part of the run"
+            raise EpisodeError(f"{problem}: the run's kinds are {', '.join(known)}")
         return kind
 
     def group_size_of(self, kind: str) -> int:
-        """Attempts that make a group: what the newest ticket of the kind says, else the invite."""
+        """Return the number of attempts in a group: from the kind's newest ticket, or else from the invite."""
         return self._transport.group_size_of(kind) or self.invite.group_sizes.get(kind, self.invite.group_size)
 
     def _resolve_policies(self, policies: Sequence[str] | None, mode: Mode) -> tuple[str, ...]:
@@ -383,19 +390,19 @@ class EpisodeClient:
         chosen = tuple(dict.fromkeys(known if policies is None else policies))
         if not chosen or (unknown := set(chosen) - set(known)):
             given = ", ".join(sorted(unknown)) if chosen else "none"
-            raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
+            raise EpisodeError(f"policies: {given} given; the run's policies are {', '.join(known)}")
         if mode == "train" and (refusal := explain_untrainable(chosen, known, self.invite.frozen)):
             raise EpisodeError(refusal)
         return chosen
 
     @contextlib.asynccontextmanager
     async def _spool_begin(self, begin: EpisodeBegin) -> AsyncIterator[None]:
-        """On this machine's disk before it begins, for who finds us dead; forgotten if it does not begin."""
+        """Spool the begin, so that a later process can abort the episode after a crash; unspool it if the block raises."""
         try:
             await self._run_on_disk(self._spool.begin, begin)
         except ClientError as error:
             log.warning(
-                "spool_unusable", error=str(error), meaning="if the process dies, this episode ends by its silence"
+                "spool_unusable", error=str(error), meaning="if this process dies, the episode ends after its silence"
             )
         try:
             yield
@@ -421,10 +428,10 @@ class EpisodeClient:
     def _find(self, episode: Handle | str) -> EpisodeRecord:
         self.check_usable()
         if isinstance(episode, Handle):
-            return episode._record  # noqa: SLF001 - a handle is this module's own
+            return episode._record  # noqa: SLF001 - handles belong to this package
         if record := self._open.get(episode) or self._ended.get(episode):
             return record
-        raise EpisodeError(f"episode {episode!r} is unknown to this client: end it with the client that began it")
+        raise EpisodeError(f"episode {episode!r} was not begun by this client: end it with the client that began it")
 
     async def _finish(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
         self.check_usable()
@@ -432,11 +439,11 @@ class EpisodeClient:
             if end.status == "finished":
                 end = msgspec.structs.replace(end, received=record.received.calls())
                 self._warn_of_unreceived_rewards(end)
-            encode(end)  # too large is said now, while the episode can still be ended otherwise
+            encode(end)  # raises if it is too large, while the episode can still be ended in another way
             self._start_sending(record, end)
         elif record.end != msgspec.structs.replace(end, received=record.end.received):
             raise EpisodeError(
-                f"episode {end.episode_id} has ended as {_describe_end(record.end)}; now it is to end as "
+                f"episode {end.episode_id} has already ended: {_describe_end(record.end)}; the new end is "
                 f"{_describe_end(end)}: the first end counts, nothing was sent"
             )
         await self.wait_for_confirmation(AsyncEpisode(self, record))
@@ -448,14 +455,15 @@ class EpisodeClient:
         record.sending.add_done_callback(self._sending.discard)
 
     async def _deliver(self, record: EpisodeRecord, end: EpisodeEnd) -> SwarmqError | None:
-        """Returns the error instead of raising it: it belongs to those who wait, not to the task group."""
+        """Spool and send the end. Returns an error instead of raising it, because it concerns the callers that wait, not the
+        task group."""
         try:
             await self._spool_and_publish(end)
         except SwarmqError as error:
-            record.end = record.sending = None  # open again; what is spooled is tried again by the next client
+            record.end = record.sending = None  # open again; the next client sends the spooled end
             return error
         except asyncio.CancelledError:
-            return ClientError("the client was closed before the broker confirmed the end: it is in the spool")
+            return ClientError("the client was closed before the broker confirmed the end; the end is in the spool")
         self._open.pop(end.episode_id, None)
         received_answers.unwatch(record.api_key)
         self._remember(record)
@@ -465,12 +473,12 @@ class EpisodeClient:
         try:
             await self._run_on_disk(self._spool.put, end)
         except ClientError as error:
-            log.warning("spool_unusable", error=str(error), meaning="this end is lost if the process dies now")
+            log.warning("spool_unusable", error=str(error), meaning="the end is lost if this process dies now")
         await self._transport.end(end)
         await self._run_on_disk(self._spool.remove, end.episode_id)
 
     def _remember(self, record: EpisodeRecord) -> None:
-        """So that ending again by id is recognised; without the task's data and the key."""
+        """Remember the end, without the task's data and the key, so that a repeated end by id is recognised."""
         slim = EpisodeRecord(begin=record.begin, task=SwarmTask(record.task.id), base_url=record.base_url, api_key="")
         slim.end, slim.sending = record.end, record.sending
         self._ended[record.begin.episode_id] = slim
@@ -478,13 +486,13 @@ class EpisodeClient:
             self._ended.popitem(last=False)
 
     async def _keep_delivering_orphans(self) -> None:
-        """Now and then: the processes of one machine end what a dead one has left."""
+        """Deliver orphans at intervals: processes of one machine end the episodes of those that died."""
         while True:
             await asyncio.sleep(ORPHAN_INTERVAL_S)
             await self._deliver_orphans()
 
     async def _deliver_orphans(self) -> None:
-        """What processes that have died could not deliver, and episodes that they left open."""
+        """Deliver the ends left by processes that have died, and abort the episodes that they left open."""
         await asyncio.wait({self._clock_sync})
         for folder in self._spool.others():
             with Orphan.claim(folder) as orphan:
@@ -506,11 +514,11 @@ class EpisodeClient:
             delivered += 1
         return delivered
 
-    async def _run_on_disk(self, act: Callable[..., None], *arguments: Any) -> None:
+    async def _run_on_disk(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            await self.loop.run_in_executor(self._disk, act, *arguments)
+            await self.loop.run_in_executor(self._disk, function, *arguments)
         except RuntimeError:  # the interpreter is ending and its executors take no more work
-            act(*arguments)
+            function(*arguments)
 
 
 def _describe_end(end: EpisodeEnd) -> str:

@@ -1,4 +1,4 @@
-"""What a person holds of an episode: where to send completions, and how to say that it is over."""
+"""Handles of an episode: where to send model calls, and how to end the episode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeRecord:
-    """All that the client knows of one episode; touched on the client's loop only."""
+    """Everything the client knows of one episode; used on the client's event loop only."""
 
     def __init__(
         self, *, begin: EpisodeBegin, task: SwarmTask, base_url: str, api_key: str, last_attempt: bool = False
@@ -30,27 +30,27 @@ class EpisodeRecord:
         self.base_url = base_url
         self.api_key = api_key
         self.received = ReceivedAnswers(base_url)
-        """What its agent was answered in this process."""
+        """Calls whose answers this process received."""
         self.end: EpisodeEnd | None = None
         self.sending: asyncio.Task[SwarmqError | None] | None = None
         self.key_was_read = False
-        """Set by the agent's thread, once: without its key no model was called."""
+        """Whether the agent has read the key, which every model call needs. Set once, by the agent's thread."""
 
 
 class Handle:
-    """The facts of an episode, the same in both kinds of handle."""
+    """Facts of an episode, common to `Episode` and `AsyncEpisode`."""
 
     def __init__(self, client: EpisodeClient, record: EpisodeRecord) -> None:
         self._client = client
         self._record = record
 
-    def _wait(self, make: CoroutineFactory[T]) -> T:
+    def _run(self, make_coroutine: CoroutineFactory[T]) -> T:
         self._client.check_usable()
-        return run_blocking(self._client.loop, make)
+        return run_blocking(self._client.loop, make_coroutine)
 
-    async def _hop(self, make: CoroutineFactory[T]) -> T:
+    async def _await(self, make_coroutine: CoroutineFactory[T]) -> T:
         self._client.check_usable()
-        return await await_on(self._client.loop, make)
+        return await await_on(self._client.loop, make_coroutine)
 
     def __repr__(self) -> str:
         begin = self._record.begin
@@ -62,24 +62,24 @@ class Handle:
 
     @property
     def base_url(self) -> str:
-        """For any OpenAI client: ends in `/v1`."""
+        """URL of the run's proxy for any OpenAI client; ends in `/v1`."""
         return self._record.base_url
 
     @property
     def api_key(self) -> str:
-        """For any OpenAI client; valid for this episode alone."""
+        """API key for any OpenAI client; valid for this episode only."""
         self._record.key_was_read = True
-        received_answers.watch_libraries()  # by now its agent has loaded the one that it uses
+        received_answers.watch_libraries()  # by now the agent has loaded its HTTP library
         return self._record.api_key
 
     @property
     def ca(self) -> bytes:
-        """Certificate (DER) to trust at `base_url`; empty: those of the machine."""
+        """Certificate (DER) to trust at `base_url`; empty: trust the machine's certificates."""
         return self._client.invite.ca
 
     @property
     def model(self) -> str:
-        """What to pass as `model`: the episode's first policy."""
+        """Value of `model` in requests: the episode's first policy."""
         return self._record.begin.policies[0]
 
     @property
@@ -92,7 +92,7 @@ class Handle:
 
     @property
     def payload(self) -> Any:
-        """The task's data, as it was fed or listed."""
+        """Data of the task."""
         return self._record.task.payload
 
     @property
@@ -105,7 +105,7 @@ class Handle:
 
     @property
     def attempt(self) -> int:
-        """0 for the first; above, earlier ones of this slot have failed."""
+        """Number of earlier attempts at this slot."""
         return self._record.begin.attempt
 
     @property
@@ -114,7 +114,7 @@ class Handle:
 
     @property
     def outcome(self) -> EpisodeEnd | None:
-        """How it ended; None while it is open."""
+        """How the episode ended; None while it is open."""
         return self._record.end
 
     @property
@@ -123,10 +123,10 @@ class Handle:
 
 
 class AsyncEpisode(Handle):
-    """An episode for coroutines, on whatever event loop they run."""
+    """Handle of an episode for coroutines on any event loop."""
 
     def blocking(self) -> Episode:
-        """The same episode, for ordinary functions in other threads."""
+        """Return a blocking handle of the same episode, for functions in other threads."""
         return Episode(self._client, self._record)
 
     async def end(
@@ -140,25 +140,27 @@ class AsyncEpisode(Handle):
         agent_rewards: Mapping[str, Mapping[str, float]] | None = None,
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """Finished, with a reward for all policies or one for each, or with an Outcome. Returns once the broker has confirmed it.
+        """End the episode with one reward for all policies, `rewards` by policy, or an Outcome; return once the broker has
+        confirmed the end.
 
-        Raises OutcomeError for a reward that is not a finite number (nothing is sent, the episode stays open) and
-        EpisodeError when the episode has ended in another way before; the same end again is no error.
+        Raises OutcomeError for a reward that is not a finite number (nothing is sent and the episode stays open), and
+        EpisodeError if the episode has already ended differently. A repeated equal end is accepted.
         """
         outcome = combine_end_arguments(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
-        await self._hop(lambda: self._client.end_with(self, outcome))
+        await self._await(lambda: self._client.end_with(self, outcome))
 
     async def abort(self, reason: str = "aborted by the client") -> None:
-        """Given up on purpose: never trained, the slot is free for another attempt if this was not the last."""
-        await self._hop(lambda: self._client.abort_episode(self, reason))
+        """Abort the episode on purpose: it is never trained, and its slot can be attempted again unless this was the last
+        attempt."""
+        await self._await(lambda: self._client.abort_episode(self, reason))
 
     async def fail(self, reason: str) -> None:
-        """Something broke: never trained, never a reward of 0."""
-        await self._hop(lambda: self._client.fail_episode(self, reason))
+        """Report that something broke: the episode is never trained, and gets no reward rather than 0."""
+        await self._await(lambda: self._client.fail_episode(self, reason))
 
 
 class Episode(Handle):
-    """An episode for ordinary functions, in whatever thread they run."""
+    """Handle of an episode for blocking code in any thread."""
 
     def end(
         self,
@@ -171,14 +173,14 @@ class Episode(Handle):
         agent_rewards: Mapping[str, Mapping[str, float]] | None = None,
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """As AsyncEpisode.end."""
+        """End the episode as `AsyncEpisode.end` does."""
         outcome = combine_end_arguments(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
-        self._wait(lambda: self._client.end_with(self, outcome))
+        self._run(lambda: self._client.end_with(self, outcome))
 
     def abort(self, reason: str = "aborted by the client") -> None:
-        """As AsyncEpisode.abort."""
-        self._wait(lambda: self._client.abort_episode(self, reason))
+        """Abort the episode as `AsyncEpisode.abort` does."""
+        self._run(lambda: self._client.abort_episode(self, reason))
 
     def fail(self, reason: str) -> None:
-        """As AsyncEpisode.fail."""
-        self._wait(lambda: self._client.fail_episode(self, reason))
+        """Fail the episode as `AsyncEpisode.fail` does."""
+        self._run(lambda: self._client.fail_episode(self, reason))

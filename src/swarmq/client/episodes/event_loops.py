@@ -1,8 +1,7 @@
-"""Between threads and event loops.
+"""Calls between threads and event loops.
 
-the user's threads --blocking()--> the client's loop (broker connections, heartbeats)
-an agent's loop    --hop()------->        |
-                                          └──in_thread(), LoopThread──> agents, which may block as they like
+user's threads --run_blocking()--> client's loop (broker connections, heartbeats) ──run_in_thread(), LoopThread──> agents,
+agent's loop   --await_on()------>                                                                         which may block
 """
 
 from __future__ import annotations
@@ -19,49 +18,53 @@ from swarmq.errors import ClientError
 
 T = TypeVar("T")
 CoroutineFactory = Callable[[], Coroutine[Any, Any, T]]
-"""Makes the coroutine only when it is certain to run, so that none is left unawaited."""
+"""Function that creates the coroutine; called only when the coroutine is certain to be awaited."""
 
 INTERRUPT_S = 10.0
-"""How long an interrupted call may tidy up (abort its episodes) before the interrupt goes on."""
+"""Seconds that an interrupted call may take to abort its episodes before the interrupt propagates."""
 
 
-def run_blocking(loop: asyncio.AbstractEventLoop, make: CoroutineFactory[T]) -> T:
-    """Run on `loop`, which another thread drives, and wait. An interrupt cancels it and waits for its end."""
+def run_blocking(loop: asyncio.AbstractEventLoop, make_coroutine: CoroutineFactory[T]) -> T:
+    """Run a coroutine on `loop`, which another thread drives, and wait for its result.
+
+    An interrupt cancels the coroutine and waits for its end. Raises ClientError on the loop's own thread, or if the loop is
+    closed.
+    """
     if _get_running_loop() is loop:
         raise ClientError(
-            "a blocking call inside the client's own event loop would wait for itself: in coroutines use "
-            "AsyncSwarmClient, or await the methods of the episode you were given"
+            "a blocking call on the client's own event loop would wait for itself: in coroutines use AsyncSwarmClient, or "
+            "await the methods of the AsyncEpisode"
         )
     ended = threading.Event()
 
     async def run() -> T:
         try:
-            return await make()
+            return await make_coroutine()
         finally:
             ended.set()
 
     if loop.is_closed():
-        raise ClientError("the client is closed: make a new one")
+        raise ClientError("the client is closed: create a new one")
     future = asyncio.run_coroutine_threadsafe(run(), loop)
     try:
         return future.result()
     except concurrent.futures.CancelledError as error:
-        raise ClientError("the client was closed before this was done") from error
+        raise ClientError("the client was closed before this call was done") from error
     except BaseException:
         if future.cancel():
             ended.wait(INTERRUPT_S)
         raise
 
 
-async def await_on(loop: asyncio.AbstractEventLoop, make: CoroutineFactory[T]) -> T:
-    """Await on `loop`, be it the running one or another thread's."""
+async def await_on(loop: asyncio.AbstractEventLoop, make_coroutine: CoroutineFactory[T]) -> T:
+    """Await a coroutine on `loop`, which may be the running loop or another thread's."""
     if _get_running_loop() is loop:
-        return await make()
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
+        return await make_coroutine()
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make_coroutine(), loop))
 
 
 async def run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call in a daemon thread of its own: an agent that hangs never keeps the process from ending."""
+    """Call a function in a new daemon thread, so that an agent that hangs never keeps the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()
@@ -70,7 +73,7 @@ async def run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
         result, error = None, None
         try:
             result = context.run(function, *arguments)
-        except BaseException as raised:  # the waiting coroutine decides about it
+        except BaseException as raised:  # raised again in the waiting coroutine
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop has ended and nobody waits
             loop.call_soon_threadsafe(settle, result, error)
@@ -94,12 +97,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    async def call(self, make: CoroutineFactory[T]) -> T:
-        """Await there, from a coroutine here."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self.loop))
+    async def call(self, make_coroutine: CoroutineFactory[T]) -> T:
+        """Await a coroutine on this thread's loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make_coroutine(), self.loop))
 
     def close(self) -> None:
-        """Cancel what still runs there and end the thread."""
+        """Cancel the tasks of this loop and end the thread."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(INTERRUPT_S)

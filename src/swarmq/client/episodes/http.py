@@ -1,6 +1,6 @@
-"""JSON over HTTP with what Python brings along: proxies from the environment, a private authority, no new dependency.
+"""JSON over HTTP with the standard library: uses proxies from the environment and accepts a private certificate authority.
 
-Calls block; `in_thread` keeps them off an event loop.
+Calls block; use `run_in_thread` on an event loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import msgspec
 from swarmq.errors import SwarmqError
 
 PROBE_TIMEOUT_S = 5.0
-"""For an answer that says no more than that somebody is there."""
+"""Time limit of requests that only ask whether a server answers."""
 
 
 class HttpError(SwarmqError):
-    """No answer, or one that is not a success. `status` is 0 without an answer."""
+    """A request without an answer, or with an error as answer. `status` is 0 without an answer."""
 
     def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -44,15 +44,15 @@ def post_json(
     timeout_s: float,
     headers: dict[str, str] | None = None,
     ca: bytes = b"",
-    hear: Callable[[Message], None] | None = None,
+    on_headers: Callable[[Message], None] | None = None,
 ) -> Any:
-    """The JSON of the answer; `hear` gets its headers. Raises HttpError with what the server said."""
-    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
-    request = urllib.request.Request(url, msgspec.json.encode(body), sent, method="POST")  # noqa: S310 - from the invite
+    """Return the decoded JSON answer; `on_headers` is called with its headers. Raises HttpError with the server's message."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
+    request = urllib.request.Request(url, msgspec.json.encode(body), headers, method="POST")  # noqa: S310 - from the invite
     try:
         with urllib.request.urlopen(request, timeout=timeout_s, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310
-            if hear is not None:
-                hear(answer.headers)
+            if on_headers is not None:
+                on_headers(answer.headers)
             return msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -69,26 +69,27 @@ def post_json(
 
 
 def is_reachable(url: str, ca: bytes = b"") -> bool:
-    """Whether a GET of a page succeeds within LOOK_S."""
+    """Return whether a GET request succeeds within PROBE_TIMEOUT_S."""
     try:
         with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310 - from the invite
             return bool(answer.status < http.client.BAD_REQUEST)
-    except (OSError, http.client.HTTPException):  # HTTPError is one
+    except (OSError, http.client.HTTPException):  # HTTPError is an OSError
         return False
 
 
 def fetch_date(url: str, ca: bytes = b"") -> float | None:
-    """Unix time by the clock of whoever answers, be it with an error; None where nobody does within LOOK_S, or says no date."""
+    """Return the server's clock as Unix time, also from an error page; None without an answer within PROBE_TIMEOUT_S or without
+    a date."""
     try:
         with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310 - from the invite
-            said = answer.headers.get("Date")
+            date = answer.headers.get("Date")
     except urllib.error.HTTPError as error:
         with error:
-            said = error.headers.get("Date")
+            date = error.headers.get("Date")
     except (OSError, http.client.HTTPException, ValueError):
         return None
     try:
-        return parsedate_to_datetime(said).timestamp() if said else None
+        return parsedate_to_datetime(date).timestamp() if date else None
     except ValueError:
         return None
 

@@ -1,12 +1,12 @@
-"""Episodes through the proxy's control routes, for clients whose network passes nothing but HTTP (docs/control.md).
+"""Episodes through the proxy's control routes, for clients whose network permits only HTTP (docs/control.md).
 
-    begin   POST <proxy>/v1/control/episodes            asked again with the same id until there is a ticket
-    end     POST <proxy>/v1/control/episodes/ID/end     sent again until it is answered; known by its outcome id
+    begin   POST <proxy>/v1/control/episodes            repeated with the same episode id until there is a ticket
+    end     POST <proxy>/v1/control/episodes/ID/end     repeated until it is answered; deduplicated by its outcome id
 
-A proxy that does not answer is passed over for the next one; an episode stays with the one that took its begin. Answers
-to begins say how large groups are now, and which proxies there are.
+If a proxy does not answer, the next one is tried; an episode stays with the proxy that accepted its begin. Answers to begins
+contain the present group size and list of proxies.
 
-Imported when an invite asks for it: most clients need no HTTP of their own.
+Imported only for invites without RabbitMQ, because most clients need no HTTP code.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
 
 TOKEN_LIFETIME_S = 3600.0
 TICKET_WAIT_S = 20.0
-"""How long one request waits for a ticket; without one it is asked again."""
+"""Seconds that one request waits for a ticket, after which it is repeated."""
 ANSWER_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 
 
 class HttpTransport:
-    """Implements `swarmq.client.episodes.transport.Transport`."""
+    """Transport through the proxy's control routes; implements `swarmq.client.episodes.transport.Transport`."""
 
     def __init__(self, invite: Invite, *, now: Callable[[], float] = time.time) -> None:
         self._invite = invite
         self._now = now
         self._closed: asyncio.Future[SwarmqError] = asyncio.get_running_loop().create_future()
-        self._giving_up: set[asyncio.Task[None]] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
         self._waiting: defaultdict[str, list[asyncio.Future[Any]]] = defaultdict(list)
-        """Kind -> begins that wait for a ticket, the first one first."""
+        """Kind -> begins that wait for a ticket, oldest first."""
         self._proxies: tuple[str, ...] = ()
         self._group_sizes: dict[str, int] = {}
         self._homes: dict[str, str] = {}
-        """Open episode -> the proxy that took its begin."""
+        """Open episode -> the proxy that accepted its begin."""
 
     async def begin(self, begin: EpisodeBegin) -> None:
         body = {
@@ -67,38 +67,38 @@ class HttpTransport:
             "silence_s": begin.idle_timeout_s,
             "wait_s": TICKET_WAIT_S,
         }
-        asking = asyncio.ensure_future(self._send_until_confirmed("", begin.episode_id, body))
+        request = asyncio.ensure_future(self._send_until_confirmed("", begin.episode_id, body))
         waiting = self._waiting[begin.kind]
-        waiting.append(asking)
+        waiting.append(request)
         try:
             with warn_if_slow(
                 "waiting_for_ticket",
                 kind=begin.kind,
-                reason="asked of the proxy, which has tickets as the learner trains, and none while the run is paused or drained; "
-                "`swarmq status` shows which it is",
-                now=if_first_waiter(asking, waiting),
+                reason="the proxy grants tickets as the learner trains, and none while the run is paused or drained; "
+                "`swarmq status` shows the run's state",
+                now=if_first_waiter(request, waiting),
             ):
-                ends: set[asyncio.Future[Any]] = {asking, self._closed}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+                done: set[asyncio.Future[Any]] = {request, self._closed}
+                await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
                 raise self._closed.result()
-            self._homes[begin.episode_id], answer = asking.result()
+            self._homes[begin.episode_id], answer = request.result()
             self._read_answer(begin.kind, answer)
         except asyncio.CancelledError:
             self._abandon_begin(begin)
             raise
         finally:
-            waiting.remove(asking)
-            asking.cancel()
+            waiting.remove(request)
+            request.cancel()
 
     async def end(self, end: EpisodeEnd) -> None:
-        known: dict[str, Any] = {"outcome_id": hashlib.sha256(encode(end)).hexdigest()[:32]}
+        outcome_id = hashlib.sha256(encode(end)).hexdigest()[:32]
         if end.status != "finished":
-            await self._abort(end, {**known, "status": end.status, "reason": end.reason})
+            await self._abort(end, {"outcome_id": outcome_id, "status": end.status, "reason": end.reason})
             self._homes.pop(end.episode_id, None)
             return
         body = {
-            **known,
+            "outcome_id": outcome_id,
             "rewards": end.rewards,
             "policies": tuple(end.rewards),
             "success": end.success,
@@ -115,7 +115,7 @@ class HttpTransport:
     async def _finish(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
         path = f"/{end.episode_id}/end"
         if end.received is not None:
-            with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
+            with contextlib.suppress(EpisodeError):  # an older proxy refuses unknown fields
                 await self._send_until_confirmed(path, end.episode_id, {**body, "received": end.received})
                 return
         await self._send_until_confirmed(path, end.episode_id, body)
@@ -123,7 +123,7 @@ class HttpTransport:
     async def _abort(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
         path = f"/{end.episode_id}/abort"
         if end.final:
-            with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
+            with contextlib.suppress(EpisodeError):  # an older proxy refuses unknown fields
                 await self._send_until_confirmed(path, end.episode_id, {**body, "final": True})
                 return
         await self._send_until_confirmed(path, end.episode_id, body)
@@ -139,20 +139,22 @@ class HttpTransport:
         return self._urls(episode_id)[0]
 
     def _urls(self, episode_id: str) -> tuple[str, ...]:
-        """The proxy that an episode is at, and those that may stand in for it."""
+        """Return the URLs to try for an episode: its own proxy's first, then the others'."""
         urls = self._invite.base_urls_of(episode_id, now=self._proxies)
         home = self._homes.get(episode_id, urls[0])
         return (home, *(url for url in urls if url != home))
 
     def _read_answer(self, kind: str, answer: Any) -> None:
-        """From the answer to a begin; an older proxy says less."""
+        """Take the proxies and the group size from the answer to a begin; answers of older proxies have fewer fields."""
         self._proxies = tuple(answer.get("proxies", ())) or self._proxies
         if size := answer.get("group_size"):
             self._group_sizes[kind] = size
 
     async def _send_until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> tuple[str, Any]:
-        """Send the same until it is answered, at one proxy after the other; which one did, and its answer. One that was
-        lost does no harm."""
+        """Repeat a request until a proxy answers it; return that proxy's URL and its answer.
+
+        Tries one proxy after the other. A lost answer does no harm, because repeated requests change nothing.
+        """
         pause_s, passed_over = FIRST_PAUSE_S, 0
         while True:
             urls = self._urls(episode_id)
@@ -162,14 +164,14 @@ class HttpTransport:
             except HttpError as error:
                 if not error.is_transient:
                     raise _map_error(error) from error
-                waits = error.status == 429  # for a ticket, of which there are no more elsewhere
-                passed_over += not waits
-                if not waits and passed_over % len(urls):
+                has_no_ticket = error.status == 429  # other proxies have none either
+                passed_over += not has_no_ticket
+                if not has_no_ticket and passed_over % len(urls):
                     log.info("proxy_passed_over", url=url, error=str(error))
                     continue
                 wait_s = pause_s if error.retry_after_s is None else min(error.retry_after_s, pause_s)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                pause_s = FIRST_PAUSE_S if waits else min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = FIRST_PAUSE_S if has_no_ticket else min(2 * pause_s, MAX_PAUSE_S)
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
         return post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_TIMEOUT_S, ca=self._invite.ca)
@@ -185,22 +187,22 @@ class HttpTransport:
         return mint_operator(self._invite.secret, operator)
 
     def _abandon_begin(self, begin: EpisodeBegin) -> None:
-        """Nobody waits for this begin, which may be confirmed all the same: say once that it is over."""
+        """Abort, once and in the background, a begin whose caller is gone: the proxy may still confirm it."""
         url = f"{self.base_url_of(begin.episode_id)}/control/episodes/{begin.episode_id}/abort"
         body = {"status": "aborted", "reason": "the client gave up before the episode had begun"}
 
-        async def tell() -> None:
+        async def abort() -> None:
             with contextlib.suppress(SwarmqError):
                 await run_in_thread(self._post, url, body)
 
-        task = asyncio.ensure_future(tell())
-        self._giving_up.add(task)
-        task.add_done_callback(self._giving_up.discard)
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
 
 def _map_error(error: HttpError) -> SwarmqError:
     if error.status in (401, 403):
         return KeyRefusedError(str(error))
     if error.status == 404:
-        return BrokerError(f"{error}: does the proxy's address in the invite end in /v1?")
+        return BrokerError(f"{error}: check that the proxy's address in the invite ends in /v1")
     return EpisodeError(str(error))

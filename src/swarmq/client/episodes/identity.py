@@ -1,4 +1,4 @@
-"""Who did it, with which code: the names that make a training curve explainable later."""
+"""Names of a client and of its code version, which are recorded with every episode."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from swarmq.broker.client_rules import NAME_SEPARATOR
 
 
 def make_client_id(name: str) -> str:
-    """Unique per client object: the invite's name, the host, the process and a random tail."""
+    """Return a name unique per client object: the invite's name, the host, the process and a random suffix."""
     return f"{name}{NAME_SEPARATOR}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def hash_source_file(function: Callable[..., Any]) -> str:
-    """Short hash of the source file that holds `function`; empty where there is no source to read."""
+    """Return a short hash of the source file that holds `function`, or "" if there is no source."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -42,7 +42,7 @@ def hash_source_file(function: Callable[..., Any]) -> str:
 
 @cache
 def hash_main_script() -> str:
-    """The same of the script that runs, as it is when first asked for; empty in a notebook or an interactive session."""
+    """Return a short hash of the running script as it was at the first call, or "" in a notebook or an interactive session."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return _shorten_hash(Path(path).read_bytes()) if path else ""

@@ -1,4 +1,4 @@
-"""Where a client finds its invite: the text itself, a file, a run folder, or `$SWARMQ_INVITE`."""
+"""Search for a client's invite: the text itself, a file, a run folder, or `$SWARMQ_INVITE`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _PREFIX = "swarmq-invite"
 
 
 def find_invite(source: Invite | str | os.PathLike[str] | None = None) -> Invite:
-    """Raises KeyRefusedError, which says where it looked and what to do; it never repeats the invite."""
+    """Return the invite that `source` holds or points to; None: `$SWARMQ_INVITE`.
+
+    Raises KeyRefusedError with the place and the remedy; the message never contains the invite.
+    """
     if isinstance(source, Invite):
         return source
     where = "the invite"
@@ -22,8 +25,8 @@ def find_invite(source: Invite | str | os.PathLike[str] | None = None) -> Invite
         source, where = os.environ.get(VARIABLE) or None, f"${VARIABLE}"
     if source is None:
         raise KeyRefusedError(
-            f"no invite: pass the text, a file or a run folder, or set ${VARIABLE}; `swarmq up` writes one "
-            "to <run folder>/invite"
+            f"no invite: pass its text, a file or a run folder, or set ${VARIABLE}; `swarmq up` writes an invite to "
+            "<run folder>/invite"
         )
     text = os.fspath(source).strip()
     return Invite.decode(text) if text.startswith(_PREFIX) else _read_invite(Path(text).expanduser(), where)
@@ -36,7 +39,7 @@ def _read_invite(path: Path, where: str) -> Invite:
         if path.is_dir():
             path = RunFolder(path).invite
             if not path.exists():
-                raise KeyRefusedError(f"{path} does not exist: is the run up? `swarmq up JOB` writes it")
+                raise KeyRefusedError(f"{path} does not exist: start the run with `swarmq up JOB`, which writes it")
         text = path.read_text()
     except FileNotFoundError as error:
         raise KeyRefusedError(
@@ -47,4 +50,4 @@ def _read_invite(path: Path, where: str) -> Invite:
     try:
         return Invite.decode(text)
     except KeyRefusedError as error:
-        raise KeyRefusedError(f"{path}: {error}; that of a run's folder is written anew by `swarmq up`") from error
+        raise KeyRefusedError(f"{path}: {error}; `swarmq up` renews the invite of a run folder") from error

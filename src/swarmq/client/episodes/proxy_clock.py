@@ -1,4 +1,4 @@
-"""The time by which keys expire: the proxy's. A machine that begins episodes may be hours off without harm."""
+"""The proxy's time, by which keys expire: the clock of a client's machine may be hours off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmq.runtime.logs import log
 
 
 class ProxyClock:
-    """This machine's clock, set right by what the run's proxy says once."""
+    """This machine's clock, corrected once by the time of the run's proxy."""
 
     def __init__(self, invite: Invite, *, now: Callable[[], float] = time.time) -> None:
         self._invite = invite
@@ -22,8 +22,8 @@ class ProxyClock:
         return self._now() + self._ahead_s
 
     async def synchronize(self) -> None:
-        """Ask the proxy; one that does not answer within seconds changes nothing."""
-        from swarmq.client.episodes.http import fetch_date  # noqa: PLC0415 - slow to load, and here it is in nobody's way
+        """Read the proxy's time; without an answer within seconds, nothing changes."""
+        from swarmq.client.episodes.http import fetch_date  # noqa: PLC0415 - slow to load, and nothing waits for it here
 
         url = f"{self._invite.base_url.removesuffix('/v1')}/health"
         date = await run_in_thread(fetch_date, url, self._invite.ca)
@@ -34,5 +34,5 @@ class ProxyClock:
                 "clock_differs",
                 behind_s=round(ahead_s),
                 proxy=url,
-                meaning="keys are made by the proxy's clock; set this machine's",
+                meaning="this machine's clock differs from the proxy's, which dates the keys; set this machine's clock",
             )

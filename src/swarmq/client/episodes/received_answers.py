@@ -1,11 +1,11 @@
-"""Which answers an agent receives: seen in this process, in the HTTP library that it happens to use.
+"""Record of the answers that an agent received, observed inside the HTTP library that the agent uses.
 
-    request with an episode's key ──> marked `x-swarmq-observed` ──> answer read to its end ──> named by the episode's end
+    request with an episode's key ──> marked `x-swarmq-observed` ──> answer read to its end ──> listed in the episode's end
 
-A turn that is in the queue proves nothing: its proxy may have died before the last byte. So the end of an episode names what
-arrived, and of the calls that were marked the collector trains exactly those. Watched are httpx and httpx2 (on which the clients of OpenAI,
-Anthropic and LiteLLM are built), and answers that are not streamed of requests and aiohttp; each only where the agent has loaded
-it. Calls of other libraries and of other processes bear no mark: of these the proxy says whether they were answered.
+A recorded turn does not prove that its answer arrived, because the proxy may have died before the last byte. The end of an
+episode therefore lists the answers that arrived, and of the marked calls the collector trains exactly these. Watched are httpx
+and httpx2 (used by the clients of OpenAI, Anthropic and LiteLLM), and unstreamed answers of requests and aiohttp, if the agent
+has loaded them. Calls of other libraries and processes are not marked: for them, the proxy reports whether they were answered.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from swarmq.runtime.logs import log
 CALL_ID = "x-swarmq-call-id"
 OVERRIDDEN = "x-swarmq-overridden"
 END_OF_CHOICE = re.compile(rb'"finish_reason":"|"type":"(?:message_delta|response\.completed|response\.incomplete)"')
-"""Stands once in a stream for each choice that is complete, and not in what the model says: there quotes are escaped."""
+"""Pattern that occurs once per complete choice of a stream, and never in the model's text, in which quotes are escaped."""
 MAX_MARK_BYTES = 64
 STREAMED = re.compile(rb'"stream"\s*:\s*true')
 
 _lock = threading.Lock()
 _open: dict[str, ReceivedAnswers] = {}
-"""By api key."""
+"""API key -> observer of its answers."""
 _watched: set[str] = set()
-"""Libraries that are watched already."""
+"""Names of the libraries that are already watched."""
 _logged_overrides: set[str] = set()
-"""What was logged of `OVERRIDDEN`."""
+"""Values of the header OVERRIDDEN that were logged."""
 
 
 class ReceivedAnswers:
-    """Of one episode. Threads and loops may add to it."""
+    """Calls of one episode whose answers arrived in this process. Threads and event loops may add calls."""
 
     def __init__(self, base_url: str) -> None:
         self._host = urlsplit(base_url).netloc
@@ -50,15 +50,18 @@ class ReceivedAnswers:
         self._is_marked = False
 
     def calls(self) -> tuple[str, ...] | None:
-        """Ids of the calls that were answered; None where no call was watched."""
+        """Return the ids of the answered calls, or None if no call was watched."""
         self._collect_read()
         return tuple(sorted(self._calls)) if self._is_marked else None
 
-    def accept(self, url: str) -> bool:
-        """Whether a request to this url is one to watch; then it must be marked. A forked process could not tell us."""
-        is_ours = urlsplit(url).netloc == self._host and os.getpid() == self._pid
-        self._is_marked |= is_ours
-        return is_ours
+    def mark_request(self, url: str) -> bool:
+        """Return whether a request to this URL is watched and must be marked, and remember that one was.
+
+        Requests of forked processes are not watched, because they could not report to this one.
+        """
+        is_watched = urlsplit(url).netloc == self._host and os.getpid() == self._pid
+        self._is_marked |= is_watched
+        return is_watched
 
     def add(self, calls: tuple[str, ...]) -> None:
         self._calls.update(calls)
@@ -67,7 +70,7 @@ class ReceivedAnswers:
         self._calls.difference_update(calls)
 
     def add_when(self, calls: tuple[str, ...], is_read: Callable[[], bool]) -> None:
-        """Add them if `is_read` by the time somebody asks."""
+        """Add the calls if `is_read` returns true by the time the calls are read out."""
         self._collect_read()
         self._unread.append((calls, is_read))
 
@@ -80,7 +83,7 @@ class ReceivedAnswers:
 
 
 def watch(api_key: str, received: ReceivedAnswers) -> None:
-    """Tell `received` of the answers to requests with this key, until `unwatch`."""
+    """Record answers to requests with this key in `received`, until `unwatch`."""
     _open[api_key] = received
     watch_libraries()
 
@@ -90,7 +93,7 @@ def unwatch(api_key: str) -> None:
 
 
 def watch_libraries() -> None:
-    """Watch the libraries that are loaded by now."""
+    """Watch every known library that is loaded by now."""
     for name, start in LIBRARIES.items():
         if name not in _watched and name in sys.modules:
             with _lock:
@@ -99,47 +102,50 @@ def watch_libraries() -> None:
 
 
 def _find_observer(headers: Mapping[str, str], url: str) -> ReceivedAnswers | None:
-    """The episode that a request speaks for, if it is to be watched."""
+    """Return the observer for a request of a watched episode, or None."""
     if not _open:
         return None
     scheme, _, key = headers.get("authorization", "").partition(" ")
     key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     received = _open.get(key)
-    return received if received and received.accept(url) else None
+    return received if received and received.mark_request(url) else None
 
 
 def warn_of_overridden_sampling(headers: Mapping[str, str] | Message) -> None:
-    """Log, once in a process, what a run does not let its agents choose; few of them look at a header."""
+    """Log, once per process and value, which of the agent's sampling parameters the run overrides; few agents read the header."""
     overridden = headers.get(OVERRIDDEN)
     if overridden and overridden not in _logged_overrides:
         _logged_overrides.add(overridden)
         log.warning(
             "sampled_otherwise_than_asked",
             overridden=overridden,
-            reason="the run's settings count: policies.*.sampling, and the engine's room for max_tokens",
+            reason="the run's policies.*.sampling takes precedence, and the engine's context length limits max_tokens",
         )
 
 
 def observe_own_request(api_key: str, url: str) -> tuple[dict[str, str], Callable[[Message], None]]:
-    """Headers for a request that swarmq makes itself, and what to give those of its answer to, once that is read."""
+    """Observe a request made by swarmq itself: return the headers to add, and a function to call with the answer's headers."""
     received = _find_observer({"authorization": f"Bearer {api_key}"}, url)
 
-    def read(headers: Message) -> None:
+    def record_answer(headers: Message) -> None:
         calls = _read_call_ids(200, headers)
         if received:
             received.add(calls)
 
-    return {OBSERVED_HEADER: "1"} if received else {}, read
+    return {OBSERVED_HEADER: "1"} if received else {}, record_answer
 
 
 def _read_call_ids(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
-    """Ids of the choices of an answer; none for an error."""
+    """Return the ids of an answer's choices; none for an error."""
     warn_of_overridden_sampling(headers)
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
 
 
 class _BodyObserver:
-    """Looks at a body as it passes. Received is what came to its end without an error; of events, to the end of each choice."""
+    """Observer of a body on its way to the agent.
+
+    A body counts as received at its end without an error; an event stream, at the end of every choice.
+    """
 
     def __init__(self, received: ReceivedAnswers, calls: tuple[str, ...], *, is_events: bool) -> None:
         self._received, self._calls, self._is_events = received, calls, is_events
@@ -167,10 +173,10 @@ class _BodyObserver:
 
 
 def _watch_httpx(httpx: Any) -> bool:
-    if not hasattr(httpx, "AsyncClient"):  # it is being loaded
+    if not hasattr(httpx, "AsyncClient"):  # the import has not finished
         return False
 
-    class Sync(httpx.SyncByteStream):  # type: ignore[misc]
+    class ObservedStream(httpx.SyncByteStream):  # type: ignore[misc]
         def __init__(self, inner: Any, body: _BodyObserver) -> None:
             self._inner, self._body = inner, body
 
@@ -187,7 +193,7 @@ def _watch_httpx(httpx: Any) -> bool:
         def close(self) -> None:
             self._inner.close()
 
-    class Async(httpx.AsyncByteStream):  # type: ignore[misc]
+    class AsyncObservedStream(httpx.AsyncByteStream):  # type: ignore[misc]
         def __init__(self, inner: Any, body: _BodyObserver) -> None:
             self._inner, self._body = inner, body
 
@@ -224,22 +230,22 @@ def _watch_httpx(httpx: Any) -> bool:
     sync_send, async_send = httpx.Client.send, httpx.AsyncClient.send
 
     @functools.wraps(sync_send)
-    def send(self: Any, request: Any, *, stream: bool = False, **how: Any) -> Any:
+    def send(self: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
         received = begin(request)
-        response = sync_send(self, request, stream=stream, **how)
+        response = sync_send(self, request, stream=stream, **options)
         if received:
-            end(received, response, Sync, is_read=not stream)
+            end(received, response, ObservedStream, is_read=not stream)
         return response
 
     @functools.wraps(async_send)
-    async def asend(self: Any, request: Any, *, stream: bool = False, **how: Any) -> Any:
+    async def async_send_observed(self: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
         received = begin(request)
-        response = await async_send(self, request, stream=stream, **how)
+        response = await async_send(self, request, stream=stream, **options)
         if received:
-            end(received, response, Async, is_read=not stream)
+            end(received, response, AsyncObservedStream, is_read=not stream)
         return response
 
-    httpx.Client.send, httpx.AsyncClient.send = send, asend
+    httpx.Client.send, httpx.AsyncClient.send = send, async_send_observed
     return True
 
 
@@ -249,12 +255,12 @@ def _watch_requests(requests: Any) -> bool:
     original = requests.Session.send
 
     @functools.wraps(original)
-    def send(self: Any, request: Any, **how: Any) -> Any:
-        is_whole = not how.get("stream", self.stream)
+    def send(self: Any, request: Any, **options: Any) -> Any:
+        is_whole = not options.get("stream", self.stream)
         received = _find_observer(request.headers, request.url) if is_whole else None
         if received:
             request.headers[OBSERVED_HEADER] = "1"
-        response = original(self, request, **how)
+        response = original(self, request, **options)
         if received and not _is_events(response.headers):
             received.add(_read_call_ids(response.status_code, response.headers))
         return response
@@ -268,18 +274,20 @@ def _watch_aiohttp(aiohttp: Any) -> bool:
         return False
     from multidict import CIMultiDict  # noqa: PLC0415 - comes with aiohttp
 
-    original = aiohttp.ClientSession._request  # noqa: SLF001 - what all of its methods call
+    original = aiohttp.ClientSession._request  # noqa: SLF001 - all its methods call it
 
     @functools.wraps(original)
-    async def request(self: Any, method: str, url: Any, **how: Any) -> Any:
+    async def request(self: Any, method: str, url: Any, **options: Any) -> Any:
         headers = CIMultiDict(self.headers)
-        headers.update(how.get("headers") or {})
-        body = how.get("data") or b""
-        is_whole = not (how.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_to_bytes(body))
+        headers.update(options.get("headers") or {})
+        body = options.get("data") or b""
+        is_whole = (
+            not (options.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_to_bytes(body))
+        )
         received = _find_observer(headers, str(url)) if is_whole and OBSERVED_HEADER not in headers else None
         if received:
-            how["headers"] = {**headers, OBSERVED_HEADER: "1"}
-        response = await original(self, method, url, **how)
+            options["headers"] = {**headers, OBSERVED_HEADER: "1"}
+        response = await original(self, method, url, **options)
         if (
             received
             and not _is_events(response.headers)

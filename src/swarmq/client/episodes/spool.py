@@ -1,12 +1,13 @@
-"""Episodes on this machine's disk: that they have begun, and their ends until the broker has confirmed them.
+"""The spool: begins of open episodes, and ends until the broker has confirmed them, on this machine's disk.
 
-    <spool>/<run>-<digest>/<owner>/<episode_id>.begin      while it is open
-    <spool>/<run>-<digest>/<owner>/<episode_id>.end        the owner holds a lock on <owner>/lock while it lives
+    <spool>/<run>-<digest>/<owner>/<episode_id>.begin      while the episode is open
+    <spool>/<run>-<digest>/<owner>/<episode_id>.end        until the broker has confirmed the end
+    <spool>/<run>-<digest>/<owner>/lock                    locked while the owner, a client process, is alive
 
-An end is written, fsynced and renamed into place before it is published, and removed after the confirm. Whoever
-finds the folder of an owner that has died takes its lock, delivers what is left and removes it; the kernel gives a
-lock to one process only and frees it whatever the process dies of. What is delivered twice all the same has the
-same key and is absorbed by the collector. What had begun and has no end is ended for the dead one: aborted, in its name.
+An end is written, fsynced and renamed into place before it is published, and removed after the confirmation. A process that
+finds the folder of a dead owner takes the lock, delivers the ends, aborts the open episodes in the owner's name, and removes the
+folder. The kernel gives the lock to one process only, and frees it however the process dies. If an end is delivered twice, the
+collector recognises it by its key.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ BEGIN, END = ".begin", ".end"
 
 
 def spool_root(invite: Invite) -> Path:
-    """The spool of one client of one run; a later run of the same name has other secrets and never meets it."""
+    """Return the spool folder of this client and run. A later run of the same name has another secret, and so another folder."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     root = os.environ.get(VARIABLE) or Path(state) / "swarmq" / "spool"
     return Path(root) / f"{invite.run}-{hashlib.sha256(invite.secret).hexdigest()[:8]}"
 
 
 class Spool:
-    """This process's folder in the spool. Files are blocking: call from a thread where a disk may be slow."""
+    """Folder of this process in the spool. Its calls block: call them from a thread, because a disk may be slow."""
 
     def __init__(self, root: Path, owner: str) -> None:
         self.root = root
@@ -47,28 +48,31 @@ class Spool:
         self._lock = self._create()
 
     def begin(self, begin: EpisodeBegin) -> None:
-        """Found by the next process when this one dies. Not synced: when the machine dies, the episode's silence tells.
-        Raises ClientError when the disk refuses."""
+        """Write a begin, so that another process can abort the episode if this one dies. Raises ClientError if the disk
+        refuses.
+
+        Not synced: if the machine dies, the collector gives the episode up after its silence.
+        """
         try:
             self._path(begin.episode_id, BEGIN).write_bytes(encode(begin))
         except OSError as error:
-            raise ClientError(f"an episode cannot be noted in {self.folder}: {error}") from error
+            raise ClientError(f"the begin of an episode cannot be written to {self.folder}: {error}") from error
 
     def put(self, end: EpisodeEnd) -> None:
-        """Durable when it returns. Raises ClientError when the disk refuses."""
+        """Write an end durably. Raises ClientError if the disk refuses."""
         final = self._path(end.episode_id, END)
         try:
             write_atomically(final, encode(end))
         except OSError as error:
-            raise ClientError(f"the end of an episode cannot be kept in {self.folder}: {error}") from error
+            raise ClientError(f"the end of an episode cannot be written to {self.folder}: {error}") from error
 
     def remove(self, episode_id: str) -> None:
-        """Nothing is left to be said of it."""
+        """Remove the files of an episode whose end is confirmed."""
         for suffix in (BEGIN, END):
             self._path(episode_id, suffix).unlink(missing_ok=True)
 
     def close(self) -> int:
-        """Give the folder up; returns how many ends it still holds for the next process."""
+        """Release the folder, and return the number of ends left in it for the next process."""
         left = len(list(self.folder.glob("*.end")))
         if not left:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -76,11 +80,11 @@ class Spool:
         return left
 
     def others(self) -> list[Path]:
-        """The folders of all other owners, dead or alive."""
+        """Return the folders of all other owners, dead or alive."""
         return [path for path in sorted(self.root.iterdir()) if path != self.folder and not path.name.startswith(".")]
 
     def _create(self) -> IO[bytes]:
-        """Locked before it gets its name, so that nobody takes it for the folder of a dead owner."""
+        """Create the folder and lock it before it gets its name, so that no process takes it for a dead owner's."""
         new = self.root / f".{self.folder.name}-{secrets.token_hex(4)}"
         try:
             new.mkdir(parents=True, mode=0o700)
@@ -88,7 +92,9 @@ class Spool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.folder)
         except OSError as error:
-            raise ClientError(f"{self.root} cannot be used as spool: {error}; set ${VARIABLE}") from error
+            raise ClientError(
+                f"{self.root} cannot be used as spool ({error}): set ${VARIABLE} to another folder"
+            ) from error
         return lock
 
     def _path(self, episode_id: str, suffix: str) -> Path:
@@ -96,12 +102,12 @@ class Spool:
 
 
 class Orphan:
-    """What a dead process has left."""
+    """Folder of an owner that died."""
 
     @classmethod
     @contextlib.contextmanager
     def claim(cls, folder: Path) -> Iterator[Orphan | None]:
-        """Ours alone inside the block; None while its owner or another claimant lives."""
+        """Lock the folder for the block; yield None if its owner or another claimant is alive."""
         lock = _try_lock(folder)
         if lock is None:
             yield None
@@ -114,9 +120,9 @@ class Orphan:
         self._lock = lock
 
     def ends(self) -> Iterator[EpisodeEnd]:
-        """Those that were put, and an end for each episode that was still open. `done` when one is delivered.
+        """Yield the spooled ends, and an abort for each episode that was still open; call `remove` once an end is delivered.
 
-        A damaged end is set aside as `.bad`; a damaged begin was being written when its process died.
+        A damaged end is renamed to `.bad`; a damaged begin, which was being written when the process died, is deleted.
         """
         for path in sorted(self.folder.glob(f"*{END}")):
             end = _read(path)
@@ -127,7 +133,9 @@ class Orphan:
         for path in sorted(self.folder.glob(f"*{BEGIN}")):
             begin = _read(path)
             if isinstance(begin, EpisodeBegin) and not path.with_suffix(".bad").exists():
-                yield make_unfinished_end(begin, "aborted", f"its client {begin.client_id} died while it was open")
+                yield make_unfinished_end(
+                    begin, "aborted", f"the client {begin.client_id} died while the episode was open"
+                )
             else:
                 path.unlink(missing_ok=True)
 
@@ -151,7 +159,7 @@ def _read(path: Path) -> Message | None:
 def _try_lock(folder: Path) -> IO[bytes] | None:
     try:
         lock = (folder / "lock").open("rb+")
-    except OSError:  # its last owner removed it just now
+    except OSError:  # another process has just removed it
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

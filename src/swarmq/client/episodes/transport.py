@@ -1,9 +1,9 @@
-"""How begins and ends of episodes reach the broker: by AMQP, or through the proxy where only HTTP gets out.
+"""Transport of the begins and ends of episodes to the broker: by AMQP, or through the proxy for clients with HTTP only.
 
     BrokerTransport   ticket ──> EpisodeBegin confirmed ──> ticket acked
     HttpTransport     the proxy does the same and answers after the confirm (http_transport.py)
 
-Both return when the broker has confirmed and wait out what passes. Sending the same again changes nothing.
+Both return when the broker has confirmed the message, and retry after transient errors. Repeated messages change nothing.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from swarmq.runtime.slow_waits import warn_if_slow
 
 
 class Transport(Protocol):
-    """See the module."""
+    """Sender of begins and ends; see the module."""
 
     async def begin(self, begin: EpisodeBegin) -> None:
-        """Returns when the begin is confirmed, with a ticket where one is needed. Raises BrokerError, EpisodeError."""
+        """Publish the begin, with a ticket if one is needed, and wait for its confirmation. Raises BrokerError, EpisodeError."""
 
     async def end(self, end: EpisodeEnd) -> None:
-        """Returns when the end is confirmed. Raises BrokerError, EpisodeError."""
+        """Publish the end and wait for its confirmation. Raises BrokerError, EpisodeError."""
 
     def refuse(self, error: SwarmqError) -> None:
-        """Let those who wait for a ticket go."""
+        """Raise `error` in all calls that wait for a ticket."""
 
     def group_size_of(self, kind: str) -> int | None:
-        """Attempts that make a group now, where tickets have said so."""
+        """Return the number of attempts in a group according to the newest ticket, or None before the first ticket."""
 
     def base_url_of(self, episode_id: str) -> str:
-        """The proxy for the agent of an episode that has begun."""
+        """Return the URL of the proxy that serves the episode, which must have begun."""
 
 
 class BrokerTransport:
-    """By AMQP."""
+    """Transport over AMQP."""
 
     def __init__(self, broker: Broker, invite: Invite, tasks: asyncio.TaskGroup) -> None:
         self._broker = broker
@@ -70,7 +70,7 @@ class BrokerTransport:
             return
         async with self._ticket_source(begin.kind).ticket(
             first=begin.attempt > 0
-        ) as ticket:  # its group may wait for it
+        ) as ticket:  # retries first: groups wait for them
             self._proxies = ticket.proxies
             await self._publish(msgspec.structs.replace(begin, ticket_id=ticket.ticket_id))
 
@@ -78,25 +78,25 @@ class BrokerTransport:
         await self._publish(end)
 
     def refuse(self, error: SwarmqError) -> None:
-        for desk in self._ticket_sources.values():
-            desk.refuse(error)
+        for source in self._ticket_sources.values():
+            source.refuse(error)
 
     def group_size_of(self, kind: str) -> int | None:
-        desk = self._ticket_sources.get(kind)
-        return desk.group_size if desk else None
+        source = self._ticket_sources.get(kind)
+        return source.group_size if source else None
 
     def base_url_of(self, episode_id: str) -> str:
         return self._invite.base_url_of(episode_id, now=self._proxies)
 
     def _ticket_source(self, kind: str) -> TicketSource:
-        desk = self._ticket_sources.get(kind)
-        if desk is None:
-            desk = self._ticket_sources[kind] = TicketSource(
+        source = self._ticket_sources.get(kind)
+        if source is None:
+            source = self._ticket_sources[kind] = TicketSource(
                 self._broker, topology.tickets(self._invite.run, kind), kind
             )
-            self._serving.append(self._tasks.create_task(desk.serve()))
-        return desk
+            self._serving.append(self._tasks.create_task(source.serve()))
+        return source
 
-    async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
-        with warn_if_slow("waiting_for_broker", piece=type(piece).__name__, episode=piece.episode_id):
-            await self._broker.publish(self._inbox, piece)
+    async def _publish(self, message: EpisodeBegin | EpisodeEnd) -> None:
+        with warn_if_slow("waiting_for_broker", piece=type(message).__name__, episode=message.episode_id):
+            await self._broker.publish(self._inbox, message)

@@ -201,9 +201,9 @@ async def test_a_retry_names_its_slot(swarm, client):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "chess"}, "kind 'chess' is not part of the run: its kinds are math, code"),
-        ({}, "the task has no kind: its kinds are math, code"),
-        ({"kind": "math", "policies": ["judge"]}, "policies: judge given; those of the run are main"),
+        ({"kind": "chess"}, "kind 'chess' is not part of the run: the run's kinds are math, code"),
+        ({}, "the task has no kind: the run's kinds are math, code"),
+        ({"kind": "math", "policies": ["judge"]}, "policies: judge given; the run's policies are main"),
         ({"kind": "math", "policies": []}, "policies: none given"),
     ],
 )
@@ -271,16 +271,16 @@ async def test_ending_twice_alike_is_one_end_and_otherwise_an_error(swarm, clien
     await ep.end(1.0)
     await client.end_episode(ep.episode_id, 1.0)
     with pytest.raises(
-        EpisodeError, match="has ended as finished with main 1; now it is to end as finished with main 0"
+        EpisodeError, match="has already ended: finished with main 1; the new end is finished with main 0"
     ):
         await ep.end(0.0)
-    with pytest.raises(EpisodeError, match=r"now it is to end as aborted \(enough\)"):
+    with pytest.raises(EpisodeError, match=r"the new end is aborted \(enough\)"):
         await client.abort_episode(ep.episode_id, "enough")
     assert len(swarm.ends) == 1
 
 
 async def test_ending_an_episode_of_somebody_else_is_an_error(client):
-    with pytest.raises(EpisodeError, match="unknown to this client"):
+    with pytest.raises(EpisodeError, match="was not begun by this client"):
         await client.end_episode("0190-other", 1.0)
 
 
@@ -316,7 +316,7 @@ async def test_what_one_client_could_not_deliver_the_next_one_does(swarm, monkey
         swarm.broker.away(gone=True)
         ending = asyncio.ensure_future(ep.end(0.25))
         await settled(lambda: swarm.spooled)
-    with pytest.raises(ClientError, match="it is in the spool"):
+    with pytest.raises(ClientError, match="the end is in the spool"):
         await ending
     assert swarm.ends == []
     swarm.broker.away(gone=False)

@@ -21,7 +21,7 @@ def test_text_file_folder_variable_and_object_all_lead_to_the_invite(invite, tmp
 
 def test_without_any_invite_the_error_says_where_one_comes_from(monkeypatch):
     monkeypatch.delenv("SWARMQ_INVITE", raising=False)
-    with pytest.raises(KeyRefusedError, match=r"set \$SWARMQ_INVITE; `swarmq up` writes one"):
+    with pytest.raises(KeyRefusedError, match=r"set \$SWARMQ_INVITE; `swarmq up` writes an invite"):
         AsyncSwarmClient()
 
 
@@ -33,7 +33,7 @@ def test_a_damaged_invite_is_said_to_be_damaged_and_not_repeated(invite):
 
 
 def test_each_wrong_path_is_named(tmp_path, monkeypatch):
-    with pytest.raises(KeyRefusedError, match="is the run up"):
+    with pytest.raises(KeyRefusedError, match="start the run with `swarmq up JOB`"):
         find_invite(tmp_path)
     with pytest.raises(KeyRefusedError, match="nowhere does not exist"):
         find_invite(tmp_path / "nowhere")

@@ -20,7 +20,7 @@ HOST = "http://h:1/v1"
 
 def seen():
     agent = ReceivedAnswers(HOST)
-    assert agent.accept(HOST)
+    assert agent.mark_request(HOST)
     return agent
 
 

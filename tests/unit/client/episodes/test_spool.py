@@ -24,7 +24,7 @@ def test_what_was_put_is_found_by_the_next_owner_and_only_once(tmp_path):
         assert theirs is None
         [found] = mine.ends()
         assert found == end("e1")
-        mine.done(found)
+        mine.remove(found)
     assert not dead.folder.exists()
     heir.close()
     rival.close()

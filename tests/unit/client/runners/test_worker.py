@@ -392,7 +392,7 @@ async def test_evaluation_tasks_need_no_ticket(swarm_of):
 
 
 async def test_a_worker_of_an_unknown_kind_says_which_kinds_there_are(swarm, client):
-    with pytest.raises(EpisodeError, match="its kinds are math"):
+    with pytest.raises(EpisodeError, match="the run's kinds are math"):
         Worker(client, lambda ep: 1.0, kind="chess")
     with pytest.raises(TaskError, match="at least 1"):
         RunnerOptions(concurrency=0)

@@ -43,7 +43,7 @@ def test_a_function_that_other_processes_cannot_have_is_refused_before_any_start
         run_processes(make_invite(), {None: "no_such_module:attempt"}, 2)
     with pytest.raises(TaskError, match="is not a function"):
         run_processes(make_invite(), {None: 3}, 2)
-    with pytest.raises(EpisodeError, match="kind 'nope' is not part of the run: its kinds are "):
+    with pytest.raises(EpisodeError, match="kind 'nope' is not part of the run: the run's kinds are "):
         run_processes(make_invite(), {"nope": "no_such_module:attempt"}, 2)
 
 
