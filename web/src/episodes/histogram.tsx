@@ -10,14 +10,17 @@ export function Bars({ title, of, href, is_whole = false }: {
   title: string;
   of: Histogram;
   href?: (low: number, high: number, isLast: boolean) => string; // where a bar leads
-  is_whole?: boolean; // each bar is one whole number
+  is_whole?: boolean; // values are whole numbers; edges lie between them
 }) {
   const total = of.counts.reduce((sum, count) => sum + count, 0);
   const top = Math.max(1, ...of.counts);
   const width = WIDTH / Math.max(1, of.counts.length);
+  const first = (edge: number) => (is_whole ? Math.ceil(edge) + 0 : edge); // + 0: never −0
+  const last = (edge: number) => (is_whole ? Math.ceil(edge) - 1 : edge);
   const label = (at: number) => {
-    const low = of.edges[at] ?? 0;
-    return is_whole ? number(low) : `${number(low)} to ${number(of.edges[at + 1] ?? low)}`;
+    const low = first(of.edges[at] ?? 0);
+    const high = last(of.edges[at + 1] ?? low);
+    return is_whole && low === high ? number(low) : `${number(low)} to ${number(high)}`;
   };
   return (
     <figure class="bars">
@@ -38,9 +41,9 @@ export function Bars({ title, of, href, is_whole = false }: {
               : <g key={at} {...(count > 0 ? { role: "img", "aria-label": text } : { "aria-hidden": true })}>{bar}</g>;
           })}
           <line class="bar-axis" x1={0} x2={WIDTH} y1={HEIGHT + 0.5} y2={HEIGHT + 0.5} />
-          <text class="bar-text" x={0} y={HEIGHT + FOOT - 2} aria-hidden="true">{number(of.edges[0])}</text>
+          <text class="bar-text" x={0} y={HEIGHT + FOOT - 2} aria-hidden="true">{number(first(of.edges[0] ?? 0))}</text>
           <text class="bar-text" x={WIDTH} y={HEIGHT + FOOT - 2} text-anchor="end" aria-hidden="true">
-            {number(is_whole ? of.edges[of.counts.length - 1] : of.edges[of.edges.length - 1])}
+            {number(last(of.edges[of.edges.length - 1] ?? 0))}
           </text>
           <text class="bar-text" x={WIDTH} y={9} text-anchor="end" aria-hidden="true">most {number(top)}</text>
         </svg>

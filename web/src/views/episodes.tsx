@@ -44,7 +44,7 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
                   })} />
           </Section>
           <Section title="Staleness" aside={`versions between sampling and training, of ${plural(count(staleness.data), "episode")}`}>
-            <Bars title="Staleness" of={staleness.data} is_whole={isWhole(staleness.data)} />
+            <Bars title="Staleness" of={staleness.data} is_whole />
           </Section>
         </div>
       )}
@@ -67,29 +67,25 @@ function count({ counts }: Histogram): number {
   return counts.reduce((sum, one) => sum + one, 0);
 }
 
-function isWhole({ edges }: Histogram): boolean {
-  return edges.every((edge, at) => at === 0 || Math.abs(edge - (edges[at - 1] ?? 0) - 1) < 1e-9);
-}
-
 function columns(run: string): Column<EpisodeRow>[] {
   return [
-    { key: "id", head: "Episode", width: "8.5rem", cell: (row) => <a class="mono" href={link(run, "episode", row.id)} title={row.id}>{shortId(row.id)}</a> },
-    { key: "began", head: "Began", sort: "began_at", width: "6rem", cell: (row) => <time title={dateTime(row.began_at)}>{clock(row.began_at)}</time> },
-    { key: "state", head: "State", width: "7rem", cell: (row) => <Badge state={row.state} /> },
-    { key: "reason", head: "Reason", width: "minmax(7rem, 1fr)", cell: (row) => <SafeText text={words(row.reason)} inline /> },
-    { key: "reward", head: "Reward", sort: "reward", is_number: true, width: "6rem", cell: (row) => number(row.reward) },
-    { key: "kind", head: "Kind", width: "minmax(6rem, 0.8fr)", cell: (row) => <SafeText text={row.kind} inline /> },
-    { key: "task", head: "Task", width: "minmax(8rem, 1.3fr)", cell: (row) => <Filtered run={run} field="task" value={row.task} /> },
+    { key: "id", head: "Episode", width: "8.2rem", cell: (row) => <a class="mono" href={link(run, "episode", row.id)} title={row.id}>{shortId(row.id)}</a> },
+    { key: "began", head: "Began", sort: "began_at", width: "5.4rem", cell: (row) => <time title={dateTime(row.began_at)}>{clock(row.began_at)}</time> },
+    { key: "state", head: "State", width: "6.5rem", cell: (row) => <Badge state={row.state} /> },
+    { key: "reason", head: "Reason", width: "minmax(6.5rem, 1fr)", cell: (row) => <SafeText text={words(row.reason)} inline /> },
+    { key: "reward", head: "Reward", sort: "reward", is_number: true, width: "5rem", cell: (row) => number(row.reward) },
+    { key: "kind", head: "Kind", width: "minmax(5.5rem, 0.8fr)", cell: (row) => <SafeText text={row.kind} inline /> },
+    { key: "task", head: "Task", width: "minmax(7rem, 1.6fr)", cell: (row) => <Filtered run={run} field="task" value={row.task} /> },
     {
-      key: "group", head: "Attempts", width: "6rem", title: "All attempts at the task in this epoch, side by side",
+      key: "group", head: "Attempts", width: "5.5rem", title: "All attempts at the task in this epoch, side by side",
       cell: (row) => row.group === "" ? null : <a href={link(run, "group", row.group)} title={`Group ${row.group}`}>compare</a>,
     },
-    { key: "turns", head: "Turns", sort: "turns", is_number: true, width: "4.5rem", cell: (row) => number(row.turns) },
-    { key: "tokens", head: "Tokens", sort: "sampled_tokens", is_number: true, width: "5.5rem", title: "Tokens that the policy sampled", cell: (row) => number(row.sampled_tokens) },
-    { key: "seconds", head: "Took", sort: "seconds", is_number: true, width: "6rem", cell: (row) => duration(row.seconds) },
-    { key: "step", head: "Step", sort: "step", is_number: true, width: "4.5rem", cell: (row) => number(row.step) },
-    { key: "stale", head: "Stale", sort: "staleness", is_number: true, width: "4.5rem", title: "Weight versions between the oldest sampled token and the training", cell: (row) => number(row.staleness) },
-    { key: "client", head: "Client", width: "minmax(7rem, 1fr)", cell: (row) => <SafeText text={row.client} inline /> },
+    { key: "turns", head: "Turns", sort: "turns", is_number: true, width: "4rem", cell: (row) => number(row.turns) },
+    { key: "tokens", head: "Tokens", sort: "sampled_tokens", is_number: true, width: "4.8rem", title: "Tokens that the policy sampled", cell: (row) => number(row.sampled_tokens) },
+    { key: "seconds", head: "Took", sort: "seconds", is_number: true, width: "5.2rem", cell: (row) => duration(row.seconds) },
+    { key: "step", head: "Step", sort: "step", is_number: true, width: "3.8rem", cell: (row) => number(row.step) },
+    { key: "stale", head: "Stale", sort: "staleness", is_number: true, width: "4rem", title: "Weight versions between the oldest sampled token and the training", cell: (row) => number(row.staleness) },
+    { key: "client", head: "Client", width: "minmax(6rem, 1fr)", cell: (row) => <SafeText text={row.client} inline /> },
   ];
 }
 
@@ -114,7 +110,7 @@ function Filters({ run, filter }: { run: string; filter: URLSearchParams }) {
                 onChoose={change("client")} />
         <TextField label="Task" value={value("task")} onInput={change("task")} size={14} />
         <TextField label="Reward from" value={value("reward_min")} onInput={change("reward_min")} size={6} />
-        <TextField label="to" value={value("reward_max")} onInput={change("reward_max")} size={6} />
+        <TextField label="Reward to" value={value("reward_max")} onInput={change("reward_max")} size={6} />
       </div>
       <details open={isMoreUsed}>
         <summary>More filters</summary>
