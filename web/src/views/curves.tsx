@@ -140,14 +140,16 @@ function draw(
     ? (axis === "time" ? only.at : only.steps)
     : [...new Set(known.flatMap(({ steps }) => steps.steps))].sort((a, b) => a - b);
   const lines: Line[] = [];
+  const isHistogram = members.length > 0 && members.every((member) => /^\d+$/.test(member.slice(name.length + 1)));
   for (const { steps, run } of known) {
     const at = only !== undefined ? null : new Map(steps.steps.map((step, index) => [step, index]));
-    members.slice(0, 8).forEach((member, index) => {
-      const column = steps.series[member];
+    const drawn = isHistogram ? [`${name}/mean`] : members.slice(0, 8);
+    drawn.forEach((member, index) => {
+      const column = isHistogram ? meanOf(name, members, steps) : steps.series[member];
       if (column === undefined) return;
       const values = at === null ? column : x.map((step) => column[at.get(step) ?? -1] ?? null);
       const rest = member === name ? "" : member.slice(name.length + 1);
-      const part = /^[\d.]+$/.test(rest) ? `${title(name)} ${rest}` : rest;
+      const part = isHistogram ? `mean ${title(name)}` : rest;
       const label = only !== undefined ? part || title(name) : [labels[run] ?? "", part].filter(Boolean).join(" ");
       const ink = series(only !== undefined ? index : run);
       const dash = only !== undefined ? undefined : DASHES[index % DASHES.length];
@@ -156,6 +158,20 @@ function draw(
     });
   }
   return { x, lines };
+}
+
+/** Mean of a series that counts by number, e.g. staleness/0, staleness/1, ...: a line says more than one for each number. */
+function meanOf(name: string, members: string[], steps: Steps): (number | null)[] {
+  return steps.steps.map((_step, at) => {
+    let total = 0;
+    let weighted = 0;
+    for (const member of members) {
+      const count = steps.series[member]?.[at] ?? 0;
+      total += count;
+      weighted += count * Number(member.slice(name.length + 1));
+    }
+    return total === 0 ? null : weighted / total;
+  });
 }
 
 /** Exponential moving average without a bias towards the first value. */

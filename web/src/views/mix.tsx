@@ -45,7 +45,7 @@ function MixPage({ run, mix }: { run: string; mix: Mix }) {
           { key: "rate", head: "Steps", is_number: true, cell: (kind) => number((mix.trained[kind] ?? []).filter((value) => value !== null).length) },
         ]} />
       </Section>
-      <Section title="Share of each batch" note="Solid: trained. Dashed: the target, from task_mix and the tickets that it issues.">
+      <Section title="Share of each batch" note={<>Solid: trained. Dashed: the target, which is <code>mix</code> and its schedule.</>}>
         <Chart label="Share of each batch by kind" x={mix.steps} lines={shares} height={230} {...percents} />
       </Section>
       {flat.length > 0 && (
