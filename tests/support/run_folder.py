@@ -122,9 +122,7 @@ class MadeRun:
             group_size=SIZE,
             policies=tuple(self.logs),
             mode=mode,
-            client_id="client-a",
-            code_version="v1",
-            **fields,
+            **{"client_id": "client-a", "code_version": "v1", **fields},
         )
         made = []
         for policy in self.logs if turns else ():

@@ -191,7 +191,7 @@ def read_tokens(
     *,
     timeline: int = 0,
     start: int = 0,
-    limit: int | None = 2000,
+    limit: int = 2000,
     decoders: Callable[[str], Decode | None] = lambda _: None,
 ) -> TokenPage:
     """Return tokens of one timeline of an episode. `decoders`: policy -> decoder (`inspect.read.Decoders`), or
@@ -207,50 +207,23 @@ def read_tokens(
             f"{known.row.id}: no timeline {timeline}; "
             + (f"it has 0 to {len(rows) - 1}" if rows else "no tokens of it are stored")
         )
-    policy, turns, row, numbers = rows[timeline]
-    decode = decoders(policy)
+    policy = rows[timeline][0]
     trained = _trained_turns(index, known, found, policy) if policy in found.rollouts else None
-    low = min(max(start, 0), len(row))
-    high = len(row) if limit is None else min(low + max(min(limit, MOST_TOKENS), 0), len(row))
-    notes = [*found.notes, *notes]
-    if trained is not None and trained.traces is None:
-        notes.append("what training made of each token was not recorded (train.token_log), or was removed")
-    if decode is None:
-        notes.append("the tokenizer of the model is not on this machine: only ids are shown")
-    columns = [_explain_token(known, row, at, turns, trained) for at in range(low, high)]
-    causes, details, logprobs, behind, advantages = (
-        (list(column) for column in zip(*columns, strict=True)) if columns else ([],) * 5
-    )
-    return TokenPage(
-        timeline=timeline,
-        timelines=len(rows),
-        policy=policy,
-        positions=(low, high),
-        total=len(row),
-        text=_decode_page(row.token_ids.tolist(), low, high, decode),
-        id=row.token_ids[low:high].tolist(),
-        cause=causes,
-        cause_detail=details,
-        logprob=logprobs,
-        logprob_trained=behind,
-        advantage=advantages,
-        ratio=[
-            None if a is None or b is None else _finite(math.exp(min(b - a, 80.0)))
-            for a, b in zip(logprobs, behind, strict=True)
-        ],
-        version=[None if v < 0 else v for v in row.versions[low:high].tolist()],
-        turn=[None if t < 0 else numbers[t] for t in row.turns[low:high].tolist()],
-        notes=notes,
-    )
+    stretch = (start, start + min(limit, MOST_TOKENS))
+    return _page_of(known, rows, timeline, stretch, trained, decoders(policy), notes=[*found.notes, *notes])
 
 
 def read_all_tokens(
     index: RunIndex, part: str, *, decoders: Callable[[str], Decode | None] = lambda _: None
 ) -> list[TokenPage]:
     """Return every token of an episode, one page for each timeline; none if no tokens are stored."""
+    known = index.find(part)
+    found = _read_conversation(index, known)
+    rows, notes = _timelines(found)
+    trained = {policy: _trained_turns(index, known, found, policy) for policy in found.rollouts}
     return [
-        read_tokens(index, part, timeline=number, limit=None, decoders=decoders)
-        for number in range(read_detail(index, part).timelines)
+        _page_of(known, rows, n, (0, len(row)), trained.get(policy), decoders(policy), notes=[*found.notes, *notes])
+        for n, (policy, _, row, _) in enumerate(rows)
     ]
 
 
@@ -525,6 +498,51 @@ def _fold_loosely(turns: Sequence[Turn], known: Iterable[Turn]) -> tuple[list[Ti
             ResolvedTurn(token_ids=tokens, prompt_length=len(tokens) - size, logprobs=logprobs, versions=versions)
         )
     return fold([turn for turn in resolved if len(turn)]) if resolved else [], missing
+
+
+def _page_of(
+    known: Indexed,
+    rows: Sequence[Row],
+    timeline: int,
+    stretch: tuple[int, int],
+    trained: TrainedTurns | None,
+    decode: Decode | None,
+    *,
+    notes: list[str],
+) -> TokenPage:
+    """Return the positions of `stretch` of one timeline, as far as it has them."""
+    policy, turns, row, numbers = rows[timeline]
+    low = min(max(stretch[0], 0), len(row))
+    high = min(max(stretch[1], low), len(row))
+    if trained is not None and trained.traces is None:
+        notes.append("what training made of each token was not recorded (train.token_log), or was removed")
+    if decode is None:
+        notes.append("the tokenizer of the model is not on this machine: only ids are shown")
+    columns = [_explain_token(known, row, at, turns, trained) for at in range(low, high)]
+    causes, details, logprobs, behind, advantages = (
+        (list(column) for column in zip(*columns, strict=True)) if columns else ([],) * 5
+    )
+    return TokenPage(
+        timeline=timeline,
+        timelines=len(rows),
+        policy=policy,
+        positions=(low, high),
+        total=len(row),
+        text=_decode_page(row.token_ids.tolist(), low, high, decode),
+        id=row.token_ids[low:high].tolist(),
+        cause=causes,
+        cause_detail=details,
+        logprob=logprobs,
+        logprob_trained=behind,
+        advantage=advantages,
+        ratio=[
+            None if a is None or b is None else _finite(math.exp(min(b - a, 80.0)))
+            for a, b in zip(logprobs, behind, strict=True)
+        ],
+        version=[None if v < 0 else v for v in row.versions[low:high].tolist()],
+        turn=[None if t < 0 else numbers[t] for t in row.turns[low:high].tolist()],
+        notes=notes,
+    )
 
 
 def _explain_token(

@@ -22,16 +22,16 @@ import msgspec
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import Event
+from swarmq.observe.clients import ClientView, read_clients
 from swarmq.observe.curves import read_events
 from swarmq.observe.episodes import (
-    MOST_TOKENS,
     Cause,
     EpisodeDetail,
     GroupView,
     TurnView,
+    read_all_tokens,
     read_detail,
     read_group,
-    read_tokens,
 )
 from swarmq.observe.frames import Table
 from swarmq.observe.index import EpisodeFilter, EpisodeRow, LedgerView, RunIndex, load_job
@@ -106,23 +106,6 @@ class DropRow(msgspec.Struct, frozen=True, kw_only=True):
     newest: str
     """Id of the newest of them."""
     explanation: str
-
-
-class ClientRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client has done."""
-
-    client: str
-    episodes: int
-    trained: int
-    dropped: int
-    failed: int
-    evaluated: int
-    first_at: float
-    last_at: float
-    code_versions: list[str]
-    """Oldest first."""
-    last_error: str
-    """Detail of its newest failed episode."""
 
 
 class Run:
@@ -214,9 +197,9 @@ class Run:
         """Return how many episodes were not trained, by reason and kind, most first."""
         return Table(self._drops)
 
-    def clients(self) -> Table[ClientRow]:
+    def clients(self) -> Table[ClientView]:
         """Return the clients, in the order in which they came."""
-        return Table(self._clients)
+        return Table(lambda: read_clients(self.refresh()))
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the run; none if there is no event file."""
@@ -228,46 +211,29 @@ class Run:
             raise ConfigError(f"{self.folder.events}: cannot be read ({error.strerror})") from error
 
     def _tokens(self, part: str) -> Iterator[Token]:
-        index, timeline, timelines = self.refresh(), 0, 1
-        while timeline < timelines:
-            start, total = 0, 1
-            while start < total:
-                page = read_tokens(
-                    index, part, timeline=timeline, start=start, limit=MOST_TOKENS, decoders=self.decoders
+        for page in read_all_tokens(self.refresh(), part, decoders=self.decoders):
+            columns = zip(
+                page.text, page.id, page.cause, page.cause_detail, page.logprob, page.logprob_trained, page.advantage, page.ratio,
+                page.version, page.turn, strict=True,
+            )  # fmt: skip
+            for position, (text, token, cause, detail, logprob, behind, advantage, ratio, version, turn) in enumerate(
+                columns
+            ):
+                yield Token(
+                    timeline=page.timeline,
+                    position=position,
+                    policy=page.policy,
+                    text=text,
+                    id=token,
+                    cause=cause,
+                    cause_detail=detail,
+                    logprob=logprob,
+                    logprob_trained=behind,
+                    advantage=advantage,
+                    ratio=ratio,
+                    version=version,
+                    turn=turn,
                 )
-                columns = zip(
-                    page.text, page.id, page.cause, page.cause_detail, page.logprob, page.logprob_trained, page.advantage, page.ratio,
-                    page.version, page.turn, strict=True,
-                )  # fmt: skip
-                for position, (
-                    text,
-                    token,
-                    cause,
-                    detail,
-                    logprob,
-                    behind,
-                    advantage,
-                    ratio,
-                    version,
-                    turn,
-                ) in enumerate(columns, start):
-                    yield Token(
-                        timeline=timeline,
-                        position=position,
-                        policy=page.policy,
-                        text=text,
-                        id=token,
-                        cause=cause,
-                        cause_detail=detail,
-                        logprob=logprob,
-                        logprob_trained=behind,
-                        advantage=advantage,
-                        ratio=ratio,
-                        version=version,
-                        turn=turn,
-                    )
-                start, total, timelines = page.positions[1], page.total, page.timelines
-            timeline += 1
 
     def _drops(self) -> Iterator[DropRow]:
         for state, reason, kind, episodes, reward, newest in self.refresh().query(
@@ -282,37 +248,6 @@ class Run:
                 mean_reward=reward,
                 newest=newest,
                 explanation=explain(reason),
-            )
-
-    def _clients(self) -> Iterator[ClientRow]:
-        index = self.refresh()
-        versions: dict[str, list[str]] = {}
-        for client, version in index.query(
-            "SELECT client, code_version FROM episodes WHERE code_version != '' GROUP BY 1, 2 ORDER BY min(began_at)"
-        ):
-            versions.setdefault(client, []).append(version)
-        errors = {
-            client: detail
-            for client, detail, _ in index.query(
-                "SELECT client, detail, max(began_at) FROM episodes WHERE fate = 'failed' AND detail != '' GROUP BY 1"
-            )
-        }
-        for client, *numbers, first_at, last_at in index.query(
-            "SELECT client, count(*), sum(fate = 'trained'), sum(fate = 'dropped'), sum(fate = 'failed'), sum(fate = 'eval'), "
-            "min(began_at), max(began_at) FROM episodes WHERE client != '' GROUP BY 1 ORDER BY min(began_at)"
-        ):
-            episodes, trained, dropped, failed, evaluated = numbers
-            yield ClientRow(
-                client=client,
-                episodes=episodes,
-                trained=trained,
-                dropped=dropped,
-                failed=failed,
-                evaluated=evaluated,
-                first_at=first_at,
-                last_at=last_at,
-                code_versions=versions.get(client, []),
-                last_error=errors.get(client, ""),
             )
 
 

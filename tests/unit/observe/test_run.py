@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from support.run_folder import make_whole_run
+from support.stored import unpack_run
 from swarmq.errors import ConfigError, EpisodeError
 from swarmq.observe.run import Run
 
@@ -32,8 +33,7 @@ def test_a_run_shows_what_happened(opened):
         ("equal_rewards", "code"): 2, ("no_turns", "math"): 1, ("failed", "math"): 1, ("aborted", "math"): 1, ("silent", "math"): 1,
     }  # fmt: skip
     (client,) = seen.clients()
-    assert (client.client, client.trained, client.code_versions) == ("client-a", 2, ["v1"])
-    assert client.last_error == "ZeroDivisionError: division by zero"
+    assert (client.client, client.trained, client.failed) == ("client-a", 2, 3)
     (evaluated,) = seen.evaluations()
     assert (evaluated.kind, evaluated.reward, evaluated.values["pass"]["1"]["low"]) == ("math", 0.25, 0.2)
     assert seen.notes == []
@@ -82,6 +82,17 @@ def test_a_copied_folder_is_read_where_it_lies(opened, tmp_path):
     seen = Run(copy, cache=tmp_path / "cache")
     assert len(seen.episodes()) == 15
     assert next(token.text for token in seen.tokens(ids["trained"])) == "", "the tokenizer stayed behind"
+
+
+def test_a_run_of_the_first_version_can_be_read(tmp_path):
+    _, folder = unpack_run(tmp_path)
+    seen = Run(folder.path, cache=tmp_path / "cache")
+    assert seen.ledger().is_balanced
+    assert seen.notes == []
+    assert len(seen.episodes(state="trained")) > 100
+    detail = seen.episode(next(iter(seen.episodes(state="trained"))).id)
+    assert detail.turns
+    assert detail.timelines
 
 
 def test_wrong_names_are_answered_with_the_right_ones(opened, tmp_path):
