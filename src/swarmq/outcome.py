@@ -21,8 +21,7 @@ class Outcome(msgspec.Struct, frozen=True):
     reward         reward of every trained policy of the episode
     rewards        policy -> reward, in place of `reward`
     success        whether the task was solved; None: unknown
-    metrics        name -> number, stored with the episode in the batch log; means by kind are in step and evaluation events and in
-                   trackers, of at most 64 names a kind
+    metrics        name -> number, at most 64 names a kind; their means are in step and evaluation events and in trackers
     metadata       name -> any value, stored as text in the batch log
     agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward of the calls with that tag
     call_rewards   call id -> reward of that call; the call id is the `id` of the answer, also of a response (`resp_...`)
