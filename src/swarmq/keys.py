@@ -64,8 +64,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unix time of minting by the client's clock, for error messages; 0 if unknown."""
 
 
-Role = Literal["rollout", "read", "admin"]
-"""`rollout` begins and ends episodes; `read` sees status, episodes and metrics; `admin` may do both and manage engines."""
+Role = Literal["rollout", "read", "operate", "admin"]
+"""`rollout` begins and ends episodes; `read` sees status, episodes, metrics and the dashboard; `operate` reads, and acts on the run
+from the dashboard; `admin` may do all of these and manage engines."""
 
 
 class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,7 +80,7 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the token is signed with the secret of the client `name`."""
 
     def may(self, role: Role) -> bool:
-        return role in self.roles or "admin" in self.roles
+        return role in self.roles or "admin" in self.roles or (role == "read" and "operate" in self.roles)
 
 
 Sealed = TypeVar("Sealed", Claims, Operator)

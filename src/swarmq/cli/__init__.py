@@ -3,6 +3,7 @@
 from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     access,
     control,
+    dashboard,
     dead_letters,
     engines,
     init,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 
@@ -15,6 +15,7 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.keys import Role
 from swarmq.messages import NAME
+from swarmq.observe.live_runs import find_management_api
 
 
 @main.command("invite")
@@ -105,7 +106,7 @@ def client_add(
         folder,
         find_invite(folder.path),
         name,
-        _management(job, folder, management),
+        find_management_api(job, folder, management),
         ClientAddresses(amqp=amqp, proxy=proxy, ca=ca, http=http),
         max_connections=max_connections or MAX_CONNECTIONS,
     )
@@ -148,7 +149,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     from swarmq.broker.admin.invitations import remove_client
 
     job, folder = _only_run(run)
-    remove_client(folder, name, _management(job, folder, management))
+    remove_client(folder, name, find_management_api(job, folder, management))
     click.echo(f"removed client {name}")
 
 
@@ -159,7 +160,8 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     "roles",
     type=click.Choice(get_args(Role)),
     multiple=True,
-    help="rollout: begin and end episodes; read: status, episodes, metrics; admin: everything, engines included.",
+    help="rollout: begin and end episodes; read: status, episodes, metrics, dashboard; operate: read, and pause, set, stop and the like; "
+    "admin: everything, engines included.",
 )
 @click.option(
     "--name", show_default="operator", help="Name of the token's holder; recorded in episodes that the token begins."
@@ -224,7 +226,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     import secrets
 
     job = load_live_run(run)
-    api = _management(job, RunFolder(run), management)
+    api = find_management_api(job, RunFolder(run), management)
     user = f"{job.run}.viewer.{name}"
     if gone:
         api.remove(user)
@@ -246,17 +248,6 @@ def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
             )
         [run] = found
     return load_live_run(run), RunFolder(run)
-
-
-def _management(job: SwarmJob, folder: RunFolder, url: str | None) -> Any:
-    """Return the management API of the run's broker: at the given URL, of the private node, or at the usual port of the
-    broker's host."""
-    from swarmq.broker.admin.users import ManagementApi
-    from swarmq.broker.node.files import HOST, read_identity
-
-    if url is None and (node := read_identity(folder.broker)):
-        url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
-    return ManagementApi.of(job.broker.url or "", url)
 
 
 def _check_name(name: str) -> None:

@@ -9,19 +9,39 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
-from swarmq.broker import Broker
-from swarmq.config import RunFolder, SwarmJob
+from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
-from swarmq.runtime.processes import FINAL_MESSAGE_PREFIX, exit_status_for, is_locked
+from swarmq.observe.live_runs import check_up, load_live_run, load_stored_run, open_broker
+from swarmq.runtime.processes import FINAL_MESSAGE_PREFIX, exit_status_for
 from swarmq.runtime.terminal import visible
 from swarmq.version import __version__
+
+__all__ = [
+    "EXTRAS",
+    "HELP_OPTIONS",
+    "HOST",
+    "JOB",
+    "RUN",
+    "SETS",
+    "check_up",
+    "choose_policy",
+    "errors_as_lines",
+    "load_live_run",
+    "load_stored_run",
+    "main",
+    "open_broker",
+    "print_warnings",
+    "private_files",
+    "require_extras",
+    "run_until_signalled",
+    "terminal_width",
+]
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
@@ -29,6 +49,7 @@ EXTRAS = {
     "collector": ("zstandard",),
     "vllm": ("vllm",),
     "inspect": ("numpy", "tokenizers", "zstandard"),
+    "dashboard": ("litestar", "uvicorn", "numpy", "tokenizers", "zstandard"),
     "demo": ("openai", "reasoning_gym", "matplotlib"),
 }
 HOST = ("proxy", "learner", "vllm")
@@ -147,56 +168,6 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
                 raise
 
     asyncio.run(guarded())
-
-
-def load_live_run(run: Path) -> SwarmJob:
-    """Return the settings of a run that is up. Raises ConfigError for a copy of a run folder, with which no process of the run
-    works."""
-    job = load_stored_run(run)
-    own = job.run_folder
-    with contextlib.suppress(OSError):  # the folder was moved or is mounted under another name: only `run` is known
-        if own.resolved.is_file() and not own.path.samefile(run):
-            raise ConfigError(
-                f"{run}: a copy of a run folder; the processes of this run use {own.path}: name that folder"
-            )
-    return job
-
-
-@contextlib.asynccontextmanager
-async def open_broker(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
-    """Open a session with the broker of a run. Raises ConfigError if the run's private RabbitMQ has ended."""
-    from swarmq.broker.amqp import AmqpBroker
-
-    check_up(job)
-    async with AmqpBroker.open(job.broker.url or "", name=name) as broker:
-        yield broker
-
-
-def check_up(job: SwarmJob) -> None:
-    """Raise ConfigError if the run's private RabbitMQ has ended."""
-    from swarmq.broker.node.files import read_identity
-
-    folder = job.run_folder
-    node = read_identity(folder.broker)
-    if node and urlsplit(job.broker.url or "").port == node.amqp_port and not is_locked(folder.lock):
-        raise ConfigError(
-            f"run {job.run!r} is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {folder.job}`"
-        )
-
-
-def load_stored_run(run: Path) -> SwarmJob:
-    """Return the settings of a started run, from its folder or from a copy. The files are those of `RunFolder(run)`."""
-    path = RunFolder(run).resolved
-    try:
-        there = path.exists()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    if not there:
-        raise ConfigError(
-            f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the parts "
-            "are started one by one, `swarmq invite JOB` makes it"
-        )
-    return SwarmJob.load(path)
 
 
 def terminal_width() -> int | None:

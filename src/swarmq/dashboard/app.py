@@ -1,0 +1,543 @@
+"""The dashboard's HTTP application: a JSON API over run folders, server-sent events, and the built front end.
+
+    browser ── cookie ──> ASGI: security headers ──> litestar ──> a thread of a few ──> views, overview, observe ──> files
+       ^────────────────── server-sent events ── what changed ── OpenRun (shelf.py) ── sizes and times of files ───────┘
+
+`swarmq dashboard` serves it at its own address; a proxy passes on what comes under /dashboard (`behind_proxy.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from litestar import Litestar, Request, get, post
+from litestar.config.compression import CompressionConfig
+from litestar.connection import ASGIConnection
+from litestar.datastructures import Cookie
+from litestar.exceptions import HTTPException
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from litestar.params import Parameter
+from litestar.response import Response, Stream
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarmq import live_settings
+from swarmq.collector import ledger
+from swarmq.config import SwarmJob
+from swarmq.dashboard import actions, views
+from swarmq.dashboard.access import Access, ForbiddenError, Reader
+from swarmq.dashboard.export import STATIC, Kind, export_html
+from swarmq.dashboard.overview import view_overview
+from swarmq.dashboard.shelf import Shelf, UnknownRunError, describe_row
+from swarmq.errors import (
+    BrokerError,
+    CollectorError,
+    ConfigError,
+    EpisodeError,
+    KeyRefusedError,
+    SwarmqError,
+    TimelineError,
+)
+from swarmq.observe.episodes import (
+    MOST_TOKENS,
+    EpisodeDetail,
+    GroupView,
+    TokenPage,
+    read_detail,
+    read_group,
+    read_tokens,
+)
+from swarmq.observe.index import EpisodeFilter, EpisodePage, Histogram, LedgerView
+from swarmq.observe.run import Run
+
+READERS = 4
+"""Requests that read files at the same time; further ones wait."""
+MOST_ROWS = 1000
+MOST_LINES = 20_000
+MOST_DIFFERENT = 4
+MOST_BODY = 64 * 1024
+STREAM_PAUSE_S = 1.0
+"""Shortest time between two events of a stream."""
+READER = "swarmq_reader"
+"""Key of the reader in a request's state."""
+CONFIRM = "x-swarmq-confirm"
+SESSION_S = 30 * 86_400
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""Headers of every answer."""
+FILES = {
+    "index.html": "text/html",
+    "app.js": "text/javascript",
+    "app.css": "text/css",
+    "LICENSES.txt": "text/plain",
+}
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Login(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+
+
+def create_app(shelf: Shelf, access: Access, *, base: str = "", is_secure: bool = False) -> ASGIApp:
+    """Create the dashboard.
+
+    `base`: path before its own, as browsers see it. `is_secure`: browsers reach it by https alone.
+    """
+    pages = Pages(shelf, access, base=base, is_secure=is_secure)
+
+    @contextlib.asynccontextmanager
+    async def close_shelf(_: Litestar) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await shelf.close()
+
+    app = Litestar(
+        pages.handlers(),
+        lifespan=[close_shelf],
+        openapi_config=None,
+        exception_handlers={Exception: refuse},
+        compression_config=CompressionConfig(backend="gzip", gzip_compress_level=4, exclude="/stream$"),
+        request_max_body_size=MOST_BODY,
+        logging_config=None,
+    )
+    return with_headers(app)
+
+
+def with_headers(app: ASGIApp) -> ASGIApp:
+    """Return the application with the security headers on every answer, also on those that no handler gives."""
+    headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        await app(scope, receive, send_with_headers)
+
+    return answer
+
+
+def refuse(_: Request[Any, Any, Any], error: Exception) -> Response[dict[str, str]]:
+    """Answer an error as `{"error": text}`."""
+    status = _status_of(error)
+    if status == 500:
+        log.error("page_failed", error=repr(error), exc_info=error)
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    if status == 500:
+        text = "the dashboard failed; its log says why"
+    headers = {"cache-control": "no-store"} | (dict(error.headers or {}) if isinstance(error, HTTPException) else {})
+    return Response({"error": text}, status_code=status, headers=headers)
+
+
+def _status_of(error: Exception) -> int:
+    match error:
+        case HTTPException():
+            return error.status_code
+        case KeyRefusedError():
+            return 401
+        case ForbiddenError():
+            return 403
+        case UnknownRunError() | EpisodeError() | views.UnknownLogError():
+            return 404
+        case ConfigError():
+            return 400
+        case CollectorError() | TimelineError():
+            return 409
+        case BrokerError():
+            return 503
+        case SwarmqError():
+            return 503
+        case _:
+            return 500
+
+
+class Pages:
+    """The handlers of the dashboard."""
+
+    def __init__(self, shelf: Shelf, access: Access, *, base: str, is_secure: bool) -> None:
+        self._shelf, self._access, self._base, self._is_secure = shelf, access, base, is_secure
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    def handlers(self) -> list[HTTPRouteHandler]:
+        """Return the route handlers for the application."""
+        run = "/api/runs/{run:str}"
+        open_to_all = [
+            get("/", include_in_schema=False)(self.show_index),
+            get("/{name:str}", include_in_schema=False)(self.show_file),
+            post("/api/login", status_code=200)(self.login),
+        ]
+        reading: list[tuple[str, Callable[..., Any]]] = [
+            ("/api/me", self.me),
+            ("/api/runs", self.runs),
+            ("/api/diff", self.diff),
+            (f"{run}/overview", self.overview),
+            (f"{run}/steps", self.steps),
+            (f"{run}/time", self.time),
+            (f"{run}/ledger", self.ledger),
+            (f"{run}/episodes", self.episodes),
+            (f"{run}/episodes/histogram", self.histogram),
+            (f"{run}/episodes/{{episode:str}}", self.episode),
+            (f"{run}/episodes/{{episode:str}}/tokens", self.tokens),
+            (f"{run}/groups/{{group:path}}", self.group),
+            (f"{run}/clients", self.clients),
+            (f"{run}/mix", self.mix),
+            (f"{run}/evaluations", self.evaluations),
+            (f"{run}/engines", self.engines),
+            (f"{run}/settings", self.settings),
+            (f"{run}/logs", self.logs),
+            (f"{run}/logs/{{name:str}}", self.show_log),
+            (f"{run}/dead-letters", self.dead_letters),
+            (f"{run}/export/episode/{{episode:str}}", self.export_episode),
+            (f"{run}/export/group/{{group:path}}", self.export_group),
+            (f"{run}/export/report", self.export_report),
+            (f"{run}/stream", self.stream),
+        ]
+        guarded = [get(path, guards=[self.require_reader])(handler) for path, handler in reading]
+        acting = post(f"{run}/actions", guards=[self.require_operator], status_code=200)(self.act)
+        return [*open_to_all, *guarded, acting]
+
+    # ------------------------------------------------------------------------------------------ who
+
+    def require_reader(self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+        """Store the reader in the request's state. Raises KeyRefusedError or ForbiddenError."""
+        scheme, _space, token = connection.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = connection.cookies.get(self._access.cookie, "")
+        if not token:
+            raise KeyRefusedError("log in first: open the dashboard's link, or send a token with the role read")
+        connection.state[READER] = self._access.identify(token.strip())
+
+    def require_operator(self, connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        """Demand the role `operate`, a confirmation, and that the request comes from the dashboard's own pages."""
+        self.require_reader(connection, handler)
+        reader: Reader = connection.state[READER]
+        if not reader.can_operate:
+            raise ForbiddenError(
+                f"{reader.name!r} has the roles {', '.join(reader.roles)}; this needs operate (`swarmq token --role operate`)"
+            )
+        require_same_origin(connection)
+        if connection.headers.get(CONFIRM) != "yes":
+            raise ForbiddenError(f"an action must be confirmed: send the header {CONFIRM}: yes")
+
+    async def login(self, request: Request[Any, Any, Any], data: Login) -> Response[dict[str, str]]:
+        """Exchange a token for a cookie."""
+        require_same_origin(request)
+        reader = self._access.identify(data.token)
+        cookie = Cookie(
+            key=self._access.cookie,
+            value=data.token,
+            path=f"{self._base}/" if self._base else "/",
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=self._is_secure,
+        )
+        return Response({"name": reader.name}, cookies=[cookie], headers={"cache-control": "no-store"})
+
+    async def me(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        reader: Reader = request.state[READER]
+        return _json(
+            {"name": reader.name, "roles": reader.roles, "base": self._base, "can_operate": reader.can_operate}
+        )
+
+    # ----------------------------------------------------------------------------------- front end
+
+    async def show_index(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        return await self.show_file(request, "index.html")
+
+    async def show_file(self, request: Request[Any, Any, Any], name: str) -> Response[bytes]:
+        if name not in FILES:
+            raise HTTPException(status_code=404, detail=f"there is no page {name!r}")
+        try:
+            content = await anyio.Path(STATIC / name).read_bytes()
+        except FileNotFoundError as error:
+            raise HTTPException(
+                status_code=404, detail="the front end is not built: `make web` builds it in a checkout"
+            ) from error
+        tag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
+        headers = {"cache-control": "no-cache", "etag": tag}
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(b"", status_code=304, headers=headers, media_type=FILES[name])
+        return Response(content, headers=headers, media_type=FILES[name])
+
+    # -------------------------------------------------------------------------------------- reading
+
+    async def _read(self, function: Callable[..., T], *args: Any, **how: Any) -> T:
+        """Call a function that reads files in one of a few threads."""
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(READERS)
+        return await anyio.to_thread.run_sync(lambda: function(*args, **how), limiter=self._limiter)
+
+    async def _open(self, id: str) -> Run:  # noqa: A002 - what addresses call it
+        """Return the run and see to it that its index follows the files."""
+        return (await self._shelf.open(id)).run
+
+    async def _view(self, id: str, function: Callable[..., Any], *args: Any, **how: Any) -> Response[bytes]:  # noqa: A002
+        """Answer with what a function makes of a run."""
+        run = await self._open(id)
+        return _json(await self._read(lambda: function(run, *args, **how)))
+
+    async def runs(self) -> Response[bytes]:
+        def list_them() -> list[dict[str, Any]]:
+            return [describe_row(id, row) for id, row in self._shelf.rows().items()]  # noqa: A001
+
+        return _json({"runs": await self._read(list_them)})
+
+    async def diff(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        ids = [id for id in request.query_params.get("runs", "").split(",") if id]  # noqa: A001
+        if not 2 <= len(ids) <= MOST_DIFFERENT:
+            raise ConfigError(f"runs: name two to {MOST_DIFFERENT} runs, divided by commas (got {len(ids)})")
+        opened = {id: await self._open(id) for id in dict.fromkeys(ids)}  # noqa: A001
+        return _json(await self._read(views.diff_settings, opened))
+
+    async def overview(self, run: str) -> Response[bytes]:
+        return await self._view(run, _overview)
+
+    async def steps(self, request: Request[Any, Any, Any], run: str) -> Response[bytes]:
+        wanted = [name for name in request.query_params.get("series", "").split(",") if name]
+        return await self._view(run, views.view_steps, request.query_params.get("policy", ""), wanted)
+
+    async def time(self, run: str) -> Response[bytes]:
+        return await self._view(run, views.view_time)
+
+    async def ledger(self, run: str) -> Response[bytes]:
+        return await self._view(run, _ledger)
+
+    async def episodes(self, request: Request[Any, Any, Any], run: str) -> Response[bytes]:
+        chosen, how = _filter_of(request.query_params, {"sort", "cursor", "limit"})
+        limit = _whole(how.get("limit", "100"), "limit", most=MOST_ROWS)
+
+        def page(of: Run) -> EpisodePage:
+            return of.index.page(
+                chosen, sort=how.get("sort") or "-began_at", cursor=how.get("cursor") or None, limit=max(limit, 1)
+            )
+
+        return await self._view(run, page)
+
+    async def histogram(self, request: Request[Any, Any, Any], run: str) -> Response[bytes]:
+        chosen, how = _filter_of(request.query_params, {"of"})
+
+        def count(of: Run) -> Histogram:
+            return of.index.histogram(chosen, of=how.get("of", "reward"))
+
+        return await self._view(run, count)
+
+    async def group(self, run: str, group: Path) -> Response[bytes]:
+        return await self._view(run, _group, group)
+
+    async def episode(self, run: str, episode: str) -> Response[bytes]:
+        return await self._view(run, _episode, episode)
+
+    async def tokens(
+        self,
+        run: str,
+        episode: str,
+        timeline: int = 0,
+        start: int = Parameter(query="from", default=0),
+        limit: int = 2000,
+    ) -> Response[bytes]:
+        return await self._view(run, _tokens, episode, timeline=timeline, start=start, limit=limit)
+
+    async def clients(self, run: str) -> Response[bytes]:
+        def list_clients(of: Run) -> dict[str, Any]:
+            return {"clients": views.view_clients(of, now=time.time())}
+
+        return await self._view(run, list_clients)
+
+    async def mix(self, run: str) -> Response[bytes]:
+        return await self._view(run, views.view_mix)
+
+    async def evaluations(self, run: str) -> Response[bytes]:
+        return await self._view(run, views.view_evaluations)
+
+    async def engines(self, run: str) -> Response[bytes]:
+        return await self._view(run, views.view_engines)
+
+    async def settings(self, run: str) -> Response[bytes]:
+        return await self._view(run, views.view_settings)
+
+    async def logs(self, run: str) -> Response[bytes]:
+        def list_files(of: Run) -> dict[str, Any]:
+            return {"files": views.list_logs(of.folder)}
+
+        return await self._view(run, list_files)
+
+    async def show_log(self, run: str, name: str, lines: int = 400) -> Response[bytes]:
+        def read(of: Run) -> dict[str, Any]:
+            return views.read_log(of.folder, name, lines=min(max(lines, 1), MOST_LINES))
+
+        return await self._view(run, read)
+
+    async def dead_letters(self, run: str) -> Response[bytes]:
+        return _json(await actions.list_dead_letters((await self._open(run)).folder.path))
+
+    # --------------------------------------------------------------------------------------- export
+
+    async def export_episode(self, run: str, episode: str) -> Response[bytes]:
+        return await self._export(run, "episode", episode, _export_episode)
+
+    async def export_group(self, run: str, group: Path) -> Response[bytes]:
+        return await self._export(run, "group", _path_text(group), _export_group)
+
+    async def export_report(self, run: str) -> Response[bytes]:
+        return await self._export(run, "report", "report", _export_report)
+
+    async def _export(
+        self,
+        id: str,  # noqa: A002
+        kind: Kind,
+        what: str,
+        collect: Callable[[str, Run, str], dict[str, Any]],
+    ) -> Response[bytes]:
+        run = await self._open(id)
+        page = await self._read(lambda: export_html(kind, collect(id, run, what)))
+        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in f"{id}-{what}")
+        headers = {"content-disposition": f'attachment; filename="{name[:120]}.html"', "cache-control": "no-store"}
+        return Response(page, media_type="text/html", headers=headers)
+
+    # --------------------------------------------------------------------------------- live, acting
+
+    async def stream(self, run: str) -> Stream:
+        """Tell what changes in the run, at most once a second, as server-sent events."""
+        opened = await self._shelf.open(run)
+
+        async def tell() -> AsyncIterator[bytes]:
+            yield b": connected\n\n"
+            async for what in opened.watch():
+                if what:
+                    data = msgspec.json.encode({"what": what, "at": time.time()})
+                    yield b"event: changed\ndata: " + data + b"\n\n"
+                    await anyio.sleep(STREAM_PAUSE_S)
+                else:
+                    yield b": nothing new\n\n"
+
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return Stream(tell(), media_type="text/event-stream", headers=headers)
+
+    async def act(self, request: Request[Any, Any, Any], run: str, data: actions.Request) -> Response[bytes]:
+        """Do what the operator asks; the run records it with the operator's name."""
+        reader: Reader = request.state[READER]
+        folder = (await self._open(run)).folder.path
+        text = await actions.act(folder, data, sender=reader.name)
+        log.info("acted", run=run, action=data.action, sender=reader.name)
+        return _json({"text": text})
+
+
+def require_same_origin(connection: ASGIConnection[Any, Any, Any, Any]) -> None:
+    """Raise ForbiddenError for a request that a page of another site sends."""
+    origin = connection.headers.get("origin")
+    site = connection.headers.get("sec-fetch-site", "same-origin")
+    if site not in {"same-origin", "none"} or (origin and urlsplit(origin).netloc != connection.headers.get("host")):
+        raise ForbiddenError("requests from pages of other sites are refused")
+
+
+def _json(value: Any) -> Response[bytes]:
+    return Response(
+        msgspec.json.encode(value, enc_hook=str), media_type="application/json", headers={"cache-control": "no-store"}
+    )
+
+
+def _filter_of(query: Mapping[str, str], others: set[str]) -> tuple[EpisodeFilter, dict[str, str]]:
+    """Return the filter of a query, and its other parameters. Raises ConfigError for what neither knows."""
+    how = {name: value for name, value in query.items() if name in others}
+    chosen = {name: value for name, value in query.items() if name not in others and value}
+    try:
+        return msgspec.convert(chosen, EpisodeFilter, strict=False), how
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"episodes: {error}") from error
+
+
+def _whole(text: str, name: str, *, most: int) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name}: {text[:40]!r} is no whole number")
+    return min(int(text[:12]), most)
+
+
+def _path_text(path: Path) -> str:
+    return str(path).removeprefix("/")
+
+
+def live_job(run: Run) -> SwarmJob:
+    """Return the settings of a run with the changes made while it was up."""
+    control = ledger.read_control(run.folder.inbox)
+    return live_settings.apply_changes(run.job, control.changes if control else ())
+
+
+def _overview(run: Run) -> dict[str, Any]:
+    return view_overview(run, views.read_board(run.folder), live_job(run))
+
+
+def _ledger(run: Run) -> LedgerView:
+    return run.index.ledger()
+
+
+def _episode(run: Run, episode: str) -> EpisodeDetail:
+    return read_detail(run.index, episode)
+
+
+def _group(run: Run, group: Path) -> GroupView:
+    return read_group(run.index, _path_text(group))
+
+
+def _tokens(run: Run, episode: str, *, timeline: int, start: int, limit: int) -> TokenPage:
+    return read_tokens(
+        run.index, episode, timeline=timeline, start=start, limit=min(limit, MOST_TOKENS), decoders=run.decoders
+    )
+
+
+def _export_episode(id: str, run: Run, episode: str) -> dict[str, Any]:  # noqa: A002
+    detail = read_detail(run.index, episode)
+    path = f"runs/{id}/episodes/{detail.row.id}"
+    pages = {
+        f"{path}/tokens?timeline={number}": _tokens(run, detail.row.id, timeline=number, start=0, limit=MOST_TOKENS)
+        for number in range(detail.timelines)
+    }
+    return {path: detail, **pages}
+
+
+def _export_group(id: str, run: Run, group: str) -> dict[str, Any]:  # noqa: A002
+    found = read_group(run.index, group)
+    payloads: dict[str, Any] = {f"runs/{id}/groups/{group}": found}
+    for member in found.members:
+        payloads |= _export_episode(id, run, member.row.id)
+    return payloads
+
+
+def _export_report(id: str, run: Run, _: str) -> dict[str, Any]:  # noqa: A002
+    base = f"runs/{id}"
+    payloads: dict[str, Any] = {
+        f"{base}/overview": _overview(run),
+        f"{base}/time": views.view_time(run),
+        f"{base}/ledger": run.index.ledger(),
+        f"{base}/clients": {"clients": views.view_clients(run, now=time.time())},
+        f"{base}/mix": views.view_mix(run),
+        f"{base}/evaluations": views.view_evaluations(run),
+        f"{base}/engines": views.view_engines(run),
+        f"{base}/settings": views.view_settings(run),
+    }
+    return (
+        payloads
+        | {f"{base}/steps?policy={policy}": views.view_steps(run, policy) for policy in reversed(run.policies)}
+        | {f"{base}/steps": views.view_steps(run)}
+    )

@@ -1,0 +1,206 @@
+"""The runs that a dashboard shows, found in folders that are looked at anew now and then, with their indices kept up to date.
+
+Ids are names of folders, made unique; an id from an address is only ever looked up here, so none can leave the folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from swarmq import live_settings
+from swarmq.collector import ledger
+from swarmq.config import RunFolder
+from swarmq.errors import SwarmqError
+from swarmq.observe.run import Run
+from swarmq.observe.runs import RunRow, list_runs
+
+FRESH_S = 5.0
+"""Seconds for which the list of runs counts as up to date."""
+LOOK_S = 1.0
+"""Between two looks at the files of a run that somebody watches."""
+MOST_OPEN = 8
+"""Runs whose tokenizers and indices are held; of more, those looked at longest ago are closed."""
+WATCHED_S = 30.0
+"""Seconds after the last request for a run during which its index is kept up to date."""
+
+log = structlog.get_logger()
+
+
+class UnknownRunError(SwarmqError):
+    """No run of the dashboard has this id."""
+
+
+class OpenRun:
+    """A run that somebody looks at: its files, its index, and what changed in them."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.changes = 0
+        """Number of changes so far."""
+        self.what: dict[str, int] = {}
+        """What changed -> number of its last change."""
+        self.changed = asyncio.Event()
+        self.used_at = time.monotonic()
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._stop = threading.Event()
+        self._is_indexed = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    def use(self) -> None:
+        """Note that somebody looks, and see to it that the index follows the files."""
+        self.used_at = time.monotonic()
+        if self._keeper is None or self._keeper.done():
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+
+    async def watch(self) -> AsyncIterator[list[str]]:
+        """Yield what changed, whenever something did."""
+        seen = self.changes
+        while True:
+            self.use()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), WATCHED_S / 2)
+            what = [name for name, number in self.what.items() if number > seen]
+            seen = self.changes
+            yield what
+
+    async def _keep(self) -> None:
+        while time.monotonic() - self.used_at < WATCHED_S:
+            what = self._look()
+            if what or not self._is_indexed:
+                try:
+                    await asyncio.to_thread(self._update)
+                    self._is_indexed = True
+                except (SwarmqError, OSError) as error:
+                    log.warning("the index could not be updated", run=str(self.run.folder.path), error=str(error))
+            if what:
+                self.changes += 1
+                self.what |= dict.fromkeys(what, self.changes)
+                self.changed.set()
+                self.changed = asyncio.Event()
+            await asyncio.sleep(LOOK_S)
+
+    def _update(self) -> None:
+        self.run.index.update(is_cancelled=self._stop.is_set)
+
+    def _look(self) -> list[str]:
+        """Return what changed since the last look, by sizes and times of files."""
+        folder, what = self.run.folder, set[str]()
+        for path, names in (
+            (folder.events, ("steps", "warnings", "state", "episodes")),
+            (folder.board, ("state",)),
+            (folder.samples, ("state",)),
+            (folder.inbox, ("episodes",)),
+            (folder.inbox.with_name(f"{folder.inbox.name}-wal"), ("episodes",)),
+            (folder.transcripts, ("episodes",)),
+        ):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                now = (stat.st_size, stat.st_mtime_ns)
+                if self._sizes.get(path.name, now if self._sizes else None) != now:
+                    what.update(names)
+                self._sizes[path.name] = now
+        return sorted(what)
+
+
+class Shelf:
+    """All runs below some folders."""
+
+    def __init__(self, folders: Sequence[Path], *, cache: Path | None = None) -> None:
+        """`folders`: folders of runs, or folders that hold such folders. `cache`: where indices are kept."""
+        self._folders = folders
+        self._cache = cache
+        self._rows: dict[str, RunRow] = {}
+        self._read_at = float("-inf")
+        self._open: dict[str, OpenRun] = {}
+        self._lock = threading.Lock()
+
+    def rows(self) -> dict[str, RunRow]:
+        """Return id -> run, newest first. Folders that cannot be read are left out."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= FRESH_S:
+                found: dict[str, RunRow] = {}
+                for row in self._find():
+                    path = str(Path(row.folder).resolve())
+                    name = re.sub(r"[^\w.-]", "-", Path(row.folder).name) or "run"
+                    id = name if name not in found else f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"  # noqa: A001
+                    found[id] = row
+                self._rows = dict(sorted(found.items(), key=lambda one: one[1].at, reverse=True))
+                self._read_at = time.monotonic()
+            return self._rows
+
+    def _find(self) -> list[RunRow]:
+        rows: dict[str, RunRow] = {}
+        for folder in self._folders:
+            is_run = RunFolder(folder).resolved.exists()
+            with contextlib.suppress(SwarmqError):
+                for row in list_runs(folder.parent if is_run else folder):
+                    path = Path(row.folder).resolve()
+                    if not is_run or path == folder.resolve():
+                        rows.setdefault(str(path), row)
+        return [rows[path] for path in sorted(rows)]
+
+    async def open(self, id: str) -> OpenRun:  # noqa: A002 - what addresses call it
+        """Return the run, opened. Raises UnknownRunError, or ConfigError if its settings cannot be read."""
+        found = self._open.get(id)
+        if found is None:
+            run = await asyncio.to_thread(self._load, id)
+            found = self._open.setdefault(id, OpenRun(run))  # another request may have been first
+        found.use()
+        if len(self._open) > MOST_OPEN:
+            oldest = min(self._open, key=lambda one: self._open[one].used_at)
+            await self._open.pop(oldest).close()
+        return found
+
+    def _load(self, id: str) -> Run:  # noqa: A002
+        row = self.rows().get(id)
+        if row is None:
+            raise UnknownRunError(f"there is no run {id!r} among those of this dashboard")
+        run = Run(Path(row.folder), cache=self._cache)
+        run.index  # noqa: B018 - opened here, in a thread
+        return run
+
+    async def close(self) -> None:
+        for one in self._open.values():
+            await one.close()
+
+
+def describe_row(id: str, row: RunRow) -> dict[str, Any]:  # noqa: A002
+    """Return an entry of the list of runs."""
+    folder = RunFolder(Path(row.folder))
+    is_readable = row.state.split(",")[0] in {"up", "stopped"}
+    limits: dict[str, int | None] = {}
+    if is_readable:
+        with contextlib.suppress(SwarmqError, OSError):
+            run = Run(folder.path)
+            control = ledger.read_control(folder.inbox)
+            job = live_settings.apply_changes(run.job, control.changes if control else ())
+            limits = {name: job.policies[name].train.max_steps for name in job.trained}
+    return {
+        "id": id,
+        "run": row.run,
+        "folder": row.folder,
+        "state": row.state if is_readable else "unreadable",
+        "error": "" if is_readable else row.state,
+        "at": row.at,
+        "policies": {
+            name: {"step": one.step, "max_steps": limits.get(name), "reward": one.reward, "at": one.at}
+            for name, one in row.policies.items()
+        },
+    }

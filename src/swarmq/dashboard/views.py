@@ -1,0 +1,422 @@
+"""What the dashboard shows beyond episodes: steps, time, mix, evaluations, clients, engines, settings, logs. Reads files alone."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq import task_mix
+from swarmq.collector import ledger
+from swarmq.config import Policy, RunFolder, SwarmJob
+from swarmq.errors import ConfigError, SwarmqError
+from swarmq.messages import Event
+from swarmq.observe.curves import find_changes
+from swarmq.observe.run import Run, StepRow
+from swarmq.registries.clients import read_clients
+from swarmq.task_mix import Stretch
+
+MOST_SAMPLES = 4000
+"""Most samples of one series that are sent; of more, every second, fourth, ... is."""
+MOST_SPANS = 20_000
+SAMPLE_BYTES = 4096
+"""Most bytes that a sample is expected to have."""
+MOST_TASKS = 500
+"""Most tasks of the evaluation matrix: those evaluated last."""
+LOG_BYTES = 2 * 1024 * 1024
+"""Bytes read from the end of a log file."""
+RATE_S = 300.0
+"""Seconds before the newest episode over which the rates of clients are taken."""
+LANES = {"waiting": "wait", "training": "train", "pushing": "push", "checkpointing": "checkpoint", "paused": "pause"}
+"""Phase that a learner reports -> what its lane says."""
+
+
+class UnknownLogError(SwarmqError):
+    """The run has no log file of this name."""
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a step event, nested ones under names joined by slashes."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield f"{prefix}{name}", value
+
+
+def view_steps(run: Run, policy: str = "", series: Sequence[str] = ()) -> dict[str, Any]:
+    """Return columns of the steps of a policy (the first one by default), and all names that there are."""
+    policy = policy or run.policies[0]
+    rows = list(run.steps(policy))
+    columns = [dict(flatten(row.values)) for row in rows]
+    names = sorted({name for column in columns for name in column})
+    return {
+        "policy": policy,
+        "steps": [row.step for row in rows],
+        "at": [row.at for row in rows],
+        "series": {name: [column.get(name) for column in columns] for name in (series or names) if name in set(names)},
+        "names": names,
+        "marks": list(_marks(run, rows)),
+    }
+
+
+def _marks(run: Run, rows: Sequence[StepRow]) -> Iterator[dict[str, Any]]:
+    for mark in find_changes(run.events()):
+        step = next((row.step for row in rows if row.at >= mark.at), None)
+        if step is not None:
+            kind = "client" if mark.text.startswith("client code") else "set"
+            yield {"step": step, "at": mark.at, "kind": kind, "text": mark.text}
+
+
+def view_time(run: Run) -> dict[str, Any]:
+    """Return what each process did when, and samples of queues and engines."""
+    lanes: dict[str, list[tuple[float, float, str]]] = {}
+    phases: dict[str, tuple[float, str]] = {}
+    for event in run.events():
+        if event.name == "state" and "phase" in event.fields:
+            began, what = phases.get(event.source, (event.at, ""))
+            if what and event.at > began:
+                lanes.setdefault(event.source, []).append((began, event.at, what))
+            phases[event.source] = event.at, LANES.get(event.fields["phase"], "")
+        elif event.name == "step" and event.source not in phases:
+            lanes.setdefault(event.source, []).extend(_spans_of_step(event))
+        if event.name == "step":
+            for engine, seconds in event.fields.get("pauses", {}).items():
+                if seconds:
+                    lanes.setdefault(engine, []).append((event.at - seconds, event.at, "pause"))
+    return {
+        "lanes": [
+            {"process": process, "spans": sorted(spans)[-MOST_SPANS:]} for process, spans in sorted(lanes.items())
+        ],
+        "samples": _samples(run.folder),
+    }
+
+
+def _spans_of_step(event: Event) -> Iterator[tuple[float, float, str]]:
+    """Yield what a step took: it waited, trained and pushed, and then reported."""
+    end = event.at
+    for name, what in (("push_s", "push"), ("train_s", "train"), ("wait_s", "wait")):
+        seconds = float(event.fields.get(name) or 0)
+        if seconds > 0:
+            yield end - seconds, end, what
+            end -= seconds
+
+
+def _samples(folder: RunFolder) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in _read_json_lines(folder.samples):
+        at = line.get("at")
+        if not isinstance(at, int | float):
+            continue
+        for name, value in flatten({key: line.get(key) or {} for key in ("queues", "open_calls")}):
+            kind, _, rest = name.partition("/")
+            found[f"{rest}/messages" if kind == "queues" else f"{rest}/open calls"].append((at, value))
+        for engine, values in (line.get("engines") or {}).items():
+            for name, value in flatten(values):
+                found[f"{engine}/{name}"].append((at, value))
+        if isinstance(line.get("tokens_per_s"), int | float):
+            found["tokens per second"].append((at, line["tokens_per_s"]))
+    return {name: _thin(points) for name, points in found.items()}
+
+
+def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = 1 << max(0, math.ceil(math.log2(len(points) / MOST_SAMPLES))) if points else 1
+    return points[::every]
+
+
+def view_mix(run: Run) -> dict[str, Any]:
+    """Return target and trained share of each kind, and the share of its groups that taught nothing, by step of the first policy."""
+    rows = list(run.steps(run.policies[0]))
+    control = ledger.read_control(run.folder.inbox)
+    stretches = _stretches(run.job, control.changes if control else (), run.policies[0])
+    kinds = list(
+        dict.fromkeys(
+            [*task_mix.kinds_of(stretches), *(k for row in rows for k in row.values.get("groups_by_kind", {}))]
+        )
+    )
+    target: dict[str, list[float | None]] = {kind: [] for kind in kinds}
+    trained: dict[str, list[float | None]] = {kind: [] for kind in kinds}
+    for row in rows:
+        wanted = task_mix.shares(stretches, row.step)
+        groups = row.values.get("groups_by_kind", {})
+        total = sum(groups.values())
+        for kind in kinds:
+            target[kind].append(wanted.get(kind, 0.0))
+            trained[kind].append(groups.get(kind, 0) / total if total else None)
+    flat = _flat(run, kinds, [row.at for row in rows])
+    return {"kinds": kinds, "steps": [row.step for row in rows], "target": target, "trained": trained, "flat": flat}
+
+
+def _stretches(job: SwarmJob, changes: Iterable[Any], policy: str) -> list[Stretch]:
+    """Return the mixes of a run in the order of their first steps."""
+    found = [Stretch(from_step=0, mix=job.mix, schedule=job.mix_schedule)]
+    for change in changes:
+        if change.path == "mix":
+            with contextlib.suppress(msgspec.ValidationError):
+                mix = msgspec.convert(change.value, dict[str, float])
+                found.append(Stretch(from_step=change.from_step.get(policy, 0), mix=mix))
+    return sorted(found, key=lambda one: one.from_step)
+
+
+def _flat(run: Run, kinds: Sequence[str], ends: Sequence[float]) -> dict[str, list[float | None]]:
+    """Return by kind and step the share of groups that ended in its time and had equal rewards."""
+    counts: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for kind, ended, is_flat in run.index.query(
+        "SELECT kind, max(coalesce(ended, began_at)), max(reason = 'equal_rewards') FROM episodes "
+        "WHERE grp != '' AND fate IN ('trained', 'dropped') GROUP BY grp"
+    ):
+        if (step := bisect.bisect_left(ends, ended)) < len(ends):
+            counts[kind, step][0] += is_flat
+            counts[kind, step][1] += 1
+    return {
+        kind: [counts[kind, at][0] / counts[kind, at][1] if counts[kind, at][1] else None for at in range(len(ends))]
+        for kind in kinds
+    }
+
+
+def view_evaluations(run: Run) -> dict[str, Any]:
+    """Return the rounds of evaluation, and the share of successes of each task in each."""
+    rounds: dict[float, dict[str, Any]] = {}
+    for row in run.evaluations():
+        one = rounds.setdefault(
+            row.at,
+            {
+                "at": row.at,
+                "version": row.version,
+                "seconds": row.seconds,
+                "missing": row.missing,
+                "given_up": row.given_up,
+                "kinds": {},
+            },
+        )
+        one["kinds"][row.kind] = {
+            "tasks": row.tasks,
+            "episodes": row.episodes,
+            "reward": row.reward,
+            "pass": {str(k): _interval(value, row.tasks) for k, value in (row.values.get("pass") or {}).items()},
+        }
+    return {"rounds": list(rounds.values()), "matrix": _matrix(run)}
+
+
+def _interval(value: Any, tasks: int) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {"value": None, "low": None, "high": None, "tasks": tasks, **value}
+    return {"value": value, "low": value, "high": value, "tasks": tasks}
+
+
+def _matrix(run: Run) -> dict[str, Any]:
+    """Evaluation slots have the version as their epoch: `task/repeat/version` in `Slot.id`."""
+    cells: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for slot, task, success, reward in run.index.query(
+        "SELECT slot, task, success, reward FROM episodes WHERE fate = 'eval' AND slot != '' ORDER BY began_at"
+    ):
+        version = _version_of_slot(slot)
+        value = success if success is not None else None if reward is None else float(reward > 0)
+        if version is not None and value is not None:
+            cells[task][version].append(value)
+    tasks = list(cells)[-MOST_TASKS:]
+    versions = sorted({version for task in tasks for version in cells[task]})
+    shares = [
+        [sum(of) / len(of) if (of := cells[task].get(version)) else None for version in versions] for task in tasks
+    ]
+    return {"tasks": tasks, "versions": versions, "cells": shares}
+
+
+def _version_of_slot(slot: str) -> int | None:
+    last = slot.rpartition("/")[2]
+    return int(last) if last.isdecimal() else None
+
+
+def view_clients(run: Run, *, now: float) -> list[dict[str, Any]]:
+    """Return every client with its rate, code versions and last error, the one heard of last first."""
+    index = run.index
+    versions: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for client, version, first_at, last_at, episodes in index.query(
+        "SELECT client, code_version, min(began_at), max(began_at), count(*) FROM episodes WHERE code_version != '' "
+        "GROUP BY 1, 2 ORDER BY 3"
+    ):
+        versions[client].append({"version": version, "first_at": first_at, "last_at": last_at, "episodes": episodes})
+    errors = {
+        client: {"at": at, "text": detail, "episode": id}
+        for client, detail, id, at in index.query(  # noqa: A001
+            "SELECT client, detail, id, max(coalesce(ended, began_at)) FROM episodes WHERE fate = 'failed' AND detail != '' GROUP BY 1"
+        )
+    }
+    revoked = {name for name, one in read_clients(run.folder.clients).items() if one.removed_at is not None}
+    newest = max(index.query("SELECT max(began_at) FROM episodes")[0][0] or now, 0)
+    recent = min(now, newest) - RATE_S
+    return [
+        {
+            "client": client,
+            "episodes": episodes,
+            "trained": trained,
+            "failed": failed,
+            "per_min": recently * 60 / RATE_S,
+            "code_versions": versions.get(client, []),
+            "last_error": errors.get(client),
+            "is_revoked": client.partition("@")[0] in revoked or client in revoked,
+        }
+        for client, episodes, trained, failed, recently in index.query(
+            "SELECT client, count(*), sum(fate = 'trained'), sum(fate = 'failed'), sum(began_at > ?) FROM episodes "
+            "WHERE client != '' GROUP BY 1 ORDER BY max(began_at) DESC",
+            (recent,),
+        )
+    ]
+
+
+def view_engines(run: Run) -> dict[str, Any]:
+    """Return the engines as they were last recorded, and every weight push."""
+    board = read_board(run.folder)
+    load = board.get("engines") or {}
+    urls: dict[str, str] = dict.fromkeys(load, "")
+    for policy, engines in (_read_json(run.folder.endpoints).get("engines") or {}).items():
+        urls |= dict.fromkeys(engines if isinstance(engines, list) else [], policy)
+    for policy, one in run.job.policies.items():
+        urls |= dict.fromkeys((url for url in one.engine.urls), policy)
+    versions = {policy: one.get("step") for policy, one in (board.get("policies") or {}).items()}
+    rows = [
+        {
+            "name": url.partition("://")[2] or url,
+            "policy": policy,
+            "url": url,
+            "version": load.get(url, {}).get("version", versions.get(policy)),
+            "state": load.get(url, {}).get("state") or ("running" if url in load else "unknown"),
+            **{name: load.get(url, {}).get(name) for name in ("running", "waiting", "kv")},
+        }
+        for url, policy in urls.items()
+    ]
+    pushes = [
+        {
+            "step": row.step,
+            "at": row.at,
+            "policy": row.policy,
+            "method": str(row.values.get("push_method") or row.values.get("method") or ""),
+            "push_s": row.values.get("push_s"),
+            "pause_s": row.values.get("pause_s"),
+        }
+        for row in run.steps()
+        if row.values.get("push_s") is not None
+    ]
+    return {"engines": rows, "pushes": pushes}
+
+
+def list_settings(job: SwarmJob) -> dict[str, Any]:
+    """Return path -> value of every setting; passwords in addresses are left out."""
+    return dict(_leaves(msgspec.to_builtins(job)))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _hide_password(value)
+
+
+def _hide_password(value: Any) -> Any:
+    return re.sub(r"(?<=://)[^/@\s]+@", "…@", value) if isinstance(value, str) else value
+
+
+def view_settings(run: Run) -> dict[str, Any]:
+    """Return all settings beside their defaults, and the changes while the run was up."""
+    first = next(iter(run.job.policies.values()))
+    usual = list_settings(
+        SwarmJob(run=run.job.run, policies=dict.fromkeys(run.job.policies, Policy(model=first.model)))
+    )
+    usual = {path: value for path, value in usual.items() if path != "run" and not path.endswith(".model")}
+    control = ledger.read_control(run.folder.inbox)
+    senders = {
+        event.fields.get("control"): (event.at, str(event.fields.get("sender", "")))
+        for event in run.events()
+        if event.name == "control" and event.fields.get("state") == "accepted"
+    }
+    return {
+        "settings": [
+            {"path": path, "value": value, "default": usual.get(path), "is_set": usual.get(path) != value}
+            for path, value in list_settings(run.job).items()
+        ],
+        "history": [
+            {
+                "number": change.number,
+                "path": change.path,
+                "before": change.before,
+                "value": change.value,
+                "from_step": min(change.from_step.values(), default=None),
+                "at": senders.get(change.number, (None, ""))[0],
+                "sender": senders.get(change.number, (None, ""))[1],
+            }
+            for change in (control.changes if control else ())
+        ],
+    }
+
+
+def diff_settings(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """Return the settings in which runs differ."""
+    known = [list_settings(run.job) for run in runs.values()]
+    paths = dict.fromkeys(path for settings in known for path in settings)
+    rows = [{"path": path, "values": [settings.get(path) for settings in known]} for path in paths]
+    return {
+        "runs": list(runs),
+        "rows": [row for row in rows if any(value != row["values"][0] for value in row["values"])],
+    }
+
+
+def list_logs(folder: RunFolder) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        files = sorted(path for path in folder.logs.iterdir() if path.is_file())
+        return [{"name": path.name, "bytes": path.stat().st_size} for path in files]
+    return []
+
+
+def read_log(folder: RunFolder, name: str, *, lines: int) -> dict[str, Any]:
+    """Return the end of a log file. Raises UnknownLogError if the run has no such file."""
+    if name not in {one["name"] for one in list_logs(folder)}:
+        raise UnknownLogError(f"{name!r}: the run has no such log file")
+    try:
+        with (folder.logs / name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{folder.logs / name}: cannot be read ({error.strerror})") from error
+    return {"name": name, "text": "\n".join(text.splitlines()[-lines:])}
+
+
+def read_board(folder: RunFolder) -> dict[str, Any]:
+    """Return the state as it was last recorded; empty if there is none."""
+    return _read_json(folder.board)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    return {}
+
+
+def read_samples(folder: RunFolder, *, last: int) -> list[dict[str, Any]]:
+    """Return the newest samples of a recorded run, oldest first."""
+    with contextlib.suppress(OSError), folder.samples.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - last * SAMPLE_BYTES))
+        return list(_decode_lines(file.read().splitlines()))[-last:]
+    return []
+
+
+def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        yield from _decode_lines(lines)
+
+
+def _decode_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON lines; torn lines are skipped."""
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+            yield msgspec.json.decode(line, type=dict[str, Any])
