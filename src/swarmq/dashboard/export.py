@@ -22,6 +22,7 @@ import msgspec
 
 from swarmq.errors import EpisodeError
 from swarmq.observe.episodes import MOST_TOKENS, read_detail, read_group, read_tokens
+from swarmq.observe.index import STATES, EpisodeFilter, EpisodePage, EpisodeRow
 from swarmq.observe.run import Run
 from swarmq.version import __version__
 
@@ -30,6 +31,8 @@ Kind = Literal["episode", "group", "report"]
 STATIC = Path(__file__).parent / "static"
 MAX_EXPORT_BYTES = 64 * 1024 * 1024
 """Size of the largest file that is made; browsers open larger ones slowly, and mail servers refuse them long before."""
+MAX_SAMPLE_BYTES = 8 * 1024 * 1024
+"""Size of the sample episodes of a report."""
 
 VIEWS: dict[Kind, tuple[str, str]] = {
     "episode": ("episodes", "episode"),
@@ -71,6 +74,26 @@ def collect_group(run: Run, run_id: str, group: str, *, page_tokens: int = MOST_
     for member in view.members:
         payloads |= collect_episode(run, run_id, member.row.id, page_tokens=page_tokens)
     return payloads
+
+
+def collect_samples(run: Run, run_id: str, *, each: int = 2, max_bytes: int = MAX_SAMPLE_BYTES) -> dict[str, Any]:
+    """Return the newest episodes of every state and reason, with their tokens, and the list of them, as payloads of
+    `export_html`. Episodes that no longer fit into `max_bytes` are left out."""
+    payloads: dict[str, Any] = {}
+    rows: list[EpisodeRow] = []
+    size = 0
+    for state in STATES:
+        for reason in sorted(run.index.values("reason", EpisodeFilter(state=state))):
+            newest = run.index.page(EpisodeFilter(state=state, reason=reason), limit=each).rows
+            for row in newest if reason else [row for row in newest if not row.reason]:
+                sample = collect_episode(run, run_id, row.id)
+                size_of_one = len(msgspec.json.encode(sample))
+                if size + size_of_one <= max_bytes:
+                    size += size_of_one
+                    payloads |= sample
+                    rows.append(row)
+    rows.sort(key=lambda row: row.began_at, reverse=True)
+    return payloads | {f"runs/{run_id}/episodes": EpisodePage(rows=rows, total=len(rows), next=None)}
 
 
 def export_html(kind: Kind, payloads: Mapping[str, Any], *, max_bytes: int = MAX_EXPORT_BYTES) -> bytes:

@@ -7,12 +7,13 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.run_folder import make_whole_run
-from swarmq.dashboard.export import collect_group, embed_json, export_html, find_start
+from swarmq.dashboard.export import collect_group, collect_samples, embed_json, export_html, find_start
 from swarmq.errors import EpisodeError
 from swarmq.observe.run import Run
 
@@ -105,4 +106,21 @@ def test_a_group_brings_its_episodes_with_every_token(tmp_path):
             assert sum(len(page.id) for page in pages) == pages[0].total > 5
             assert {f"{path}/tokens?timeline={timeline}&from={page.positions[0]}" for page in pages} <= {*payloads}
     assert payloads[f"runs/r/episodes/{ids['trained']}"].row.id == ids["trained"]
+    made.close()
+
+
+def test_samples_show_every_state_and_reason_and_keep_to_their_size(tmp_path):
+    made, _ = make_whole_run(tmp_path / "runs")
+    made.write_transcripts()
+    run = Run(made.folder.path, cache=tmp_path / "cache")
+    run.refresh()
+    payloads = collect_samples(run, "r", each=1)
+    sampled = payloads["runs/r/episodes"].rows
+    every = {(row.state, row.reason) for row in run.index.page(limit=100).rows}
+    assert {(row.state, row.reason) for row in sampled} == every
+    assert len(sampled) == len(every) > 7
+    assert {f"runs/r/episodes/{row.id}" for row in sampled} < {*payloads}
+    few = collect_samples(run, "r", max_bytes=4000)
+    assert 0 < few["runs/r/episodes"].total < len(sampled)
+    assert len(msgspec.json.encode({key: one for key, one in few.items() if key != "runs/r/episodes"})) < 4500
     made.close()
