@@ -9,7 +9,7 @@ import msgspec
 import zstandard
 
 from support.episodes import make_turns
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Turn, encode
+from swarmq.messages import DeliveryReport, EpisodeBegin, EpisodeEnd, Slot, Turn, encode
 from swarmq.transcripts.format import (
     Transcript,
     TranscriptMeta,
@@ -18,6 +18,7 @@ from swarmq.transcripts.format import (
     pack_segment_header,
     segment_path,
 )
+from swarmq.transcripts.writer import ClosedEpisode
 
 
 def make_transcript(name: str = "e0", *, state: str = "trained", reason: str = "", kind: str = "default") -> Transcript:
@@ -66,3 +67,36 @@ def write_segment(folder: Path, number: int, frames: list[bytes], *, generation:
     path = segment_path(folder, number)
     path.write_bytes(b"".join([pack_segment_header(generation), *frames]))
     return path
+
+
+def make_closed(
+    name: str = "e0",
+    *,
+    state: str = "trained",
+    reason: str = "",
+    kind: str = "default",
+    at: float = 3.0,
+    padding: int = 0,
+    with_end: bool = True,
+) -> ClosedEpisode:
+    """What the collector hands to the writer; `padding`: incompressible bytes of its messages."""
+    made = make_transcript(name, kind=kind)
+    report = DeliveryReport(run="r", served_id="s", sent={name: ("c0",)})
+    begin = encode(made.begin)
+    turns = [encode(turn) for turn in made.turns]
+    if padding:
+        noise = random.Random(name).randbytes(padding)
+        turns[0] = encode(msgspec.structs.replace(made.turns[0], messages=noise))
+    return ClosedEpisode(
+        episode_id=name,
+        state=state,
+        reason=reason,
+        began_at=at - 2,
+        ended_at=at - 1,
+        closed_at=at,
+        begin=begin,
+        end=encode(made.end) if with_end else None,
+        turns=[turns[0], encode(report), *turns[1:]],
+        outcomes=[("main", "trained", 7, "")] if state == "trained" else [],
+        size=1000 + padding,
+    )

@@ -41,7 +41,7 @@ from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, M
 from swarmq.transcripts.writer import ClosedEpisode
 
 STORE_SCHEMA = "2"
-BODIES_BYTES = 64 * 1024 * 1024
+BODIES_BYTES = 32 * 1024 * 1024
 """Most bytes of published episodes that are kept in memory for their transcripts."""
 
 TABLES = """

@@ -208,9 +208,11 @@ class Segments:
         if self._total <= self._limit:
             return
         target = int(self._size_bytes * TARGET)
-        self._carry_out(plan_size(self._all, self._classes.interest, cap=self._size_bytes, target=target))
-        # What always stays may be more than the cap: plan again when there is enough new to remove.
-        self._limit = max(self._size_bytes, self._total + self._size_bytes - target)
+        try:
+            self._carry_out(plan_size(self._all, self._classes.interest, cap=self._size_bytes, target=target))
+        finally:
+            # What always stays may be more than the cap, or nothing can be rewritten: plan again after as much has come.
+            self._limit = max(self._size_bytes, self._total + self._size_bytes - target)
 
     def expire(self, now: float) -> None:
         """Apply the age cap."""
@@ -277,12 +279,13 @@ class Segments:
             return
         for number in plan.remove:
             segment_path(self._folder, number).unlink(missing_ok=True)
-        self._all = [one for one in self._all if one.number not in plan.remove]
+            self._all = [one for one in self._all if one.number != number]
+            self._total = sum(one.size for one in self._all)
         for index in self._all:
             strip, forget = plan.strip.get(index.number, frozenset()), plan.forget.get(index.number, frozenset())
             if strip or forget:
                 self._rewrite(index, strip, forget)
-        self._total = sum(one.size for one in self._all)
+                self._total = sum(one.size for one in self._all)
 
     def _rewrite(self, index: SegmentIndex, strip: frozenset[int], forget: frozenset[int]) -> None:
         """Write the next generation of a segment, without the bodies and metas that go."""
@@ -462,8 +465,6 @@ class TranscriptWriter:
                 self._segments.expire(self._clock())
             self._segments.make_room()
         except OSError as error:
-            self._is_open = False  # read again what is there
-            self._segments.close()
             self._warn(f"{self._folder}: {error.strerror or error}")
 
     def _lose(self, num: int, reason: str) -> None:

@@ -2,14 +2,13 @@
 
 import errno
 import os
-import random
 import stat
 
 import pytest
 from structlog.testing import capture_logs
 
+from support.transcripts import make_closed as close
 from support.transcripts import make_transcript
-from swarmq.messages import DeliveryReport, encode
 from swarmq.transcripts import writer as writer_module
 from swarmq.transcripts.format import find_segments, segment_path
 from swarmq.transcripts.read import read, scan
@@ -17,35 +16,6 @@ from swarmq.transcripts.retention import KEPT
 from swarmq.transcripts.writer import ClosedEpisode, Segments, TranscriptWriter, describe
 
 DAY = 86400.0
-
-
-def close(name="e0", *, state="trained", reason="", kind="default", at=3.0, padding=0, with_end=True) -> ClosedEpisode:
-    made = make_transcript(name, kind=kind)
-    report = DeliveryReport(run="r", served_id="s", sent={name: ("c0",)})
-    begin = encode(made.begin)
-    turns = [encode(turn) for turn in made.turns]
-    if padding:
-        noise = random.Random(name).randbytes(padding)
-        turns[0] = encode(_with_messages(made.turns[0], noise))
-    return ClosedEpisode(
-        episode_id=name,
-        state=state,
-        reason=reason,
-        began_at=at - 2,
-        ended_at=at - 1,
-        closed_at=at,
-        begin=begin,
-        end=encode(made.end) if with_end else None,
-        turns=[turns[0], encode(report), *turns[1:]],
-        outcomes=[("main", "trained", 7, "")] if state == "trained" else [],
-        size=1000 + padding,
-    )
-
-
-def _with_messages(turn, messages):
-    import msgspec
-
-    return msgspec.structs.replace(turn, messages=messages)
 
 
 class Clock:
@@ -282,3 +252,26 @@ def test_a_segment_that_cannot_be_read_is_left_alone(tmp_path):
     assert segment_path(tmp_path, 1).read_bytes() == b"rubbish"
     with capture_logs():
         assert names(tmp_path) == ["a"]
+
+
+def test_a_rewrite_for_which_there_is_no_room_leaves_everything_readable(tmp_path, monkeypatch):
+    segments = Segments(tmp_path, size_bytes=10**9, age_s=1e9)
+    segments.open()
+    append(segments, [close(f"e{n}", padding=500) for n in range(40)])
+    segments._size_bytes = segments._limit = 10_000
+
+    def refuse(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module.os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            segments.make_room()
+        segments.make_room()  # not tried again at once
+    assert [path.suffix for path in tmp_path.iterdir()] == [".seg"]
+    append(segments, [close("more", padding=500)])
+    assert len(names(tmp_path, with_body=True)) == 41
+    append(segments, [close(f"f{n}", padding=500) for n in range(5)])
+    segments.make_room()
+    segments.close()
+    assert names(tmp_path, with_body=True) == [f"e{n}" for n in range(14, 40)] + ["more"] + [f"f{n}" for n in range(5)]
