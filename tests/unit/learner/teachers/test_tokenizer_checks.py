@@ -242,7 +242,7 @@ class Late:
         self.pushed: list[int] = []
         self.failing: dict[str, str] = {}
 
-    def next(self, *, idle: Idle, idle_s: object) -> BatchReady | None:
+    def next(self, *, idle: Idle, idle_s: object, evaluated: object) -> BatchReady | None:
         idle(again=False)
         self.engine.up = True
         if self._idle:
