@@ -24,6 +24,7 @@ from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, make_folder
 from swarmq.demo.accounting import Account, render_table, settle_demo
+from swarmq.demo.dashboard import serve_dashboard
 from swarmq.demo.job import DemoSize, demo_job
 from swarmq.demo.make_model import ensure_model
 from swarmq.demo.model_recipe import user_cache_folder
@@ -82,6 +83,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(redirect_to(report))
+        await stack.enter_async_context(serve_dashboard(job.run_folder, report))
         deployment = await stack.enter_async_context(deploy(job, report=report))
         start_s = time.monotonic() - began - model_s
         broker = await stack.enter_async_context(
@@ -193,6 +195,9 @@ def _close(console: Console, job: SwarmJob, result: DemoResult) -> None:
         ("logs", folder.logs),
     ):
         console.print(f"{what:12} {where}", highlight=False, soft_wrap=True)
+    console.print(
+        f"to see every episode and token of it: `swarmq dashboard {folder.path}`", highlight=False, soft_wrap=True
+    )
     console.print(
         f"to see the queues while the run is up (swarmq up {folder.job}): `swarmq viewer {folder.path}` prints a login for the management UI",
         highlight=False,
