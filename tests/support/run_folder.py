@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 
 import msgspec
+import zstandard
 
 from support.episodes import make_turns
 from support.families import tokenizer_of
-from support.transcripts import frame_of, write_segment
+from support.transcripts import write_segment
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import AWAKE_S, Core
 from swarmq.collector.decide.state import HOLD_S, Rules
@@ -33,7 +34,8 @@ from swarmq.messages import (
     pack_floats,
     unpack_floats,
 )
-from swarmq.transcripts.format import Transcript, TranscriptMeta
+from swarmq.transcripts.format import pack_frame
+from swarmq.transcripts.writer import ClosedEpisode, describe
 
 BEGAN = 1_700_000_000.0
 SIZE = 2
@@ -69,7 +71,7 @@ class MadeRun:
         }
         self.versions = dict.fromkeys(policies, 0)
         self.records = dict.fromkeys(policies, 0)
-        self.closed: dict[str, tuple[str, str]] = {}
+        self.closed: dict[str, ClosedEpisode] = {}
         self.parts: dict[str, tuple[EpisodeBegin, EpisodeEnd | None, list[Turn]]] = {}
         self.serial = 0
 
@@ -91,14 +93,11 @@ class MadeRun:
 
     def _write(self, effects: list[do.Effect]) -> None:
         with self.store.transaction():
-            for effect in effects:
-                self.store.write(effect)
-            for effect in self.core.settle():
+            for effect in [*effects, *self.core.settle()]:
+                if isinstance(effect, do.Close) and (closed := self.store.closed(effect, self.now)):
+                    self.closed[closed.episode_id] = closed
                 self.store.write(effect)
         self.forwards += [effect for effect in effects if isinstance(effect, do.Forward)]
-        self.closed |= {
-            effect.episode_id: (effect.state, effect.reason) for effect in effects if isinstance(effect, do.Close)
-        }
         for effect in effects:
             if isinstance(effect, do.Emit):
                 self.emit("collector", effect.name, **effect.fields)
@@ -231,52 +230,14 @@ class MadeRun:
             )
         return step
 
-    def write_transcripts(self, number: int = 1) -> None:
-        """Write the transcripts of all closed episodes into one segment."""
-        write_segment(
-            self.folder.transcripts,
-            number,
-            [frame_of(self.transcript(episode)) for episode in self.closed if episode in self.parts],
-        )
-
-    def transcript(self, episode: str) -> Transcript:
-        begin, end, turns = self.parts[episode]
-        state, reason = self.closed[episode]
-        outcomes = {
-            policy: (one, version, why)
-            for policy, one, version, why in self.store._all(
-                "SELECT policy, state, version, reason FROM outcomes WHERE episode = ?", episode
-            )
-        }
-        versions = [span.version for turn in turns for span in turn.versions]
-        meta = TranscriptMeta(
-            episode_id=episode,
-            state=state,
-            reason=reason,
-            mode=begin.mode,
-            kind=begin.kind,
-            slot=begin.slot.id,
-            task_id=begin.slot.task_id,
-            group_id=begin.slot.group_id,
-            group_size=begin.group_size,
-            client_id=begin.client_id,
-            code_version=begin.code_version,
-            policies=begin.policies,
-            status=end.status if end else "",
-            detail=end.reason if end else "",
-            rewards=end.rewards if end else {},
-            success=end.success if end else None,
-            metrics=end.metrics if end else {},
-            began_at=BEGAN,
-            ended_at=BEGAN + 1,
-            closed_at=BEGAN + 2,
-            turns=len(turns),
-            sampled_tokens=sum(turn.num_sampled for turn in turns),
-            versions=(min(versions), max(versions)) if versions else None,
-            outcomes=outcomes,
-            body_bytes=1,
-        )
-        return Transcript(meta=meta, begin=begin, end=end, turns=tuple(turns))
+    def write_transcripts(self, number: int = 1, *, with_body: bool = True, generation: int = 0) -> None:
+        """Write the transcripts of all closed episodes into one segment, as the collector's writer describes them."""
+        described = map(describe, self.closed.values())
+        frames = [
+            pack_frame(msgspec.msgpack.encode(meta), zstandard.compress(body) if with_body else b"")
+            for meta, body in described
+        ]
+        write_segment(self.folder.transcripts, number, frames, generation=generation)
 
 
 def _trace(rollout, effects: bytes, left_out: bytes) -> EpisodeTrace:

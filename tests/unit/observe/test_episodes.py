@@ -6,7 +6,7 @@ import pytest
 from support.run_folder import make_whole_run
 from swarmq.errors import EpisodeError
 from swarmq.learner.algorithms.advantages import compute_advantages
-from swarmq.messages import unpack_ids
+from swarmq.messages import encode, unpack_ids
 from swarmq.observe.episodes import read_detail, read_group, read_tokens
 from swarmq.observe.index import RunIndex
 from swarmq.observe.inspect.read import Decoders
@@ -177,9 +177,11 @@ def test_a_policy_s_tokens_are_those_of_its_turns(tmp_path):
 
 def test_turns_that_cannot_be_resolved_are_shown_as_far_as_they_go(whole, tmp_path):
     run, ids, index = whole
-    begin, end, turns = run.parts[ids["failed"]]
+    _, _, turns = run.parts[ids["failed"]]
     lost = msgspec.structs.replace(turns[1], parent="never-recorded", shared=4, logprobs=b"")
-    run.parts[ids["failed"]] = (begin, end, [turns[0], lost])
+    run.closed[ids["failed"]] = msgspec.structs.replace(
+        run.closed[ids["failed"]], turns=[encode(turns[0]), encode(lost)]
+    )
     run.folder.transcripts.joinpath("000000000001.seg").unlink()
     run.write_transcripts(number=2)
     index.update()
