@@ -165,7 +165,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
     told = list(said_by(job.run_folder.logs / "learner.main.log"))
     waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
-    ways = sorted({fields["method"] for fields in told if fields.get("event") == "weights go"})
+    ways = sorted({fields["method"] for fields in told if fields.get("event") == "push_route"})
     return figures, detail | {"push_ways": ways, "training_waited_for_checkpoints_s": waited}
 
 

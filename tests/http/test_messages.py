@@ -239,7 +239,7 @@ async def test_words_put_into_its_mouth_are_continued(stage, agent):
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages say nothing"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages is empty: send at least one message with content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text must be text"),

@@ -53,13 +53,13 @@ def main(model: str, folder: str, sharding: Any) -> None:
         with room_for_files(room, here=here):
             learner._save(link)  # type: ignore[arg-type]
             if link:
-                learner._saved(link, wait=True)  # type: ignore[arg-type]
+                learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
         assert not list(learner.folder.glob("step-*"))
     for _ in range(2):
         learner._save_last(link)  # type: ignore[arg-type]
     learner._save(link, asked=3)  # type: ignore[arg-type]
     if link:
-        learner._saved(link)  # type: ignore[arg-type]
+        learner._report_finished_checkpoint(link)  # type: ignore[arg-type]
         assert [type(message) for message in told.messages[:2]] == [Warn, Warn], told.messages
         assert told.messages[2:] == [CheckpointSaved(oldest=2), CheckpointSaved(oldest=2, asked=3)]
         assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]

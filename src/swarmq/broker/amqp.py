@@ -211,7 +211,7 @@ class AmqpBroker:
             with suppress(BrokerLostError):
                 await self._refuse(arrival, reason)
             return
-        log.warning("message parked", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
+        log.warning("message_dead_lettered", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
         await self._park(arrival, reason)
         with suppress(BrokerLostError):
             await arrival.settler.ack(arrival.tag, through=False)
@@ -222,7 +222,7 @@ class AmqpBroker:
         Invited clients may not publish dead letters themselves; RabbitMQ vouches for the queue and the content. The reason is
         only in the client's log.
         """
-        log.warning("message refused", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
+        log.warning("message_rejected", queue=arrival.queue, reason=reason[:MAX_REASON_CHARS])
         await arrival.settler.reject(arrival.tag)
 
     async def _park(self, arrival: Arrival, reason: str) -> None:

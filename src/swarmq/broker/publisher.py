@@ -98,7 +98,7 @@ class Publisher:
         now = asyncio.get_running_loop().time()
         if now - self._warned.get(queue, -WARN_EVERY_S) >= WARN_EVERY_S:
             self._warned[queue] = now
-            log.warning("queue full, waiting", queue=queue)
+            log.warning("queue_full", queue=queue, action="publishing waits for room")
         await asyncio.sleep(random.uniform(0.1, MAX_FULL_DELAY_S))
 
 

@@ -25,7 +25,7 @@ from swarmq.runtime.logs import log
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
-UNREACHABLE_EVENT = "broker or queue unreachable, waiting"
+UNREACHABLE_EVENT = "broker_unreachable"
 
 
 async def _nothing(_: Session) -> None:
@@ -55,7 +55,7 @@ class BrokerOutage:
             self.leave(link)
             if not self._down:
                 away_s = round(time.monotonic() - self._since, 1)
-                log.info("broker reachable again", broker=self._where, connections=self._most, away_s=away_s)
+                log.info("broker_reachable", broker=self._where, connections=self._most, away_s=away_s)
 
     def leave(self, link: BrokerLink) -> None:
         """Forget a link that is closed."""
@@ -157,7 +157,7 @@ class BrokerLink:
 
     def _connected(self, session: Session) -> None:
         if self._refused_before:
-            log.info("broker accepts the connection again", connection=self._name, broker=session.where)
+            log.info("broker_connection_accepted", connection=self._name, broker=session.where)
         self._outage.end(self)
         self.trouble, self._refused_before = None, False
         self._session = session
@@ -165,9 +165,9 @@ class BrokerLink:
 
     def _disconnected(self, reason: str) -> None:
         if reason.startswith(RECYCLED_PREFIX):
-            log.info("broker session renewed", connection=self._name, reason=reason)
+            log.info("broker_session_renewed", connection=self._name, reason=reason)
         else:
-            self._outage.begin(self, "broker session lost, connecting again", connection=self._name, reason=reason)
+            self._outage.begin(self, "broker_session_lost", connection=self._name, reason=reason)
         self.trouble = reason
         self._session = None
         self._forget()

@@ -158,7 +158,7 @@ class Session:
     async def _sit_out_alarm(self) -> None:
         if not self._blocked:
             self._blocked = True
-            log.warning("publisher blocked by the broker's memory or disk alarm", broker=self.where)
+            log.warning("publisher_blocked", broker=self.where, reason="the broker has a memory or disk alarm")
         unblocked = asyncio.create_task(self._underlay.connection.ready())
         try:
             await asyncio.wait({unblocked, self.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ class Session:
             unblocked.cancel()
         if self._blocked and not self.lost.done():
             self._blocked = False
-            log.info("publisher no longer blocked", broker=self.where)
+            log.info("publisher_unblocked", broker=self.where)
 
 
 async def _await_open(opening: Coroutine[Any, Any, T], where: str) -> T:

@@ -76,7 +76,9 @@ class TicketSource:
                     await self._hand_out(deliveries)
             except BrokerError as error:
                 if known and isinstance(error, UnroutableError):
-                    log.warning("ticket queue deleted, waiting", queue=self._queue)
+                    log.warning(
+                        "ticket_queue_deleted", queue=self._queue, action="requests for tickets wait until it is back"
+                    )
                     await asyncio.sleep(RETRY_S)
                 else:
                     self.refuse(error)

@@ -32,7 +32,7 @@ async def test_a_holder_that_lost_its_connection_claims_the_name_again(amqp_url,
         claim_run(amqp_url.replace(f":{port}", f":{relay.port}"), run_name),
     ):
         relay.cut()
-        await logs.seen("broker session lost, connecting again")
+        await logs.seen("broker_session_lost")
         async with open_session(amqp_url, name="test") as session:
             while not await locked(session, run_name):
                 pass

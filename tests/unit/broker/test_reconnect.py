@@ -17,7 +17,7 @@ def test_many_links_say_once_that_the_broker_is_gone_and_once_that_it_is_back() 
         for link in links[1:]:
             outage.end(link)
         outage.end(links[0])
-    assert [(one["event"], one.get("connections")) for one in said] == [("lost", None), ("broker reachable again", 10)]
+    assert [(one["event"], one.get("connections")) for one in said] == [("lost", None), ("broker_reachable", 10)]
 
 
 def test_a_link_that_is_closed_meanwhile_is_not_waited_for_and_the_next_outage_is_said_again() -> None:
@@ -30,4 +30,4 @@ def test_a_link_that_is_closed_meanwhile_is_not_waited_for_and_the_next_outage_i
             outage.leave(other)
             outage.end(one)
             outage.end(one)
-    assert [entry["event"] for entry in said] == ["lost", "broker reachable again"] * 2
+    assert [entry["event"] for entry in said] == ["lost", "broker_reachable"] * 2

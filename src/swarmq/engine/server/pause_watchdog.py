@@ -48,7 +48,7 @@ class PauseWatchdog:
             await self._engine.release()
         except EngineError as error:
             return self._require_restart(f"was left in an update: {error}")
-        log.warning("engine was left paused, resumed it", engine=self._engine.url)
+        log.warning("paused_engine_resumed", engine=self._engine.url, reason="no learner ended its pause in time")
         self._paused_since = None
         return False
 
@@ -62,5 +62,5 @@ class PauseWatchdog:
 
     def _require_restart(self, reason: str) -> bool:
         self.reason = reason
-        log.warning("engine must be restarted", engine=self._engine.url, reason=reason)
+        log.warning("engine_restart_required", engine=self._engine.url, reason=reason)
         return True

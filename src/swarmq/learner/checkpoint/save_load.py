@@ -128,7 +128,7 @@ def draft_checkpoint(
     then unchanged.
     """
     accelerator = trainer.accelerator
-    draft = _begun(folder, trainer.version, identity, accelerator)
+    draft = _begin_draft(folder, trainer.version, identity, accelerator)
     if draft.whole:
         return draft
     writing: list[Callable[[], None]] = []
@@ -136,16 +136,16 @@ def draft_checkpoint(
         state = _optimizer(trainer).state_dict()
         save_accelerator_state(str(draft.path / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
         if accelerator.is_main_process:
-            writing += _optimizer_written(state, draft.path / STATE / OPTIMIZER, trainer, copies)
+            writing += _write_or_defer_optimizer(state, draft.path / STATE / OPTIMIZER, trainer, copies)
         del state
     with _fail_together(accelerator, draft):
-        writing += _model_written(draft.path, trainer, copies, before=writing)
+        writing += _write_or_defer_model(draft.path, trainer, copies, before=writing)
         if accelerator.is_main_process:
             copy_tokenizer(model, draft.path)
     return msgspec.structs.replace(draft, writing=tuple(writing))
 
 
-def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> Draft:
+def _begin_draft(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> Draft:
     """Return an empty draft, the same on every rank, in a unique folder, because another learner of the run may be writing,
     too."""
     path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
@@ -160,7 +160,7 @@ def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accel
     return same[0]
 
 
-def _optimizer_written(
+def _write_or_defer_optimizer(
     state: Mapping[str, Any], file: Path, trainer: TrainerState, copies: HostCopies | None
 ) -> list[Callable[[], None]]:
     """Write the optimizer's state now, or return the function that writes it."""
@@ -175,7 +175,7 @@ def _optimizer_written(
     return []
 
 
-def _model_written(
+def _write_or_defer_model(
     folder: Path, trainer: TrainerState, copies: HostCopies | None, *, before: list[Callable[[], None]]
 ) -> list[Callable[[], None]]:
     """Write the weights now, or return the function that writes them. Every rank calls it.
@@ -386,11 +386,11 @@ def _keep_on_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _say_left(path, f"{error.filename or path}: {error.strerror}")
+        _warn_not_removed(path, f"{error.filename or path}: {error.strerror}")
 
 
 @cache
-def _say_left(path: Path, what: str) -> None:
+def _warn_not_removed(path: Path, what: str) -> None:
     """Warn once about a path that cannot be removed."""
     log.warning(
         "checkpoint_not_removed", path=str(path), reason=what, action="remove it to free the room that it takes"

@@ -86,7 +86,7 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
         for _ in ranks:
             number, status = ended.get()
             if status:
-                number, status = _first_of(number, status, ended)
+                number, status = _find_first_failure(number, status, ended)
                 if status == os.EX_CONFIG:
                     raise SetUpError(f"rank {number} of {num_ranks} refuses what is set: see its last line above")
                 raise LearnerError(
@@ -119,7 +119,7 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
         ]
 
 
-def _first_of(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
+def _find_first_failure(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
     """Return number and exit status of the rank that failed first."""
     with contextlib.suppress(queue.Empty):
         while status != -signal.SIGKILL:

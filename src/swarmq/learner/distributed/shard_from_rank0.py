@@ -103,7 +103,7 @@ def _fill(
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = _ready(values.pop(name, None), outlines[name], accelerator.device)
+        whole = _prepare_source(values.pop(name, None), outlines[name], accelerator.device)
         shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=0)
         kept = nn.Parameter(shard.cpu() if offloaded else shard, requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, kept)  # type: ignore[no-untyped-call]
@@ -111,11 +111,11 @@ def _fill(
     made: dict[str, Tensor] = {}
     for name, one in buffers.items():
         if one.first not in made:
-            made[one.first] = _ready(values.pop(name, None), one, accelerator.device)
+            made[one.first] = _prepare_source(values.pop(name, None), one, accelerator.device)
             torch.distributed.broadcast(made[one.first], src=0)
         _put(model, name, made[one.first])
 
 
-def _ready(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
+def _prepare_source(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
     """Return the value on rank 0, on other ranks an empty tensor to receive it."""
     return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

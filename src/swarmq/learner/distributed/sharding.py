@@ -152,7 +152,7 @@ def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tens
         full = full_tensor(materialize(tensor))
         return full.to("cpu", copy=True) if keep else full.new_empty(0)
 
-    weights = _each_once(named, bring)
+    weights = _map_distinct_tensors(named, bring)
     return weights if keep else {}
 
 
@@ -167,25 +167,25 @@ def gather_compute_weights(
     """
 
     def bring(name: str, weight: Weight) -> Weight:
-        return _on_host(weight, into.get(name))
+        return _move_to_host(weight, into.get(name))
 
     saved = lm.state_dict(keep_vars=True)  # taken now: FSDP2 builds state dicts of shards alone
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
-    weights: dict[str, Weight] = _each_once(dict(as_named(apart)), bring) if keep else {}
+    weights: dict[str, Weight] = _map_distinct_tensors(dict(as_named(apart)), bring) if keep else {}
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
             if keep:
                 named = lm.named_parameters(remove_duplicate=False)
                 ready = {name: each for name, each in named if name in saved and not isinstance(each, DTensor)}
-                weights |= _each_once(dict(as_named(ready)), bring)
+                weights |= _map_distinct_tensors(dict(as_named(ready)), bring)
             part.reshard()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return {name: weights[name] for name, _ in as_named(saved)} if keep else {}
 
 
-def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]) -> dict[str, Made]:
+def _map_distinct_tensors(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]) -> dict[str, Made]:
     """Return name -> result of `bring`, which is called once for a tensor with several names (a tied head)."""
     places: dict[int, Made] = {}
     for name, tensor in named.items():
@@ -194,23 +194,29 @@ def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]
     return {name: places[id(get_stored_tensor(tensor))] for name, tensor in named.items()}
 
 
-def _on_host(weight: Weight, place: Weight | None) -> Weight:
+def _move_to_host(weight: Weight, place: Weight | None) -> Weight:
     """Return the weight on the host. `place`: memory to use again."""
     if not isinstance(weight, FolderWeight):
         assert place is None or isinstance(place, Tensor)
-        return _kept(materialize(weight).detach().to(weight.dtype), place)
-    before = place if isinstance(place, FolderWeight) else FolderWeight(_kept(materialize(weight.base).detach(), None))
+        return _copy_to_host(materialize(weight).detach().to(weight.dtype), place)
+    before = (
+        place
+        if isinstance(place, FolderWeight)
+        else FolderWeight(_copy_to_host(materialize(weight.base).detach(), None))
+    )
     if weight.adapter is None:
         return before
     down, up = weight.adapter.down.float(), weight.adapter.up.float()
     kept = before.adapter
     return FolderWeight(
         before.base,
-        LowRankUpdate(_kept(down, kept and kept.down), _kept(up, kept and kept.up), weight.adapter.scale),
+        LowRankUpdate(
+            _copy_to_host(down, kept and kept.down), _copy_to_host(up, kept and kept.up), weight.adapter.scale
+        ),
     )
 
 
-def _kept(full: Tensor, place: Tensor | None) -> Tensor:
+def _copy_to_host(full: Tensor, place: Tensor | None) -> Tensor:
     """Copy a tensor to the host, into `place` if given, without waiting for the GPU."""
     if not full.is_cuda:
         return full.clone() if place is None else place.copy_(full)
@@ -241,13 +247,13 @@ class FullOptimizerState:
         """Load this rank's part of a saved state."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         parts = {
-            index: {name: _part(value, parameters[index]) for name, value in values.items()}
+            index: {name: _take_shard(value, parameters[index]) for name, value in values.items()}
             for index, values in saved["state"].items()
         }
         self._optimizer.load_state_dict({**saved, "state": parts})
 
 
-def _part(value: Tensor, of: Tensor) -> Tensor:
+def _take_shard(value: Tensor, of: Tensor) -> Tensor:
     """Return this rank's shard of a value of the parameter `of`; scalars, such as the step count, unchanged."""
     if not isinstance(of, DTensor) or value.shape != of.shape:
         return value

@@ -88,7 +88,7 @@ def layer_bytes(units: int, ranks: int = 1) -> int:
 def whole_bytes(shape: ModelShape, train: Train) -> int:
     """Return the bytes that gathered layers need besides a shard: all weights in the compute dtype, gradients in FP32."""
     computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
-    return shape.parameters * computed_with + _num_trained(shape, train) * WHOLE_BYTES
+    return shape.parameters * computed_with + _count_trained_parameters(shape, train) * WHOLE_BYTES
 
 
 def state_bytes(
@@ -104,9 +104,9 @@ def state_bytes(
         return 0
     whole = HALF_BYTES * shape.parameters if parts == 1 else 0
     if ranks > parts:
-        whole += BUCKET_BYTES * _num_trained(shape, train)
+        whole += BUCKET_BYTES * _count_trained_parameters(shape, train)
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(list_frozen_models(train, "")))
-    return (_own_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
+    return (_count_state_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
 
 
 def host_bytes(
@@ -123,26 +123,26 @@ def host_bytes(
     saved = (WHOLE_BYTES if train.lora else MOMENTS_BYTES) * shape.parameters if writing else 0
     kept = (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters if gathering else 0
     if not cuda or (full and train.cpu_offload):
-        own = _own_bytes(shape, train, cuda=cuda)
+        own = _count_state_bytes(shape, train, cuda=cuda)
         kept += (own + FROZEN_BYTES * sum(judged_by)) * len(here) // (ranks if full else 1)
     copies = int(gathering) if full else len(here) if cuda else 0  # which stay what they are on a CPU
-    loaded = max([_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judged_by)])
+    loaded = max([_count_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judged_by)])
     return kept + max(loaded * copies, saved)
 
 
-def _loaded_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
+def _count_loaded_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
     """Return the bytes of the policy as loaded from its folder; the base of adapters is loaded in the compute dtype."""
     half = train.lora is not None and train.precision(cuda=cuda) == "bf16"
     return (HALF_BYTES if half else WHOLE_BYTES) * shape.parameters
 
 
-def _own_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
+def _count_state_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
     """Return the bytes of the policy between steps."""
-    under = _loaded_bytes(shape, train, cuda=cuda) if train.lora else 0
-    return under + STATE_BYTES * _num_trained(shape, train)
+    under = _count_loaded_bytes(shape, train, cuda=cuda) if train.lora else 0
+    return under + STATE_BYTES * _count_trained_parameters(shape, train)
 
 
-def _num_trained(shape: ModelShape, train: Train) -> int:
+def _count_trained_parameters(shape: ModelShape, train: Train) -> int:
     """Return the number of trained parameters; with adapters, as if every matrix in the layers had one, whatever
     `train.lora.modules` names."""
     return train.lora.rank * shape.fans if train.lora else shape.parameters

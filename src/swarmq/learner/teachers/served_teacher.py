@@ -89,13 +89,13 @@ class ServedTeacher:
 
             async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:
                 async with gate:
-                    return index, row, await self._row(http, model, row)
+                    return index, row, await self._score_row(http, model, row)
 
             rows = [(index, row) for index, episode in episodes.items() for row in fold(resolve(episode.turns))]
             answers = await asyncio.gather(*(ask(index, row) for index, row in rows))
         return TeacherScores(answers)
 
-    async def _row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
+    async def _score_row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
         """Return the log-probabilities [T] of the row's tokens; 0 for the first token, which has no prediction."""
         ids = row.token_ids.tolist()
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}

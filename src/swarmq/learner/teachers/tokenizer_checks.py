@@ -49,10 +49,10 @@ class EngineTokenizers:
                     "or name the model that is served in policies.*.model. What agents have sampled there means something "
                     "else to the model: if any have, begin a new run"
                 )
-            if self._turns_alike(url):
+            if self._has_same_rotations(url):
                 self._same.add(url)
 
-    def _turns_alike(self, url: str) -> bool:
+    def _has_same_rotations(self, url: str) -> bool:
         """Return whether the engine is known to compute the same rotary embeddings as the learner. Raises LearnerError if its
         context length makes them differ."""
         from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
@@ -95,18 +95,18 @@ def check_judge(model: str, source: str, *, role: str) -> None:
 def build_probe(model: str) -> str:
     """Return `PROBE_TEXT` with the markup tokens of the policy `model`, in which model families with the same vocabulary
     differ."""
-    tokenizer = _tokenizer(model)
-    return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_markup(tokenizer), MOST_MARKUP))
+    tokenizer = _load_tokenizer(model)
+    return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_iterate_markup(tokenizer), MOST_MARKUP))
 
 
 @functools.cache
 def encode_ids(model: str, text: str) -> tuple[int, ...] | None:
     """Return the token ids of `text`, or None for a model without a tokenizer."""
-    tokenizer = _tokenizer(model)
+    tokenizer = _load_tokenizer(model)
     return None if tokenizer is None else _ids(tokenizer, text)
 
 
-def _markup(tokenizer: Any) -> Iterator[str]:
+def _iterate_markup(tokenizer: Any) -> Iterator[str]:
     """Yield special and other added tokens in the order of their ids, without tokens that no text encodes to."""
     for id_, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
         if _ids(tokenizer, str(token)) == (id_,):
@@ -118,7 +118,7 @@ def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def _tokenizer(model: str) -> Any:
+def _load_tokenizer(model: str) -> Any:
     """Return the model's tokenizer, or None if it has none."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 

@@ -75,7 +75,7 @@ class RankCommand(NamedTuple):
     figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
-class _Finishing(NamedTuple):
+class _PendingCheckpoint(NamedTuple):
     """A checkpoint that was copied and is being written."""
 
     version: int
@@ -85,7 +85,7 @@ class _Finishing(NamedTuple):
     """Number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
     began: float
     """Start time on the monotonic clock."""
-    drawn_s: float
+    drafted_s: float
     """Seconds that training waited for the copy."""
 
 
@@ -116,7 +116,7 @@ class Learner:
         """Version of the newest complete checkpoint, on rank 0."""
         self._no_room: int | None = None
         """Version of the checkpoint for which the disk has no room and a warning was given."""
-        self._finishing: _Finishing | None = None
+        self._pending_checkpoint: _PendingCheckpoint | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
         """Allocation of memory for the checkpoint's copy, on rank 0, from halfway to the first checkpoint on."""
@@ -198,7 +198,7 @@ class Learner:
             link.finish()
 
     def _next(self, link: FeederLink) -> RankCommand:
-        self._saved(link)
+        self._report_finished_checkpoint(link)
         if self.stop.asked:
             return RankCommand("stop")
         link.tell(records.PhaseChange(phase="waiting"))
@@ -271,7 +271,7 @@ class Learner:
         return BEHIND_EVERY_S if self.engines.behind else ENSURE_EVERY_S
 
     def _while_waiting(self, link: FeederLink, *, again: bool) -> None:
-        self._saved(link)
+        self._report_finished_checkpoint(link)
         self._check_tokenizers()
         self.engines.ensure(self.trainer, link, again=again)
 
@@ -317,11 +317,11 @@ class Learner:
     def _save(self, link: FeederLink | None, *, asked: int = 0) -> None:
         """Copy the state of a checkpoint, which is written while training goes on."""
         if link:
-            self._saved(link, wait=True)
-        with self._without_room(link, self.trainer.version, asked=asked):
-            self._draw(link, asked=asked)
+            self._report_finished_checkpoint(link, wait=True)
+        with self._tolerate_full_disk(link, self.trainer.version, asked=asked):
+            self._draft_checkpoint(link, asked=asked)
 
-    def _draw(self, link: FeederLink | None, *, asked: int = 0) -> None:
+    def _draft_checkpoint(self, link: FeederLink | None, *, asked: int = 0) -> None:
         began = time.monotonic()
         if self._reserving:
             self._reserving.result()
@@ -332,31 +332,31 @@ class Learner:
         if link:
             keep = self.settings.train.keep_checkpoints
             oldest = self._beside.submit(save_load.finish_checkpoint, draft, keep=keep, check=self.fence.check)
-            self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
+            self._pending_checkpoint = _PendingCheckpoint(draft.version, oldest, asked, began, time.monotonic() - began)
 
-    def _saved(self, link: FeederLink, *, wait: bool = False) -> None:
+    def _report_finished_checkpoint(self, link: FeederLink, *, wait: bool = False) -> None:
         """Report the checkpoint that is being written once it is complete. With `wait`, or if it was requested, wait for it.
 
         Raises LearnerError if the checkpoint cannot be written.
         """
-        now = self._finishing
+        now = self._pending_checkpoint
         if now is None or not (wait or now.asked or now.oldest.done()):
             return
-        with self._without_room(link, now.version, asked=now.asked):
-            self._keep(link, now)
+        with self._tolerate_full_disk(link, now.version, asked=now.asked):
+            self._complete_checkpoint(link, now)
 
-    def _keep(self, link: FeederLink, now: _Finishing) -> None:
-        self._finishing = None  # also if it failed, so that its memory is freed
+    def _complete_checkpoint(self, link: FeederLink, now: _PendingCheckpoint) -> None:
+        self._pending_checkpoint = None  # also if it failed, so that its memory is freed
         oldest = now.oldest.result()
         self.saved, self._no_room = now.version, None
         link.tell(records.CheckpointSaved(oldest=oldest, asked=now.asked))
         if not self.settings.train.keep_batches:
             token_trace.prune_traces(self._tokens, oldest)
-        seconds = {"training_waited_s": now.drawn_s, "seconds": time.monotonic() - now.began}
+        seconds = {"training_waited_s": now.drafted_s, "seconds": time.monotonic() - now.began}
         log.info("checkpoint", version=now.version, **{name: round(value, 3) for name, value in seconds.items()})
 
     @contextlib.contextmanager
-    def _without_room(self, link: FeederLink | None, version: int, *, asked: int) -> Iterator[None]:
+    def _tolerate_full_disk(self, link: FeederLink | None, version: int, *, asked: int) -> Iterator[None]:
         """Warn if the disk has no room for a checkpoint; the next regular checkpoint tries again. A requested checkpoint is
         retried until there is room or the learner is stopped, and nothing is trained before."""
         try:
@@ -364,7 +364,7 @@ class Learner:
         except DiskFullError as error:
             self.fence.check()
             if link and self._no_room != version:
-                self._say_no_room(link, version, error, asked=asked)
+                self._warn_disk_full(link, version, error, asked=asked)
             self._no_room = version
             if link and asked:
                 select.select([self.stop.wakeup], [], [], ROOM_S)
@@ -372,7 +372,7 @@ class Learner:
             self.fence.check()  # after a takeover, the other learner removes drafts, which causes such errors
             raise
 
-    def _say_no_room(self, link: FeederLink, version: int, error: DiskFullError, *, asked: int) -> None:
+    def _warn_disk_full(self, link: FeederLink, version: int, error: DiskFullError, *, asked: int) -> None:
         due = self.trainer.version + 1
         due += -due % self._train.checkpoint_every
         then = "it is tried again until there is room" if asked else f"training goes on, and that of {due} is tried"
@@ -382,14 +382,14 @@ class Learner:
     def _save_last(self, link: FeederLink | None) -> None:
         """Save a last checkpoint if the newest complete one lacks a step. Raises LearnerError if it cannot be written."""
         if link:
-            self._saved(link, wait=True)
+            self._report_finished_checkpoint(link, wait=True)
         due = "save" if self.trainer.version > self.saved else "stop"
         if self._broadcast(RankCommand(due) if link else None).name == "stop":
             return
         try:
-            self._draw(link)
-            if link and self._finishing:
-                self._keep(link, self._finishing)
+            self._draft_checkpoint(link)
+            if link and self._pending_checkpoint:
+                self._complete_checkpoint(link, self._pending_checkpoint)
         except DiskFullError as error:
             raise LearnerError(
                 f"the last checkpoint, of version {self.trainer.version}: {error}; then start the run again, which rebuilds it from the "

@@ -81,7 +81,7 @@ class MetricSums:
         up, down = _signs(loss, left_out)
         self.add(filtered_positive=up.sum(), filtered_negative=down.sum())
 
-    def reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return the metrics over all ranks, the same on every rank."""
         flat = torch.cat([torch.stack([torch.as_tensor(self.values[n]) for n in NAMES]), self.gaps])
         flat = all_reduce(flat).cpu()

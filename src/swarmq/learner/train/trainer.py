@@ -368,14 +368,14 @@ class Trainer:
         `teacher`: a served teacher's scores. `proximal`: log-probabilities [S] of each micro-batch before the batch's first
         optimizer step; None in that step.
         """
-        work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
+        work, total = self._reweight_after_filters(work, train), work.totals.of(train.normalisation)
         traced = train.token_log and self.context.is_first
         tally = GradientTally.start(work.num_episodes, self.accelerator.device, traced=traced)
         for index, one in enumerate(work.passes):
             with self._accumulating(last=index == len(work.passes) - 1):
                 before = proximal[index] if proximal else None
                 self._backward(one, train, total, tally, teacher=teacher, proximal=before)
-        fields = tally.sums.reduced(self._sum) | {
+        fields = tally.sums.reduce(self._sum) | {
             "layout": work.plan.way,
             "layout_reason": work.plan.reason,
             "passes": len(work.plan.layouts),
@@ -393,7 +393,7 @@ class Trainer:
                     parameter.grad.mul_(total / left)
         return Accumulated(fields, left, tally)
 
-    def _as_filtered(self, work: RankBatch, train: Train) -> RankBatch:
+    def _reweight_after_filters(self, work: RankBatch, train: Train) -> RankBatch:
         """Return the batch with weights recomputed from the tokens that filters leave of each episode, if the normalisation
         needs it.
 

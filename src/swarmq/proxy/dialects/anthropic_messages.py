@@ -225,7 +225,7 @@ def prompt_of(body: Json) -> Json:
     elif thinking.get("type") == "disabled":
         chat["reasoning_effort"] = "none"
     if not chat["messages"]:
-        raise RefusedError("messages say nothing", param="messages")
+        raise RefusedError("messages is empty: send at least one message with content", param="messages")
     if chat["messages"][-1]["role"] == "assistant":  # words put into the model's mouth
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat

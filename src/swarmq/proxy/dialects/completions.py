@@ -38,7 +38,11 @@ class TextCompletions:
             raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
         refuse_fields(body, "suffix", why="the model does not fill in")
         if (count(body, "best_of") or 1) > (count(body, "n") or 1):
-            raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")
+            raise RefusedError(
+                "best_of above n is not supported: request n choices instead",
+                code="unsupported_parameter",
+                param="best_of",
+            )
         said = _find_continued(prompt, told)
         text = prompt if isinstance(prompt, str) else str(prompt)
         rest = text[sum(len(message["content"]) for message in said) :]

@@ -89,7 +89,7 @@ class EnginePools:
         """Change the registry and follow it. Raises RefusedError for a change that is impossible."""
         pool = self.pools.get(policy)
         if pool is None:
-            raise RefusedError(f"policy {policy!r}: those of the run are {', '.join(self.pools)}", param="policy")
+            raise RefusedError(f"unknown policy {policy!r}: the run has {', '.join(self.pools)}", param="policy")
         present = {lane.engine.url for lane in pool.lanes if not lane.draining}
         if remove is not None and remove.rstrip("/") not in present:
             raise RefusedError(f"{remove} serves no {policy}: its engines are {', '.join(present)}", param="url")

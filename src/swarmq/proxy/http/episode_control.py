@@ -281,7 +281,7 @@ class EpisodeControl:
             raise RefusedError(f"kind {kind!r}: the kinds of the run are {', '.join(job.task_kinds)}", param="kind")
         policies = tuple(dict.fromkeys(job.policies if asked.policies is None else asked.policies))
         if not policies or set(policies) - set(job.policies):
-            raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
+            raise RefusedError(f"policies must name policies of the run: {', '.join(job.policies)}", param="policies")
         if asked.mode == "train" and (refusal := explain_untrainable(policies, tuple(job.policies), job.frozen)):
             raise RefusedError(refusal, param="policies")
         size = asked.group_size or (self._size(kind) if asked.mode == "train" else 1)

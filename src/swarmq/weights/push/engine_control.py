@@ -327,7 +327,7 @@ class EngineControl:
         after = await self.status()
         if after.version != version or after.is_paused:
             raise EngineError(f"engine {self.url} should serve version {version} but says {after}: restart it")
-        log.info("weights pushed", engine=self.url, version=version, pause_s=round(pause_s, 4))
+        log.info("weights_pushed", engine=self.url, version=version, pause_s=round(pause_s, 4))
         return pause_s
 
     async def release(self) -> None:
@@ -397,7 +397,7 @@ class EngineControl:
         except EngineRefusedError as error:
             if "already active" not in str(error):
                 raise
-            log.warning("closing an update that was left open", engine=self.url)
+            log.warning("open_update_closed", engine=self.url, reason="an earlier weight update was never finished")
             await self._call("POST", "/finish_weight_update", self.timeouts.finish_s)
             await self._call("POST", "/start_weight_update", self.timeouts.finish_s)
 

@@ -176,7 +176,7 @@ class WeightPusher:
         try:
             urls = self._engines()
         except EngineError as error:
-            log.warning("no engine to tell", reason=str(error))
+            log.warning("no_engines", reason=str(error))
         else:
             asyncio.run(_gather_by_url(urls, order))
 
@@ -186,7 +186,7 @@ class WeightPusher:
             async with self._control(url) as engine:
                 status = await engine.wake()
         except EngineError as error:
-            log.warning("engine does not wake", engine=url, reason=str(error))
+            log.warning("engine_wake_failed", engine=url, reason=str(error))
             return False
         return status.is_in_doubt and not status.is_condemned
 
@@ -199,7 +199,7 @@ class WeightPusher:
             except EngineError as error:
                 refused = isinstance(error, EngineRefusedError)
                 if refused or url in self._given_up or time.monotonic() > deadline:
-                    log.warning("engine does not sleep", engine=url, reason=str(error))
+                    log.warning("engine_sleep_failed", engine=url, reason=str(error))
                     self._given_up.add(url)
                     return
             else:
@@ -263,7 +263,7 @@ class WeightPusher:
         self._note_answer(url)
         if self._routes.get(url) != route:
             self._routes[url] = route
-            log.info("weights go", engine=url, method=route.methods[0], dtype=route.dtype, reason=route.reason)
+            log.info("push_route", engine=url, method=route.methods[0], dtype=route.dtype, reason=route.reason)
         return route
 
     async def _prepare_methods(self, engine: EngineControl, route: Route) -> tuple[str, ...]:
@@ -275,7 +275,7 @@ class WeightPusher:
                 await self._transfers[method].prepare(engine, route)
             except EngineError as error:
                 self._unusable.add((engine.url, method, route.workers))
-                log.warning("weights cannot go", engine=engine.url, method=method, reason=str(error))
+                log.warning("transfer_unusable", engine=engine.url, method=method, reason=str(error))
             else:
                 opened.append(method)
         return tuple(opened)
@@ -284,7 +284,7 @@ class WeightPusher:
         self, url: str, route: Route | EngineError, snapshot: WeightSnapshot
     ) -> PushSuccess | EngineError:
         if isinstance(route, EngineError):
-            log.warning("weights not taken", engine=url, version=snapshot.version, reason=str(route))
+            log.warning("weights_refused", engine=url, version=snapshot.version, reason=str(route))
             return route
         failed = EngineError(f"engine {url}: no transfer method works")
         async with self._control(url) as engine:
@@ -297,7 +297,7 @@ class WeightPusher:
                 except EngineError as error:
                     failed = error
                     log.warning(
-                        "weights not taken", engine=url, version=snapshot.version, method=method, reason=str(error)
+                        "weights_refused", engine=url, version=snapshot.version, method=method, reason=str(error)
                     )
                     if not isinstance(error, EngineRefusedError):
                         break
@@ -324,11 +324,11 @@ class WeightPusher:
         if self._doubtful_pushes[engine.url] < MAX_DOUBTFUL_PUSHES:
             return
         self._doubtful_pushes.pop(engine.url)
-        log.error("engine condemned", engine=engine.url, version=version, action="left out until it is restarted")
+        log.error("engine_condemned", engine=engine.url, version=version, action="it is skipped until its restart")
         try:
             await engine.condemn(version)
         except EngineError as error:
-            log.warning("engine does not answer", engine=engine.url, reason=str(error))
+            log.warning("engine_silent", engine=engine.url, reason=str(error))
 
     async def _find_behind(self, urls: Sequence[str], version: int) -> tuple[str, ...]:
         current = await _gather_by_url(urls, lambda url: self._is_at(url, version))
@@ -347,7 +347,13 @@ class WeightPusher:
         self._note_answer(url)
         as_sent = self._load_states.get(url) == loads
         if status.is_unannounced or (status.version == version and url in self._load_states and not as_sent):
-            log.error("weights changed by somebody else", engine=url, label=status.label)
+            log.error(
+                "weights_replaced",
+                engine=url,
+                label=status.label,
+                reason="another process changed the engine's weights",
+                action="the engine gets the learner's weights again",
+            )
             self._changed.add(url)
         return status.version == version and as_sent and not status.is_paused
 
@@ -392,7 +398,7 @@ class WeightSnapshot:
             try:
                 self._payloads[key] = self._transfers[method].publish(self._tensors, self.version, route.dtype)
             except EngineError as error:
-                log.warning("weights cannot go", method=method, reason=str(error))
+                log.warning("transfer_unusable", method=method, reason=str(error))
                 self._payloads[key] = error
             self.write_s += time.perf_counter() - began
         payload = self._payloads[key]

@@ -161,7 +161,7 @@ def test_memory_for_copies_is_got_beside_training_once_half_of_the_steps_are_mad
         kept = {name: tensor.data_ptr() for name, tensor in learner._copies._kept.items()}
         if version == 3:
             reserved = kept
-    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
     adapters = sum(learner._copies._kept[name].nbytes for name in kept.keys() - reserved.keys())
     assert got[0] == 0 < got[1] == got[2] == got[3] - adapters
     assert reserved.items() <= kept.items()
@@ -305,11 +305,11 @@ def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
     learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2, keep_checkpoints=1), Told()
     learner.trainer.version = 2
     learner._save_if_due(link)  # type: ignore[arg-type]
-    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
     learner.trainer.version = 4
     with room_for_files(room):
         learner._save_if_due(link)  # type: ignore[arg-type]
-        learner._saved(link, wait=True)  # type: ignore[arg-type]
+        learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
     kept, warning = link.messages
     assert kept == CheckpointSaved(oldest=2)
     assert isinstance(warning, Warn)
@@ -317,7 +317,7 @@ def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
     assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]
     learner.trainer.version = 6
     learner._save_if_due(link)  # type: ignore[arg-type]
-    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
     assert link.messages[2:] == [CheckpointSaved(oldest=6)]
 
 
@@ -328,10 +328,10 @@ def test_a_checkpoint_without_room_is_told_once_and_holds_nothing_afterwards(tin
         learner.trainer.version = version
         with room_for_files(room):
             learner._save_if_due(link)  # type: ignore[arg-type]
-            learner._saved(link, wait=True)  # type: ignore[arg-type]
-        assert learner._finishing is None
+            learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
+        assert learner._pending_checkpoint is None
     for _ in range(3):
-        learner._saved(link)  # type: ignore[arg-type]
+        learner._report_finished_checkpoint(link)  # type: ignore[arg-type]
     told = [re.match(r"no checkpoint (\d)", message.text) for message in link.messages if isinstance(message, Warn)]
     assert [found[1] for found in told if found] == ["2", "4"]
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_that_was_asked_for_is_tried_at_every_pause(
     with room_for_files(room):
         for _ in range(3):
             learner._save(link, asked=3)  # type: ignore[arg-type]
-            learner._saved(link)  # type: ignore[arg-type]
+            learner._report_finished_checkpoint(link)  # type: ignore[arg-type]
     assert said == ["try", "pause"] * 3
 
 
@@ -363,7 +363,7 @@ def test_a_checkpoint_that_was_asked_for_is_tried_until_there_is_room(tiny_qwen:
     assert isinstance(warning, Warn)
     assert warning.text.endswith("it is tried again until there is room")
     learner._save(link, asked=3)  # type: ignore[arg-type]
-    learner._saved(link)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link)  # type: ignore[arg-type]
     assert link.messages[1:] == [CheckpointSaved(oldest=0, asked=3)]
 
 
@@ -410,11 +410,11 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     learner.trainer.step(batch(1))
     learner._save(link)  # type: ignore[arg-type]
     learner.trainer.step(batch(2))
-    learner._saved(link)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link)  # type: ignore[arg-type]
     assert link.messages == []
     may_seal.set()
-    learner._saved(link, wait=True)  # type: ignore[arg-type]
-    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
+    learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
     assert link.messages == [CheckpointSaved(oldest=1)]
     found = discovery.find_newest(learner.folder, learner.identity)
     assert found is not None

@@ -30,7 +30,7 @@ def figures(gaps, kept=None, held=None):
     loss = TokenLoss(torch.zeros(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), tokens.advantages)
     sums.add_mismatch(tokens, kept)
     sums.add_tokens(tokens, torch.zeros(len(gaps)), loss, kept)
-    return sums.reduced(lambda flat: flat)
+    return sums.reduce(lambda flat: flat)
 
 
 @pytest.mark.parametrize("gap", [0.5, 0.01, -2.0])
@@ -81,7 +81,7 @@ def test_masked_clipped_and_filtered_are_told_apart_by_the_sign_of_the_advantage
     filtered = torch.arange(9) == 7
     sums.add_tokens(tokens, zeros, loss, ~filtered)
     sums.add_filtered(loss, filtered)
-    found = sums.reduced(lambda flat: flat)
+    found = sums.reduce(lambda flat: flat)
     shares = [
         found[f"{what}_{sign}"] for what in ("masked", "clipped", "filtered") for sign in ("positive", "negative")
     ]
