@@ -842,7 +842,7 @@ def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[
 
 
 def _find_blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[str]:
-    """Return the `sets` that caused msgspec's complaint, or none if the file alone causes it, too."""
+    """Return the `sets` that caused msgspec's complaint, or none if the file alone causes the same complaint."""
     try:
         msgspec.convert(tree, SwarmJob)
     except msgspec.ValidationError as error:

@@ -62,7 +62,7 @@ LONGEST_VALUE = 60
 STEPS = re.compile(r"\w+|\[[^]]*\]")
 """Pattern of the steps of a path as msgspec writes it: `policies[...].train.betas[0]`."""
 WORD = 4
-"""Number of first letters by which two words count as alike."""
+"""Number of first letters that two words must share to count as alike."""
 
 Type = msgspec.inspect.Type
 
@@ -139,7 +139,7 @@ def _walk(there: Type, path: str) -> Iterator[tuple[str, Type]]:
 
 
 def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
-    """Return a hint if a wrong value is valid for another setting or similar to a valid one, else ""."""
+    """Return a hint if a wrong value is valid for another setting, or similar to a valid value; else ""."""
     where = [
         (path, there.values)
         for path, there in _walk(msgspec.inspect.type_info(root), "")
@@ -156,7 +156,7 @@ def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], ro
 
 
 def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, most: int) -> list[str]:
-    """Return the paths whose name is the fewest edits away, at most `most` edits; ties are broken by common letters."""
+    """Return the paths whose name is the fewest edits away from `wrong`, at most `most` edits; more common letters break ties."""
     plain = _plain(wrong)
     far = {
         path: (edit_distance(plain, _plain(name(path))), _other_letters(plain, _plain(name(path)))) for path in paths
@@ -196,12 +196,12 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def _other_letters(one: str, other: str) -> int:
-    """Return the number of letters that differ between two names, whatever their order."""
+    """Return the number of letters in which two names differ, whatever the letters' order."""
     return sum(abs(one.count(letter) - other.count(letter)) for letter in {*one, *other})
 
 
 def _plain(name: str) -> str:
-    """Return a name in snake case, whatever its style: learningRate, learning-rate, learning_rate."""
+    """Return a name in snake case, whatever its style: learningRate, learning-rate or learning_rate."""
     return "_".join(_words(name))
 
 
@@ -215,7 +215,7 @@ def _initials(name: str) -> str:
 
 
 def _count_shared(path: str, other: str) -> int:
-    """Return how many first steps two paths share, counting steps with user-chosen names less."""
+    """Return how many of their first steps two paths share. Steps with user-chosen names count less."""
     common = 0
     for one, two in zip(path.split("."), other.split("."), strict=False):
         if one != two:
@@ -225,7 +225,7 @@ def _count_shared(path: str, other: str) -> int:
 
 
 def _pattern(steps: Sequence[str], root: type) -> str:
-    """Return the path at `steps` as `list_setting_paths` writes it."""
+    """Return the path at `steps` in the form of `list_setting_paths`."""
     there, path = msgspec.inspect.type_info(root), ""
     for step in steps:
         chosen = isinstance(_some(there), msgspec.inspect.DictType)
@@ -249,7 +249,7 @@ def _fill_pattern(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -
 
 
 def _concrete(complaint: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> list[str]:
-    """Replace each `[...]` in `steps` by the entry's name: the one with which alone the same complaint is raised."""
+    """Replace each `[...]` in `steps` by the name of the entry that alone raises the same complaint."""
     whole: Any = tree
     found: list[str] = []
     for step in steps:
@@ -306,14 +306,14 @@ def _format_short(value: Any) -> str:
 
 
 def _some(there: Type) -> Type:
-    """Return the type without None. No setting has another union."""
+    """Return the type without None. No setting has a union with another type."""
     if isinstance(there, msgspec.inspect.UnionType):
         return next(one for one in there.types if not isinstance(one, msgspec.inspect.NoneType))
     return there
 
 
 def _within(there: Type, step: str) -> Type:
-    """Return the type at `step` (a name, `[...]` or `[2]`) within the type `there`."""
+    """Return the type found at `step` (a name, `[...]` or `[2]`) of the type `there`."""
     match _some(there):
         case msgspec.inspect.StructType(fields=fields):
             return next(_some(one.type) for one in fields if one.encode_name == step)

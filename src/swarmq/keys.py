@@ -1,4 +1,4 @@
-"""API keys that clients mint and proxies verify without asking anybody, operator tokens, and invites.
+"""API keys that clients mint and proxies verify offline, operator tokens, and invites.
 
 One root secret per run gives every client its own secret, HMAC(root, client name), with which the client signs keys:
 
@@ -55,9 +55,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: Mode = "train"
     expires_at: float
     max_calls: int = 0
-    """Most model calls of the episode; 0: no limit."""
+    """Largest number of model calls in the episode; 0: no limit."""
     max_tokens: int = 0
-    """Most sampled tokens of the whole episode; 0: no limit."""
+    """Largest number of sampled tokens in the whole episode; 0: no limit."""
     agent: str | None = None
     """Agent tag of calls without the header `x-swarmq-agent`."""
     made_at: float = 0.0
@@ -124,7 +124,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.amqp_url}{joint}cadata={quote(base64.b64encode(self.ca), safe='')}"
 
     def base_url_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> str:
-        """Return the base URL of the episode's proxy, always the same one, because that proxy holds its conversation.
+        """Return the base URL of the episode's proxy, always the same one, because that proxy holds the episode's conversation.
 
         `now`: the run's present proxies, if they have changed since the invite was made.
         """
@@ -201,8 +201,8 @@ def derive_task_secret(root: bytes) -> bytes:
 
 
 def seal_task(secret: bytes, task: Task) -> Task:
-    """Return the task with its seal, which covers everything but the attempt number: a client that returns the task can change
-    nothing else."""
+    """Return the task with its seal, which covers everything but the attempt number, so that a client that returns the task can
+    change nothing else."""
     facts = (task.run, task.slot, task.kind, task.group_size, task.mode, bytes(task.payload))
     seal = hmac.digest(secret, msgspec.msgpack.encode(facts), hashlib.sha256)
     return msgspec.structs.replace(task, seal=seal)
@@ -299,7 +299,7 @@ def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str,
 
 
 def _describe_clocks(record: Claims | Operator, now: float) -> str:
-    """Describe the clocks behind an expired key: a fresh key of a machine whose clock is behind looks expired."""
+    """Describe the clocks behind an expired key: a fresh key looks expired if its machine's clock is behind."""
     if not math.isfinite(record.expires_at):
         return ""
     made_at = record.made_at if isinstance(record, Claims) else 0.0

@@ -1,4 +1,4 @@
-"""Settings that can change while a run is up, and how stored changes apply to a job. Pure.
+"""Settings that can change while a run is up, and the application of stored changes to a job. Pure.
 
 A change stays in effect across restarts of every process. Once the setting is edited in the job file, the file's value takes
 effect again.
@@ -80,7 +80,7 @@ def policy_of_path(path: str) -> str | None:
 
 
 def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
-    """Return `job` with all of `settings`. Raises ConfigError, naming the setting, if any of them cannot be changed."""
+    """Return `job` with all of `settings`. Raises ConfigError, naming the setting, if one of them cannot be changed."""
     if not settings:
         raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
     if shares := [path for path in settings if path.startswith("mix.")]:
@@ -107,7 +107,7 @@ def diff_settings(
 ) -> list[Change]:
     """Return the differences between two jobs at `paths` as changes with this number.
 
-    `file`: the job as the job file has it. `when`: timing fields for changes of the mix.
+    `file`: the job as loaded from the job file. `when`: timing fields for changes of the mix.
     """
     found = []
     for path in paths:
@@ -129,7 +129,7 @@ def apply_changes(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
 
 
 def find_reached_limits(job: SwarmJob, changes: Iterable[Change], steps: Mapping[str, int]) -> list[Change]:
-    """Return the changes of `max_steps` that ended a policy which the job file would train further.
+    """Return the changes of `max_steps` that ended a policy although the job file would train it further.
 
     `steps`: trained policy -> number of steps done.
     """

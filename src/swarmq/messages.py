@@ -49,7 +49,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 """Pattern of the names of runs, policies and kinds, which become parts of queue names."""
 
 EQUAL_REWARDS = "equal_rewards"
-"""Reason for which a learner drops a group whose rewards are all equal; the collector counts these groups."""
+"""Reason for which a learner drops a group whose rewards are all equal. The collector counts these groups."""
 
 RESPONSE_ID_PREFIX = "resp_"
 """Prefix of call ids in objects of the Responses API."""
@@ -62,7 +62,7 @@ Status = Literal["finished", "aborted", "failed"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all records. Every record names its run, so that one that strayed into another run is recognised."""
+    """Base of all records. Every record names its run, so that a record that strayed into another run is recognised."""
 
     schema: int = SCHEMA
     run: str
@@ -155,7 +155,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     request_id: str
     """Id of the HTTP request, shared by all of its choices."""
     retry: int = 0
-    """Number of earlier sendings of this request, as counted by the client library."""
+    """Number of earlier transmissions of this request, as counted by the client library."""
     counts_retries: bool = False
     """Whether the client library counts retries in every request, so that an equal request with retry 0 is a new request."""
     receipt: bool = False
@@ -163,10 +163,10 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     observed: bool = False
     """Whether the client watches its agent's calls and lists this one in `EpisodeEnd.received` if its answer arrives."""
     request_digest: str = ""
-    """Digest of the request, equal for two sendings of it, by which the orphan of a retry is recognised."""
+    """Digest of the request, equal for two transmissions of it, by which the orphan turn of a retry is recognised."""
     parent: str | None = None
-    """Call id of the turn that holds the first tokens of the prompt: the continued turn, another choice or sending of the same
-    request, or a turn whose prompt begins alike."""
+    """Call id of the turn that holds the first tokens of the prompt: the turn that is continued, another choice or transmission
+    of the same request, or a turn whose prompt has the same beginning."""
     shared: int = 0
     begins: bool = False
     """Whether the turn starts a conversation; its parent then only shares first tokens."""
@@ -183,7 +183,8 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     client_id: str = ""
     """Client whose API key the request carried."""
     branch: str | None = None
-    """Reason for which no earlier turn could be continued although one was expected (`history_edited`, `drift`, ...)."""
+    """Reason for which no earlier turn could be continued although a continuation was expected (`history_edited`, `drift`,
+    ...)."""
     repaired: bool = False
     """Whether a fresh rendering would have given other tokens than the recorded ones, which were kept."""
     timings: Timings = Timings()
@@ -234,12 +235,13 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     metrics: dict[str, float] = {}
     metadata: dict[str, str] = {}
     calls: tuple[str, ...] | None = None
-    """All call ids whose answers the agent received, if the sender knows every one of them; other turns are then dropped."""
+    """All call ids whose answers the agent received, if the sender knows all of them; other turns are then dropped."""
     received: tuple[str, ...] | None = None
     """Call ids whose answers the client saw arrive, among the turns marked `observed`; None if the client did not watch."""
     reason: str = ""
     final: bool = False
-    """Whether this was the last attempt at the slot although it has no reward; the group does not wait for the slot any longer."""
+    """Whether no further attempt at the slot will come although this one has no reward, so that the group does not wait for the
+    slot any longer."""
     client_id: str = ""
 
 
@@ -273,8 +275,8 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
 
 
 class StepReport(Record, frozen=True, kw_only=True, tag="consumed"):
-    """learner -> in: what became of the rollouts of one batch-log record. A report without any rollout says that the learner
-    waits in vain and that unreported rollouts must be published again."""
+    """learner -> in: what the learner did with the rollouts of one batch-log record. A report without rollouts says that the
+    learner waits in vain and that unreported rollouts must be published again."""
 
     policy: str
     record: int = 0
@@ -375,7 +377,7 @@ EventName = Literal[
 
 
 class Event(Record, frozen=True, kw_only=True, tag="event"):
-    """daemon -> swarmq.events: news for people and monitors. Best effort, not durable."""
+    """daemon -> swarmq.events: something that happened, for people and monitors. Best effort, not durable."""
 
     source: str
     """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>` or `client.<id>`."""
@@ -519,7 +521,7 @@ def are_valid_logprobs(*logprobs: float) -> bool:
 
 
 def idempotency_key(message: Message) -> str:
-    """Return the idempotency key, which is equal for two sendings of the same record and differs between records."""
+    """Return the idempotency key, which is equal for two transmissions of the same record and differs between records."""
     match message:
         case EpisodeBegin():
             return f"{message.episode_id}:begin"

@@ -37,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class EpisodeRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of an episode that its end needs, for senders that do not have the begin."""
+    """The fields of an episode that its end needs, for senders that do not have the episode's begin."""
 
     run: str
     episode_id: str

@@ -1,4 +1,4 @@
-"""What agents need to score themselves; nothing here is on unless you call it.
+"""Helpers with which agents score themselves, in the client's process; each takes effect only where an agent calls it.
 
 from swarmq.rewards import Judge, TextChecks, combine, length_penalty
 """

@@ -1,10 +1,10 @@
 """A language model as judge, behind any OpenAI-compatible endpoint.
 
-    cache ──hit──> score
-      └─miss──> budget ──> request, retried ──> score, into the cache
-                   └──────────────┴── JudgeError: the episode fails and is attempted again; it is never scored 0
+  cache ──hit──> score
+    └─miss──> budget ──> request, retried ──> score, into the cache
+                └──────────────┴── JudgeError: the episode fails and is attempted again; it is never scored 0
 
-Errors of the judge say nothing about the agent, so they must not become a reward: let JudgeError pass.
+Errors of the judge say nothing about the agent, so they must not become a reward: do not catch JudgeError.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _SCORE = re.compile(r"score\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class Budget(msgspec.Struct, kw_only=True):
-    """What one judge object may spend in this process; the answers from its cache are free."""
+    """Limits on what one judge object may spend in this process. Answers from its cache are free."""
 
     calls: int | None = None
     tokens: int | None = None
-    """Prompt and answer together, as the endpoint counts them."""
+    """Largest number of tokens, prompts and answers together, as the endpoint counts them."""
     spent_calls: int = 0
     spent_tokens: int = 0
 
     def check(self) -> None:
-        """Raises JudgeError when it is spent."""
+        """Raise JudgeError if the budget is spent."""
         if self.calls is not None and self.spent_calls >= self.calls:
             raise JudgeError(f"the judge's budget of {self.calls} calls is spent")
         if self.tokens is not None and self.spent_tokens >= self.tokens:
@@ -65,10 +65,10 @@ class Budget(msgspec.Struct, kw_only=True):
 
 
 class Judge:
-    """`Judge("gpt-5-mini", rubric="Is the proof complete?").score(task, answer)` is a number from 0 to 1.
+    """A judge: `Judge("gpt-5-mini", rubric="Is the proof complete?").score(task, answer)` returns a number from 0 to 1.
 
-    `scale` is what the model is asked for; it is mapped to 0..1. `cache` is a file shared by all processes that name it.
-    Safe to use from many threads; `await judge.ascore(...)` in coroutines.
+    `scale`: range of scores that the model is asked for, mapped to 0..1. `cache`: a file, shared by all processes that name it.
+    Safe to use from many threads; coroutines use `await judge.ascore(...)`.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Judge:
         options: dict[str, Any] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`base_url` and `api_key` are those of `$OPENAI_BASE_URL` and `$OPENAI_API_KEY` unless given; `options` go into
-        the request, e.g. {"temperature": 0}."""
+        """`base_url`, `api_key`: by default `$OPENAI_BASE_URL` and `$OPENAI_API_KEY`. `options`: further fields of the request,
+        e.g. {"temperature": 0}."""
         if not scale[0] < scale[1]:
             raise JudgeError(f"scale {scale}: its first number must be below its second")
         self._url = (base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1").rstrip("/")
@@ -102,7 +102,8 @@ class Judge:
         self._asking: dict[str, threading.Lock] = {}
 
     def score(self, task: str, answer: str) -> float:
-        """From 0 to 1. Raises JudgeError when the judge does not answer, makes no sense, or may not be asked any more."""
+        """Return a score from 0 to 1. Raises JudgeError if the judge does not answer, if its answer has no score, or if the
+        budget is spent."""
         low, high = self._scale
         text = self._prompt.format(task=task, answer=answer, rubric=self._rubric, low=low, high=high)
         body = {"model": self._model, "messages": [{"role": "user", "content": text}], **self._options}
@@ -115,7 +116,7 @@ class Judge:
         return (known - low) / (high - low)
 
     async def ascore(self, task: str, answer: str) -> float:
-        """As `score`, for coroutines."""
+        """Return the score as `score` does, for coroutines."""
         return await run_in_thread(self.score, task, answer)
 
     def _ask(self, body: dict[str, Any]) -> float:
@@ -148,14 +149,14 @@ class Judge:
         raise JudgeError(f"judge {self._model!r} at {self._url}: {trouble}")
 
     def _parse_score(self, text: str) -> float | None:
-        """The last score in the text, if it is on the scale."""
+        """Return the last score in the text, or None if there is none on the scale."""
         found = _SCORE.findall(text)
         low, high = self._scale
         return float(found[-1]) if found and low <= float(found[-1]) <= high else None
 
     @contextlib.contextmanager
     def _lock_request(self, key: str) -> Iterator[None]:
-        """The same question at the same time is asked once."""
+        """Hold the lock of a request, so that equal concurrent requests are sent once."""
         with self._lock:
             lock = self._asking.setdefault(key, threading.Lock())
         with lock:
@@ -165,7 +166,7 @@ class Judge:
 
 
 class _Cache:
-    """Scores by request; in a file that processes may share, or in memory."""
+    """Scores by request, in memory or in a file that processes may share."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Rewards out of parts. Pure."""
+"""Rewards built from parts. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from swarmq.outcome import Outcome, to_finite_float
 def combine(
     parts: Mapping[str, float], weights: Mapping[str, float] | None = None, *, success: bool | None = None
 ) -> Outcome:
-    """Return the weighted sum as reward (weight 1 unless given), with every part as a metric, whose means are shown by kind.
+    """Return the weighted sum of the parts as reward (weight 1 by default), with every part as a metric; the metrics' means are
+    shown by kind.
 
     Raises OutcomeError for a part that is not a finite number and for a weight without a part.
     """
@@ -25,20 +26,21 @@ def combine(
 
 
 def clip(reward: float, low: float = -1.0, high: float = 1.0) -> float:
-    """The reward within bounds. Raises OutcomeError for NaN, which no bound would hold."""
+    """Return the reward clipped to the bounds. Raises OutcomeError for NaN, which has no place between bounds."""
     return min(max(to_finite_float("reward", reward), low), high)
 
 
 def length_penalty(length: float, *, free: float, full: float, worst: float = -1.0) -> float:
-    """0 up to `free`, falling linearly to `worst` at `full` and beyond (soft overlong punishment, 2503.14476)."""
+    """Return 0 up to `free`, then falling linearly to `worst` at `full` and beyond (soft overlong punishment, 2503.14476)."""
     if not free < full:
         raise OutcomeError(f"free is {free:g} and full is {full:g}: the penalty must have room to grow")
     return worst * min(max((length - free) / (full - free), 0.0), 1.0)
 
 
 def potential_differences(potentials: Sequence[float], *, gamma: float = 1.0) -> list[float]:
-    """`gamma * next - present` for each of the S - 1 steps between S potentials.
+    """Return `gamma * next - present` for each of the S - 1 steps between S potentials.
 
-    Added to the rewards of the steps it changes how fast is learned and not what is best (Ng, Harada and Russell, 1999).
+    Added to the rewards of the steps, the differences change how fast the policy learns but not which policy is best (Ng,
+    Harada and Russell, 1999).
     """
     return [gamma * after - before for before, after in pairwise(potentials)]

@@ -1,8 +1,8 @@
-"""Repetition and nonsense in what a model wrote, in any script.
+"""Checks of model output for repetition and nonsense, in any script.
 
-A unit is a word where words are written apart, and a character where they are not (Chinese, Japanese, Thai, ...); an emoji
-with its modifiers is one unit. Punctuation, brackets and indentation are none, so code and tables do not repeat themselves
-by their form.
+A unit is a word in scripts that separate words, and a character in others (Chinese, Japanese, Thai, ...); an emoji with its
+modifiers is one unit. Punctuation, brackets and indentation are not units, so that code and tables do not count as repetitive
+because of their form.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PLAIN_CONTROLS = "\t\n\r\f\x1b"
 
 
 def split_units(text: str) -> list[str]:
-    """What is counted, in order; the same for both ways of writing an accent, and for capitals."""
+    """Return the units of a text in order. Equivalent encodings of an accent, and upper and lower case, give equal units."""
     return _UNIT.findall(unicodedata.normalize("NFC", text).casefold())
 
 
 def repeated_share(text: str, *, n: int = NGRAM) -> float:
-    """Share of the runs of `n` units that have been there before: 0 says everything once, towards 1 a loop."""
+    """Return the share of runs of `n` units that occurred earlier in the text: 0 without repetition, near 1 in a loop."""
     found = split_units(text)
     runs = Counter(tuple(found[start : start + n]) for start in range(len(found) - n + 1))
     total = sum(runs.values())
@@ -45,7 +45,7 @@ def repeated_share(text: str, *, n: int = NGRAM) -> float:
 
 
 def loops(text: str, *, times: int = 4, least_units: int = 12) -> bool:
-    """Whether the text ends in the same units over and over: at least `times` times, `least_units` in all."""
+    """Return whether the text ends by repeating the same units at least `times` times, `least_units` units in all."""
     found = split_units(text)
     for period in range(1, len(found) // times + 1):
         length = max(period * times, least_units)
@@ -56,12 +56,13 @@ def loops(text: str, *, times: int = 4, least_units: int = 12) -> bool:
 
 
 def nonsense_share(text: str) -> float:
-    """Share of characters that no writer means: broken decodings, controls, private and unassigned code points."""
+    """Return the share of characters that no writer intends: broken decodings, control characters, private and unassigned code
+    points."""
     return sum(map(_is_nonsense, text)) / len(text) if text else 0.0
 
 
 class TextChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on what a model writes. Without arguments everything passes."""
+    """Limits on the text that a model writes. Without arguments every text passes."""
 
     max_repeated: float | None = None
     """Largest `repeated_share`, e.g. 0.5."""
@@ -71,7 +72,7 @@ class TextChecks(msgspec.Struct, frozen=True, kw_only=True):
     ngram: int = NGRAM
 
     def problem(self, text: str) -> str:
-        """What is wrong with the text, in words; empty if nothing is."""
+        """Return what is wrong with the text, in words; "" if nothing is."""
         if self.no_loops and loops(text):
             return "ends in a loop"
         if self.max_repeated is not None and (share := repeated_share(text, n=self.ngram)) > self.max_repeated:

@@ -1,6 +1,6 @@
-"""The broker in memory: same promises as RabbitMQ within one process, and faults on demand.
+"""A broker in memory with the same promises as RabbitMQ within one process, and faults on demand.
 
-Messages are stored encoded, so whatever would not survive the wire does not survive here either.
+Messages are stored encoded, so a record that would not survive the wire does not survive here either.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class StoredMessage(msgspec.Struct, kw_only=True):
 
 
 class MemoryBroker:
-    """Implements `swarmq.broker.Broker`. `interrupt`, `away` and `alarm` are its faults."""
+    """In-memory implementation of `swarmq.broker.Broker`. Tests cause faults by `interrupt`, `away`, `alarm`, `delete` and
+    `wreck`."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
@@ -41,11 +42,11 @@ class MemoryBroker:
         self._room = asyncio.Event()
         self._room.set()
         self._orphans: dict[str, list[_Consumer]] = {}
-        """Deleted queue -> consumers that wait for it to be made again."""
+        """Deleted queue -> consumers that wait until the queue is declared again."""
         self._books: dict[str, asyncio.Lock] = {}
         self._receipts: dict[str, set[str]] = {}
         self.emitted: list[Event] = []
-        """Every event that was not dropped, for tests to look at."""
+        """All events that were not dropped, for tests to inspect."""
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         body = encode(message)
@@ -60,7 +61,7 @@ class MemoryBroker:
         self.put(queue, body, {KEY_HEADER: idempotency_key(message)}, kind=str(message.__struct_config__.tag))
 
     def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None, *, kind: str = "") -> None:
-        """Put raw bytes into a queue, poison included."""
+        """Put raw bytes into a queue, also bytes that cannot be decoded."""
         self._queue(queue).put(StoredMessage(body=body, headers=headers or {}, kind=kind))
 
     @asynccontextmanager
@@ -128,12 +129,13 @@ class MemoryBroker:
         return True
 
     def interrupt(self) -> None:
-        """Every consumer loses its session: what it holds comes again, and its old deliveries cannot be acknowledged."""
+        """End the sessions of all consumers: their unacknowledged messages are redelivered, and old deliveries cannot be
+        acknowledged."""
         for queue in self._queues.values():
             queue.interrupt()
 
     def away(self, *, gone: bool) -> None:
-        """The broker goes away, or comes back. Publishers wait; consumers lose their sessions."""
+        """Make the broker unreachable, or reachable again. Publishers wait; consumers lose their sessions."""
         if gone:
             self._present.clear()
             self.interrupt()
@@ -144,30 +146,30 @@ class MemoryBroker:
             queue.push()
 
     def alarm(self, *, on: bool) -> None:
-        """It is low on memory or disk, or no longer: publishers wait, consumers go on."""
+        """Set or clear the alarm for low memory or disk: publishers wait, consumers continue."""
         if on:
             self._room.clear()
         else:
             self._room.set()
 
     def delete(self, queue: str) -> None:
-        """Delete a queue with all that is in it, under its consumers' feet; they wait for it to be declared again."""
+        """Delete a queue with its messages while consumers use it; they wait until it is declared again."""
         orphans = self._orphans.setdefault(queue, [])
         orphans += self._queues.pop(queue).drop()
 
     def wreck(self, queue: str) -> None:
-        """Leave of a queue what a crash in the middle of its deletion leaves: a name that confirms nothing and serves nobody."""
+        """Leave a queue in the state of a crash during its deletion: the name exists, but confirms and delivers nothing."""
         dead = _Queue(queue, single=False)
         dead.up.clear()
         self.delete(queue)
         self._queues[queue] = dead
 
     def purge(self, queue: str) -> None:
-        """Remove what waits in a queue and is with no consumer."""
+        """Remove the messages of a queue that are not held by a consumer."""
         self._queue(queue).waiting.clear()
 
     def stored(self, queue: str) -> list[StoredMessage]:
-        """What waits in a queue, oldest first."""
+        """Return the messages that wait in a queue, oldest first."""
         return list(self._queue(queue).waiting)
 
     def _queue(self, name: str) -> _Queue:
@@ -186,7 +188,7 @@ class MemoryBroker:
 
 
 class _Receipts:
-    """Implements `swarmq.broker.protocol.Receipts`."""
+    """In-memory implementation of `swarmq.broker.protocol.Receipts`."""
 
     def __init__(self, broker: MemoryBroker, keys: set[str]) -> None:
         self._broker = broker
@@ -239,14 +241,14 @@ class _Queue:
         self.push()
 
     def drop(self) -> list[_Consumer]:
-        """Lose everything; the consumers that are left without a queue."""
+        """Remove all messages, and return the consumers that are left without a queue."""
         for consumer in self.consumers:
             consumer.forget()
         left, self.consumers = self.consumers, []
         return left
 
     def push(self) -> None:
-        """Give what waits to whoever has room: to the first consumer only, or in turn."""
+        """Deliver waiting messages to consumers with room: to the first consumer only, or to all in turn."""
         while self.waiting and not self.paused:
             taker = next((consumer for consumer in self._candidates() if consumer.has_room), None)
             if taker is None:
@@ -266,7 +268,7 @@ class _Queue:
 
 
 class _Consumer:
-    """One consumer and its present session; a lost session gets a successor."""
+    """One consumer and its present session; a lost session is replaced by a new one."""
 
     def __init__(self, queue: _Queue, deliveries: Deliveries, prefetch: int) -> None:
         self._queue = queue
@@ -280,7 +282,7 @@ class _Consumer:
         self._queue.leave(self)
 
     def move(self, queue: _Queue) -> None:
-        """Go on with a queue that was made in the place of a deleted one."""
+        """Continue with the queue that replaces a deleted one."""
         self.forget()
         self._queue, self._session = queue, _Session(queue)
         if not self._closed:
@@ -299,7 +301,7 @@ class _Consumer:
         )
 
     def forget(self) -> list[StoredMessage]:
-        """Lose the session; returns what it held, oldest first."""
+        """End the session, and return the messages that it held, oldest first."""
         held = list(self._session.held.values())
         self._session.lost = True
         self._session = _Session(self._queue)
@@ -308,7 +310,7 @@ class _Consumer:
 
 
 class _Session:
-    """What was delivered and not yet acknowledged."""
+    """Messages that were delivered in one session and are not acknowledged yet."""
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue

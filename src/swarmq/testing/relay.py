@@ -57,22 +57,22 @@ class TcpRelay:
             await server.wait_closed()
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Reset every connection; with `refuse`, new ones too until `release`."""
+        """Reset every connection. With `refuse`, reset new ones as well until `release`."""
         self._refusing = refuse
         for writer in self._writers:
             writer.transport.abort()
 
     def cut_after(self, size_bytes: int) -> None:
-        """Reset every connection after so many more bytes have gone to the server."""
+        """Reset every connection after `size_bytes` more bytes have gone to the server."""
         self._left_bytes = size_bytes
 
     def hold(self, way: Way = Way.BOTH) -> None:
-        """Swallow nothing, pass nothing: bytes of this way wait until `release`."""
+        """Hold back the bytes of one direction or both until `release`, without losing any."""
         for direction in way:
             self._open[direction].clear()
 
     def release(self) -> None:
-        """Let everything pass again."""
+        """Let all bytes pass again."""
         self._refusing = False
         self._left_bytes = None
         for gate in self._open.values():

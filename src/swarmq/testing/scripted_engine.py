@@ -1,8 +1,8 @@
-"""An `Engine` whose answers are scripted, with a tokenizer of its own that drifts.
+"""An `Engine` with scripted answers and a tokenizer that drifts.
 
-The vocabulary has every character and many pairs of characters. Encoding takes pairs greedily from the left, a
-sampled answer may spell the same text in single characters: encoding it again gives other ids. Special tokens are
-single ids. Nothing is random; weights have a version that tests set.
+The vocabulary contains every character and many pairs of characters. Encoding takes pairs greedily from the left, whereas a
+sampled answer may spell the same text in single characters, so encoding the answer again gives other ids. Special tokens are
+single ids. Nothing is random; tests set the weight version.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARAMETERS = (
 _CHARACTERS = 1000
 _PAIRS = 2_000_000
 _PAIR_RANGE = 128
-"""Two neighbouring ASCII characters are one token."""
+"""Number of characters (ASCII) of which any two neighbours form one token."""
 _SPLIT = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL) + ")")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\A<think>(.*?)</think>", re.DOTALL)
@@ -55,13 +55,13 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     finish_reason: str = "stop"
     gate: asyncio.Event | None = None
-    """Sampling stops after the first token until this is set."""
+    """Event until which sampling stops after the first token."""
     error: str | None = None
-    """Sampling fails after the first token."""
+    """Error with which sampling fails after the first token."""
 
 
 def encode(text: str) -> list[int]:
-    """The canonical ids: special tokens, then pairs from the left, then single characters."""
+    """Return the canonical ids: special tokens, then pairs from the left, then single characters."""
     ids: list[int] = []
     for part in _SPLIT.split(text):
         if part in SPECIAL:
@@ -84,19 +84,19 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def encode_characters(text: str) -> list[int]:
-    """The same text as single characters: decodes equally, encodes differently."""
+    """Return the ids of the text's single characters, which decode to the same text but differ from `encode`."""
     parts = _SPLIT.split(text)
     return [i for p in parts for i in ([SPECIAL.index(p)] if p in SPECIAL else [_CHARACTERS + ord(c) for c in p])]
 
 
 def chat_template(chat: Json) -> str:
-    """Roles, tools and tool calls, in the manner of ChatML."""
+    """Render messages with roles, tools and tool calls in the style of ChatML."""
     head = f"<|start|>system\n{json.dumps(chat['tools'])}<|end|>\n" if chat.get("tools") else ""
     return head + "".join(map(_render_message, chat["messages"])) + "<|start|>assistant\n"
 
 
 class ScriptedEngine:
-    """Answers with the lines it was given, in order. Speaks `<think>` and `<tool_call>` where `parsed`."""
+    """Engine that returns the scripted answers in order. It parses `<think>` and `<tool_call>` in answers."""
 
     def __init__(
         self, *, url: str = "scripted://0", template: Template = chat_template, max_model_len: int = 4096
@@ -107,20 +107,21 @@ class ScriptedEngine:
         self.lines: deque[ScriptedAnswer] = deque()
         self.version = 0
         self.reports_versions = True
-        """Of the weights that sampled each token."""
+        """Whether the engine reports the weight version that sampled each token."""
         self.down = False
         self.has_parsers = False
         self.accepts_images = False
-        """It takes images."""
+        """Whether the engine accepts images."""
         self.requests: list[RenderedPrompt] = []
-        """What was sampled from, in order."""
+        """Prompts that were sampled from, in order."""
         self.sampling_began = asyncio.Event()
-        """Set when sampling begins."""
+        """Event that is set when sampling begins."""
         self.cancelled = asyncio.Event()
-        """Set when sampling is given up by whoever asked."""
+        """Event that is set when the caller abandons sampling."""
 
     def say(self, text: str, *, tokens: Sequence[int] | None = None, finish_reason: str = "stop", **more: Any) -> None:
-        """Queue an answer: `text` in canonical tokens unless `tokens` gives others, and the end of turn at `stop`."""
+        """Queue an answer: `text` in canonical tokens, or in `tokens` if given, with the end-of-turn token for the reason
+        `stop`."""
         ids = list(tokens) if tokens is not None else encode(text)
         ids += [END] if finish_reason == "stop" else []
         self.lines.append(ScriptedAnswer(token_ids=ids, finish_reason=finish_reason, **more))
@@ -185,7 +186,7 @@ class ScriptedEngine:
     async def derender_delta(
         self, _chat: Json, _prompt: Sequence[int], token_ids: Sequence[int], *, finish_reason: str | None, state: Any
     ) -> tuple[Json, Any]:
-        """Text as it comes; thoughts and tool calls at the end of the answer."""
+        """Yield text as it arrives; reasoning and tool calls follow at the end of the answer."""
         seen = [*(state or ()), *token_ids]
         text = decode(seen)
         if "<" not in text:
@@ -273,7 +274,7 @@ def _before_markup(text: str) -> str:
 
 
 def _parse_message(text: str) -> Json:
-    """What a reasoning and tool-call parser makes of an answer."""
+    """Return the message that a reasoning and tool-call parser makes of an answer."""
     message: Json = {"role": "assistant"}
     if thought := _THOUGHT.match(text):
         message["reasoning"] = thought[1]

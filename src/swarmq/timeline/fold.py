@@ -72,7 +72,8 @@ def _find_successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
 
 
 def _find_free_ancestor(node: int, free: dict[int, list[int]], above: list[int]) -> int:
-    """Return the deepest node at or above `node` with a free turn, or the root; skipped nodes are remembered."""
+    """Return the deepest node, from `node` up to the root, that has a free turn, or the root. Later searches skip the nodes
+    that this one passed."""
     skipped = []
     while node != ROOT and not free.get(node):
         skipped.append(node)

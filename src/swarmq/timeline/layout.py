@@ -86,20 +86,21 @@ def pad_rows(layout: Layout, count: int) -> Layout:
 
 
 def list_node_spans(layout: Layout) -> list[tuple[int, int]]:
-    """Return start and end of every node as indices into the tokens."""
+    """Return the start and end of every node as indices into the tokens."""
     edges = [*layout.node_starts.tolist(), layout.num_tokens]
     return list(pairwise(edges))
 
 
 def count_pairs(layout: Layout, window: int | None = None) -> int:
-    """Return the number of (query, key) pairs of attention, over all ancestors or only those less than `window` back."""
+    """Return the number of (query, key) pairs of attention: over all ancestors, or only over keys less than `window` tokens
+    back."""
     seen = layout.positions if window is None else np.minimum(layout.positions, window - 1)
     return int(seen.sum(dtype=np.int64)) + layout.num_tokens
 
 
 def build_mask(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
-    """Return the attention mask [T, T], True where a query (row) sees a key (column): the definition, for tests and small
-    cases."""
+    """Return the attention mask [T, T], True where a query (row) sees a key (column). It defines visibility, for tests and
+    small cases."""
     index = np.arange(layout.num_tokens)
     mask = (index[None, :] <= index[:, None]) & (index[:, None] < layout.exits[None, :])
     if window is not None:
@@ -110,8 +111,8 @@ def build_mask(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
 def map_blocks(
     exits: IntArray, positions: IntArray, block: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which blocks of `block` queries x `block` keys are partly and which wholly visible, as two arrays [T/block,
-    T/block].
+    """Return two arrays [T/block, T/block]: which blocks of `block` queries x `block` keys are partly visible, and which
+    wholly.
 
     The length must be a multiple of `block`. A block with a visible pair is never reported as empty, nor one with an invisible
     pair as whole. Costs (T / block)^2 instead of T^2.
@@ -130,8 +131,8 @@ def map_blocks(
 
 
 def _find_offsets(at: IntArray, turns: IntArray) -> IntArray:
-    """Return the index of each sampled token within its turn; a turn's tokens are consecutive in a row, and rows are never
-    adjacent."""
+    """Return the index of each sampled token within its turn. A turn's sampled tokens are consecutive, and sampled tokens of
+    two rows are never adjacent."""
     begins = np.ones(len(at), np.bool_)
     begins[1:] = (np.diff(at) != 1) | (np.diff(turns) != 0)
     first = np.flatnonzero(begins)

@@ -1,7 +1,7 @@
 """Choice of how to compute a batch: packed rows, or trees where sharing pays for their overhead.
 
-Both give the same log-probabilities and the same gradient, so the choice affects only time. Time is modelled as a price per
-token (all matrix products whose size does not depend on the context) and one per visible pair of tokens (attention, less in
+Both give the same log-probabilities and the same gradient, so the choice affects only time. Modelled time is a price per token
+(all matrix products whose size does not depend on the context) plus a price per visible pair of tokens (attention, less in
 layers with a window). Rows are kept unless the tree is clearly cheaper.
 """
 
@@ -22,7 +22,7 @@ from swarmq.timeline.turns import ResolvedTurn
 Way = Literal["rows", "tree"]
 
 TREE_MUST_SAVE = 0.03
-"""Share of the modelled time that a tree must save to replace rows."""
+"""Share of the modelled time that a tree must save to be chosen over rows."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,11 +30,11 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
     token: float
     pair: float
-    """Cost of a visible pair in layers with full attention."""
+    """Cost of a visible (query, key) pair in all layers with full attention."""
     windowed: dict[int, float] = {}
-    """Window -> cost of a pair in layers with that attention window."""
+    """Attention window -> cost of a visible pair in all layers with that window."""
     frozen: float = 0.0
-    """Part of `token` that is products with frozen weights."""
+    """Part of `token` for products with frozen weights."""
 
     def attention(self, layouts: Iterable[Layout]) -> float:
         """Return the cost of attention over all pairs of `layouts`."""
@@ -42,8 +42,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return sum(price * count_pairs(layout, window) for layout in layouts for window, price in prices)
 
     def training(self, layouts: Sequence[Layout]) -> float:
-        """Return the cost of forward and backward passes. The backward pass of a product is two products, the gradients of both
-        factors, or one if a factor is a frozen weight."""
+        """Return the cost of forward and backward passes. The backward pass of a product has two products, the gradients of
+        both factors, or one if a factor is a frozen weight."""
         return (3 * self.token - self.frozen) * _count_tokens(layouts) + 3 * self.attention(layouts)
 
 
@@ -68,7 +68,7 @@ class FoldedEpisodes:
 
     @cached_property
     def rows(self) -> list[tuple[int, Timeline]]:
-        """All timelines as (index of the episode, timeline)."""
+        """All timelines, each with the index of its episode."""
         return [(e, row) for e, turns in enumerate(self.episodes) for row in fold(turns)]
 
     @cached_property
@@ -87,9 +87,9 @@ def plan_layouts(
 ) -> Plan:
     """Return layouts of at most `budget` tokens that train every sampled token once.
 
-    `only` forces rows or trees, for the reason `because`. Packed rows get passes of about `row_pass` tokens if given, because
-    larger ones are not faster on every processor, whereas a tree shares more the more it holds. Raises TimelineError
-    (`over_budget`) for a turn longer than `budget`.
+    `only`: use rows or trees whatever they cost, for the reason `because`. `row_pass`: size of packed rows' passes, if larger
+    passes are not faster on this processor; a tree always fills the budget, because it shares more the more it holds. Raises
+    TimelineError (`over_budget`) for a turn longer than `budget`.
     """
     lengths = [len(turn) for turns in folded.episodes for turn in turns]
     unfolded, longest = sum(lengths), max(lengths, default=0)

@@ -8,8 +8,7 @@ from swarmq.errors import TimelineError
 
 
 class Bins:
-    """Bins of a token budget. Every item goes into the first bin with room, found in logarithmic time through a tree of free
-    room."""
+    """Bins of a token budget. Every item goes into the first bin with room, found in logarithmic time by a tree of free room."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -17,10 +16,11 @@ class Bins:
         """Bin -> its items."""
         self._leaves = 1
         self._room = [0, 0]
-        """Node -> most free room below. Node n has children 2n and 2n + 1; the last half are the bins, used ones first."""
+        """Tree node -> most free room among the bins below it. Node n has children 2n and 2n + 1; the second half of the list
+        are the bins, used ones first."""
 
     def add(self, items: Sequence[int], size: int, opening: int = 0) -> None:
-        """Put `items`, together `size` tokens, into a bin. A new bin uses `opening` tokens of its own."""
+        """Put `items`, which take `size` tokens together, into a bin. A new bin also holds `opening` tokens of its own."""
         if self._room[1] < size:
             self._open(self.budget - opening)
         at = 1
@@ -30,7 +30,7 @@ class Bins:
         self._set(at, self._room[at] - size)
 
     def get_size(self, number: int) -> int:
-        """Return the number of tokens in a bin, including its opening tokens."""
+        """Return the number of tokens in a bin, with its opening tokens."""
         return self.budget - self._room[self._leaves + number]
 
     def _open(self, room: int) -> None:

@@ -1,7 +1,7 @@
 """A prefix tree over the turns of one or several episodes, in which shared beginnings are computed once.
 
-Where timelines repeat what forks share, the tree has one node per shared run of tokens. A tree too large for one pass is split
-(swarmq.timeline.tree_split): every pass repeats the tokens from the root to its own nodes.
+After a fork, timelines repeat their common beginning; the tree has one node for each shared run of tokens. A tree too large for
+one pass is split (swarmq.timeline.tree_split): every pass repeats the tokens from the root to its own nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of one pass without any budget."""
+        """Number of tokens of a single pass over the whole tree."""
         return sum(len(self.trie.labels[node]) for node in self.order)
 
     def layouts(self, budget: int) -> list[Layout]:
@@ -54,7 +54,7 @@ class PrefixTree:
         return layouts
 
     def lay(self, nodes: Iterable[int], *, training: set[int]) -> Layout:
-        """Lay out `nodes`, which include their parents, training the turns that end in the nodes `training`."""
+        """Lay out `nodes`, which include their parents, and train the turns that end in the nodes `training`."""
         trie, order = self.trie, sorted(nodes, key=self._rank.__getitem__)
         place = {node: i for i, node in enumerate(order)}
         lengths = np.array([len(trie.labels[node]) for node in order], np.int32)
@@ -88,7 +88,7 @@ class PrefixTree:
         )
 
     def _locate_sampled(self, end: int, turn: ResolvedTurn, shift: dict[int, int]) -> IntArray:
-        """Return the positions of a turn's sampled tokens: depth plus the shift of the node that holds the token."""
+        """Return the positions of a turn's sampled tokens in the layout: a token's depth plus the shift of its node."""
         pieces = []
         node = end
         while self.trie.end(node) > turn.prompt_length:

@@ -1,13 +1,13 @@
 """Split a tree that is too large for one pass into passes that repeat as few tokens as possible.
 
-A pass computes the path from the root to all of its nodes, so a node whose subtree is spread over several passes is repeated in
-each. The optimum is a bin packing problem, too slow to solve. Of three splits, each found in about linear time, the one with
-the fewest tokens is taken:
+A pass computes the path from the root to each of its nodes, so a node whose subtree is spread over several passes is repeated
+in each of them. The optimum is a bin packing problem, too slow to solve. Three splits are found in about linear time, and the
+one with the fewest tokens is taken:
 
 - the cheapest of all cuts in depth-first order, with the parts packed;
-- first-fit decreasing from the leaves up: subtrees below a node that fit no common pass are packed by what they add to the node, so
-  that few passes repeat it, and free room is filled further up;
-- the same, with short nodes counted to each of their children, so that short common beginnings do not keep passes from being full.
+- first-fit decreasing from the leaves up: subtrees below a node that do not fit one pass are packed by the tokens that they add to
+  the node, so that few passes repeat the node, and free room is filled further up;
+- the same, but every short node is counted with each of its children, so that short common beginnings do not leave passes half empty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from swarmq.timeline.pack import Bins, make_over_budget_error, pack
 
 SHORT_SHARE = 1 / 256
-"""Share of the budget up to which a node counts as short and may be repeated freely."""
+"""Share of the budget below which a node counts as short and may be repeated freely."""
 
 TOP = -1
 """The node above all others, without tokens; as an index it is the last element."""
@@ -47,7 +47,7 @@ class Tree:
             self.after[parents[node]] = max(self.after[parents[node]], self.after[node])
 
     def include_ancestors(self, tops: Iterable[int]) -> set[int]:
-        """Return the subtrees of `tops` and all nodes above them."""
+        """Return the nodes of the subtrees of `tops` and all of their ancestors."""
         nodes: set[int] = set()
         for top in tops:
             nodes.update(range(top, self.after[top]))
@@ -104,7 +104,7 @@ def _merge_short_nodes(tree: Tree, short: int) -> tuple[Tree, list[int]]:
     parents: list[int] = []
     whom: list[int] = []
     kept = {TOP: (TOP, 0)}
-    """Node -> (nearest kept node from it upwards, tokens below that one)."""
+    """Node -> (nearest kept node among the node and its ancestors, tokens from there to the node)."""
     for node, parent in enumerate(tree.parents):
         above, extra = kept[parent]
         length = extra + tree.lengths[node]
@@ -151,7 +151,7 @@ def _find_cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: in
     """
     added = np.concatenate([[0], np.cumsum(np.subtract(depths, shared))]).tolist()
     price = [0] * (len(depths) + 1)
-    """Least sum of repeated tokens for the leaves before j."""
+    """Cut position -> least number of repeated tokens for all leaves before it."""
     start = [0] * (len(depths) + 1)
     window: deque[int] = deque()
     for j in range(len(depths)):

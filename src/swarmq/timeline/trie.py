@@ -1,8 +1,8 @@
 """A radix trie over token ids, which finds the beginnings that sequences share.
 
-Every node is a run of tokens and stands for the sequence that ends with it. Node numbers stay valid: splitting a node gives its
-upper part a new number, so a number returned by `insert` always means the end of the inserted sequence. Comparisons are
-vectorised; inserting costs as many steps as there are tokens not known to be shared, and finding where these begin costs the
+Every node is a run of tokens and stands for the sequence that ends with the node. Node numbers stay valid: splitting a node
+gives its upper part a new number, so a number returned by `insert` always means the end of the inserted sequence. Comparisons
+are vectorised. Inserting takes as many steps as there are tokens not known to be shared; finding where those begin takes the
 square of the logarithm of the number of nodes above.
 """
 
@@ -96,10 +96,10 @@ class Trie:
 
 
 class Trail:
-    """A chain of nodes, each continuing the one before, and the trail from which its first node branches off.
+    """A chain of nodes, each continuing the one before; and the trail from which the chain's first node branches off.
 
-    Splitting a node extends a trail and changes nothing else, so distant trails are reached from below by jumps (of a
-    skew-binary number) and a node of a trail by bisection.
+    Splitting a node extends a trail and changes nothing else. Jumps (by skew-binary numbers) lead from a trail to distant ones
+    above, and bisection finds a node within a trail.
     """
 
     def __init__(self, start: int, above: Trail | None = None) -> None:
@@ -125,7 +125,7 @@ class Trail:
         return trail.nodes[bisect_left(trail.ends, depth)]
 
     def jump(self) -> Trail:
-        """Return the trail to which a trail that branches off here jumps."""
+        """Return the trail to which trails that branch off here jump."""
         near, far = self.far, self.far.far
         return far if self.level - near.level == near.level - far.level else self
 

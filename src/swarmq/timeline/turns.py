@@ -1,8 +1,8 @@
-"""Resolution of turns as sent, each with its new tokens only, into whole token sequences.
+"""Resolution of turns into whole token sequences; a turn is sent with its new tokens only.
 
 A turn carries the tokens that its prompt added and the number of tokens that it shares with its parent. A chat that only grows
 is one buffer, of which its turns are prefixes, so memory and time grow with the episode's tokens and not with turns x tokens; a
-fork copies what it shares.
+fork copies the tokens that it shares.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FloatArray = NDArray[np.float32]
 
 
 class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn as a whole token sequence: a prompt of P tokens, then A sampled ones."""
+    """One turn as a whole token sequence: a prompt of P tokens, followed by A sampled tokens."""
 
     token_ids: IntArray  # [P + A]
     prompt_length: int  # P, at least 1
     logprobs: FloatArray  # [A] natural log under the weights and parameters that sampled
     versions: IntArray  # [A] weight version that sampled the token
     parent: int = -1
-    """Index of a turn of the same list whose first `shared` tokens are known to be equal; -1 for none."""
+    """Index of a turn in the same list whose first `shared` tokens are known to be equal; -1 for none."""
     shared: int = 0
 
     @property
@@ -74,7 +74,8 @@ def make_resolved_turn(
     logprobs: Sequence[float] | FloatArray,
     version: int = 0,
 ) -> ResolvedTurn:
-    """Return a turn from whole token sequences, for data that was never sent as messages (benchmarks, replays of plain text)."""
+    """Return a turn built from whole token sequences, for data that was never sent as messages (benchmarks, replays of plain
+    text)."""
     prompt, sampled = np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)
     return ResolvedTurn(
         token_ids=np.concatenate([prompt, sampled]),

@@ -1,10 +1,10 @@
-"""Put a data set on the tasks queue of a kind; N workers on N machines then compete for it.
+"""Put a data set on the tasks queue of a kind, from which any number of workers take tasks.
 
-    window: publish what has no receipt ──> progress file, fsynced ──> receipts cleared ──> next window
+  window: publish what has no receipt ──> progress file, fsynced ──> receipts cleared ──> next window
 
-The order is a pure function of the data, the seed and the epoch, so "the first n are confirmed" is all that has to be
-remembered to go on exactly there. A progress file holds that, and the broker keeps receipts of what was published after
-its last writing: a feed that is killed anywhere and started again puts every task on the queue once.
+The order of tasks is a pure function of the data, the seed and the epoch, so the number of confirmed tasks is all that a feed
+must remember to resume. The progress file holds that number, and the broker keeps receipts of the tasks that were published
+after the file's last write. A feed that is killed at any moment and started again therefore puts every task on the queue once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
 
 WINDOW = 128
-"""Tasks that are published together; the progress file is written after each window."""
+"""Number of tasks that are published together; the progress file is written after each window."""
 
 
 class FeedProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress file. `data` tells whether it belongs to this data set and these settings."""
+    """Content of the progress file. `data` identifies the data set and the settings to which the file belongs."""
 
     data: str
     confirmed: int
-    """Tasks in the queue, counted from the beginning of the first epoch."""
+    """Number of tasks in the queue, counted from the beginning of the first epoch."""
 
 
 async def feed(
@@ -52,14 +52,16 @@ async def feed(
     resume: bool = True,
     report: Callable[[int, int], None] = lambda _confirmed, _total: None,
 ) -> int:
-    """Publish every repeat of every task in every epoch, shuffled per epoch where `seed` is given; returns how many.
+    """Publish every repeat of every task in every epoch, and return the number of published tasks. With `seed`, each epoch is
+    shuffled.
 
     Equal ids are the same task, to be trained once, unless their data sets have different marks (`source`, see
-    `source_mark`). Raises TaskError for a task that is of another kind, and for an id that comes twice.
-    With `secret` (`keys.task_secret`) invited clients, too, can give tasks back to be tried again.
-    `report(confirmed, total)` is called as it goes. With `resume` it goes on behind what `progress_file` says was
-    confirmed: more epochs may be asked for then, but not other data, repeats or seed (TaskError). Without, it begins
-    again with the same slots, of which those that were trained are not trained again.
+    `hash_source_name`). With `secret` (`keys.task_secret`), invited clients can also return tasks for another attempt.
+    `report(confirmed, total)` is called after each window. With `resume`, the feed continues after the tasks that
+    `progress_file` counts as confirmed; only `epochs` may then have changed. Without it, the feed starts again with the same
+    slots, and slots that were trained are not trained again.
+
+    Raises TaskError for a task of another kind, for an id that occurs twice, and for resuming with other data, repeats or seed.
     """
     bodies = [(make_queue_id(task, kind, source), _encode_payload(task)) for task in tasks]
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
@@ -96,7 +98,7 @@ def plan_tasks(
     seed: int | None,
     numbers: Iterable[int],
 ) -> Iterator[Task]:
-    """The tasks with these numbers, of the endless row of epochs; the repeats of a task follow one another."""
+    """Return the tasks with these numbers in the endless sequence of epochs. The repeats of a task follow one another."""
     orders: dict[int, list[int]] = {}
     for number in numbers:
         epoch, place = divmod(number, len(bodies) * repeats)
@@ -114,7 +116,7 @@ def plan_tasks(
 
 
 def default_progress_file(folder: Path, run: str, kind: str, source: str) -> Path:
-    """One per run, kind and data set (by its mark)."""
+    """Return the path of the progress file, one for each run, kind and data set (by its mark)."""
     return folder / f"feed-{run}-{kind}-{source}.json"
 
 

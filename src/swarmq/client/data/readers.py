@@ -1,4 +1,4 @@
-"""Data sets as tasks, from wherever people keep them; every error names the file, the line and the field.
+"""Readers that turn data sets into tasks. Every error names the file, the line and the field.
 
 questions.jsonl   questions.csv   questions.parquet   a folder or `hf:owner/name:train` of Hugging Face `datasets`
 reasoning-gym:NAME?size=500&seed=1   verifiers:NAME   module:function (a function that returns an iterable)
@@ -24,17 +24,17 @@ from swarmq.client.data.tasks import MAX_ID, SwarmTask, as_task
 from swarmq.errors import MissingExtraError, TaskError
 
 Row = tuple[str, Any]
-"""Where it stands, for messages, and what it holds."""
+"""A row's place, for error messages, and its value."""
 
 ID_FIELDS = ("id", "task_id")
 
 
 def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = None) -> Iterator[SwarmTask]:
-    """The tasks of a data set, in its own order, read as they are needed.
+    """Yield the tasks of a data set in its own order, each read when it is needed.
 
-    A row is named by its `id` or `task_id`; where no row has one, by the source's name and its number. `require` lists fields that every
-    row must have. Raises TaskError for a row that breaks this and for an id that comes twice, naming the line, and where there is
-    no row at all.
+    A row is identified by its `id` or `task_id`; if no row has one, by the source's name and the row's number. `require`:
+    fields that every row must have. Raises TaskError for a row without an id or a required field, for an id that occurs twice
+    (with the line), and for a data set without rows.
     """
     seen: dict[str, str] = {}
     has_ids: bool | None = None
@@ -128,7 +128,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_hugging_face(text: str) -> Iterator[Row]:
-    """A folder or a name on the hub; `:SPLIT` is `train` unless given, what stands behind `?` goes to `load_dataset`."""
+    """Yield the rows of a folder or a name on the hub. `:SPLIT` is `train` by default; the part after `?` is passed to
+    `load_dataset`."""
     _require_package("datasets", text)
     import datasets  # noqa: PLC0415
 
@@ -149,7 +150,7 @@ def _read_hugging_face(text: str) -> Iterator[Row]:
 
 
 def _read_reasoning_gym(text: str) -> Iterator[Row]:
-    """`reasoning-gym` by name; what stands behind `?` is its configuration. The seed is 0 unless given."""
+    """Yield the rows of a `reasoning-gym` data set. The part after `?` configures it; the seed is 0 by default."""
     _require_package("reasoning_gym", text)
     import reasoning_gym  # noqa: PLC0415
 
@@ -167,7 +168,7 @@ def _read_reasoning_gym(text: str) -> Iterator[Row]:
 
 
 def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
-    """Which setting is wrong, by the fields of the data set's configuration; empty where they do not tell."""
+    """Return which setting is wrong, judged by the fields of the data set's configuration; "" if the fields do not show it."""
     factory: Any = importlib.import_module("reasoning_gym.factory")
     if name not in factory.DATASETS:
         close = get_close_matches(name, factory.DATASETS, 3)
@@ -186,7 +187,8 @@ def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
 
 
 def _read_verifiers(text: str) -> Iterator[Row]:
-    """The data of an environment for `verifiers`; what stands behind `?` configures it. Rewards stay the agent's business."""
+    """Yield the tasks of a `verifiers` environment. The part after `?` configures it. The environment's rewards are not used;
+    the agent computes its own."""
     _require_package("verifiers", text)
     name, settings = _parse_settings(text)
     try:
@@ -199,7 +201,7 @@ def _read_verifiers(text: str) -> Iterator[Row]:
 
 
 def _load_environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
-    """Tasks of version 1 (`verifiers.v1`), or rows of the data set of an earlier one."""
+    """Load the tasks of an environment of version 1 (`verifiers.v1`), or the rows of an earlier environment's data set."""
     if importlib.util.find_spec("verifiers.v1") is None:
         old: Any = importlib.import_module("verifiers")
         rows: Iterable[Any] = old.load_environment(name, **settings).get_dataset()
@@ -251,12 +253,12 @@ def _has_id(row: Any) -> bool:
 
 
 def _make_id_prefix(source: str) -> str:
-    """What rows without an id are named after: a file's name, or the source as it was written."""
+    """Return the prefix for ids of rows without an id: a file's name, or the source as written."""
     return (Path(source).stem if Path(source).suffix.lower() in _SUFFIXES else source)[: MAX_ID - 20]
 
 
 def _parse_settings(text: str) -> tuple[str, dict[str, Any]]:
-    """`name?key=value&...`. Raises TaskError when what stands behind `?` is not of that form."""
+    """Parse `name?key=value&...` into name and settings. Raises TaskError if the part after `?` is malformed."""
     name, _, query = text.partition("?")
     try:
         return name, {key: _parse_value(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}

@@ -1,4 +1,4 @@
-"""`module:function` as people write it on a command line, and what can be wrong with it."""
+"""Loading of `module:function`, as written on a command line, with errors that say what is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmq.errors import TaskError
 
 
 def load_object(target: str) -> Any:
-    """What `module:name` names, looked for in the working directory too. Raises TaskError."""
+    """Load the object that `module:name` names, also from the working directory. Raises TaskError if there is none."""
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):
         raise TaskError(f"{target!r} is not of the form module:function, e.g. my_agent:attempt")

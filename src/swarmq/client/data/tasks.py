@@ -1,8 +1,8 @@
-"""What an agent attempts, and which slot an attempt fills.
+"""Tasks that agents attempt, and the slots that attempts fill.
 
-A task is anything a person puts into a list; it becomes a `SwarmTask` here. A slot is trained once in the life of a
-run, so two starts of one script must not name the same slots by accident: numbers of epochs are drawn fresh for each
-client, unless the caller names one.
+Users' lists may hold any objects; this module turns each into a `SwarmTask`. A slot is trained once in the life of a run, so
+two starts of one script must not name the same slots by accident: epoch numbers are drawn at random for each client, unless the
+caller gives one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from swarmq.messages import Slot
 MAX_ID = 200
 _EPOCH_SHIFT = 24
 _EPOCH_BITS = 28
-"""Together below 2**53, so that an epoch survives JSON and JavaScript."""
+"""Number of random bits of an epoch. Epochs stay below 2**53, so that they survive JSON and JavaScript."""
 
 
 class SwarmTask(msgspec.Struct, frozen=True):
     """A piece of data to attempt.
 
-    id       names it, in at most 200 characters; attempts at one id are compared with each other
-    kind     None: the only kind of the run
-    payload  the agent's own business, `ep.payload`
+    id       identifier, at most 200 characters; the rewards of attempts at one id are compared with each other
+    kind     kind of the task; None: the only kind of the run
+    payload  data for the agent, which reads it as `ep.payload`
     """
 
     id: str
@@ -38,9 +38,9 @@ class SwarmTask(msgspec.Struct, frozen=True):
 
 
 def as_task(value: Any, *, default_id: str | None = None) -> SwarmTask:
-    """`value` as a task: its `id` or `task_id` (key or attribute) names it, else its content does.
+    """Return `value` as a task, identified by its `id` or `task_id` (key or attribute), else by its content.
 
-    Raises TaskError when nothing gives it a name that is the same whenever the task is seen.
+    Raises TaskError if the value has no id and its content gives no stable one.
     """
     if isinstance(value, SwarmTask):
         return _check_id(value)
@@ -61,9 +61,10 @@ def as_task(value: Any, *, default_id: str | None = None) -> SwarmTask:
 
 
 def make_queue_id(task: SwarmTask, kind: str, source: str = "") -> str:
-    """The id of a task on the queue of its kind: two data sets, of one kind or two, may well both begin with "1".
+    """Return the id of a task on the queue of its kind. It includes kind and data set, because two data sets may both begin
+    with "1".
 
-    `source` is the mark of its data set (`source_mark`). Raises TaskError for a task that is of another kind.
+    `source`: mark of the data set (`hash_source_name`). Raises TaskError for a task of another kind.
     """
     if task.kind not in (None, kind):
         raise TaskError(
@@ -74,27 +75,28 @@ def make_queue_id(task: SwarmTask, kind: str, source: str = "") -> str:
 
 
 def strip_queue_id(fed: str, kind: str) -> str:
-    """The id that a task had before it was fed."""
+    """Return the id that a task had before it was put on the queue."""
     head, colon, name = fed.partition(":")
     return name if colon and (head == kind or head.startswith(f"{kind}@")) else fed
 
 
 def hash_source_name(data: str) -> str:
-    """What tells the tasks of one data set from those of another: its name, or a file's place."""
+    """Return a mark that distinguishes the tasks of one data set from those of others: a hash of its name or, for a file, of
+    its path."""
     path = Path(data).expanduser()
     return hashlib.sha256((str(path.resolve()) if path.exists() else data).encode()).hexdigest()[:8]
 
 
 class SlotNumbering:
-    """Gives the attempts of one client their slots: the repeats of a task fill a group, then a new group begins.
+    """Assigns slots to the attempts of one client: the repeats of a task fill a group, then a new group begins.
 
-    Every group has an epoch number that no other client, and no other start of this one, uses.
+    Every group has an epoch number that no other client, and no other start of this client, uses.
     """
 
     def __init__(self, *, base: int | None = None) -> None:
         self._next_epoch = secrets.randbits(_EPOCH_BITS) << _EPOCH_SHIFT if base is None else base
         self._open: dict[str, Slot] = {}
-        """Task id -> the slot that its next attempt fills, while a group is incomplete."""
+        """Task id -> slot of its next attempt, while the task's group is incomplete."""
 
     def fresh_epoch(self) -> int:
         self._next_epoch += 1

@@ -1,7 +1,7 @@
-"""One attempt: call the agent's function with an episode, and turn whatever it does into the episode's end.
+"""One attempt: call the agent's function with an episode, and turn its result or exception into the episode's end.
 
-An attempt has a deadline: a function that hangs fails its episode and frees its lane. A coroutine is cancelled then; a
-thread cannot be, and goes on with an api key that has expired.
+An attempt has a deadline: a function that hangs fails its episode and frees its lane. A coroutine is then cancelled; a thread
+cannot be cancelled, and continues with an API key that has expired.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from swarmq.runtime.slow_waits import warn_if_slow
 
 Returned = float | Outcome | None
 AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]]
-"""Returns a reward or an Outcome; None only if it has ended the episode itself."""
+"""An agent's function. It returns a reward or an Outcome, or None if it has ended the episode itself."""
 
 ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
-"""How long one attempt may take, unless told otherwise; its api key lives as long."""
+"""Default seconds of one attempt, which is also the lifetime of its API key."""
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that a short outage does not use up all attempts."""
 SLOW_ATTEMPT_S = 600.0
-"""An attempt that takes this long is told of, and so is one that has used half of its time."""
+"""Seconds after which a long attempt is logged; it is also logged once it has used half of its time."""
 ABORT_TIMEOUT_S = 5.0
-"""How long an interrupted attempt tries to tell the collector that its episode is aborted."""
+"""Seconds for which an interrupted attempt tries to report to the collector that its episode is aborted."""
 
 
 class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on the episodes of a runner. Raises TaskError for a value out of range."""
 
     concurrency: int = 16
-    """Episodes at a time; for workers per kind and process."""
+    """Number of concurrent episodes; for workers, per kind and process."""
     max_attempts: int = 3
-    """Attempts at a slot before it is given up."""
+    """Number of attempts at a slot before it is given up."""
     retry_pause_s: float = RETRY_PAUSE_S
     attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
     progress: bool = True
@@ -60,14 +60,14 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one attempt."""
+    """Result of one attempt."""
 
     episode_id: str
     task_id: str
     kind: str
     attempt: int
     reward: float | None = None
-    """Mean over the policies; None unless finished."""
+    """Mean reward over the policies; None unless the episode is finished."""
     success: bool | None = None
     error: BaseException | None = None
     seconds: float
@@ -78,13 +78,13 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """An agent's function, ready to be called: ordinary ones in threads, coroutines on `loop` or where we are."""
+    """An agent's function, ready to be called: ordinary functions in threads, coroutines on `loop` or on the running loop."""
 
     def __init__(self, function: AgentFunction, *, loop: LoopThread | None = None) -> None:
         check_signature(function)
         self._function: Callable[[Any], Any] = function
         self.name = _describe_function(function)
-        """For messages: `module.function (file.py:12)`."""
+        """Name and place for messages: `module.function (file.py:12)`."""
         self.is_async = inspect.iscoroutinefunction(_unwrap_partial(function))
         self._loop = loop
 
@@ -97,10 +97,10 @@ class Agent:
 
 
 async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> AttemptResult:
-    """Run the agent on an episode that has begun, and end the episode; returns when the end is confirmed.
+    """Run the agent on an episode that has begun, end the episode, and return when the end is confirmed.
 
-    An exception of the agent, or `timeout_s` without an end, fails the episode and is returned, not raised; our own
-    cancellation aborts it.
+    An exception of the agent, or `timeout_s` without an end, fails the episode and is returned, not raised. A cancellation of
+    this call aborts the episode.
     """
     began = time.monotonic()
     error: BaseException | None = None
@@ -122,7 +122,7 @@ async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, time
 
 
 async def _end_with_returned(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
-    """Raises OutcomeError that names the function which returned what is no outcome."""
+    """End the episode with the agent's return value. Raises OutcomeError, naming the function, if the value is not an outcome."""
     outcome = to_outcome(returned, f"what {agent.name} returned")
     try:
         await client.end_with(ep, outcome)
@@ -131,7 +131,8 @@ async def _end_with_returned(client: EpisodeClient, ep: AsyncEpisode, agent: Age
 
 
 async def _call_within(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
-    """What the agent returns. Raises AttemptTimeoutError, also for what an interrupted agent returns all the same."""
+    """Return the agent's result. Raises AttemptTimeoutError after `timeout_s`, even if the interrupted agent still returns a
+    result."""
     after = "it was cancelled" if agent.is_async else "its thread goes on, as threads cannot be stopped"
     error = AttemptTimeoutError(
         f"the agent has not returned within {timeout_s:g} s (attempt_timeout_s); {after}, and its api key has expired"
@@ -158,7 +159,7 @@ async def _call_within(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
 
 
 def check_signature(function: Any) -> None:
-    """Raises TaskError unless `function` can be called with one argument, the episode."""
+    """Raise TaskError unless `function` can be called with one argument, the episode."""
     name = getattr(function, "__qualname__", repr(function))
     if not callable(function):
         raise TaskError(f"{name} is not a function: give one that takes an episode and returns a reward")

@@ -1,9 +1,10 @@
-"""Attempts that all fail: what they need is down, and to go on as before would use up task after task.
+"""Circuit breaker for attempts: when all of them fail, something that they need is down, and further attempts would waste
+tasks.
 
-working ──too many failures in a row──> down: one attempt begins at a time, after longer and longer pauses
-   ^──────────────────────── the first one that is finished ────────────────────────┘
+  working ──too many failures in a row──> down: one attempt begins at a time, after longer and longer pauses
+     ^──────────────────────── the first one that is finished ────────────────────────┘
 
-Most often it is the run itself that is down, and that can be seen: a pause ends when the proxy serves again.
+Most often the run itself is down, which can be detected: a pause ends as soon as the proxy serves again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from swarmq.runtime.logs import log
 MIN_FAILURES = 8
 MAX_PAUSE_S = 60.0
 PROBE_INTERVAL_S = 2.0
-"""Between two looks at whether the proxy serves."""
+"""Seconds between two checks that the proxy serves."""
 
 
 async def _always_serves() -> bool:
@@ -25,11 +26,11 @@ async def _always_serves() -> bool:
 
 
 class CircuitBreaker:
-    """Shared by lanes that attempt tasks side by side."""
+    """Circuit breaker that is shared by lanes that attempt tasks concurrently."""
 
     def __init__(self, *, lanes: int, pause_s: float, serves: Callable[[], Awaitable[bool]] = _always_serves) -> None:
-        """`pause_s`: before the first attempt of an outage; doubled for each further one, up to a minute. `serves`: whether
-        the proxy does, now."""
+        """`pause_s`: pause before the first attempt of an outage, doubled for each further attempt, up to a minute. `serves`:
+        returns whether the proxy serves at present."""
         self._enough = max(MIN_FAILURES, 2 * lanes)
         self._first_pause_s = self._pause_s = pause_s
         self._serves, self._was_away = serves, False
@@ -41,7 +42,7 @@ class CircuitBreaker:
         return self._in_a_row >= self._enough
 
     async def wait_for_turn(self) -> None:
-        """Returns at once, or in an outage when it is this attempt's turn."""
+        """Return at once, or during an outage when this attempt may begin."""
         while self.is_open:
             async with self._next:
                 if self.is_open:
@@ -63,7 +64,7 @@ class CircuitBreaker:
                     await self._over.wait()
 
     def record(self, *, finished: bool) -> None:
-        """How an attempt ended."""
+        """Record how an attempt ended."""
         if finished:
             if self.is_open:
                 log.info("attempts_succeed_again", failed_in_a_row=self._in_a_row)

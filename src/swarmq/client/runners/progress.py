@@ -1,4 +1,4 @@
-"""What a person sees while episodes run: a bar on a terminal, now and then a line elsewhere, each traceback once."""
+"""Display of running episodes: a bar on a terminal, otherwise an occasional line; each traceback is shown once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 30.0
 MAX_DISTINCT = 100
-"""Tracebacks shown at most, in case every one is different."""
+"""Largest number of different tracebacks that are shown."""
 PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
 DEMO_PREFIX = f"{PACKAGE_PREFIX}demo{os.sep}"
-"""An agent like anybody's."""
+"""Folder of the demo, whose agents are treated like a user's code."""
 INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Display:
-    """`update` after each attempt; with `shown=False` only tracebacks appear."""
+    """Display of progress; call `update` after each attempt. With `shown=False`, only tracebacks appear."""
 
     def __init__(self, label: str, *, total: int | None, shown: bool) -> None:
         self._label = label
@@ -84,19 +84,19 @@ class Display:
 
 
 def format_agent_traceback(error: BaseException) -> str:
-    """The traceback without our own frames at its head."""
+    """Return the traceback without swarmq's own frames at its beginning."""
     return "".join(traceback.format_exception(type(error), error, _skip_swarmq_frames(error)))
 
 
 def _describe_error(error: BaseException) -> str:
-    """What went wrong: the traceback, or the words alone where what we say of the agent is all there is."""
+    """Return the traceback of an error, or only its message if the error is swarmq's own complaint about the agent."""
     if _skip_swarmq_frames(error) is None and error.__cause__ is None:
         return str(error)
     return f"the agent raised\n{format_agent_traceback(error).rstrip()}"
 
 
 def _locate_error(error: BaseException) -> str:
-    """Type and line, of the person's own code if it came by: equal for tracebacks that tell the same story."""
+    """Return type and line of an error, in the user's code if possible. Equal for tracebacks with the same cause."""
     frames = traceback.extract_tb(_skip_swarmq_frames(error))
     if not frames:
         return summarize_error(error)

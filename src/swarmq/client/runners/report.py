@@ -1,4 +1,4 @@
-"""What came out of many attempts, as numbers. Pure."""
+"""Results of many attempts, as numbers. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from swarmq.estimates import Z95, wilson
 
 MANY_DIGITS = 1e6
 MAX_DISTINCT = 1000
-"""Different failures that are counted apart."""
+"""Largest number of different failures that are counted separately."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `run_episodes_until_all_complete` did. It prints as one line.
+    """Result of `run_episodes_until_all_complete`. It prints as one line.
 
     episodes      attempts begun
-    finished      of them, those with a reward
-    failed        of them, those without
-    slots         repeats of tasks that are done with: finished or given up
-    given_up      of them, those whose every attempt failed
-    reward_mean   of the finished; None without any
-    success_rate  of the finished that said whether they succeeded; None where none did
-    failures      `ErrorType: message` -> how often
-    seconds       from the first attempt to the end of the last
+    finished      attempts with a reward
+    failed        attempts without a reward
+    slots         repeats of tasks that are finished or given up
+    given_up      slots whose every attempt failed
+    reward_mean   mean reward of finished attempts; None without any
+    success_rate  share of successes among finished attempts that reported success or failure; None if none did
+    failures      `ErrorType: message` -> number of failures
+    seconds       time from the first attempt's begin to the last attempt's end
     """
 
     episodes: int
@@ -51,18 +51,18 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `evaluate` found. Repeats of one task are not independent, so errors are those of the tasks' means.
+    """Result of `evaluate`. Repeats of one task are not independent, so errors are computed from the means of tasks.
 
     n                 episodes with a reward
-    tasks             tasks with at least one of them
-    failed            slots without a reward after all attempts: never counted as 0, so look at them before the means
-    mean_reward       None where no episode has a reward
-    standard_error    None with fewer than two tasks
-    reward_interval   95 %, mean +- 1.96 standard errors
-    success_rate      None where no episode says whether it succeeded
-    success_interval  95 %, as reward_interval; Wilson's where every task was attempted once
+    tasks             tasks with at least one such episode
+    failed            slots without a reward after all attempts; never counted as reward 0, so check them before the means
+    mean_reward       mean reward; None if no episode has a reward
+    standard_error    standard error of the mean; None with fewer than two tasks
+    reward_interval   95 % interval: mean +- 1.96 standard errors
+    success_rate      share of successes; None if no episode reports success or failure
+    success_interval  95 % interval like reward_interval; Wilson's if every task was attempted once
     reward_by_kind    kind -> mean reward
-    seconds           from the first attempt to the end of the last
+    seconds           time from the first attempt's begin to the last attempt's end
     """
 
     n: int
@@ -86,7 +86,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """Counts attempts as they come, in constant memory."""
+    """Running counts of attempts, in constant memory."""
 
     def __init__(self) -> None:
         self.episodes = self.finished = self.failed = self.slots = self.given_up = 0
@@ -126,7 +126,7 @@ class Tally:
 
 
 def make_eval_report(attempts: Iterable[AttemptResult], *, failed: int, seconds: float) -> EvalReport:
-    """Of the finished attempts, several of one task_id being its repeats."""
+    """Return the report on the finished attempts; attempts with the same task_id are repeats of one task."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     successes: defaultdict[str, list[float]] = defaultdict(list)
     kinds: defaultdict[str, list[float]] = defaultdict(list)
@@ -158,7 +158,7 @@ def make_eval_report(attempts: Iterable[AttemptResult], *, failed: int, seconds:
 
 
 def summarize_error(error: BaseException | None) -> str:
-    """One line that names a failure; equal failures have equal lines."""
+    """Return one line that describes a failure; equal failures have equal lines."""
     if error is None:
         return "ended by the agent without a reward"
     text = str(error).strip().splitlines()
@@ -166,7 +166,7 @@ def summarize_error(error: BaseException | None) -> str:
 
 
 def format_reward(value: float) -> str:
-    """A reward for people: three decimals, or where that would be a row of digits three places."""
+    """Format a reward for display: three decimals, or three significant digits for large values."""
     return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.3g}"
 
 

@@ -1,7 +1,7 @@
-"""Many episodes from a list of tasks: bounded, retried, shown; one agent's exception never ends the run.
+"""Many episodes from a list of tasks, with bounded concurrency, retries and progress; an agent's exception never ends the run.
 
 tasks ──> plans (repeats of a task one after another) ──> `concurrency` lanes ──> begin, agent, end
-                                                              ^______________________|  failed: next attempt
+                                                                ^______________________|  failed: next attempt
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END = object()
 
 
 class PlannedSlot(msgspec.Struct, frozen=True):
-    """One slot to fill."""
+    """One slot to fill by attempts."""
 
     task: SwarmTask
     slot: Slot
@@ -46,10 +46,10 @@ async def train_on_tasks(
     epochs: int,
     first_epoch: int | None,
 ) -> RunSummary:
-    """See `AsyncSwarmClient.run_episodes_until_all_complete`."""
+    """Implement `AsyncSwarmClient.run_episodes_until_all_complete`."""
 
     def read_group_size(task: SwarmTask) -> int:
-        """Return the group size at the time the task is planned: it can change while the run is up."""
+        """Return the group size when the task is planned, because it can change while the run is up."""
         return repeats or client.group_size_of(client.resolve_kind(episodes.kind or task.kind))
 
     numbering = client.numbering if first_epoch is None else None
@@ -73,7 +73,7 @@ async def evaluate_tasks(
     *,
     repeats: int,
 ) -> EvalReport:
-    """See `AsyncSwarmClient.evaluate`."""
+    """Implement `AsyncSwarmClient.evaluate`."""
     runner = TaskListRunner(client, function, episodes, options)
     finished: list[AttemptResult] = []
 
@@ -97,10 +97,10 @@ async def plan_slots(
     numbering: SlotNumbering | None,
     first_epoch: int = 0,
 ) -> AsyncIterator[PlannedSlot]:
-    """The slots in the order they are attempted, siblings together. Nothing is read before it is needed.
+    """Yield the slots in the order of their attempts, the repeats of a task together. Tasks are read when they are needed.
 
-    With `numbering` every task seen is a group of its own; without, a task id may come only once per epoch.
-    Raises TaskError for a second one, and for a one-way iterator that would have to be read once per epoch.
+    With `numbering`, every task that is read is a group of its own; without, a task id may occur only once per epoch. Raises
+    TaskError for a second occurrence, and for an iterator that can be read only once although there are several epochs.
     """
     if epochs < 1 or (isinstance(repeats, int) and repeats < 1):
         raise TaskError(f"repeats is {repeats} and epochs is {epochs}: both must be at least 1")
@@ -122,7 +122,8 @@ async def plan_slots(
 
 
 class TaskListRunner:
-    """`concurrency` lanes, each of which takes the next slot and attempts it until it has a reward or no attempts are left."""
+    """Runner with `concurrency` lanes, each of which takes the next slot and attempts it until it has a reward or no attempts
+    are left."""
 
     def __init__(
         self, client: EpisodeClient, function: AgentFunction, episodes: EpisodeOptions, options: RunnerOptions

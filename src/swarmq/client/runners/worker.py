@@ -6,13 +6,13 @@
                                               ├── killed: RabbitMQ gives the task to another worker
                                               └── cannot be attempted: given up, then parked
 
-The group of a slot that failed waits for it and fills the window of its kind, so a first failure is tried again at once. A second
-one may be this worker's fault, and another one's turn: it is given back by a queue of its own, which all workers take from
-beside the thousands of tasks that have not been attempted, in lanes that are kept for it.
+A group waits for its failed slots and meanwhile fills the window of its kind, so a first failure is attempted again at once. A
+second failure may be this worker's fault, so another worker should try: the task goes to a separate queue of returned tasks.
+All workers take from that queue in lanes of its own, beside the thousands of tasks that have not been attempted.
 
-A task is held unacknowledged for as long as its episode takes. When the session is renewed meanwhile (the broker
-came back, or an acknowledgement was about to be overdue) the same task arrives again: it is recognised, and the
-attempt that is running acknowledges the newest delivery.
+A task is held unacknowledged for as long as its episode takes. If the session is renewed meanwhile (the broker came back, or
+an acknowledgement was about to be overdue), the same task is delivered again. The worker recognises it, and the running attempt
+acknowledges the newest delivery.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from swarmq.runtime.logs import log
 LOCAL_ATTEMPTS = 2
 """Attempts at a task before it goes back to its queue."""
 EVAL_SHARE = 4
-"""A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
+"""Number of training lanes for which a worker has one evaluation lane, so that neither mode keeps the other waiting."""
 MAX_DOUBLINGS = 6
-"""Of the pause before an attempt; another client says how many attempts there were."""
+"""Largest number of times that the pause before an attempt is doubled; the number of attempts comes from other clients."""
 RETRY_SHARE = 4
-"""A worker has one further lane for tasks given back for so many."""
+"""Number of lanes for which a worker has one further lane for returned tasks."""
 MAX_SETTLED = 10_000
 """Number of settled tasks that a worker remembers: if an acknowledgement was lost, the redelivered task is not attempted again."""
 
 
 class Worker:
-    """Attempts the tasks of one kind until told to stop."""
+    """Worker that attempts the tasks of one kind until it is stopped."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Worker:
         self._retry_queue = topology.retries(client.invite.run, self._kind) if mode == "train" else None
         self._options = options = options or RunnerOptions()
         self._held: dict[str, Delivery] = {}
-        """Key of a task being attempted -> its newest delivery."""
+        """Key of a task that is being attempted -> its newest delivery."""
         self._settled: OrderedDict[str, None] = OrderedDict()
         self._not_begun: set[asyncio.Task[None]] = set()
         self._tally = Tally()
@@ -83,7 +83,7 @@ class Worker:
         )
 
     async def run(self, stop: asyncio.Event) -> RunSummary:
-        """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
+        """Work until `stop` is set. Attempts that have begun are then finished, and all other tasks go back to the queue."""
         began, self._stop = time.monotonic(), stop
         log.info(
             "worker_ready",
@@ -168,7 +168,8 @@ class Worker:
             self._held.pop(key, None)
 
     async def _give_up(self, task: Task, reason: str) -> None:
-        """Its group and its round do not wait for it: the collector hears of an episode that failed, and was the last."""
+        """Give a task up: publish the last, failed episode of its slot, so that neither its group nor its evaluation round
+        waits for it."""
         begin = EpisodeBegin(
             run=self._client.invite.run,
             episode_id=new_id(),
@@ -203,14 +204,14 @@ class Worker:
         return await self._client.begin(piece, options)
 
     async def _give_back(self, task: Task) -> None:
-        """It is the next to be attempted."""
+        """Return a task to the queue of returned tasks, which are attempted next."""
         try:
             await self._client.broker.publish(self._retry_queue or self._queue, task)
         except UnroutableError:
             await self._client.broker.publish(self._queue, task)
 
     async def _settle(self, key: str, task: Task, done: AttemptResult, following: Task | None) -> None:
-        """The end is confirmed: see to a further attempt where one is due, then let go of the task."""
+        """After the end is confirmed, publish the `following` attempt if there is one, and then acknowledge the task."""
         if following:
             await self._give_back(following)
         self._settled[key] = None
@@ -226,7 +227,7 @@ class Worker:
 
 
 def load_target(target: str) -> AgentFunction:
-    """The agent's function that `module:function` names. Raises TaskError, also for a wrong signature."""
+    """Load the agent's function that `module:function` names. Raises TaskError if there is none or its signature is wrong."""
     function: AgentFunction = load_object(target)
     check_signature(function)
     return function
@@ -239,7 +240,7 @@ async def _ack(delivery: Delivery) -> None:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[asyncio.Event]:
-    """Set by the first SIGTERM or SIGINT; from then on the system's own way, which kills, is back."""
+    """Yield an event that the first SIGTERM or SIGINT sets. A second signal then has its default effect and kills the process."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
 

@@ -1,10 +1,10 @@
-"""Several kinds of tasks and several processes, on one machine, for `swarmq worker`.
+"""`swarmq worker` with several kinds of tasks and several processes on one machine.
 
-    swarmq worker math=agents:solve code=agents:write --processes 4
+  swarmq worker math=agents:solve code=agents:write --processes 4
 
-    parent ──spawn──> 4 processes, each with a client of its own ──> one Worker per kind ──> tasks.<kind>
+  parent ──spawn──> 4 processes, each with a client of its own ──> one Worker per kind ──> tasks.<kind>
 
-A process that dies takes nothing with it: RabbitMQ gives its tasks to the others, which go on.
+If a process dies, no task is lost: RabbitMQ gives its tasks to the other processes, which continue.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from swarmq.runtime.processes import die_with_parent
 from swarmq.runtime.terminal import visible
 
 Targets = Mapping[str | None, str | AgentFunction]
-"""Kind -> its agent, `module:function` or the function itself; the kind may be None where the run has but one."""
+"""Kind -> its agent, as `module:function` or the function itself. The kind may be None if the run has a single one."""
 
 
 def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None, str]:
-    """`kind=module:function ...`, or one `module:function` for the given kinds. Raises TaskError."""
+    """Parse `kind=module:function ...`, or one `module:function` for all given kinds. Raises TaskError for anything else."""
     named = [text for text in texts if "=" in text]
     if not named:
         if len(texts) != 1:
@@ -59,9 +59,9 @@ def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None
 
 
 def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions | None = None) -> dict[str, RunSummary]:
-    """Work on all kinds until SIGTERM or SIGINT: the first finishes what has begun, the second kills.
+    """Work on all kinds until SIGTERM or SIGINT. The first signal finishes the attempts that have begun, the second kills.
 
-    `client` must not be open yet. Raises TaskError when a function cannot be imported or called with an episode.
+    `client` must not be open yet. Raises TaskError if a function cannot be imported or called with an episode.
     """
     options = options or RunnerOptions()
     functions = {kind: _load_function(target) for kind, target in targets.items()}
@@ -82,7 +82,7 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
 async def work_on_kinds(
     client: EpisodeClient, functions: Mapping[str | None, AgentFunction], options: RunnerOptions, stop: asyncio.Event
 ) -> dict[str, RunSummary]:
-    """Attempt the tasks of every kind until `stop` is set, in lanes for training and others for evaluation."""
+    """Attempt the tasks of every kind until `stop` is set, with separate lanes for training and evaluation."""
     if len(functions) > 1:
         options = msgspec.structs.replace(options, progress=False)
     workers = {kind: _make_workers(client, kind, function, options) for kind, function in functions.items()}
@@ -97,7 +97,7 @@ async def work_on_kinds(
 def _make_workers(
     client: EpisodeClient, kind: str | None, function: AgentFunction, options: RunnerOptions
 ) -> tuple[Worker, Worker]:
-    """One for training, and lanes of its own for evaluation."""
+    """Return the workers of a kind: one for training, and one for evaluation with its own lanes."""
 
     evaluation = msgspec.structs.replace(options, concurrency=max(1, options.concurrency // EVAL_SHARE), progress=False)
     return (
@@ -107,10 +107,10 @@ def _make_workers(
 
 
 def run_processes(invite: Invite, targets: Targets, processes: int, options: RunnerOptions | None = None) -> None:
-    """`run_workers` in so many processes until they are told to stop. Raises EpisodeError for a kind the run does not have,
-    TaskError when a process died.
+    """Run `run_workers` in several processes until SIGTERM or SIGINT.
 
-    A function given as an object must be importable by its name from another process.
+    A function that is given as an object must be importable by its name from another process. Raises EpisodeError for a kind
+    that the run does not have, and TaskError if a process died.
     """
     options = msgspec.structs.replace(options or RunnerOptions(), progress=False)
     client = EpisodeClient(invite)
@@ -161,7 +161,7 @@ def _run_child(invite: str, targets: Targets, options: RunnerOptions, parent: in
 
 @contextlib.contextmanager
 def _forward_signals(children: Sequence[BaseProcess]) -> Iterator[list[int]]:
-    """While it is open SIGTERM and SIGINT go to the children; the list holds those that came."""
+    """Forward SIGTERM and SIGINT to the children inside the block, and yield the list of signals received so far."""
     came: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:

@@ -1,7 +1,7 @@
 """Advantages: from the rewards of a group to one advantage per turn. Without torch, because the batch feeder uses it, too.
 
 A turn is credited with the narrowest reward that it has: its call's, else its agent tag's, else its episode's. Values are
-compared within the group and the same tag, and with other episodes' values only, because an episode's own later calls depend on
+compared within the group and the same tag, and only with values of other episodes, because an episode's later calls depend on
 its earlier ones. Fewer than two episodes give no baseline, and equal values give nothing to learn: such turns have no advantage
 (None) and are left out of every mean. `ema` has a baseline for every turn, from the kind's rewards so far. Losses without a
 baseline leave no turn out.
@@ -25,7 +25,7 @@ GRPO_EPSILON = 1e-6
 
 Tag = tuple[str, str | None]
 Baselines = dict[str, float]
-"""Kind (and tag of a separately credited turn) -> `ema` baseline."""
+"""Kind (with the agent tag of separately credited turns) -> `ema` baseline."""
 EpisodeValues = Mapping[str, Mapping[str, float]]
 """Episode id -> call id, or "" for the episode's or agent's reward -> reward or advantage."""
 TagValues = dict[Tag, EpisodeValues]
@@ -58,14 +58,14 @@ WITHIN_GROUP: dict[str, Callable[[EpisodeValues], EpisodeValues]] = {
     "grpo": standardize,
     "batch_norm": center,
 }
-"""Methods within a group. `batch_norm` also divides by the batch's standard deviation of all centred values (2501.03262). `ema`
-is not here, because it compares with the past (2506.24119)."""
+"""Methods that compare within a group. `batch_norm` also divides by the batch's standard deviation of all centred values
+(2501.03262). `ema` (2506.24119) is missing, because it compares with past batches."""
 
 
 def compute_advantages(
     groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None = None
 ) -> dict[str, list[float | None]]:
-    """Compute advantages by the method of each group's kind. `baselines`: those of `ema` before this batch."""
+    """Compute advantages by the method of each group's kind. `baselines`: `ema` baselines before this batch."""
     methods = [train.of_kind(group[0].kind).advantage for group in groups]
     return {
         episode_id: values
@@ -155,8 +155,8 @@ def _compute_deviation(values: Sequence[TagValues]) -> float:
 def _subtract_baselines(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
 ) -> list[TagValues]:
-    """Return the differences to the baselines. Values without a past are centred within the batch, because A = R would teach
-    only to be rewarded."""
+    """Return the differences to the baselines. Values without a baseline yet are centred within the batch, because A = R would
+    teach only to be rewarded."""
     first = {
         name: _compare(of, center) for name, of in _group_by_baseline(groups, rewards).items() if name not in baselines
     }
@@ -175,7 +175,7 @@ def _subtract_baselines(
 def _add_new_baselines(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
 ) -> Baselines:
-    """Return the baselines; a new one begins with the batch's own mean."""
+    """Return the baselines. A new baseline starts at the batch's own mean."""
     return {name: statistics.fmean(_flatten(of)) for name, of in _group_by_baseline(groups, rewards).items()} | dict(
         baselines
     )
@@ -218,7 +218,8 @@ def _list_rewards(episode: Rollout, discounted: Sequence[str | None], train: Tra
 
 
 def _find_discounted(group: Sequence[Rollout], train: Train) -> list[str | None]:
-    """Return the agents whose calls are credited with returns, because a call of theirs in the group has a reward of its own."""
+    """Return the agents whose calls are credited with discounted returns, because one of their calls in the group has its own
+    reward."""
     if train.call_discount is None:
         return []
     return list(dict.fromkeys(t.agent for episode in group for t in episode.turns if t.call_id in episode.call_rewards))
@@ -227,7 +228,7 @@ def _find_discounted(group: Sequence[Rollout], train: Train) -> list[str | None]
 def _discount_returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
     """Yield G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
 
-    Choices of one request are one step: each has its own reward, and a request is worth the mean of its choices' G.
+    The choices of one request are one step: each has its own reward, and the G of a request is the mean over its choices.
     """
     # the last calls answer for how things ended, unless they have a reward of their own
     unrated, later = (
@@ -241,7 +242,8 @@ def _discount_returns(episode: Rollout, agent: str | None, train: Train) -> Iter
 
 
 def _group_by_request(episode: Rollout, agent: str | None) -> list[list[Turn]]:
-    """Return the agent's requests, each with its choices, in the order of their begin; turns arrive in the order of their end."""
+    """Return the agent's requests in the order in which they began, each with its choices. Turns are recorded in the order in
+    which they ended."""
     requests: dict[str, list[Turn]] = {}
     for turn in sorted(episode.turns, key=lambda turn: turn.timings.began_at):
         if turn.agent == agent:

@@ -18,16 +18,16 @@ class FilterResult(NamedTuple):
 
 
 def has_filters(train: Train) -> bool:
-    """Return whether any filter applies; none does to a loss without importance ratios."""
+    """Return whether any filter applies. None applies to a loss without importance ratios."""
     return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
 
 
 def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResult | None:
-    """Return what filters leave of the tokens `among` [S] bool, which are whole model calls, or None if no filter applies.
+    """Apply the filters to the tokens `among` [S] bool, which are whole model calls. Return None if no filter applies.
 
-    Calls are judged by their mean k3 = rho - log rho - 1, never by the product of ratios, which would remove long calls; then
-    tokens by the band of rho. A call is whole in every layout, unlike a row or an episode, so the layout cannot change the
-    result.
+    First, calls are judged by their mean k3 = rho - log rho - 1 (the product of ratios would remove all long calls); then
+    tokens by the band of rho. The result does not depend on the layout, because every layout holds a call as a whole, unlike a
+    row or an episode.
     """
     if not has_filters(train):
         return None

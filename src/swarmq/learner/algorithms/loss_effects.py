@@ -12,7 +12,7 @@ class LossEffect(IntEnum):
     CLIPPED = 2
     """The gradient is 0, because the ratio is beyond its bound (`ppo_clip`, `gspo`)."""
     TRUNCATED = 3
-    """The ratio is beyond its bound, and the bound weights the gradient in its place."""
+    """The ratio is beyond its bound, so the gradient is weighted by the bound."""
 
     @property
     def cuts(self) -> bool:

@@ -1,8 +1,8 @@
-"""Weights of tokens in the loss, set per episode before layouts are made, so that layouts cannot change the objective.
+"""Weights of tokens in the loss, set per episode before tokens are laid out, so that layouts cannot change the objective.
 
-L = (1 / units) * sum of weight * loss over the tokens that no filter left out. Units are counted over the whole batch and all
-ranks after filters: tokens for `token`, episodes with a token left for the others. For `episode`, an episode's weight is
-likewise divided among the tokens that are left.
+L = (1 / units) * sum of weight * loss over the tokens that pass all filters. Units are counted after filters, over the whole
+batch and all ranks: tokens for `token`, else episodes that have a token left. For `episode`, an episode's weight is divided
+among its tokens that are left.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class TokenLoss(NamedTuple):
 
 
 def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """Truncated importance weight, masked where the probability already moved far enough (2602.04879)."""
+    """Return the `tis_mask` loss: truncated importance weight, masked where the probability already moved far enough
+    (2602.04879)."""
     logprobs = tokens.logprobs.detach()
     moved = logprobs.exp() - tokens.behavior_logprobs.exp()
     masked = ((tokens.advantages > 0) & (moved > loss.mask_delta)) | (
@@ -68,13 +69,13 @@ def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def _penalize_log_ratio(gap: Tensor) -> Tensor:
-    """Return the square of the gap, continued by its tangent from PENALTY_SQUARE_REACH on."""
+    """Return the square of the gap, continued by its tangent beyond PENALTY_SQUARE_REACH."""
     near = gap.detach().clamp(-PENALTY_SQUARE_REACH, PENALTY_SQUARE_REACH)
     return near * (2 * gap - near)
 
 
 def ppo_clip(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """Clipped ratio, wider upwards, with a second clip for A < 0 (1707.06347, 2503.14476)."""
+    """Return the `ppo_clip` loss: clipped ratio, wider upwards, with a second clip for A < 0 (1707.06347, 2503.14476)."""
     ratio = _compute_ratio(tokens.logprobs, tokens.behavior_logprobs)
     limited = ratio.clamp(1 - _or_default(loss.clip_low, PPO_LOW), 1 + _or_default(loss.clip_high, PPO_HIGH))
     a = tokens.advantages
@@ -85,15 +86,15 @@ def ppo_clip(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def cispo(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """Clipped importance weight that leaves every token a gradient (2506.13585)."""
+    """Return the `cispo` loss: clipped importance weight that leaves every token a gradient (2506.13585)."""
     ratio = _compute_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
     high = 1 + _or_default(loss.clip_high, CISPO_HIGH)
     return _weight_by_ratio(tokens, ratio, high)
 
 
 def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """One ratio per sequence, the exponential of the mean log-ratio over its tokens (2507.18071). A sequence is one model call,
-    which is whole in every layout."""
+    """Return the `gspo` loss: one ratio per sequence, the exponential of the mean log-ratio over its tokens (2507.18071). A
+    sequence is one model call, which is whole in every layout."""
     size = torch.zeros(
         tokens.num_calls, dtype=tokens.behavior_logprobs.dtype, device=tokens.behavior_logprobs.device
     ).index_add_(0, tokens.calls, torch.ones_like(tokens.behavior_logprobs))
@@ -106,18 +107,18 @@ def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def reinforce(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """The policy gradient with a truncated importance weight."""
+    """Return the `reinforce` loss: the policy gradient with a truncated importance weight."""
     return _weight_by_ratio(tokens, _compute_ratio(tokens.logprobs.detach(), tokens.behavior_logprobs), loss.ratio_cap)
 
 
 def sft(tokens: LossInputs, _: Loss) -> TokenLoss:
-    """Cross-entropy on demonstrations."""
+    """Return the `sft` loss: cross-entropy on demonstrations."""
     return TokenLoss(-tokens.logprobs, torch.zeros_like(tokens.logprobs, dtype=torch.int64), None)
 
 
 def distill(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """On-policy distillation: the policy gradient with the teacher's log-probability minus the learner's as advantage, an
-    unbiased estimate of the reverse KL divergence's gradient."""
+    """Return the `distill` loss: the policy gradient whose advantage is the teacher's log-probability minus the learner's, an
+    unbiased estimate of the gradient of the reverse KL divergence (on-policy distillation)."""
     assert tokens.teacher is not None
     return reinforce(tokens._replace(advantages=tokens.teacher - tokens.logprobs.detach()), loss)
 
@@ -139,8 +140,9 @@ WITHOUT_RATIO = {"sft"}
 def policy_loss(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Return the loss `loss.name` with its corrections.
 
-    With `proximal`, the loss compares with those weights in place of the engine's, and each token is weighted by
-    min(exp(proximal - behavior_logprobs), ratio_cap), because the engine sampled it (decoupled PPO, 2505.24298).
+    With `proximal` log-probabilities, the loss compares the learner's weights with the proximal weights instead of the
+    engine's. Each token is then weighted by min(exp(proximal - behavior_logprobs), ratio_cap), because the engine sampled it
+    (decoupled PPO, 2505.24298).
     """
     if tokens.proximal is None or loss.name in WITHOUT_RATIO:
         result = LOSSES[loss.name](tokens, loss)
@@ -162,7 +164,7 @@ def estimate_divergence(tokens: LossInputs, loss: Loss) -> Tensor:
 
 
 def _weight_by_ratio(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss:
-    """Return the policy gradient weighted by the ratio up to `cap`."""
+    """Return the policy gradient, weighted by the ratio up to `cap`."""
     a = tokens.advantages
     return TokenLoss(-ratio.clamp(max=cap) * a * tokens.logprobs, (ratio > cap) * LossEffect.TRUNCATED, a)
 

@@ -1,4 +1,4 @@
-"""Several optimizer steps of one batch: the division of its groups, and the combination of the steps' metrics. Pure."""
+"""Division of a batch's groups among several optimizer steps, and combination of the steps' metrics. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SUMMED = frozenset(
         *("episodes_left_out", "passes", "tokens_computed", "flops"),
     }
 )
-"""Metrics that add up over the steps of a batch; the others are averaged over trained tokens."""
+"""Metrics that add up over the steps of a batch. Other metrics are averaged, weighted by trained tokens."""
 AVERAGED_BEFORE_FILTERS = frozenset(
     {"kl_k3", "gap_p99", "same_weights_gap", "effective_samples", "filtered_positive", "filtered_negative"}
 )
-"""Averaged metrics that are weighted by tokens before filters."""
+"""Averaged metrics that are weighted by the number of tokens before filters."""
 
 
 def split_groups(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout, ...]]:

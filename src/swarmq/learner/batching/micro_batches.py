@@ -1,8 +1,8 @@
 """Division of a batch into micro-batches and ranks. Pure, numpy only.
 
-Weights and advantages are set per episode first. Only then are turns laid out as packed rows or trees, whichever is less work
-(swarmq.timeline.layout_plan), over all episodes at once, so that ranks divide a batch whose shared beginnings are already
-found. Every rank computes the same plan and takes its part.
+Weights and advantages are set per episode first. Then turns are laid out over all episodes at once, as packed rows or as trees,
+whichever is less work (swarmq.timeline.layout_plan), so that shared beginnings are found before the work is divided among
+ranks. Every rank computes the same plan and takes its part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward and backward pass, and the weights of its S sampled tokens."""
+    """One forward and backward pass, with the weights of its S sampled tokens."""
 
     layout: Layout
     advantages: FloatArray  # [S]
@@ -67,7 +67,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over everything with an advantage, over the whole batch and all ranks, before filters."""
+    """Sums over all turns with an advantage, in the whole batch and on all ranks, before filters."""
 
     tokens: int
     episodes: int
@@ -77,10 +77,10 @@ class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch laid out, and one rank's part of it."""
+    """One rank's part of a batch, and the layouts of the whole batch."""
 
     passes: list[MicroBatch]
-    """Micro-batches, as many as on every other rank."""
+    """Micro-batches of this rank, as many as every other rank has."""
     plan: Plan
     """Layouts of all ranks."""
     num_episodes: int
@@ -102,9 +102,10 @@ def build_rank_batch(
     world: int = 1,
     credit: TurnAdvantages | None = None,
 ) -> RankBatch:
-    """Build the part of `rank` among `world` ranks. `credit`: the advantages of the whole batch if `episodes` are a part of it.
+    """Build the part of `rank` among `world` ranks.
 
-    Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
+    `credit`: advantages of the whole batch, if `episodes` are only a part of the batch. Raises TimelineError for a turn longer
+    than `train.micro_batch_tokens`.
     """
     resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
     folded = FoldedEpisodes(resolved)
@@ -126,7 +127,7 @@ def build_rank_batch(
 
 
 def make_idle_micro_batch() -> MicroBatch:
-    """Return a micro-batch that trains nothing, for a rank with fewer than another."""
+    """Return a micro-batch that trains nothing, for a rank with fewer micro-batches than another."""
     (layout,) = plan_rows([[make_resolved_turn([0], [0], [0.0])]], budget=2)
     nothing = np.zeros(1, np.float32)
     return MicroBatch(
@@ -142,7 +143,7 @@ def make_idle_micro_batch() -> MicroBatch:
 
 
 def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
-    """Return the batch with the weights that episodes have when only `tokens` of each are left."""
+    """Return the batch reweighted as if each episode had only the number of trained tokens that `tokens` gives."""
     weights = np.array(
         [
             token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
@@ -160,7 +161,8 @@ def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
 
 
 def exclude_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
-    """Return the batch as if the episodes with these indices had nothing to learn from, nor any number that is not finite."""
+    """Return the batch with 0 in place of every weight, advantage and log-probability of the episodes with these indices, so
+    that no number is left that is not finite."""
 
     def cleaned(one: MicroBatch) -> MicroBatch:
         out = np.isin(one.layout.episodes, episodes)
@@ -175,13 +177,13 @@ def exclude_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
 
 
 class MicroBatchBuilder:
-    """Weights of every turn of a batch."""
+    """Builder of micro-batches from layouts and the weights of every turn of a batch."""
 
     def __init__(self, episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages | None = None) -> None:
         by_id = credit or compute_advantages(group_by_slot(episodes), train)
         turns = [len(episode.turns) for episode in episodes]
         self.first = np.cumsum([0, *turns])[:-1]
-        """Episode -> its first turn among all turns."""
+        """Episode -> index of its first turn among all turns."""
         counts = [count_credited_tokens(episode, by_id) for episode in episodes]
         self.totals = BatchTotals(tokens=sum(counts), episodes=sum(count > 0 for count in counts))
         weights = [
@@ -228,15 +230,18 @@ def _plan_layouts(folded: FoldedEpisodes, train: Train, traits: ModelProfile, bu
 
 
 def _choose_even_budget(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
-    """Return the budget with which every rank gets the same number of micro-batches of about the same size."""
+    """Return the token budget with which every rank gets the same number of micro-batches of about the same size."""
     rounds = math.ceil(tokens / (world * budget))
     longest = max(len(turn) for turns in episodes for turn in turns)
     return min(budget, max(longest, math.ceil(IMBALANCE * tokens / (world * rounds))))
 
 
 def _equalize_rows(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) -> list[MicroBatch]:
-    """Pad each micro-batch to the largest number of rows on any rank: rows computed one by one gather sharded layers each, and
-    a rank that waits for another's collective would wait forever."""
+    """Pad each micro-batch to the largest number of rows on any rank.
+
+    Rows that are computed one by one gather sharded layers each, and a rank that waits for another rank's collective would wait
+    forever.
+    """
     rows = [
         max(len(layout.node_starts) for layout in side)
         for side in zip_longest(*dealt, fillvalue=make_idle_micro_batch().layout)
@@ -248,7 +253,7 @@ def _equalize_rows(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout
 
 
 def _deal_layouts(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:
-    """Give layouts to ranks, the largest first, each to the rank with the fewest tokens so far."""
+    """Assign layouts to ranks, the largest first, each to the rank with the fewest tokens so far."""
     loads = [0] * world
     parts: list[list[Layout]] = [[] for _ in range(world)]
     for layout in sorted(layouts, key=lambda each: -each.num_tokens):

@@ -1,4 +1,5 @@
-"""Whether tokens were sampled from softmax(z / T) over the whole vocabulary, which is what the learner computes. Pure."""
+"""Check that tokens were sampled from softmax(z / T) over the whole vocabulary, the distribution that the learner computes.
+Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from swarmq.messages import Sampling, Turn
 HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
 """Sampling parameters that leave the distribution a softmax over the whole vocabulary."""
 CHECKED_SEPARATELY = frozenset({"grammar", "others"})
-"""Parameters treated separately: a grammar is the agent's choice and is trained; `others` already are names."""
+"""Parameters with a treatment of their own: a grammar is the agent's choice, and its answers are trained; `others` is a list of
+names."""
 DEFAULTS = Sampling()
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature at which vLLM samples; 0 takes the most probable token."""
+"""Lowest positive temperature of vLLM; at 0 it takes the most probable token."""
 
 
 def find_altered_sampling(sampling: Sampling) -> list[str]:
-    """Return the parameters that changed the distribution, as `name=value`. No ratio corrects for them afterwards."""
+    """Return the parameters that changed the distribution, as `name=value`. No importance ratio corrects for them afterwards."""
     greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature < MIN_TEMPERATURE else []
     others = [
         f"{name}={value}"
@@ -29,8 +31,10 @@ def find_altered_sampling(sampling: Sampling) -> list[str]:
 
 
 def is_comparable(turn: Turn) -> bool:
-    """Return whether engine and learner, with the same weights, differ about the turn by rounding alone: one weight version, a prompt
-    as rendered, and sampling from the whole vocabulary."""
+    """Return whether engine and learner, under the same weights, differ about the turn by rounding alone.
+
+    That requires one weight version, a prompt as rendered, and sampling from the whole vocabulary.
+    """
     return (
         len(turn.versions) < 2
         and not turn.repaired

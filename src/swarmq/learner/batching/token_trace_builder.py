@@ -1,4 +1,4 @@
-"""Collection of a step's token traces from its micro-batches, by episode and turn."""
+"""Collection of the token traces of a step, by episode and turn, from its micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarmq.messages import Rollout
 
 
 class TraceBuilder:
-    """Builder of token traces, kept on the device and copied once at the end."""
+    """Builder of token traces, which stay on the device until they are copied to the host at the end."""
 
     def __init__(self) -> None:
         self._passes: list[MicroBatch] = []
@@ -23,7 +23,7 @@ class TraceBuilder:
         self._judged = True
 
     def add(self, one: MicroBatch, logprobs: Tensor, loss: TokenLoss, left_out: Tensor) -> None:
-        """Add a micro-batch. `logprobs` [S]: log-probabilities; `left_out` [S]: whether a filter took the token."""
+        """Add a micro-batch. `logprobs` [S]: log-probabilities; `left_out` [S]: whether a filter removed the token."""
         self._judged = loss.advantages is not None
         used = torch.zeros_like(logprobs) if loss.advantages is None else loss.advantages
         self._passes.append(one)
@@ -32,7 +32,7 @@ class TraceBuilder:
         )
 
     def build(self, episodes: Sequence[Rollout]) -> list[EpisodeTrace]:
-        """Return the traces; `episodes`: those to which the micro-batches' indices refer."""
+        """Return the traces. `episodes`: the episodes to which the micro-batches' indices refer."""
         if not self._passes:
             return []
         logprobs, left_out, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
@@ -63,5 +63,5 @@ def _encode_floats(values: np.ndarray) -> bytes:
 
 
 def _encode_flags(values: np.ndarray) -> bytes:
-    """Return one byte per flag, or no bytes if all are 0."""
+    """Return one byte per flag, or no bytes if all flags are 0."""
     return values.astype(np.uint8).tobytes() if values.any() else b""

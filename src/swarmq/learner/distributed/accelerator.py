@@ -1,4 +1,4 @@
-"""The accelerator of a learner's ranks: created before a model is loaded, left when no model is trained any more."""
+"""The accelerator of a learner's ranks, created before a model is loaded; and the end of their process group, after training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 log = structlog.get_logger()
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Timeout of commands. Ranks wait for rank 0, which may wait for rollouts for days; a dead rank ends all ranks sooner."""
+"""Timeout of commands to ranks. They wait for rank 0, which may wait for rollouts for days; if a rank dies, all ranks end
+sooner."""
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of collectives within a step or a checkpoint. Half of it suffices to write a terabyte; if a GPU hangs, the other
-ranks end after it, and the next start continues."""
+"""Timeout of collectives within a step or a checkpoint, twice the time that it takes to write a terabyte. If a GPU hangs, the
+other ranks end after this time, and the next start resumes the run."""
 
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
@@ -54,7 +55,8 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 
 @functools.cache
 def serve_store() -> Any:
-    """Serve the store at which ranks meet, on the socket that the launcher opened; on rank 0 of swarmq's own launcher."""
+    """Serve the store at which ranks meet, on the socket that the launcher opened. Only rank 0 under swarmq's own launcher does
+    so."""
     if STORE_SOCKET_ENV not in os.environ or own_rank() != 0:
         return None
     distributed: Any = torch.distributed  # the module does not export it to type checkers

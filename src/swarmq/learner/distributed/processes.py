@@ -40,9 +40,9 @@ WHY = {
     signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
 }
 HEAR_S = 1.0
-"""Seconds to wait for a rank that was killed by a signal, whose exit may be noticed after that of the ranks that it ended."""
+"""Seconds to wait for the exit of a rank that was killed by a signal. The ranks that its death ended may be noticed first."""
 STEADY_S = 120.0
-"""Seconds of life after which a process's restart delay is short again."""
+"""Seconds that a process must live until its next restart is prompt again."""
 
 
 def own_rank() -> int | None:
@@ -51,7 +51,7 @@ def own_rank() -> int | None:
 
 
 def is_main() -> bool:
-    """Return whether this process is the only one, or the first that a launcher started."""
+    """Return whether this process is the learner's only one, or the first that a launcher started."""
     return own_rank() in (None, 0)
 
 
@@ -66,9 +66,9 @@ def run_collector(job: SwarmJob, policy: str) -> Iterator[None]:
 
 
 def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> None:
-    """Start every rank and wait for all. Raises LearnerError if one fails; the others are then stopped.
+    """Start every rank and wait for all of them. If one fails, the others are stopped and LearnerError is raised.
 
-    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all of them stop.
+    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop.
     """
     argv = [sys.executable, "-m", "swarmq.learner.rank", str(write_job_file(job, policy)), policy, str(int(no_push))]
     ranks = start_ranks(argv, num_ranks)
@@ -102,8 +102,11 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
 
 
 def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Start ranks that meet on loopback. torch listens on every interface, whatever MASTER_ADDR says, so that anybody who
-    reaches the port could join without a password; rank 0 therefore gets a bound socket (`accelerator.serve_store`)."""
+    """Start ranks that meet on loopback.
+
+    torch would listen on every interface, whatever MASTER_ADDR says, so anybody who reaches the port could join without a
+    password. Therefore rank 0 gets a bound socket (`accelerator.serve_store`).
+    """
     with socket.create_server((LOOPBACK, 0)) as meeting:
         world = {
             "MASTER_ADDR": LOOPBACK,
@@ -120,7 +123,7 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
 
 
 def _find_first_failure(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
-    """Return number and exit status of the rank that failed first."""
+    """Return the number and exit status of the rank that failed first."""
     with contextlib.suppress(queue.Empty):
         while status != -signal.SIGKILL:
             other = ended.get(timeout=HEAR_S)

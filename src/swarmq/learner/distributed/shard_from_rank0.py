@@ -1,4 +1,4 @@
-"""Sharding of a model that only rank 0 has loaded, so that host memory holds it once, whatever the number of ranks.
+"""Sharding of a model that only rank 0 has loaded, so that host memory holds the model once, whatever the number of ranks.
 
   rank 0   loaded, then emptied --FSDP2--> shards without values <--scatter, tensor by tensor-- loaded values
   others   empty from the start --^
@@ -27,7 +27,7 @@ class TensorOutline(NamedTuple):
     """Name, shape and kind of a tensor, without its values."""
 
     first: str
-    """First name of the tensor; tied weights have several."""
+    """First name of the tensor; a tied weight has several names."""
     shape: torch.Size
     dtype: torch.dtype
     trained: bool | None
@@ -35,8 +35,8 @@ class TensorOutline(NamedTuple):
 
 
 def shard_from_rank0(model: nn.Module, accelerator: Accelerator) -> Any:
-    """Return the model with every rank holding its shards of rank 0's values; other ranks pass the model on the meta device.
-    Every rank calls it.
+    """Return the model with this rank's shards of rank 0's values. Other ranks pass the model on the meta device. Every rank
+    calls it.
 
     Raises LearnerError if the ranks' models differ in structure.
     """
@@ -99,7 +99,8 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _fill(
     model: nn.Module, outlines: dict[str, TensorOutline], values: dict[str, Tensor], accelerator: Accelerator
 ) -> None:
-    """Fill the shards in place, because FSDP2 keeps references to its parameters; rank 0 frees what it has sent."""
+    """Fill the shards with rank 0's values, in place, because FSDP2 keeps references to its parameters. Rank 0 frees each value
+    once it is sent."""
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -117,5 +118,5 @@ def _fill(
 
 
 def _prepare_source(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
-    """Return the value on rank 0, on other ranks an empty tensor to receive it."""
+    """Return rank 0's value on the device, and an empty tensor to receive it on other ranks."""
     return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

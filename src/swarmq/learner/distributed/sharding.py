@@ -41,8 +41,8 @@ PRECISION = {
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
     ),
 }
-"""Layers compute in BF16, since their weights are; the model's inputs (temperatures) and outputs (log-probabilities) stay FP32,
-and gradients are reduced in FP32. accelerate's default is BF16 for all of these."""
+"""Dtypes of sharded computation. Layers compute in BF16, like their weights; the model's inputs (temperatures) and outputs
+(log-probabilities) stay FP32, and gradients are reduced in FP32. accelerate's default is BF16 for all of these."""
 
 Made = TypeVar("Made")
 AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
@@ -64,12 +64,12 @@ def build_fsdp_plugin(train: Train) -> FullyShardedDataParallelPlugin:
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Return the dtype of matrix products and attention, sharded or not."""
+    """Return the dtype of matrix products and attention, with or without sharding."""
     return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
 
 def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin) -> None:
-    """Enable sharding over CPU processes, which tests use: torch supports it, accelerate only shards over accelerators."""
+    """Enable sharding over CPU processes, which tests use: torch supports it, but accelerate shards over accelerators alone."""
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001
@@ -88,13 +88,13 @@ def check_collectives(train: Train, device: torch.device) -> None:
 
 
 def keep_layers_gathered(accelerator: Accelerator) -> None:
-    """Keep layers gathered from forward to backward pass. Called before models are prepared."""
+    """Keep layers gathered between forward and backward pass. Called before models are prepared."""
     accelerator.state.fsdp_plugin.reshard_after_forward = False
 
 
 def set_gradient_sync(model: Any, *, last: bool) -> None:
-    """Let only the `last` pass of a step reduce gradients and free layers. Called before each pass of a model with gathered
-    layers."""
+    """Let only the `last` pass of a step reduce gradients and free layers. Called before each pass of a model whose layers stay
+    gathered."""
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
 
@@ -112,8 +112,10 @@ def loads_no_weights(accelerator: Accelerator) -> bool:
 def prepare_model(
     model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[nn.Parameter]], Optimizer]
 ) -> Any:
-    """Return the model to train, distributed over the ranks, and the optimizer that `optimizer` creates for its trained
-    parameters."""
+    """Return the model to train, distributed over the ranks, and its optimizer.
+
+    `optimizer`: creates the optimizer for given parameters.
+    """
     if is_sharding(accelerator):
         sharded = shard_from_rank0(model, accelerator)
         return sharded, accelerator.prepare_optimizer(optimizer(_trained(sharded)))
@@ -140,13 +142,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a shard (a collective), and other tensors unchanged."""
+    """Return the full tensor of a shard (a collective); return other tensors unchanged."""
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach()
 
 
 def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
-    """Return sharded tensors whole, in newly allocated host memory if `keep`, else empty. Every rank calls it."""
+    """Return sharded tensors as a whole, in newly allocated host memory. Every rank calls it; without `keep`, it gets an empty
+    dict."""
 
     def bring(_: str, tensor: Weight) -> Tensor:
         full = full_tensor(materialize(tensor))
@@ -159,10 +162,10 @@ def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tens
 def gather_compute_weights(
     model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Weight], as_named: AsNamed
 ) -> dict[str, Weight]:
-    """Return the weights of `lm` inside the sharded `model` in the compute dtype, in host memory if `keep`, else empty. Every
-    rank calls it.
+    """Return the weights of `lm` inside the sharded `model` in the compute dtype and in host memory. Every rank calls it;
+    without `keep`, it gets an empty dict.
 
-    The weights of a layer are gathered together, which takes a tenth of the collectives. `into`: the result of an earlier call,
+    The weights of a layer are gathered together, which takes a tenth of the collectives. `into`: result of an earlier call,
     whose memory is used again, because pinned memory is slow to allocate. `as_named`: maps gathered weights to the wanted ones.
     """
 
@@ -195,7 +198,7 @@ def _map_distinct_tensors(named: Mapping[str, Weight], bring: Callable[[str, Wei
 
 
 def _move_to_host(weight: Weight, place: Weight | None) -> Weight:
-    """Return the weight on the host. `place`: memory to use again."""
+    """Return the weight in host memory. `place`: weight of the same form whose memory is used again."""
     if not isinstance(weight, FolderWeight):
         assert place is None or isinstance(place, Tensor)
         return _copy_to_host(materialize(weight).detach().to(weight.dtype), place)
@@ -226,7 +229,8 @@ def _copy_to_host(full: Tensor, place: Tensor | None) -> Tensor:
 
 
 class FullOptimizerState:
-    """State of a sharded optimizer, saved and loaded as that of one process, so that any number of ranks can continue from it."""
+    """State of a sharded optimizer, saved and loaded like that of a single process, so that any number of ranks can resume from
+    it."""
 
     def __init__(self, optimizer: Any, *, keep: bool) -> None:
         """`keep`: whether this rank keeps the state."""
@@ -254,7 +258,8 @@ class FullOptimizerState:
 
 
 def _take_shard(value: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of a value of the parameter `of`; scalars, such as the step count, unchanged."""
+    """Return this rank's shard of a value that belongs to the parameter `of`. Return other values, such as the step count,
+    unchanged."""
     if not isinstance(of, DTensor) or value.shape != of.shape:
         return value
     return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None).clone()

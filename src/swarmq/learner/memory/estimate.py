@@ -1,12 +1,12 @@
 """Memory that training needs on a GPU and on the host. Pure: numbers in, bytes out.
 
-Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; if
-several ranks hold the whole model each, gradients are reduced in buckets, 4. The base of adapters is there once, in the compute
-dtype, and none of its parameters is trained.
+Bytes per trained parameter: 4 for the FP32 master weight, 4 for the gradient, 8 for AdamW's two moments; under autocast 2 for a
+BF16 copy; 4 for the buckets in which gradients are reduced, if several ranks hold the whole model each. With adapters, the
+frozen base model takes its size in the compute dtype.
 
-Besides these: frozen models (a reference, a teacher that no engine serves), and the buffer from which weights are pushed.
-Models are loaded in host memory, in FP32 or their stored dtype, by every rank that holds the whole model, else by rank 0 for
-all.
+Further memory: frozen models (a reference, a teacher that no engine serves), and the buffer from which weights are pushed.
+Models are loaded into host memory in FP32 or their stored dtype, by every rank that holds the whole model, else by rank 0 for
+all ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ HALF_BYTES = 2
 WHOLE_BYTES = 4
 MOMENTS_BYTES = 8
 KEPT_BYTES = 2
-"""Bytes per token, hidden unit and layer of a layer's input in BF16, kept by gradient checkpointing."""
+"""Bytes per token, hidden unit and layer that gradient checkpointing keeps: a layer's input in BF16."""
 LAYER_BYTES = 70
 """Bytes per token and hidden unit of everything inside one layer, in BF16."""
 GATHERED_BYTES = 10
-"""Bytes per token of the whole pass and hidden unit, if ranks share it: one layer's keys and values in BF16 with their
-gradients in BF16 and FP32, if they are half as wide as hidden states."""
+"""Bytes per hidden unit and token of the whole pass if ranks share it: keys and values of one layer in BF16 and their gradients
+in BF16 and FP32, for keys and values half as wide as hidden states."""
 HEADROOM = 0.92
-"""Share of a GPU's memory that may be planned with."""
+"""Share of a GPU's memory that plans may use."""
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
 """Environment variable with the share of a GPU's memory that a learner may fill with recomputable activations."""
 GIB = 1 << 30
@@ -44,11 +44,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     layers: int
     fans: int
-    """Sum of inputs and outputs of every matrix in the layers: the number of parameters of rank-1 adapters."""
+    """Sum of the inputs and outputs of every matrix in the layers, which is the number of parameters of rank-1 adapters."""
 
 
 def suggest_less(train: Train) -> str:
-    """Return the last resort of an error about a model that does not fit."""
+    """Return the advice of last resort for a model that does not fit."""
     offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
     return f"or set {offloaded}" if train.lora else f"or set train.lora, or {offloaded}"
 
@@ -64,10 +64,10 @@ def list_frozen_models(train: Train, initial: str) -> dict[str, str]:
 def learner_bytes(
     shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
 ) -> int:
-    """Return the bytes on one GPU: state of its share of the parameters, and the largest micro-batch.
+    """Return the bytes that training takes on one GPU: the state of its share of the parameters, and the largest micro-batch.
 
-    `full`: whether the ranks shard the model; otherwise each holds the whole. `judged_by`: parameters of each frozen model, by
-    default those of the policy.
+    `full`: whether the ranks shard the model; otherwise each holds the whole model. `judged_by`: number of parameters of each
+    frozen model, by default that of the policy.
     """
     half = train.precision(cuda=True) == "bf16"
     copies = shape.parameters * HALF_BYTES // (ranks if full else 1) if half and not train.lora else 0
@@ -86,7 +86,7 @@ def layer_bytes(units: int, ranks: int = 1) -> int:
 
 
 def whole_bytes(shape: ModelShape, train: Train) -> int:
-    """Return the bytes that gathered layers need besides a shard: all weights in the compute dtype, gradients in FP32."""
+    """Return the bytes that gathered layers take besides a shard: all weights in the compute dtype, and gradients in FP32."""
     computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
     return shape.parameters * computed_with + _count_trained_parameters(shape, train) * WHOLE_BYTES
 
@@ -112,11 +112,11 @@ def state_bytes(
 def host_bytes(
     shape: ModelShape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judged_by: Sequence[int]
 ) -> int:
-    """Return the most bytes on a host with the ranks `here` of all `ranks`, while models are loaded or a checkpoint is written.
-    Other arguments as for `learner_bytes`.
+    """Return the most bytes that the ranks `here`, of all `ranks`, take on a host while models are loaded or a checkpoint is
+    written. Other arguments as for `learner_bytes`.
 
-    Rank 0 of a sharded policy also gathers its weights for engines and, for checkpoints, in FP32 and the optimizer's moments,
-    one after the other. Adapters are merged for checkpoints in FP32, whoever holds the model.
+    Rank 0 of a sharded policy also gathers its weights for engines and, for checkpoints, its weights in FP32 and then the
+    optimizer's moments. Adapters are merged in FP32 for checkpoints, sharded or not.
     """
     gathering = full and 0 in here
     writing = gathering or (0 in here and train.lora)
@@ -143,6 +143,6 @@ def _count_state_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
 
 
 def _count_trained_parameters(shape: ModelShape, train: Train) -> int:
-    """Return the number of trained parameters; with adapters, as if every matrix in the layers had one, whatever
+    """Return the number of trained parameters. With adapters, count one for every matrix in the layers, whatever
     `train.lora.modules` names."""
     return train.lora.rank * shape.fans if train.lora else shape.parameters

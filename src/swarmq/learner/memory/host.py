@@ -1,9 +1,9 @@
 """Host memory for this process: hard limits, and what is free at present.
 
-A cgroup's limit is exact: a process beyond it is killed, so it bounds plans. What the kernel calls available is an estimate,
-which other processes may use up at any time; and a virtual machine may be given more, so that even its total is no bound. A
-limit of the process (`ulimit -v`), and of a strict kernel's commitments (`vm.overcommit_memory = 2`), counts memory that is
-committed, used or not: beyond it allocations fail.
+A cgroup's limit is exact: a process beyond it is killed, so plans are bounded by it. The kernel's available memory is only an
+estimate, which other processes may use up at any time; and because a virtual machine may be given more memory, even its total
+is no bound. Two limits count memory that is committed, used or not, and beyond them allocations fail: the limit of the process
+(`ulimit -v`), and that of a kernel with strict commitments (`vm.overcommit_memory = 2`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 PAGE_CACHE = ("active_file", "inactive_file")
-"""Fields of a cgroup's `memory.stat` that count as used and are released on demand; in version 1 those of all cgroups below:
-`total_...`."""
+"""Fields of a cgroup's `memory.stat` that count as used and are released on demand. In version 1, `total_...` includes all
+cgroups below."""
 ADDRESS_SPACE_LIMIT = "Max address space"
 STRICT_OVERCOMMIT = "2"
-"""Value of `vm.overcommit_memory` with strict commitments."""
+"""Value of `vm.overcommit_memory` that makes commitments strict."""
 TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
-"""Text in a RuntimeError of torch that means too little host memory; there is no other sign."""
+"""Text in torch's RuntimeError when host memory runs out; torch gives no other sign."""
 
 
 class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,12 +30,12 @@ class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     free: int
     bound: int | None
-    """Hard limit, whatever others release; None if unknown."""
+    """Hard limit, which holds even if other processes release memory; None if unknown."""
 
 
 def measure_rooms(root: Path = Path("/")) -> list[HostRoom]:
-    """Return the memory of every limiting cgroup of this process, of its own limit and the kernel's commitments if there are
-    any, and of the host; none on systems without /proc.
+    """Return the memory limits that apply to this process: of its cgroups, the process itself, the kernel's commitments, and
+    the host. Empty on systems without /proc.
 
     `root`: root of the file system.
     """
@@ -56,7 +56,7 @@ def measure_rooms(root: Path = Path("/")) -> list[HostRoom]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the error means that this process gets no more memory."""
+    """Return whether the error means that this process cannot allocate more memory."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and TORCH_HAS_NO_MEMORY in str(error))
 
 
@@ -92,7 +92,7 @@ def _read_cgroup_limits(root: Path, *, swap: int) -> Iterator[HostRoom]:
 
 
 def _walk_up_cgroups(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[HostRoom]:
-    """Yield the rooms of a cgroup and its ancestors, as far as this process sees them: a container sees its own as the mount."""
+    """Yield the rooms of a cgroup and its ancestors that this process sees; a container sees its own cgroup as the mount."""
     limit_file, used_file, prefix = files
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):

@@ -1,4 +1,4 @@
-"""A model's configuration, and its outline on the meta device: shapes without weights, from which memory needs are computed."""
+"""A model's configuration, and its outline on the meta device: shapes without weights, from which memory is estimated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_setting_in_errors(setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_errors(source: str, what: str, instead: str) -> Iterator[None]:
-    """Turn any error about the files of a model into a LearnerError with the model and what to do."""
+    """Turn any error about a model's files into a LearnerError that names the model and what to do."""
     try:
         yield
     except LearnerError:
@@ -40,7 +40,8 @@ def explain_errors(source: str, what: str, instead: str) -> Iterator[None]:
 
 
 def build_outline(source: str, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build the model that `config` describes on the meta device, without weights. Raises LearnerError if that is impossible."""
+    """Build the model that `config` describes, on the meta device and without weights. Raises LearnerError if that is
+    impossible."""
     with (
         explain_errors(
             source, "its config.json describes no model that can be made", "correct it, or fetch its files again"

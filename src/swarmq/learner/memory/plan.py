@@ -63,19 +63,19 @@ def load_shape(source: str) -> ModelShape:
 
 
 def _count_fans(name: str, matrix: Sequence[int]) -> int:
-    """Return inputs plus outputs of a matrix; PEFT gives stacked experts with fused gates the rank of both matrices."""
+    """Return the inputs plus outputs of a matrix. PEFT gives stacked experts with fused gates the rank of both matrices."""
     *stacked, fan_out, fan_in = matrix
     return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
 
 
 def adapt_to_single_rank(train: Train) -> Train:
-    """Return the settings for one rank that repeats what several have trained (replay, doctor): no offload, and whole
+    """Return the settings for a single rank that repeats a step of several ranks (replay, doctor): no offload, and whole
     micro-batches."""
     return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
 
 
 def choose_sharding(source: str, train: Train) -> Sharding:
-    """Decide whether the ranks shard the model. Raises LearnerError if it is to be offloaded and cannot be."""
+    """Decide whether the ranks shard the model. Raises LearnerError if `train.cpu_offload` is set and impossible."""
     ranks = num_ranks()
     check_offload(train, ranks)
     if train.cpu_offload and not torch.cuda.is_available():
@@ -98,9 +98,9 @@ def choose_sharding(source: str, train: Train) -> Sharding:
 
 
 def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemory) -> str:
-    """Check that `ranks` ranks fit their GPUs (`full`: sharded) and return how, in words.
+    """Check that `ranks` ranks fit their GPUs, and return in words how. `full`: whether the ranks shard the model.
 
-    Raises LearnerError if they do not, with the missing memory and what to change.
+    Raises LearnerError if they do not fit, with the missing memory and what to change.
     """
     return check_shape(
         load_shape(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_list_frozen_sizes(source, train)
@@ -109,7 +109,10 @@ def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemo
 
 def has_room_for_whole(source: str, train: Train, *, ranks: int, gpu: GpuMemory | None) -> bool:
     """Return whether a GPU has room for all weights and the whole gradient between the passes of a step, besides one rank's
-    shard. `gpu`: None for ranks without a GPU."""
+    shard.
+
+    `gpu`: None for ranks without a GPU.
+    """
     if train.cpu_offload:
         return False
     if gpu is None:
@@ -130,7 +133,7 @@ def check_shape(
     gpu: GpuMemory,
     judged_by: Sequence[int] | None = None,
 ) -> str:
-    """Check a model with these sizes; like `check_gpu`, with `judged_by` as in `learner_bytes`."""
+    """Check a model of these sizes as `check_gpu` does. `judged_by` as in `learner_bytes`."""
     needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     others = gpu.total - gpu.free
     said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"
@@ -148,11 +151,11 @@ def check_shape(
 
 
 def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequence[HostRoom] | None = None) -> None:
-    """Check that this host's ranks can load their models and write checkpoints; the first of them checks, and warns of memory
-    that is short at present. `rooms`: measured by default.
+    """Check that this host's ranks can load their models and write checkpoints, and warn if memory is short at present. The
+    first rank of a host checks for all.
 
-    Raises LearnerError if there cannot be enough memory, with what is missing and what to change, because a kernel kills
-    without a message.
+    `rooms`: memory limits, measured by default. Raises LearnerError if the memory cannot suffice, with what is missing and what
+    to change, because the kernel would kill the process without a message.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -1,8 +1,8 @@
 """Activation checkpointing that recomputes only what a GPU's memory cannot hold.
 
-As far as there is room, a pass keeps first what attention saves for its backward pass, which costs little memory for its time,
-then whole layers from the first one on. All other layers are checkpointed as in transformers. The memory of a layer is not
-estimated but measured, in each pass, on its first layer. Without CUDA every layer is checkpointed.
+As far as there is room, a pass first keeps what attention saves for its backward pass, because that saves the most time per
+byte. Then it keeps whole layers, from the first one on. All other layers are checkpointed as in transformers. The memory of a
+layer is measured in each pass, on its first layer. Without CUDA every layer is checkpointed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ class KeptActivations:
         self.whole = False
         """Whether the present layer is kept whole."""
         self.room = 0.0
-        """Bytes that attention may keep in each layer."""
+        """Bytes of attention's tensors that each checkpointed layer may keep."""
         self.attention_bytes: int = 0
-        """Bytes that attention keeps of each checkpointed layer."""
+        """Bytes of attention's tensors that each checkpointed layer keeps."""
         self._outputs: dict[nn.Module, Tensor] = {}
         self._fits: bool | None = None
 
     def compute_attention(self, module: Any, saved: int, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the attention that `compute` makes, or made before if `module` is being recomputed. Its backward pass needs
-        `saved` bytes.
+        """Return the result of `compute`, or the stored result of the first pass if `module` is being recomputed.
 
-        The tensors that it saves are exempt from checkpointing, and the recomputation reuses the earlier output.
+        `saved`: bytes that attention's backward pass needs. The tensors that it saves are exempt from checkpointing.
         """
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
         if recomputing and module in self._outputs:
@@ -74,7 +73,7 @@ class ActivationCheckpointing:
 
     @classmethod
     def enable(cls, lm: Any) -> None:
-        """Install this for every layer of a transformers model."""
+        """Install activation checkpointing for every layer of a transformers model."""
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
         decide = cls(len(layers), lm.parameters)
@@ -89,7 +88,7 @@ class ActivationCheckpointing:
                 decide.held = held
 
     def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """`parameters`: returns the model's present parameters, which sharding replaces."""
+        """`parameters`: function that returns the model's present parameters, which sharding replaces."""
         self._num_layers, self._parameters = num_layers, parameters
         self.held: bool | None = None
         """Whether sharded layers stay gathered between micro-batches; None if each rank has whole layers."""
@@ -125,14 +124,14 @@ class ActivationCheckpointing:
         return checkpoint(layer, *inputs, use_reentrant=False)
 
     def _count_layers_to_keep(self, room: float, whole: int, attention: int) -> int:
-        """Return the number of layers besides the first that may be kept, if a layer takes `whole` bytes besides its input, of
-        which `attention` bytes are kept anyway."""
+        """Return how many layers besides the first can be kept. `whole`: bytes that a layer takes besides its input, of which
+        `attention` bytes are kept anyway."""
         others = self._num_layers - 1
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
     def _compute_room(self, hidden: Tensor, ranks: int) -> float:
-        """Return the bytes that may be kept besides what is unavoidable: missing weights and gradients, the input of every
-        layer, and one layer recomputed by one of the `ranks` that share the pass."""
+        """Return the bytes that activations may take. What is unavoidable is subtracted: missing weights and gradients, the
+        input of every layer, and one layer recomputed by one of the `ranks` that share the pass."""
         later = (
             self._estimate_later_bytes(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
         )

@@ -1,10 +1,10 @@
 """Trial of the compiled attention before training relies on it.
 
-Compilers refuse kernels for reasons that only an attempt reveals, such as heads too wide for a GPU's shared memory, often in
-the backward pass alone. So the attention of every kind of layer is computed once as training will compute it, on its device and
-in its precision, from the queries, keys and values of a small example, padded to every length to which passes will be padded.
-What training needs is then compiled. Only attention is tried, so neither the model's memory nor the ranks that shard it are
-needed.
+A compiler may refuse a kernel for reasons that only an attempt reveals, such as heads too wide for a GPU's shared memory, and
+often in the backward pass alone. Therefore the attention of every kind of layer is computed once on the device and in the
+precision of training, from the queries, keys and values of a small example, padded to every length to which passes will be
+padded. This also compiles the kernels that training needs. Only attention is tried, so the trial needs neither the model's
+memory nor the ranks that shard it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionCall(NamedTuple):
 
 
 class RecordingVisibility(Visibility):
-    """Attention in batches that records one call of every kind."""
+    """Visibility that computes attention in batches and records one call of every kind."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device, compiled=False)
@@ -69,10 +69,11 @@ def find_refusal(
     pass_tokens: int = 0,
     ranks: int = 1,
 ) -> str | None:
-    """Return why attention over `layout` cannot be compiled for `device`, or None if it equals attention in batches.
+    """Return why attention over `layout` cannot be compiled for `device`, or None if the compiled attention equals attention in
+    batches.
 
     `backward`: whether gradients are needed. `pass_tokens`: tokens of the largest pass. `ranks`: number of ranks that share
-    each pass; what all of them would compute is tried here. Errors of a GPU that fails or is full are raised, not returned.
+    each pass; the computation of every rank is tried on this device. Raises the error of a GPU that fails or is full.
     """
     here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
@@ -96,8 +97,11 @@ def find_refusal(
 
 
 def agree_on_reason(reason: str | None) -> str | None:
-    """Return the same reason on every rank, because a compiler may fail on one alone: ranks with different plans would train
-    tokens twice or never, or wait for each other forever. Every rank calls it."""
+    """Return the same reason on every rank. Every rank calls it.
+
+    A compiler may fail on one rank alone, and ranks with different plans would train tokens twice or never, or wait for each
+    other forever.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return reason
     said: list[str | None] = [None] * torch.distributed.get_world_size()
@@ -106,7 +110,7 @@ def agree_on_reason(reason: str | None) -> str | None:
 
 
 def broadcast_from_rank0(found: T) -> T:
-    """Return rank 0's value on every rank, because other ranks may have a model without weights. Every rank calls it."""
+    """Return rank 0's value on every rank, because other ranks may hold a model without weights. Every rank calls it."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return found
     box = [found]
@@ -115,12 +119,13 @@ def broadcast_from_rank0(found: T) -> T:
 
 
 def _compute_relative_error(values: Tensor, expected: Tensor) -> float:
-    """Return the error relative to the largest value; where a gradient should vanish there is only rounding to compare with."""
+    """Return the largest error relative to the largest expected value, or to 1e-3 where a vanishing gradient leaves only
+    rounding."""
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))
 
 
 def _build_visibilities(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
-    """Return the visibility on every rank."""
+    """Return the visibility of the layout as each of the ranks sees it."""
     if ranks == 1:
         return [Visibility(layout, device, compiled=True, least=least)]
     each = [ContextGroup(ranks, rank) for rank in range(ranks)]
@@ -133,7 +138,7 @@ def _build_visibilities(layout: Layout, device: torch.device, least: int, ranks:
 def attend_as_ranks(
     query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, ranks: Sequence[Visibility]
 ) -> Tensor:
-    """Return what ranks that exchange nothing compute together, each with all keys and values."""
+    """Return the attention output that the ranks compute together without communication; each uses all keys and values."""
     if len(ranks) == 1:
         return ranks[0].attend(None, query, key, value, form)
     count = query.shape[2]

@@ -1,7 +1,7 @@
 """Attention over a layout without a compiler: nodes of similar size in batches of plain scaled-dot-product attention.
 
-Each node attends over the path from its root. Padding happens only here: queries and keys are gathered into [B, L] and the
-outputs gathered back, so everything outside attention computes real tokens alone.
+Each node attends over the path from its root. Only attention pads: queries and keys are gathered into [B, L] and the outputs
+gathered back, so all other layers compute real tokens alone.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Run = tuple[int, int]
 PIECE_QUERIES = 512
 """Number of queries into which a node that needs a mask is cut, so that no mask grows with length x length."""
 MAX_PADDING_RATIO = 1.5
-"""Largest ratio of padded to real pairs in a batch."""
+"""Largest ratio of padded to real (query, key) pairs in a batch."""
 MIN_BATCH_PAIRS = 1 << 16
-"""Number of pairs below which a batch costs little more than its call."""
+"""Number of (query, key) pairs below which a batch costs little more than its call."""
 
 
 class AttentionForm(NamedTuple):
-    """Features of a layer's attention besides attending to ancestors."""
+    """Options of a layer's attention."""
 
     scale: float
     window: int | None
-    """Number of tokens, back from the query, that are visible."""
+    """Number of tokens that a query sees, counted back from itself; None: all of its ancestors."""
     softcap: float | None
     sinks: Tensor | None  # [heads]
 
 
 class AttentionBatch(NamedTuple):
-    """B nodes or pieces of nodes; indices are into the T tokens, or into those with queries."""
+    """Batch of B nodes or pieces of nodes. Indices point into the T tokens of the layout, or into the tokens with queries."""
 
     queries: Tensor  # [B, Q]
     keys: Tensor  # [B, K]
@@ -45,7 +45,7 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionBatches(NamedTuple):
-    """Batches of a whole layout."""
+    """Batches of attention for a whole layout."""
 
     batches: list[AttentionBatch]
     answers: Tensor  # [T] where each token's answer is among all queries of all batches; of those that have one
@@ -68,7 +68,7 @@ class QueryPiece(NamedTuple):
 def attend_in_batches(
     query: Tensor, key: Tensor, value: Tensor, layout: AttentionBatches, form: AttentionForm
 ) -> Tensor:
-    """Compute attention [1, heads, L, D] from queries of that shape and keys and values [1, key heads, T, D]."""
+    """Compute attention [1, heads, L, D] from queries of the same shape and from keys and values [1, key heads, T, D]."""
     repeat = query.shape[1] // key.shape[1]
     answers = []
     for batch in layout.batches:
@@ -138,7 +138,7 @@ def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, for
 def _select_parts(
     tokens: IntArray, nodes: Sequence[Run], paths: Sequence[Sequence[Run]]
 ) -> Iterator[tuple[Run, Sequence[Run]]]:
-    """Return the parts of nodes that are these tokens, each with the path to its own end."""
+    """Return the parts of nodes that `tokens` cover, each with the path from the root to the part's end."""
     runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(tokens, np.flatnonzero(np.diff(tokens) > 1) + 1)]
     for (start, end), path in zip(nodes, paths, strict=True):
         length = sum(b - a for a, b in path)
@@ -161,7 +161,7 @@ def _cut_node(node: Run, path: Sequence[Run], window: int | None) -> Iterator[Qu
 
 
 def _slice_path(path: Sequence[Run], first: int, last: int) -> list[Run]:
-    """Return tokens number `first` up to `last` of a path."""
+    """Return tokens `first` to `last` of a path."""
     kept, at = [], 0
     for start, end in path:
         low, high = max(first - at, 0), min(last - at, end - start)

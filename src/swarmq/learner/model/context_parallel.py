@@ -41,7 +41,7 @@ class ContextPart(msgspec.Struct, frozen=True, kw_only=True):
     """L tokens of a layout that one rank computes, and the P of its S sampled tokens that these predict."""
 
     layout: Layout
-    """The whole layout, padded at its end to the total length of the parts; a padding token attends only to itself."""
+    """The whole layout, padded at its end to the total length of the parts. A padding token attends only to itself."""
     tokens: IntArray  # [L] ascending indices into the layout
     predictors: IntArray  # [P] indices into `tokens`
     sampled: IntArray  # [P] ascending indices into the S
@@ -101,20 +101,25 @@ class ContextGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether sums over all ranks use this rank's numbers: ranks that share a micro-batch have the same ones."""
+        """Whether sums over all ranks include this rank's numbers. Ranks that share a micro-batch have equal numbers, so only
+        the first one counts."""
         return self.rank == 0
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all ranks' tokens in the layout's order from those of this rank's tokens, [1, key heads, L,
-        D] each."""
+        """Gather the keys and values of all ranks' tokens, in the layout's order.
+
+        `key`, `value`: those of this rank's tokens, [1, key heads, L, D] each.
+        """
         if self._devices is None:
             return key, value
         keys, values = _GatherKeysAndValues.apply(key, value, self)  # type: ignore[no-untyped-call]
         return keys, values
 
     def combine_scores(self, scored: Tensor, sampled: Tensor, count: int) -> Tensor:
-        """Return [..., S] for all S = `count` sampled tokens, of which this rank scored P: `scored` [..., P], with indices
-        `sampled` [P]."""
+        """Combine the scores of all ranks into [..., S] for S = `count` sampled tokens.
+
+        `scored` [..., P]: scores by this rank. `sampled` [P]: indices of these tokens among the S sampled ones.
+        """
         whole: Tensor = _CombineScores.apply(scored, sampled, count, self)  # type: ignore[no-untyped-call]
         return whole
 
@@ -127,8 +132,8 @@ class ContextGroup:
         return float(said)
 
     def run_on_first(self, ask: Callable[[], T]) -> T:
-        """Return what `ask` returns on the first of these ranks, which alone calls it. A LearnerError there is raised on all of
-        them."""
+        """Call `ask` on the first of these ranks alone, and return its result on all of them. A LearnerError of `ask` is raised
+        on all of them."""
         if self._hosts is None:
             return ask()
         told: list[Any] = [None, None]

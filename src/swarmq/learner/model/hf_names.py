@@ -20,8 +20,10 @@ Sources = dict[str, Weight]
 
 
 def to_hf_names(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
-    """Yield `named`, by the names of `lm`, as in the folder from which the model was loaded. Tensors to split or merge are made
-    when they are requested; all others are passed on unchanged."""
+    """Yield the tensors `named`, under the names and with the shapes of the folder from which `lm` was loaded.
+
+    Tensors to split or merge are computed when they are requested; all others are passed on unchanged.
+    """
     together: dict[tuple[str, ...], Sources] = {}
     for name, tensor in named:
         parts = _revert_names(lm, {name: _make_outline(tensor)})
@@ -45,7 +47,7 @@ def _revert_group(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
 
 
 class SplitTensors:
-    """Tensors that are split or merged: all parts are made when the first is requested, and freed after the last."""
+    """Tensors that are split or merged. All parts are computed when the first is requested, and freed after the last."""
 
     def __init__(self, lm: Any, sources: Sources) -> None:
         self._lm, self._sources = lm, sources

@@ -38,8 +38,8 @@ NAME = "swarmq_layout"
 
 BLOCK = 128
 LENGTHS = [1024, 4096, 8192, *(step * 2**n for n in range(7) for step in (16384, 24576))]
-"""Lengths to which layouts are padded. A block of padding costs one of the many tiles of a real block and its share of the
-copies; a compilation costs seconds."""
+"""Lengths to which layouts are padded, few enough that compilations, which take seconds, stay rare. Padding costs little: a
+padded block is one of the many tiles of a real block, and its share of the copies."""
 
 
 def list_padded_lengths(tokens: int) -> list[int]:
@@ -132,7 +132,8 @@ class Visibility:
 
     @property
     def padded_queries(self) -> int:
-        """Number of queries among these, the same for every layout of this length, so that there is one kernel for each."""
+        """Number of queries that the attention kernel gets. It depends on `padded_length` alone, so there is one kernel for
+        each length."""
         return -(-self.padded_length // (BLOCK * self.context.ranks)) * BLOCK
 
 
@@ -214,7 +215,7 @@ def _list_paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
 
 
 def _pad_layout(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
-    """Return exits and positions, padded with tokens that see nothing but themselves."""
+    """Return exits and positions, padded with tokens that see only themselves."""
     extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
 
@@ -225,7 +226,8 @@ def _append_zeros(values: NDArray[Any], length: int) -> NDArray[Any]:
 
 
 def _order_blocks(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's form of a block mask [Q, K]: the number of key blocks per query block, and their indices first."""
+    """Return FlexAttention's form of a block mask [Q, K]: the number of key blocks per query block, and for each query block
+    the indices of its key blocks first."""
     which = np.argsort(~blocks, axis=1, kind="stable")
     return tuple(to_device(x.astype(np.int32)[None, None], device) for x in (blocks.sum(1), which))  # type: ignore[return-value]
 
@@ -244,7 +246,7 @@ def _make_mask(exits: Tensor, positions: Tensor, window: int | None) -> Callable
 
 
 def _restrict_queries(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adapt a mask function to queries that are some of the tokens."""
+    """Adapt a mask function to queries that are only some of the tokens."""
 
     def of_token(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return sees(b, h, queries[q], k)
@@ -262,8 +264,11 @@ def _make_softcap(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compile_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention compiled per padded length, window and dtype. `fullgraph` makes one compilation too many an error,
-    because uncompiled FlexAttention would fill the memory with T x T scores."""
+    """Return FlexAttention compiled per padded length, window and dtype.
+
+    `fullgraph` turns an excess of compilations into an error, because uncompiled FlexAttention would fill the memory with T x T
+    scores.
+    """
     config = torch._dynamo.config  # noqa: SLF001 - the only home of this limit
     config.recompile_limit = max(config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

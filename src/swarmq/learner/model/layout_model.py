@@ -52,15 +52,15 @@ TOTAL_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
 """Forking prompts and samples with which a model is checked."""
 GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors that say nothing about the model."""
+"""Errors of the GPU, which say nothing about the model."""
 TOLERANCE_NATS = 1e-3
-"""Largest difference, in nats, of log-probabilities of `EXAMPLE`."""
+"""Largest accepted difference, in nats, between two computations of the log-probabilities of `EXAMPLE`."""
 
 
 @dataclass(frozen=True)
 class PlacedLayout:
-    """The inputs that the model needs of a layout, on its device: all T tokens and S sampled ones, or those of one of the ranks
-    that share the pass."""
+    """Model inputs of a layout on its device: all T tokens and S sampled ones, or the part of one of the ranks that share the
+    pass."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -69,7 +69,7 @@ class PlacedLayout:
     visibility: Visibility
     sampled: Tensor | None = None  # [S] which of the layout's these are; None: all
     num_sampled: int = 0
-    """Number of sampled tokens of the whole layout, if it is not S."""
+    """Number of sampled tokens of the whole layout if this is a part of it."""
 
     @classmethod
     def of(
@@ -120,10 +120,9 @@ class LayoutModel(nn.Module):
     ) -> None:
         """Wrap and check `model`.
 
-        `device`, `dtype`: where and in which precision of attention passes will be computed, if not as at present.
-        `pass_tokens`: size of passes for which attention is compiled at once; for larger ones it is compiled later. `ranks`:
-        number of ranks that share each pass. `max_model_len`: context length of the engine, on which rotary positions may
-        depend; None: the model's own.
+        `device`, `dtype`: device and precision of attention in training; None: the present ones. `pass_tokens`: size of passes
+        for which attention is compiled at once; for larger ones it is compiled later. `ranks`: number of ranks that share each
+        pass. `max_model_len`: context length of the engine, on which rotary positions may depend; None: the model's own.
         """
         super().__init__()
         rotary_embeddings.pin_rotations(model, max_model_len)
@@ -133,9 +132,9 @@ class LayoutModel(nn.Module):
         self.head_chunk: int | None = None
         """Number of tokens whose logits exist at once; None: as many as fit."""
         self.rows_only: str | None = "not checked yet"
-        """Reason for which trees cannot be computed; None if they can."""
+        """Reason why the model cannot compute trees; None if it can."""
         self._windows: list[int | None] = []
-        """Attention window of each layer, as far as it was found out."""
+        """Attention window of each layer, as far as it is known."""
         self._row_attention: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
         """transformers' attention with which rows are computed one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
@@ -158,8 +157,11 @@ class LayoutModel(nn.Module):
         return Cost(token=sum(prices), pair=pair * layers[None], windowed=windowed, frozen=frozen)
 
     def compile_layers(self) -> None:
-        """On CUDA, compile everything between matrix products and attention into few kernels, once for all layers and lengths,
-        in the first pass. A layer that the compiler refuses is computed uncompiled, with a message by torch."""
+        """Compile everything between matrix products and attention into few kernels, once for all layers and lengths, in the
+        first pass. Only on CUDA.
+
+        A layer that the compiler refuses is computed uncompiled, and torch logs it.
+        """
         if self.rows_only or self._device.type != "cuda":  # weights may be kept in host memory meanwhile
             return
         config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
@@ -169,8 +171,10 @@ class LayoutModel(nn.Module):
             layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
 
     def forward(self, placed: PlacedLayout, temperatures: Tensor | float = 1.0) -> Scored:
-        """Return the log-probabilities of the layout's S targets, also those that other ranks score, at `temperatures`, one for
-        all or [S]."""
+        """Return the log-probabilities of the layout's S targets, including those that other ranks score.
+
+        `temperatures`: one for all targets, or [S].
+        """
         temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)
         shared = placed.sampled
         if shared is not None and temperatures.ndim:
@@ -190,8 +194,8 @@ class LayoutModel(nn.Module):
         return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns of views
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
-        """Compare head and attention with the model's own computation for a small example, and kernels with attention in
-        batches."""
+        """Check head and attention against the model's own computation of a small example, and compiled kernels against
+        attention in batches."""
         turns = [make_resolved_turn(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
         calls = [] if self.model.device.type == "meta" else self._try_layouts(rows, tree)
@@ -218,7 +222,7 @@ class LayoutModel(nn.Module):
             )
 
     def _try_layouts(self, rows: Layout, tree: Layout) -> list[AttentionCall]:
-        """Find out what can be computed, and return the calls of attention."""
+        """Find out whether the model can compute trees, and return its calls of attention."""
         few, forked = (PlacedLayout.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = RecordingVisibility(tree, self.model.device)
         with torch.no_grad(), full_precision(self.model):
@@ -241,7 +245,7 @@ class LayoutModel(nn.Module):
     def _compare_with_eager(self, few: PlacedLayout, expected: Tensor) -> Tensor:
         """Return log-probabilities by transformers' eager attention, which implements every feature of the configuration.
 
-        `expected`: those of the implementation with which the model was loaded, which is kept for rows if both agree.
+        `expected`: log-probabilities by the attention with which the model was loaded. Rows keep that attention if both agree.
         """
         if self._row_attention == EAGER:
             return expected
@@ -286,7 +290,7 @@ def _get_expert_share(config: Any) -> float:
 
 
 def find_tree_obstacle(model: PreTrainedModel) -> str | None:
-    """Return why a model cannot compute trees, as far as class and configuration tell, or None."""
+    """Return why a model cannot compute trees, as far as its class and configuration show, or None."""
     config = model.config.get_text_config()
     strange = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if strange:
@@ -297,8 +301,11 @@ def find_tree_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _find_hidden_window(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
-    """Return why a model cannot compute trees because it has a sliding window that only its own masks know, or None: the
-    example is too short to show it. `windows`: the windows that layers passed to attention."""
+    """Return why a model cannot compute trees because its own masks apply a sliding window, or None. The example is too short
+    to reveal such a window.
+
+    `windows`: the windows that layers passed to attention.
+    """
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     made_for = getattr(config, "max_position_embeddings", None)
@@ -314,7 +321,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _run_whole(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
-    """Return the output of `network` for all T tokens in one pass."""
+    """Return the output of `network` for all T tokens, computed in one pass."""
     return network(
         input_ids=placed.input_ids,
         position_ids=placed.position_ids,
@@ -325,7 +332,7 @@ def _run_whole(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout)
 
 
 def _run_row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
-    """Return the output of `network` for packed rows, a pass each, with the model's own attention."""
+    """Return the output of `network` for packed rows, computed in one pass per row with the model's own attention."""
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
         raise LearnerError("this model computes packed rows only, each on one rank: plan with only='rows'")
@@ -333,7 +340,7 @@ def _run_row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLa
 
 
 def _check_noise(model: PreTrainedModel, noise: float) -> None:
-    """Raise LearnerError if a model computes differently while it is trained."""
+    """Raise LearnerError if the model computes differently in training mode."""
     if noise > TOLERANCE_NATS:
         raise SetUpError(
             f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
@@ -374,8 +381,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: PreTrainedModel) -> Iterator[None]:
-    """Compute in FP32 inside the block if weights have less precision, because rounding would hide errors or look like one.
-    Weights of a decoder layer are converted only while it is computed."""
+    """Compute in FP32 inside the block if weights have less precision, because rounding would hide errors or look like errors.
+    Weights of a decoder layer are converted only while the layer is computed."""
     narrow: dict[int, Tensor] = {}
     layers = find_decoder_layers(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}

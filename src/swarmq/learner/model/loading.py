@@ -17,7 +17,7 @@ from swarmq.learner.memory.outline import build_outline, explain_errors, load_co
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 
 LAYER = re.compile(r"(.*?)\.(\d+)\.")
-"""Pattern of a weight's name: the container of the layers, and the number of one."""
+"""Pattern of a weight's name: the container of the layers, and the number of the layer."""
 
 
 def load_lm(
@@ -25,8 +25,8 @@ def load_lm(
 ) -> Any:
     """Load the causal LM `source` (a folder or name) with weights of `dtype`, without dropout and noise, as engines compute it.
 
-    `empty`: on the meta device, for a rank that gets its shards from rank 0. Raises LearnerError if there is no such model, or
-    it cannot be trained.
+    `empty`: load it on the meta device, for a rank that gets its shards from rank 0. Raises LearnerError if there is no such
+    model, or if it cannot be trained.
     """
     config = load_config(source)
     _disable_dropout(config)
@@ -46,8 +46,8 @@ def load_lm(
 
 
 def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
-    """Load the model with its weights. Raises LearnerError also if the files do not match the configuration, because missing
-    weights would be random."""
+    """Load the model with its weights. Raises LearnerError if that fails or if the files do not match the configuration,
+    because missing weights would be random."""
     instead = "fetch its files again, all of them"
     if getattr(config, "quantization_config", None):
         instead = "take the same model with weights that are not quantised"
@@ -69,8 +69,8 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _find_extra_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
-    """Return unexpected weights of further layers. Other weights may be ignored: of vision towers, of multi-token prediction
-    heads, and constants of old files."""
+    """Return the unexpected weights that belong to further layers. Other unexpected weights may be ignored: those of vision
+    towers and multi-token prediction heads, and constants of old files."""
     decoder = f"{lm.base_model_prefix}."  # which names lack where a folder has the decoder alone
 
     def place(name: str) -> tuple[str, int]:

@@ -17,19 +17,19 @@ from transformers import PreTrainedModel
 from swarmq.learner.model.activation_checkpointing import get_free_bytes
 
 CPU_CHUNK = 1 << 22
-"""Most logits at once on a CPU (16 MiB), and most kept gradients of logits."""
+"""Largest number of logits at once on a CPU (16 MiB), and of kept gradients of logits."""
 GPU_SHARE = 1 / 10
-"""Share of a GPU's memory for FP32 logits at once, and the same for their kept gradients. Few large chunks, because each one
-costs a pass over the gradient of the head's weight."""
+"""Share of a GPU's memory for FP32 logits at once, and again for their kept gradients. Chunks are few and large, because each
+one costs a pass over the gradient of the head's weight."""
 FREE_SHARE = 1 / 4
-"""Share of the free memory for the same, if that is less."""
+"""Share of the free memory for logits or gradients, if that is less than `GPU_SHARE` of all memory."""
 FIXED_ROOM = 1 << 30
-"""Bytes for the same if a repeated step must be equal bit for bit, whatever else is in memory."""
+"""Bytes for logits or gradients if a repeated step must be equal bit for bit, whatever else is in memory."""
 
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names that configurations have for soft-capping of logits: Gemma's, RecurrentGemma's, xLSTM's. A small fresh model would not
-show it."""
+"""Names that configurations have for soft-capping of logits: Gemma's, RecurrentGemma's, xLSTM's. Logits of a small untrained
+model are too small to reveal it."""
 
 
 class LogitForm(NamedTuple):
@@ -40,7 +40,7 @@ class LogitForm(NamedTuple):
 
 
 class LmHead(NamedTuple):
-    """What computes logits from a hidden state."""
+    """The module and parameters that compute logits from hidden states."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
@@ -74,14 +74,15 @@ def score_hidden(
 
 
 def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scored:
-    """Return the same from logits [S, V] that exist already."""
+    """Return the log-probability of `targets` [S] under softmax(logits / temperatures [S]) from logits [S, V] that exist
+    already."""
     logprobs, entropies, _ = _reduce(logits.float(), targets, temperatures, LogitForm())
     return Scored(logprobs, entropies.detach())
 
 
 class _Score(torch.autograd.Function):
-    """The gradient of a log-probability with respect to the logits depends on later computations only by a factor per token, so
-    it is computed while the logits exist."""
+    """Log-probabilities with a gradient that is computed while the logits exist: later computations change it only by a factor
+    per token."""
 
     @staticmethod
     def forward(
@@ -148,12 +149,12 @@ class _Score(torch.autograd.Function):
 
 
 class ChunkTargets(NamedTuple):
-    """Targets and normalisers of one chunk."""
+    """Targets and log-normalizers of one chunk of tokens."""
 
     targets: Tensor
     temperatures: Tensor
     norms: Tensor
-    """Log of the sum of exponentials."""
+    """Log of the sum of exponentials of each token's logits."""
 
 
 def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: LogitForm) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +211,7 @@ def _list_chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int |
 
 
 def _list_kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
-    """Return the slices of the chunks; those whose gradients are kept form one chunk."""
+    """Return the slices of the chunks. Tokens whose gradients are kept form the first chunk."""
     return [*([slice(0, num_kept)] if num_kept else []), *_list_chunks(num_tokens, weight, start=num_kept, size=size)]
 
 

@@ -1,8 +1,8 @@
-"""LoRA: training of low-rank adapters (PEFT) in place of the model that contains them.
+"""LoRA: low-rank adapters (PEFT) that are trained in place of the model's weights.
 
 Engines and checkpoints get the merged weights, W + s B A, under the model's own names: an engine serves them like full weights,
-and a checkpoint loads without PEFT. The adapters are stored beside it, and are what is sent to engines that merge by themselves
-(weights/format/adapter_file.py).
+and a checkpoint loads without PEFT. The adapters themselves are stored beside the checkpoint's weights, and are sent to engines
+that merge adapters by themselves (weights/format/adapter_file.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRAPPED = ".base_layer"
 
 
 def add_lora(lm: Any, lora: Lora) -> None:
-    """Freeze `lm` and add fresh FP32 adapters, which change nothing yet. Raises LearnerError."""
+    """Freeze `lm` and add fresh FP32 adapters, which change nothing yet. Raises LearnerError if the model cannot have adapters."""
     if lora.modules is not None:
         _check_modules(lm, lora.modules)
     config = LoraConfig(
@@ -56,8 +56,10 @@ def add_lora(lm: Any, lora: Lora) -> None:
 
 
 def _check_modules(lm: Any, modules: Collection[str]) -> None:
-    """Raise LearnerError for names that no layer has, which PEFT ignores if it knows one, and for the ends of the model,
-    because its head is computed separately and may be tied to the embedding."""
+    """Raise LearnerError for names that no layer has, and for the embedding and the head.
+
+    PEFT ignores an unknown name beside a known one. The head is computed separately and may be tied to the embedding.
+    """
     ends = {lm.get_input_embeddings(), lm.get_output_embeddings()}
     not_these = {name.rpartition(".")[2] for name, module in lm.named_modules() if module in ends}
     matrices = (name for name, tensor in to_hf_names(lm, lm.state_dict().items()) if len(tensor.shape) == 2)
@@ -97,8 +99,8 @@ def _set_disabled(layers: Iterable[Any], *, off: bool) -> None:
 
 
 def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
-    """Yield `weights` of the model under its own names, with what adapters add, computed when a tensor is requested and kept
-    separate from its base. If ranks shard both, they request it together."""
+    """Yield `weights` of the model under its own names, with the change by their adapters kept separate from the base and
+    computed when a tensor is requested. If ranks shard the weights, every rank requests a tensor at the same time."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     frozen = {name for name, each in lm.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for name, tensor in weights.items():
@@ -112,8 +114,8 @@ def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def _adapt_weight(weight: Tensor, layer: Any) -> Weight:
-    """Return a weight with its adapter. Only plain linear layers have an adapter of two matrices and a factor; stacked experts
-    and transposed layers do not."""
+    """Return a weight with its adapter, kept apart for a plain linear layer. Adapters of stacked experts and transposed layers
+    have another form, so these are merged when the weight is requested."""
     if type(layer) is not Linear or layer.fan_in_fan_out:
         return LazyTensor(weight.shape, torch.float32, weight.device, partial(_merge_weight, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
@@ -131,7 +133,7 @@ def _find_layer(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
 
 
 def _merge_weight(weight: Tensor, layer: Any) -> Tensor:
-    """Return base plus adapter in FP32, whatever type the weight has."""
+    """Return base plus adapter in FP32, whatever the weight's dtype."""
     with torch.no_grad():
         whole: Tensor = weight.float() + layer.get_delta_weight(NAME).float()
     return whole

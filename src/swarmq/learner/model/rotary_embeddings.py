@@ -1,4 +1,4 @@
-"""Rotary positions that transformers computes differently in passes with a long row, pinned to those of the engine.
+"""Rotary positions pinned to those of the engine, where transformers would choose them by the longest row of a pass.
 
 `longrope` has different factors for short and long rows; `dynamic` scales with the length. vLLM chooses once, because cached
 keys cannot be rotated again: `longrope` by its context length, `dynamic` unscaled (phi3_long_rope_scaled_rope.py and
@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LONGROPE = "longrope"
 PINNED = "pinned"
-"""Name of a rotary type for which transformers does not inspect the longest row."""
+"""Name of a rotary type for which transformers does not inspect the longest row of a pass."""
 
 
 def pin_rotations(model: nn.Module, max_model_len: int | None) -> None:

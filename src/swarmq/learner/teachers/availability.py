@@ -14,7 +14,8 @@ KEY_ENV = "SWARMQ_TEACHER_KEY"
 
 
 def teacher_key() -> str:
-    """Return the API key of the teacher's server, which may be another run's engine secret; empty if the server requires none."""
+    """Return the API key of the teacher's server, which may be the engine secret of another run; empty if the server requires
+    none."""
     return os.environ.get(KEY_ENV, "")
 
 
@@ -24,7 +25,7 @@ def server_base_url(url: str) -> str:
 
 
 def find_teacher_trouble(url: str) -> str:
-    """Return why the teacher at `url` does not answer, or "" if it does, even with a refusal."""
+    """Return why the teacher at `url` does not answer, or "" if it does. A refusal counts as an answer."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         opener.addheaders = list(make_auth_headers(teacher_key()).items())

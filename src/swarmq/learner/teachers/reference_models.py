@@ -1,4 +1,4 @@
-"""Frozen models that score sampled tokens: the reference of a divergence, the teacher of a distillation."""
+"""Frozen models that score sampled tokens: the reference of a divergence, and the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class FrozenModel:
         ranks: int = 1,
         max_model_len: int | None = None,
     ) -> None:
-        """Load the model. `pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError if it cannot be
-        loaded or has fewer tokens than the policy."""
+        """Load the model. `pass_tokens`, `ranks` and `max_model_len` as for LayoutModel.
+
+        Raises LearnerError if the model cannot be loaded or has fewer tokens than the policy.
+        """
         with name_setting_in_errors(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=loads_no_weights(accelerator))
         if get_vocab_size(lm) < vocab:
@@ -65,7 +67,7 @@ class FrozenModel:
 
 
 class InitialModelUnderAdapters:
-    """The initial model, computed by the policy with its adapters off, which takes no additional memory."""
+    """The initial model, computed by the policy with its adapters switched off, which takes no additional memory."""
 
     def __init__(self, policy: LayoutModel) -> None:
         self.rows_only = policy.rows_only
@@ -79,8 +81,8 @@ class InitialModelUnderAdapters:
 
 
 class ReferenceModels:
-    """Frozen models of the losses, loaded at their first use. Raises LearnerError for a model with other tokens than the
-    policy."""
+    """The frozen models that losses need, each loaded at its first use. Raises LearnerError for a model with another vocabulary
+    than the policy's."""
 
     def __init__(self, initial: str, accelerator: Accelerator, policy: LayoutModel, lora: Lora | None) -> None:
         """`policy`: this rank's model inside all wrappers; `lora`: settings of its adapters."""
@@ -90,7 +92,7 @@ class ReferenceModels:
         self._loaded: dict[tuple[str, str], FrozenModel] = {}
 
     def of(self, train: Train) -> dict[str, FrozenModel | InitialModelUnderAdapters]:
-        """Return the models by role, without a served teacher (served_teacher.py)."""
+        """Return the models by role. A served teacher is not among them (served_teacher.py)."""
         train = msgspec.structs.replace(train, lora=self._lora)  # the batch may come from a start with other adapters
         wanted = list_frozen_models(train, self._initial)
         under = {"reference": self._under} if train.loss.kl and "reference" not in wanted else {}

@@ -1,7 +1,8 @@
-"""A teacher served by a vLLM engine: its log-probability of every sampled token, requested by whole timelines.
+"""A teacher served by a vLLM engine, which is asked for the log-probability of every sampled token, one whole timeline at a
+time.
 
-The engine is any vLLM server with OpenAI's completions. It reports its own distribution at temperature 1, so only tokens
-sampled at that temperature can be compared.
+Any vLLM server with OpenAI's completions works. It reports its distribution at temperature 1, so only tokens sampled at that
+temperature can be compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Models(msgspec.Struct, frozen=True):
-    """Fields of `/v1/models` that are read."""
+    """Fields of the response to `/v1/models` that are used."""
 
     data: Annotated[tuple[ServedModel, ...], msgspec.Meta(min_length=1)]
 
@@ -52,7 +53,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Fields of `/v1/completions` that are read."""
+    """Fields of the response to `/v1/completions` that are used."""
 
     choices: Annotated[tuple[CompletionChoice, ...], msgspec.Meta(min_length=1)]
 
@@ -63,7 +64,7 @@ ASK_S = 600.0
 
 
 class ServedTeacher:
-    """Client of the teacher at `url`. `policy`: the model that it teaches."""
+    """Client of the teacher at `url`. `policy`: model of the policy that the teacher teaches."""
 
     def __init__(self, url: str, policy: str) -> None:
         self._policy = policy
@@ -96,7 +97,7 @@ class ServedTeacher:
         return TeacherScores(answers)
 
     async def _score_row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
-        """Return the log-probabilities [T] of the row's tokens; 0 for the first token, which has no prediction."""
+        """Return the log-probabilities [T] of the row's tokens; 0 for the first token, which no token predicts."""
         ids = row.token_ids.tolist()
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         told = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()

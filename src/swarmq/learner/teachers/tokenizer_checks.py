@@ -26,7 +26,7 @@ MOST_MARKUP = 1024
 
 
 class EngineTokenizers:
-    """The tokenizers of a policy's engines, each compared with the model's once, as soon as the engine answers."""
+    """The tokenizers of a policy's engines, each compared once with the model's, as soon as the engine answers."""
 
     def __init__(
         self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None, secret: str = ""
@@ -37,8 +37,11 @@ class EngineTokenizers:
         self._same: set[str] = set()
 
     def check(self) -> None:
-        """Check engines that were not compared yet; an engine that does not answer is asked again next time. Raises
-        LearnerError if a tokenizer differs from the model's."""
+        """Compare the tokenizers of engines that were not compared yet. An engine that does not answer is asked again next
+        time.
+
+        Raises LearnerError if a tokenizer differs from the model's.
+        """
         urls = [url for url in self._current() if url not in self._same]
         if not urls or (ids := encode_ids(self._model, text := build_probe(self._model))) is None:
             return
@@ -53,8 +56,8 @@ class EngineTokenizers:
                 self._same.add(url)
 
     def _has_same_rotations(self, url: str) -> bool:
-        """Return whether the engine is known to compute the same rotary embeddings as the learner. Raises LearnerError if its
-        context length makes them differ."""
+        """Return whether the engine is known to rotate positions as the learner does. Raises LearnerError if its context length
+        makes the rotary embeddings differ."""
         from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
         from swarmq.learner.model.rotary_embeddings import uses_long_factors  # noqa: PLC0415
 
@@ -74,8 +77,10 @@ class EngineTokenizers:
 
 
 def check_served_judge(model: str, url: str, *, role: str) -> None:
-    """Compare the tokenizer of the engine at `url` with that of the policy `model`; an engine that does not answer passes.
-    Raises LearnerError if they differ."""
+    """Compare the tokenizer of the engine at `url` with that of the policy `model`. An engine that does not answer passes.
+
+    Raises LearnerError if the tokenizers differ.
+    """
     if (ids := encode_ids(model, text := build_probe(model))) is None:
         return
     for told in asyncio.run(tokenize_with_all([url], text, secret=teacher_key())).values():
@@ -84,8 +89,10 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
 
 
 def check_judge(model: str, source: str, *, role: str) -> None:
-    """Compare the tokenizer of the model `source` with that of the policy `model`; a model without a tokenizer passes. Raises
-    LearnerError if they differ."""
+    """Compare the tokenizer of the model `source` with that of the policy `model`. A model without a tokenizer passes.
+
+    Raises LearnerError if the tokenizers differ.
+    """
     ids, told = (encode_ids(each, build_probe(model)) for each in (model, source))
     if ids is not None and told is not None and (how := describe_difference(told, ids)) is not None:
         raise SetUpError(_other_family(model, source, role, how))
@@ -93,8 +100,8 @@ def check_judge(model: str, source: str, *, role: str) -> None:
 
 @functools.cache
 def build_probe(model: str) -> str:
-    """Return `PROBE_TEXT` with the markup tokens of the policy `model`, in which model families with the same vocabulary
-    differ."""
+    """Return `PROBE_TEXT` with the markup tokens of the policy `model`, because model families with equal vocabularies differ
+    in markup."""
     tokenizer = _load_tokenizer(model)
     return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_iterate_markup(tokenizer), MOST_MARKUP))
 
@@ -107,7 +114,7 @@ def encode_ids(model: str, text: str) -> tuple[int, ...] | None:
 
 
 def _iterate_markup(tokenizer: Any) -> Iterator[str]:
-    """Yield special and other added tokens in the order of their ids, without tokens that no text encodes to."""
+    """Yield special and other added tokens in the order of their ids, except tokens that no text encodes to."""
     for id_, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
         if _ids(tokenizer, str(token)) == (id_,):
             yield str(token)
