@@ -243,10 +243,11 @@ def evaluation(version: int) -> Evaluation:
 async def evaluations(trainer: Trainer, number: int) -> list[int]:
     """Versions of the results that a trainer is offered and logs."""
     versions = []
-    while len(versions) < number:
-        if isinstance(message := await trainer.hear(), records.EvaluationReady):
-            versions.append(message.evaluation.version)
-            await trainer.tell(records.EvaluationLogged(began_at=message.evaluation.began_at))
+    async with asyncio.timeout(60):
+        while len(versions) < number:
+            if isinstance(message := await trainer.hear(), records.EvaluationReady):
+                versions.append(message.evaluation.version)
+                await trainer.tell(records.EvaluationLogged(began_at=message.evaluation.began_at))
     return versions
 
 
