@@ -50,6 +50,7 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
 )
 def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int, *, join: bool) -> None:
     require_extras("proxy")
+    from swarmq.dashboard.behind_proxy import open_pages
     from swarmq.proxy.main import run
 
     chosen = 0 if join and port is None else port
@@ -57,6 +58,7 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
         SwarmJob.load(job, sets=[*sets, *([] if chosen is None else [f"proxy.port={chosen}"])]),
         number=number,
         join=join,
+        pages=open_pages,
     )
 
 

@@ -1,4 +1,4 @@
-"""Who may look, and who may operate: the holder of a link's token, or operators with signed tokens behind a proxy.
+"""Who may look, who may operate, and what browsers must enforce: the holder of a link's token, or operators with signed tokens behind a proxy.
 
 A browser posts its token once and gets it back as a cookie that scripts cannot read and other sites cannot send; programs send
 `Authorization: Bearer`. Both are checked at each request, so that a revoked token ends at once.
@@ -15,6 +15,17 @@ import msgspec
 
 from swarmq import keys
 from swarmq.errors import KeyRefusedError, SwarmqError
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""Headers of every answer."""
 
 
 class ForbiddenError(SwarmqError):

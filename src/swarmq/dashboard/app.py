@@ -26,7 +26,7 @@ from litestar.connection import ASGIConnection
 from litestar.datastructures import Cookie
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
-from litestar.params import Parameter
+from litestar.params import FromPath, FromQuery, JSONBody
 from litestar.response import Response, Stream
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,7 +34,7 @@ from swarmq import live_settings
 from swarmq.collector import ledger
 from swarmq.config import SwarmJob
 from swarmq.dashboard import actions, views
-from swarmq.dashboard.access import Access, ForbiddenError, Reader
+from swarmq.dashboard.access import HEADERS, Access, ForbiddenError, Reader
 from swarmq.dashboard.export import STATIC, Kind, export_html
 from swarmq.dashboard.overview import view_overview
 from swarmq.dashboard.shelf import Shelf, UnknownRunError, describe_row
@@ -72,16 +72,6 @@ READER = "swarmq_reader"
 CONFIRM = "x-swarmq-confirm"
 SESSION_S = 30 * 86_400
 
-HEADERS = {
-    "content-security-policy": "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-}
-"""Headers of every answer."""
 FILES = {
     "index.html": "text/html",
     "app.js": "text/javascript",
@@ -240,7 +230,7 @@ class Pages:
         if connection.headers.get(CONFIRM) != "yes":
             raise ForbiddenError(f"an action must be confirmed: send the header {CONFIRM}: yes")
 
-    async def login(self, request: Request[Any, Any, Any], data: Login) -> Response[dict[str, str]]:
+    async def login(self, request: Request[Any, Any, Any], data: JSONBody[Login]) -> Response[dict[str, str]]:
         """Exchange a token for a cookie."""
         require_same_origin(request)
         reader = self._access.identify(data.token)
@@ -264,9 +254,12 @@ class Pages:
     # ----------------------------------------------------------------------------------- front end
 
     async def show_index(self, request: Request[Any, Any, Any]) -> Response[bytes]:
-        return await self.show_file(request, "index.html")
+        return await self._file(request, "index.html")
 
-    async def show_file(self, request: Request[Any, Any, Any], name: str) -> Response[bytes]:
+    async def show_file(self, request: Request[Any, Any, Any], name: FromPath[str]) -> Response[bytes]:
+        return await self._file(request, name)
+
+    async def _file(self, request: Request[Any, Any, Any], name: str) -> Response[bytes]:
         if name not in FILES:
             raise HTTPException(status_code=404, detail=f"there is no page {name!r}")
         try:
@@ -311,20 +304,20 @@ class Pages:
         opened = {id: await self._open(id) for id in dict.fromkeys(ids)}  # noqa: A001
         return _json(await self._read(views.diff_settings, opened))
 
-    async def overview(self, run: str) -> Response[bytes]:
+    async def overview(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, _overview)
 
-    async def steps(self, request: Request[Any, Any, Any], run: str) -> Response[bytes]:
+    async def steps(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
         wanted = [name for name in request.query_params.get("series", "").split(",") if name]
         return await self._view(run, views.view_steps, request.query_params.get("policy", ""), wanted)
 
-    async def time(self, run: str) -> Response[bytes]:
+    async def time(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, views.view_time)
 
-    async def ledger(self, run: str) -> Response[bytes]:
+    async def ledger(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, _ledger)
 
-    async def episodes(self, request: Request[Any, Any, Any], run: str) -> Response[bytes]:
+    async def episodes(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
         chosen, how = _filter_of(request.query_params, {"sort", "cursor", "limit"})
         limit = _whole(how.get("limit", "100"), "limit", most=MOST_ROWS)
 
@@ -335,7 +328,7 @@ class Pages:
 
         return await self._view(run, page)
 
-    async def histogram(self, request: Request[Any, Any, Any], run: str) -> Response[bytes]:
+    async def histogram(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
         chosen, how = _filter_of(request.query_params, {"of"})
 
         def count(of: Run) -> Histogram:
@@ -343,64 +336,64 @@ class Pages:
 
         return await self._view(run, count)
 
-    async def group(self, run: str, group: Path) -> Response[bytes]:
+    async def group(self, run: FromPath[str], group: FromPath[Path]) -> Response[bytes]:
         return await self._view(run, _group, group)
 
-    async def episode(self, run: str, episode: str) -> Response[bytes]:
+    async def episode(self, run: FromPath[str], episode: FromPath[str]) -> Response[bytes]:
         return await self._view(run, _episode, episode)
 
     async def tokens(
-        self,
-        run: str,
-        episode: str,
-        timeline: int = 0,
-        start: int = Parameter(query="from", default=0),
-        limit: int = 2000,
+        self, request: Request[Any, Any, Any], run: FromPath[str], episode: FromPath[str]
     ) -> Response[bytes]:
+        query = request.query_params
+        timeline, start, limit = (
+            _whole(query.get(name, usual), name, most=most)
+            for name, usual, most in (("timeline", "0", 10**6), ("from", "0", 10**9), ("limit", "2000", MOST_TOKENS))
+        )
         return await self._view(run, _tokens, episode, timeline=timeline, start=start, limit=limit)
 
-    async def clients(self, run: str) -> Response[bytes]:
+    async def clients(self, run: FromPath[str]) -> Response[bytes]:
         def list_clients(of: Run) -> dict[str, Any]:
             return {"clients": views.view_clients(of, now=time.time())}
 
         return await self._view(run, list_clients)
 
-    async def mix(self, run: str) -> Response[bytes]:
+    async def mix(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, views.view_mix)
 
-    async def evaluations(self, run: str) -> Response[bytes]:
+    async def evaluations(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, views.view_evaluations)
 
-    async def engines(self, run: str) -> Response[bytes]:
+    async def engines(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, views.view_engines)
 
-    async def settings(self, run: str) -> Response[bytes]:
+    async def settings(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, views.view_settings)
 
-    async def logs(self, run: str) -> Response[bytes]:
+    async def logs(self, run: FromPath[str]) -> Response[bytes]:
         def list_files(of: Run) -> dict[str, Any]:
             return {"files": views.list_logs(of.folder)}
 
         return await self._view(run, list_files)
 
-    async def show_log(self, run: str, name: str, lines: int = 400) -> Response[bytes]:
+    async def show_log(self, run: FromPath[str], name: FromPath[str], lines: FromQuery[int] = 400) -> Response[bytes]:
         def read(of: Run) -> dict[str, Any]:
             return views.read_log(of.folder, name, lines=min(max(lines, 1), MOST_LINES))
 
         return await self._view(run, read)
 
-    async def dead_letters(self, run: str) -> Response[bytes]:
+    async def dead_letters(self, run: FromPath[str]) -> Response[bytes]:
         return _json(await actions.list_dead_letters((await self._open(run)).folder.path))
 
     # --------------------------------------------------------------------------------------- export
 
-    async def export_episode(self, run: str, episode: str) -> Response[bytes]:
+    async def export_episode(self, run: FromPath[str], episode: FromPath[str]) -> Response[bytes]:
         return await self._export(run, "episode", episode, _export_episode)
 
-    async def export_group(self, run: str, group: Path) -> Response[bytes]:
+    async def export_group(self, run: FromPath[str], group: FromPath[Path]) -> Response[bytes]:
         return await self._export(run, "group", _path_text(group), _export_group)
 
-    async def export_report(self, run: str) -> Response[bytes]:
+    async def export_report(self, run: FromPath[str]) -> Response[bytes]:
         return await self._export(run, "report", "report", _export_report)
 
     async def _export(
@@ -418,7 +411,7 @@ class Pages:
 
     # --------------------------------------------------------------------------------- live, acting
 
-    async def stream(self, run: str) -> Stream:
+    async def stream(self, run: FromPath[str]) -> Stream:
         """Tell what changes in the run, at most once a second, as server-sent events."""
         opened = await self._shelf.open(run)
 
@@ -435,7 +428,9 @@ class Pages:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return Stream(tell(), media_type="text/event-stream", headers=headers)
 
-    async def act(self, request: Request[Any, Any, Any], run: str, data: actions.Request) -> Response[bytes]:
+    async def act(
+        self, request: Request[Any, Any, Any], run: FromPath[str], data: JSONBody[actions.Request]
+    ) -> Response[bytes]:
         """Do what the operator asks; the run records it with the operator's name."""
         reader: Reader = request.state[READER]
         folder = (await self._open(run)).folder.path
@@ -501,9 +496,7 @@ def _group(run: Run, group: Path) -> GroupView:
 
 
 def _tokens(run: Run, episode: str, *, timeline: int, start: int, limit: int) -> TokenPage:
-    return read_tokens(
-        run.index, episode, timeline=timeline, start=start, limit=min(limit, MOST_TOKENS), decoders=run.decoders
-    )
+    return read_tokens(run.index, episode, timeline=timeline, start=start, limit=limit, decoders=run.decoders)
 
 
 def _export_episode(id: str, run: Run, episode: str) -> dict[str, Any]:  # noqa: A002

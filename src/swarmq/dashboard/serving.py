@@ -21,6 +21,7 @@ from swarmq import keys
 from swarmq.config import RunFolder
 from swarmq.dashboard.access import LinkAccess, OperatorAccess
 from swarmq.dashboard.app import create_app
+from swarmq.dashboard.behind_proxy import BASE, READY, Settings
 from swarmq.dashboard.shelf import Shelf
 from swarmq.errors import ConfigError
 from swarmq.registries.clients import RevokedNames
@@ -31,16 +32,6 @@ DRAIN_S = 1
 """Seconds that open answers get when the process ends; event streams never end by themselves."""
 NICENESS = 10
 BACKLOG = 128
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process behind a proxy is told, as JSON in its only argument."""
-
-    run: str
-    folder: str
-    socket: str
-    base: str
-    is_secure: bool = False
 
 
 def serve(
@@ -66,10 +57,12 @@ def serve_behind_proxy(settings: Settings) -> None:
     folder = RunFolder(Path(settings.folder))
     root = keys.load_root(folder.root_secret)
     access = OperatorAccess(root, settings.run, revoked=RevokedNames(folder.clients))
-    app = create_app(Shelf([folder.path]), access, base=settings.base, is_secure=settings.is_secure)
+    app = create_app(Shelf([folder.path]), access, base=BASE, is_secure=settings.is_secure)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(settings.socket)
     listener.listen(BACKLOG)
+    sys.stdout.write(f"{READY}\n")
+    sys.stdout.flush()
     asyncio.run(Server(_config(app)).serve(sockets=[listener]))
 
 

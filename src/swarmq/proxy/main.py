@@ -11,15 +11,17 @@ import asyncio
 import gc
 import socket
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from functools import partial
 from types import FrameType
+from typing import Protocol
 
 import structlog
 import uvicorn
 import uvloop
 from litestar import Litestar
+from litestar.handlers import ASGIRouteHandler
 
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
@@ -48,8 +50,21 @@ YOUNG_OBJECTS = 10_000
 log = structlog.get_logger()
 
 
-def run(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT; with `join`, beside the proxies of a live run.
+class Pages(Protocol):
+    """Pages that a proxy serves beside its own routes."""
+
+    @property
+    def handlers(self) -> Sequence[ASGIRouteHandler]: ...
+
+    def finish(self) -> None:
+        """End answers that do not end by themselves, because the proxy drains. Called by a signal handler."""
+
+
+PagesOpener = Callable[[SwarmJob], AbstractAsyncContextManager[Pages]]
+
+
+def run(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpener | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; with `join`, beside the proxies of a live run. `pages`: opens further pages to serve.
 
     Raises SwarmqError if the job names no broker, no engine or a taken port.
     """
@@ -57,10 +72,10 @@ def run(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
     gc.freeze()  # what is imported stays: not to be looked at again while agents wait
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(job, number=number, join=join))
+        runner.run(serve(job, number=number, join=join, pages=pages))
 
 
-async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
+async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpener | None = None) -> None:
     url = resolve_amqp_url(job.broker)
     if url is None:
         raise ConfigError("broker.url: the proxy needs one; `swarmq up` fills it in, or set $SWARMQ_AMQP_URL")
@@ -91,6 +106,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         following = tasks.create_task(follow(job.run, broker, [tuning.hear, episodes.hear]))
         stack.callback(following.cancel)
         watchers = [visit.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
+        opened = await stack.enter_async_context(pages(job)) if pages else None
         app = create_app(
             job,
             root=root,
@@ -101,9 +117,11 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
             episodes=episodes,
             opener=opener,
             watchers=watchers,
+            pages=opened.handlers if opened else (),
         )
         log.info("listening", url=own_url)
         server = DrainingServer(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
+        server.pages = opened
         if join:
             server.visit = visit
             staying = tasks.create_task(_stay(server, visit, ProxyRegistry(job.run_folder.proxies), own_url))
@@ -153,6 +171,7 @@ class DrainingServer(uvicorn.Server):
     process ends with status 0. With a visit, the first signal ends the visit, and the server drains when that is over."""
 
     visit: Visit | None = None
+    pages: Pages | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.visit and not self.visit.over.is_set():
@@ -160,6 +179,8 @@ class DrainingServer(uvicorn.Server):
             return
         self.force_exit = self.should_exit
         self.should_exit = True
+        if self.pages:
+            self.pages.finish()
 
 
 async def _stay(server: DrainingServer, visit: Visit, proxies: ProxyRegistry, url: str) -> None:

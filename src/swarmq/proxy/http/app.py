@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from litestar import Litestar, Request, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
-from litestar.handlers import HTTPRouteHandler
+from litestar.handlers import ASGIRouteHandler, HTTPRouteHandler
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import RedocRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
@@ -64,6 +64,7 @@ def create_app(
     opener: Opener | None = None,
     watchers: Sequence[Callable[[Turn, float], None]] = (),
     engine_wait_s: float = WAIT_S,
+    pages: Sequence[ASGIRouteHandler] = (),
 ) -> Litestar:
     """Create the proxy of a run.
 
@@ -71,6 +72,7 @@ def create_app(
     `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's events to them
     (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every confirmed turn and the
     seconds of its confirm. `engine_wait_s`: seconds that calls wait while no engine can answer.
+    `pages`: what is served beside the proxy's own routes, with an authorization of its own.
     """
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     episodes = EpisodeCache.of_job(job, number=number, now=now) if episodes is None else episodes
@@ -130,7 +132,7 @@ def create_app(
                 task.cancel()
 
     return Litestar(
-        [*agent_routes.handlers(), *service.handlers(authority), *control_routes.handlers()],
+        [*agent_routes.handlers(), *service.handlers(authority), *control_routes.handlers(), *pages],
         lifespan=[run_loops],
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",
