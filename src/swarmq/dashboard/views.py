@@ -309,8 +309,11 @@ def view_engines(run: Run) -> dict[str, Any]:
 
 
 def list_settings(job: SwarmJob) -> dict[str, Any]:
-    """Return path -> value of every setting; passwords in addresses are left out."""
-    return dict(_leaves(msgspec.to_builtins(job)))
+    """Return path -> value of every setting; passwords in addresses, and what may be a key in those of alerts, are left out."""
+    shown = dict(_leaves(msgspec.to_builtins(job)))
+    shown["alerts.url"] = re.sub(r"^(https?://[^/?#]+).+", r"\1/…", shown["alerts.url"])
+    shown["alerts.command"] = re.sub(r"^(\S+)\s.+", r"\1 …", shown["alerts.command"])
+    return shown
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,18 +21,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import structlog
 
 from swarmq.broker import Broker
 from swarmq.broker.admin.users import ManagementApi, QueueFigures
+from swarmq.broker.node.files import read_identity
 from swarmq.config import SwarmJob
 from swarmq.engine.client.load import EngineLoad, read_load
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.observe.alerts import Alerts
 from swarmq.observe.board import Board, board_to_json
+from swarmq.observe.live_runs import find_management_api
 from swarmq.observe.monitor import RECORDED, Follower, Outage, follow
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime.files import LineFile, write_atomically
@@ -151,14 +152,9 @@ def _read_load_or_none(url: str, secret: str) -> EngineLoad | None:
 
 
 def _management_api(job: SwarmJob) -> ManagementApi:
-    """Return the management API: of the run's private node, or of $SWARMQ_MANAGEMENT_URL, or at the broker's usual port."""
-    url = os.environ.get(MANAGEMENT_ENV)
-    with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError):
-        endpoints = msgspec.json.decode(job.run_folder.endpoints.read_bytes())
-        if own := endpoints.get("management_url"):
-            user, password = endpoints["management_user"], endpoints["management_password"]
-            url = f"http://{user}:{password}@{urlsplit(own).netloc}"
-    return ManagementApi.of(job.broker.url or "", url)
+    """Return the management API of the run's private node, or else of $SWARMQ_MANAGEMENT_URL, or at the broker's usual port."""
+    is_private = read_identity(job.run_folder.broker) is not None
+    return find_management_api(job, job.run_folder, None if is_private else os.environ.get(MANAGEMENT_ENV))
 
 
 @contextlib.asynccontextmanager
