@@ -115,6 +115,10 @@ class Deployment:
         ]
         if self.node:
             lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` prints a login")
+        lines.append(
+            f"dashboard: {self.invite.base_url.removesuffix('/v1')}/dashboard; `swarmq token {folder} --role read` prints a token to log "
+            f"in with. `swarmq dashboard {folder}` serves the same without a token of the run"
+        )
         metrics = ", ".join(f"{url} ({name})" for name, url in self.metrics_urls().items())
         lines.append(f"metrics for Prometheus: {metrics}; all of them are in {self.job.run_folder.prometheus_targets}")
         return [*lines, "Ctrl-C stops everything"]

@@ -28,4 +28,6 @@ def test_no_secret_is_printed_and_the_commands_that_show_one_are(node: Any) -> N
     assert "export SWARMQ_INVITE='/data/my runs/math'" in told
     assert "swarmq client add NAME --run '/data/my runs/math'" in told
     assert str(Path("/data/my runs/math/invite")) in told
+    assert "dashboard: http://127.0.0.1:8000/dashboard; `swarmq token '/data/my runs/math' --role read`" in told
+    assert "/metrics (collector); all of them are in /data/my runs/math/prometheus.json" in told
     assert ("swarmq viewer '/data/my runs/math'" in told) == (node is not None)
