@@ -21,9 +21,6 @@ from swarmq.runtime.processes import DeathCounter, die_with_parent, read_final_m
 
 MAX_DEATHS = 5
 """Deaths within the window after which a part is not restarted."""
-DEATH_WINDOW_S = 120.0
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before the first, second, ... restart after a death."""
 CHECK_EVERY_S = 2.0
 MAX_FAILED_CHECKS = 15
 """Failed checks in a row after which a broker that refuses connections is restarted."""
@@ -31,6 +28,19 @@ FULL_BYTES = 10_000_000
 """Free disk space below which a broker is stopped: parts of a broker that cannot write end for good, while its process lives."""
 START_BYTES = 100_000_000
 """Free disk space that a broker needs to start."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestartTimes:
+    """Timing of restarts."""
+
+    death_window_s: float = 120.0
+    """Seconds within which deaths are counted together."""
+    backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
+    """Seconds before the first, second, ... restart after a death; one for each of `MAX_DEATHS`."""
+
+
+RESTART_TIMES = RestartTimes()
 
 
 class DaemonFailedError(SwarmqError):
@@ -48,11 +58,14 @@ class Daemon:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables added to this process's own."""
     process: asyncio.subprocess.Process | None = None
-    deaths: DeathCounter = dataclasses.field(default_factory=lambda: DeathCounter(DEATH_WINDOW_S))
+    times: RestartTimes = RESTART_TIMES
     begins_at: int = 0
     """Size of the log in bytes before the current start."""
     restarted: Callable[[], None] = lambda: None
     """Callback after a restart, when the process id has changed."""
+
+    def __post_init__(self) -> None:
+        self.deaths = DeathCounter(self.times.death_window_s)
 
     @property
     def is_learner(self) -> bool:
@@ -85,10 +98,10 @@ class Daemon:
             deaths = self.deaths.record_death()
             if deaths >= MAX_DEATHS:
                 raise DaemonFailedError(
-                    f"{self.name} died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s (status {status}); "
+                    f"{self.name} died {MAX_DEATHS} times within {self.times.death_window_s:.0f} s (status {status}); "
                     f"the end of {self.log_path}:\n{read_tail(self.log_path)}"
                 )
-            delay_s = BACKOFF_S[deaths - 1]
+            delay_s = self.times.backoff_s[deaths - 1]
             detail = f" ({why})" if why else ""
             warn(f"{self.name} died with status {status}{detail}; restarting in {delay_s:g} s")
             await asyncio.sleep(delay_s)
@@ -103,7 +116,9 @@ class Daemon:
         return self.process.returncode
 
 
-async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
+async def keep_engine(
+    name: str, engine: EngineProcess, warn: Callable[[str], None], *, times: RestartTimes = RESTART_TIMES
+) -> None:
     """Restart an engine on the same port whenever it dies. A failed start is retried: the engine's learner may hold the memory
     for a while."""
 
@@ -112,7 +127,12 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
         return engine.kill_reason or f"died with status {status}"
 
     await _keep_restarting(
-        f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{read_tail(engine.log_path)}", warn
+        f"engine {name}",
+        ended,
+        engine.restart,
+        lambda: f"the end of its log:\n{read_tail(engine.log_path)}",
+        warn,
+        times,
     )
 
 
@@ -130,6 +150,7 @@ async def keep_broker(
     *,
     check_every_s: float = CHECK_EVERY_S,
     free_bytes: Callable[[Path], int] = free_disk_bytes,
+    times: RestartTimes = RESTART_TIMES,
 ) -> None:
     """Restart the private RabbitMQ when it dies, has a full disk, or refuses connections although its process lives. URL and
     queues stay the same; all other parts wait and reconnect."""
@@ -151,7 +172,7 @@ async def keep_broker(
         await _wait_for_disk_space(node.folder, warn, check_every_s=check_every_s, free_bytes=free_bytes)
         await node.start()
 
-    await _keep_restarting("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
+    await _keep_restarting("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn, times)
 
 
 async def _wait_for_disk_space(
@@ -174,13 +195,14 @@ async def _keep_restarting(
     restart: Callable[[], Awaitable[None]],
     ending: Callable[[], str],
     warn: Callable[[str], None],
+    times: RestartTimes,
 ) -> None:
     """Restart a part whenever `ended` returns the reason of its end.
 
     Raises DaemonFailedError with `ending()` if the part keeps dying, and the error of `restart` if it fails five times in a
     row.
     """
-    deaths = DeathCounter(DEATH_WINDOW_S)
+    deaths = DeathCounter(times.death_window_s)
     failed = 0
     """Failed starts in a row."""
     while True:
@@ -194,7 +216,7 @@ async def _keep_restarting(
             failed += 1
             if failed == MAX_DEATHS:
                 raise
-            delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
+            delay_s, why = times.backoff_s[failed], str(error).partition("; the end of")[0]
             warn(f"{name} does not start ({why}); next attempt in {delay_s:g} s")
             await asyncio.sleep(delay_s)
         else:

@@ -20,26 +20,29 @@ from swarmq.up.supervision import Daemon, DaemonFailedError
 REFUSES = "import sys; sys.stderr.write('some line\\nswarmq: train.lora: no such thing\\nanother\\n'); sys.exit(%d)"
 
 
-async def warned(tmp_path: Path, *, status: int, wait: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def restart_after(wait_s: float) -> supervision.RestartTimes:
+    return supervision.RestartTimes(backoff_s=(wait_s,) * supervision.MAX_DEATHS)
+
+
+async def warned(tmp_path: Path, *, status: int, wait: float) -> list[str]:
     """What is told of a part that ends with this status, until it is given up."""
-    monkeypatch.setattr(supervision, "BACKOFF_S", (wait,) * supervision.MAX_DEATHS)
     (log := tmp_path / "part.log").write_text("swarmq: said by another start\n")
-    daemon, told = Daemon("learner.main", [sys.executable, "-c", REFUSES % status], log), list[str]()
+    argv, told = [sys.executable, "-c", REFUSES % status], list[str]()
+    daemon = Daemon("learner.main", argv, log, times=restart_after(wait))
     await daemon.start()
     with pytest.raises(DaemonFailedError) as failure:
         await daemon.keep_running(told.append)
     return [*told, str(failure.value)]
 
 
-async def test_people_are_told_what_a_part_said_when_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *told, _ = await warned(tmp_path, status=1, wait=0.0, monkeypatch=monkeypatch)
+async def test_people_are_told_what_a_part_said_when_it_died(tmp_path: Path) -> None:
+    *told, _ = await warned(tmp_path, status=1, wait=0.0)
     assert told == ["learner.main died with status 1 (train.lora: no such thing); restarting in 0 s"] * (
         supervision.MAX_DEATHS - 1
     )
 
 
-async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "BACKOFF_S", (0.0,) * supervision.MAX_DEATHS)
+async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path) -> None:
     job = SwarmJob.build(
         {"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}, "broker": {"url": "amqp://b/"}}
     )
@@ -49,7 +52,13 @@ async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path, mon
     once = (
         f"import os, sys; os.path.exists('{tmp_path}/died') and sys.exit(0); open('{tmp_path}/died', 'w'); sys.exit(1)"
     )
-    daemon = Daemon("collector", [sys.executable, "-c", once], tmp_path / "log", restarted=deployment.write_endpoints)
+    daemon = Daemon(
+        "collector",
+        [sys.executable, "-c", once],
+        tmp_path / "log",
+        times=restart_after(0.0),
+        restarted=deployment.write_endpoints,
+    )
     deployment.daemons["collector"] = daemon
     await daemon.start()
     first = daemon.process.pid
@@ -59,8 +68,8 @@ async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path, mon
     assert written == {"collector": daemon.process.pid} != {"collector": first}
 
 
-async def test_what_can_never_be_up_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = await warned(tmp_path, status=os.EX_CONFIG, wait=3600.0, monkeypatch=monkeypatch)
+async def test_what_can_never_be_up_is_not_started_again(tmp_path: Path) -> None:
+    told = await warned(tmp_path, status=os.EX_CONFIG, wait=3600.0)
     assert told == ["learner.main: train.lora: no such thing"]
 
 

@@ -45,24 +45,20 @@ class MortalBroker(Mortal):
             raise BrokerError("RabbitMQ is not up after 60 s")
 
 
-async def kept(mortal: Mortal) -> list[str]:
-    """What is told until it stays alive."""
+async def kept(mortal: Mortal, *, death_window_s: float = 120.0) -> list[str]:
+    """Keep a part running until it stays alive, and return the warnings."""
+    within = supervision.RestartTimes(death_window_s=death_window_s, backoff_s=(0.0,) * supervision.MAX_DEATHS)
     warnings: list[str] = []
     if isinstance(mortal, MortalBroker):
-        keeper = asyncio.create_task(supervision.keep_broker(mortal, warnings.append))
+        keeper = asyncio.create_task(supervision.keep_broker(mortal, warnings.append, times=within))
     else:
-        keeper = asyncio.create_task(supervision.keep_engine("main.0", mortal, warnings.append))
+        keeper = asyncio.create_task(supervision.keep_engine("main.0", mortal, warnings.append, times=within))
     await asyncio.wait([keeper, lives := asyncio.create_task(mortal.lives.wait())], return_when="FIRST_COMPLETED")
     if keeper.done():
         lives.cancel()
         await keeper
     keeper.cancel()
     return warnings
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "BACKOFF_S", (0.0,) * supervision.MAX_DEATHS)
 
 
 async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
@@ -83,10 +79,9 @@ async def test_an_engine_that_keeps_dying_ends_the_run() -> None:
         await kept(Mortal(*[True] * 9))
 
 
-async def test_an_engine_that_never_starts_ends_the_run_however_long_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "DEATH_WINDOW_S", 0.0)
+async def test_an_engine_that_never_starts_ends_the_run_however_long_it_tries() -> None:
     with pytest.raises(EngineError, match="no free memory"):
-        await kept(Mortal(*[False] * 9))
+        await kept(Mortal(*[False] * 9), death_window_s=0.0)
 
 
 async def test_a_broker_that_does_not_start_at_once_is_tried_again_in_the_same_words() -> None:
@@ -97,12 +92,11 @@ async def test_a_broker_that_does_not_start_at_once_is_tried_again_in_the_same_w
     ]
 
 
-async def test_a_broker_that_never_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broker_that_never_starts_ends_the_run() -> None:
     with pytest.raises(supervision.DaemonFailedError, match="the broker died 5 times; its logs are in /tmp/broker/log"):
         await kept(MortalBroker(*[False] * 9))
-    monkeypatch.setattr(supervision, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(BrokerError, match="not up after 60 s"):
-        await kept(MortalBroker(*[False] * 9))
+        await kept(MortalBroker(*[False] * 9), death_window_s=0.0)
 
 
 async def test_a_moment_without_room_on_the_disk_is_no_end_either() -> None:

@@ -39,6 +39,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 RETRY_S = 1.0
+"""Seconds between two attempts to put an engine to sleep."""
 MAX_DOUBTFUL_PUSHES = 2
 """Number of consecutive pushes that leave an answering engine in doubt, after which it is condemned."""
 COOLDOWN_S, MAX_COOLDOWN_S = 30.0, 120.0
@@ -95,11 +96,14 @@ class WeightPusher:
         transfers: Mapping[str, Transfer] | None = None,
         timeouts: Timeouts | None = None,
         patience_s: float = 180.0,
+        retry_s: float = RETRY_S,
+        cooldown_s: float = COOLDOWN_S,
         current: Callable[[], Sequence[str]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`engine_urls`: engines at the start. `secret`: the engines' secret. `patience_s`: how long `sleep` waits for an
-        engine that is being restarted and takes its memory again. `current`: returns the present engines, if they change.
+        engine that is being restarted and takes its memory again, with an attempt every `retry_s`. `cooldown_s`: first time
+        for which an engine that did not answer is skipped. `current`: returns the present engines, if they change.
         `check`: called before each update; raises if another pusher owns the engines by now."""
         staging = StagingBuffer()
         self._current, self._check = current or (lambda: engine_urls), check
@@ -112,7 +116,7 @@ class WeightPusher:
             "file": FileTransfer(engine_urls, folder),
         }
         self._secret, self._timeouts = secret, timeouts or Timeouts()
-        self._patience_s = patience_s
+        self._patience_s, self._retry_s, self._cooldown_s = patience_s, retry_s, cooldown_s
         self._routes: dict[str, Route] = {}
         self._unusable: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, method and workers of failed transfers, which are not tried again."""
@@ -205,7 +209,7 @@ class WeightPusher:
             else:
                 self._given_up.discard(url)
                 return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._retry_s)
 
     async def _push(self, tensors: Tensors, version: int, urls: Sequence[str]) -> PushReport:
         began = time.perf_counter()
@@ -367,7 +371,7 @@ class WeightPusher:
         for it."""
         before = self._cooldowns.pop(url, None)
         if isinstance(error, EngineSilentError):
-            rest_s = min(2 * before.rest_s, MAX_COOLDOWN_S) if before else COOLDOWN_S
+            rest_s = min(2 * before.rest_s, MAX_COOLDOWN_S) if before else self._cooldown_s
             self._cooldowns[url] = EngineCooldown(error=error, rest_s=rest_s, until=time.monotonic() + rest_s)
 
 

@@ -449,10 +449,9 @@ async def test_engines_wake_when_the_learner_says_so(vllm, weights, tmp_path):
     assert (vllm.label, vllm.paused, vllm.asleep) == ("5", False, False)
 
 
-async def test_an_engine_that_is_being_started_again_is_waited_for_and_put_to_sleep(vllm, tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.weights.push.pusher.RETRY_S", 0.01)
+async def test_an_engine_that_is_being_started_again_is_waited_for_and_put_to_sleep(vllm, tmp_path):
     vllm.label, vllm.paused = "updating-5-restart", True
-    learner = asyncio.create_task(asyncio.to_thread(WeightPusher([vllm.url], tmp_path).sleep))
+    learner = asyncio.create_task(asyncio.to_thread(WeightPusher([vllm.url], tmp_path, retry_s=0.01).sleep))
     async with asyncio.timeout(60):
         while vllm.calls.count("/weight_info") < 2:  # noqa: ASYNC110 - a server announces no caller
             await asyncio.sleep(0)
@@ -462,8 +461,7 @@ async def test_an_engine_that_is_being_started_again_is_waited_for_and_put_to_sl
 
 
 async def test_an_engine_that_does_not_come_back_is_not_waited_for_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.weights.push.pusher.RETRY_S", 0.01)
-    pusher = WeightPusher([GONE], tmp_path, patience_s=0.02)
+    pusher = WeightPusher([GONE], tmp_path, patience_s=0.02, retry_s=0.01)
     await asyncio.to_thread(pusher.sleep)
     monkeypatch.setattr(pusher, "_patience_s", 600)
     await asyncio.to_thread(pusher.sleep)
@@ -584,9 +582,9 @@ async def test_a_learner_that_cannot_tell_its_engines_goes_on_and_says_so(tmp_pa
 async def test_an_engine_that_answers_nobody_is_waited_for_once_in_a_while_and_brought_up_to_date_when_it_is_back(
     vllm, another, weights, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("swarmq.weights.push.pusher.COOLDOWN_S", 600.0)
     another.silent = True
-    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=Timeouts(ask_s=2.0))  # one must answer within it
+    timeouts = Timeouts(ask_s=2.0)  # one must answer within it
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=timeouts, cooldown_s=600.0)
     for version in (5, 6):
         report = await asyncio.to_thread(pusher.push, weights, version)
         assert list(report.failed) == list(pusher.failing) == [another.url]
@@ -632,8 +630,7 @@ async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, we
     assert asked == [0, 30, 90, 210, 330, 450]
 
 
-async def test_when_no_engine_answers_they_are_asked_again_and_again(vllm, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.weights.push.pusher.RETRY_S", 0.01)
+async def test_when_no_engine_answers_they_are_asked_again_and_again(vllm, weights, tmp_path):
     vllm.silent = True
     pusher = WeightPusher([vllm.url], tmp_path, timeouts=Timeouts(ask_s=0.2))
     for offer in (pusher.push, pusher.ensure):
