@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from swarmq.client.async_client import AsyncSwarmClient
-from swarmq.client.episodes.client import DRAIN_S, OpenBroker, open_amqp
+from swarmq.client.episodes.client import OpenBroker, open_amqp
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import CoroutineFactory, LoopThread, run_blocking
 from swarmq.errors import ClientError, drop_traceback
@@ -106,7 +106,7 @@ class SwarmClient:
         atexit.unregister(self.close)
         self._io.loop.call_soon_threadsafe(self._closing.set)
         try:
-            self._life.result(timeout=2 * DRAIN_S)
+            self._life.result(timeout=2 * self._client.limits.drain_s)
         finally:
             self._stop_threads()
 

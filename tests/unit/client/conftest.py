@@ -103,8 +103,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[AsyncEpiso
     real = attempts._call_within
 
     def be(hangs: Callable[[AsyncEpisode], bool]) -> None:
-        async def in_time(agent: attempts.Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
-            return await real(agent, ep, 0.1 if hangs(ep) else timeout_s)
+        async def in_time(agent: attempts.Agent, ep: AsyncEpisode, timeout_s: float, slow_s: float) -> Any:
+            return await real(agent, ep, 0.1 if hangs(ep) else timeout_s, slow_s)
 
         monkeypatch.setattr(attempts, "_call_within", in_time)
 

@@ -39,9 +39,6 @@ from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
 from swarmq.outcome import Outcome, combine_end_arguments, explain_untrainable, make_finished_end, make_unfinished_end
 from swarmq.runtime.logs import log
 
-DRAIN_S = 10.0
-"""Seconds that closing waits for ends that the broker has not confirmed; after that, they stay in the spool."""
-REMEMBERED_ENDS = 1024
 ORPHAN_INTERVAL_S = 30.0
 WARNING_INTERVAL_S = 60.0
 """Least seconds between two warnings of the same kind, e.g. about episodes without a model call."""
@@ -55,6 +52,24 @@ def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManag
 
     user = topology.client_user(invite.run, invite.client) if invite.invited else ""
     return AmqpBroker.open(invite.broker_url, name=name, deadline_s=initial_connect_timeout_s(), user=user)
+
+
+class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Times and limits of a client that have no reason to differ outside of tests."""
+
+    drain_s: float = 10.0
+    """Seconds that closing waits for ends that the broker has not confirmed; after that, they stay in the spool."""
+    remembered_ends: int = 1024
+    """Number of ended episodes that are remembered, so that a repeated end by id is recognised."""
+    abort_timeout_s: float = 5.0
+    """Seconds for which an interrupted attempt tries to report to the collector that its episode is aborted."""
+    slow_attempt_s: float = 600.0
+    """Seconds after which a long attempt is logged; it is also logged once it has used half of its time."""
+    progress_interval_s: float = 30.0
+    """Seconds between two log lines of progress where there is no terminal."""
+
+
+LIMITS = ClientLimits()
 
 
 class EpisodeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +107,11 @@ class EpisodeClient:
         spool: Path | None = None,
         open_broker: OpenBroker = open_amqp,
         now: Callable[[], float] = time.time,
+        limits: ClientLimits = LIMITS,
     ) -> None:
         self.invite = find_invite(invite)
         self.client_id = make_client_id(self.invite.client)
+        self.limits = limits
         self._clock = ProxyClock(self.invite, now=now)
         self.numbering = SlotNumbering()
         self.agent_loop: LoopThread | None = None
@@ -130,7 +147,7 @@ class EpisodeClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort open episodes, wait up to DRAIN_S for the ends being sent, and leave the rest in the spool."""
+        """Abort open episodes, wait up to `limits.drain_s` for the ends being sent, and leave the rest in the spool."""
         for record in list(self._open.values()):
             if record.end is None:
                 self._start_sending(record, make_unfinished_end(record.begin, "aborted", "the client was closed"))
@@ -138,7 +155,7 @@ class EpisodeClient:
         self._orphan_loop.cancel()
         self._transport.refuse(ClientError("the client was closed while this episode waited for its ticket"))
         try:
-            await asyncio.wait((self._first_delivery, *self._sending), timeout=DRAIN_S)
+            await asyncio.wait((self._first_delivery, *self._sending), timeout=self.limits.drain_s)
         finally:
             for task in (self._clock_sync, self._first_delivery, *self._sending):
                 task.cancel()
@@ -482,7 +499,7 @@ class EpisodeClient:
         slim = EpisodeRecord(begin=record.begin, task=SwarmTask(record.task.id), base_url=record.base_url, api_key="")
         slim.end, slim.sending = record.end, record.sending
         self._ended[record.begin.episode_id] = slim
-        if len(self._ended) > REMEMBERED_ENDS:
+        if len(self._ended) > self.limits.remembered_ends:
             self._ended.popitem(last=False)
 
     async def _keep_delivering_orphans(self) -> None:

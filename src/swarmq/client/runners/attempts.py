@@ -32,10 +32,6 @@ ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
 """Default seconds of one attempt, which is also the lifetime of its API key."""
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that a short outage does not use up all attempts."""
-SLOW_ATTEMPT_S = 600.0
-"""Seconds after which a long attempt is logged; it is also logged once it has used half of its time."""
-ABORT_TIMEOUT_S = 5.0
-"""Seconds for which an interrupted attempt tries to report to the collector that its episode is aborted."""
 
 
 class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +101,7 @@ async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, time
     began = time.monotonic()
     error: BaseException | None = None
     try:
-        returned = await _call_within(agent, ep, timeout_s)
+        returned = await _call_within(agent, ep, timeout_s, client.limits.slow_attempt_s)
         if not ep.ended:
             await _end_with_returned(client, ep, agent, returned)
     except asyncio.CancelledError as cancelled:
@@ -130,8 +126,8 @@ async def _end_with_returned(client: EpisodeClient, ep: AsyncEpisode, agent: Age
         raise OutcomeError(f"{agent.name} returned an Outcome: {flaw}") from None
 
 
-async def _call_within(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
-    """Return the agent's result. Raises AttemptTimeoutError after `timeout_s`, even if the interrupted agent still returns a
+async def _call_within(agent: Agent, ep: AsyncEpisode, timeout_s: float, slow_s: float) -> Any:
+    """Return the agent's result, and log a call that takes longer than `slow_s`. Raises AttemptTimeoutError after `timeout_s`, even if the interrupted agent still returns a
     result."""
     after = "it was cancelled" if agent.is_async else "its thread goes on, as threads cannot be stopped"
     error = AttemptTimeoutError(
@@ -139,7 +135,7 @@ async def _call_within(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
     )
     long = warn_if_slow(
         "agent_runs_long",
-        first_s=min(SLOW_ATTEMPT_S, timeout_s / 2),
+        first_s=min(slow_s, timeout_s / 2),
         episode=ep.episode_id,
         task=ep.task.id,
         kind=ep.kind,
@@ -191,7 +187,7 @@ def _is_being_cancelled() -> bool:
 
 async def _abort_within_limit(client: EpisodeClient, ep: AsyncEpisode, error: BaseException) -> None:
     try:
-        async with asyncio.timeout(ABORT_TIMEOUT_S):
+        async with asyncio.timeout(client.limits.abort_timeout_s):
             await client.end_after_error(ep, error)
     except TimeoutError:
         return  # it is in the spool

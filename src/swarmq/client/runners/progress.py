@@ -21,7 +21,6 @@ from swarmq.runtime.terminal import console, visible
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-LINE_EVERY_S = 30.0
 MAX_DISTINCT = 100
 """Largest number of different tracebacks that are shown."""
 PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
@@ -33,12 +32,14 @@ INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "p
 class Display:
     """Display of progress; call `update` after each attempt. With `shown=False`, only tracebacks appear."""
 
-    def __init__(self, label: str, *, total: int | None, shown: bool) -> None:
+    def __init__(self, label: str, *, total: int | None, shown: bool, interval_s: float) -> None:
+        """`interval_s`: seconds between two log lines where there is no terminal."""
         self._label = label
         self._total = total
         self._bar = _make_progress_bar() if shown and sys.stderr.isatty() else None
         self._lines = shown and self._bar is None
-        self._next_line = time.monotonic() + LINE_EVERY_S
+        self._interval_s = interval_s
+        self._next_line = time.monotonic() + interval_s
         self._seen: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
@@ -62,7 +63,7 @@ class Display:
         if self._bar:
             self._bar.update(self._row, completed=tally.slots, figures=_format_figures(tally))
         elif self._lines and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_EVERY_S
+            self._next_line = time.monotonic() + self._interval_s
             total = {} if self._total is None else {"total": self._total}
             reward = {} if tally.reward_mean is None else {"reward_mean": format_reward(tally.reward_mean)}
             log.info("progress", of=self._label, slots=tally.slots, **total, **reward, failed=tally.failed)

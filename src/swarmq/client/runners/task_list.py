@@ -59,7 +59,8 @@ async def train_on_tasks(
     runner = TaskListRunner(client, function, episodes, options)
     expected_repeats = repeats or client.invite.group_size
     total = len(tasks) * expected_repeats * epochs if isinstance(tasks, Sized) else None
-    with Display("episodes", total=total, shown=options.progress) as display:
+    interval_s = client.limits.progress_interval_s
+    with Display("episodes", total=total, shown=options.progress, interval_s=interval_s) as display:
         await runner.run(slots, display.update)
     return runner.tally.summary(runner.seconds)
 
@@ -83,7 +84,8 @@ async def evaluate_tasks(
         display.update(tally, attempted)
 
     total = len(tasks) * repeats if isinstance(tasks, Sized) else None
-    with Display("evaluation", total=total, shown=options.progress) as display:
+    interval_s = client.limits.progress_interval_s
+    with Display("evaluation", total=total, shown=options.progress, interval_s=interval_s) as display:
         slots = plan_slots(tasks, repeats=repeats, epochs=1, numbering=client.numbering)
         await runner.run(slots, keep)
     return make_eval_report(finished, failed=runner.tally.given_up, seconds=runner.seconds)

@@ -92,7 +92,10 @@ class Worker:
             concurrency=self._options.concurrency,
             client=self._client.client_id,
         )
-        with Display(f"worker {self._kind}", total=None, shown=self._options.progress) as self._display:
+        interval_s = self._client.limits.progress_interval_s
+        with Display(
+            f"worker {self._kind}", total=None, shown=self._options.progress, interval_s=interval_s
+        ) as self._display:
             async with self._open_sources() as sources, asyncio.TaskGroup() as attempts:
                 taking = [attempts.create_task(self._take_deliveries(source, attempts)) for source in sources]
                 await stop.wait()

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from swarmq.broker import tickets, topology
 from swarmq.client.data.tasks import SwarmTask
-from swarmq.client.episodes import client as async_client
+from swarmq.client.episodes.client import ClientLimits
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
 from swarmq.keys import verify
 from swarmq.messages import Slot
@@ -309,9 +309,8 @@ async def test_an_end_whose_caller_gives_up_is_sent_all_the_same(swarm, client):
     assert len(swarm.ends) == 1
 
 
-async def test_what_one_client_could_not_deliver_the_next_one_does(swarm, monkeypatch):
-    monkeypatch.setattr(async_client, "DRAIN_S", 0.0)
-    async with swarm.client() as client:
+async def test_what_one_client_could_not_deliver_the_next_one_does(swarm):
+    async with swarm.client(limits=ClientLimits(drain_s=0.0)) as client:
         ep = await client.begin_episode("t")
         swarm.broker.away(gone=True)
         ending = asyncio.ensure_future(ep.end(0.25))
@@ -452,10 +451,9 @@ async def test_a_blocking_call_on_the_clients_own_loop_is_refused_instead_of_han
         ep.blocking().end(1.0)
 
 
-async def test_memory_does_not_grow_with_ended_episodes(swarm_of, monkeypatch):
-    monkeypatch.setattr(async_client, "REMEMBERED_ENDS", 3)
+async def test_memory_does_not_grow_with_ended_episodes(swarm_of):
     swarm = await swarm_of(ticketed=False)
-    async with swarm.client() as client:
+    async with swarm.client(limits=ClientLimits(remembered_ends=3)) as client:
         episodes = [await client.begin_episode("t") for _ in range(10)]
         for ep in episodes:
             await ep.end(1.0)

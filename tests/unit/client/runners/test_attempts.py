@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from swarmq.client.data.tasks import SlotNumbering, SwarmTask
-from swarmq.client.episodes.client import KEY_LIFETIME_S
-from swarmq.client.runners import attempts, progress
+from swarmq.client.episodes.client import KEY_LIFETIME_S, ClientLimits
 from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S
 from swarmq.client.runners.task_list import plan_slots
 from swarmq.errors import EpisodeError, TaskError
@@ -201,7 +200,7 @@ async def test_what_an_interrupted_agent_returns_is_no_reward(swarm, client, cap
     assert [(end.status, end.rewards) for end in swarm.ends] == [("failed", {})]
 
 
-async def test_an_end_that_is_under_way_at_the_deadline_is_waited_for(swarm, client, monkeypatch):
+async def test_an_end_that_is_under_way_at_the_deadline_is_waited_for(swarm, monkeypatch):
     confirm, real = asyncio.Event(), swarm.broker.publish
 
     async def publish(queue, message, *, deadline_s=None):
@@ -214,23 +213,24 @@ async def test_an_end_that_is_under_way_at_the_deadline_is_waited_for(swarm, cli
         await ep.end(1.0)
 
     monkeypatch.setattr(swarm.broker, "publish", publish)
-    monkeypatch.setattr(attempts, "ABORT_TIMEOUT_S", 600.0)
-    summary = await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, attempt_timeout_s=0.01, **FAST)
+    async with swarm.client(limits=ClientLimits(abort_timeout_s=600.0)) as client:
+        summary = await client.run_episodes_until_all_complete(
+            TASKS[:1], agent, repeats=1, attempt_timeout_s=0.01, **FAST
+        )
     assert (summary.finished, summary.failed) == (1, 0)
     assert [end.rewards for end in swarm.ends] == [{"main": 1.0}]
 
 
-async def test_an_agent_that_runs_long_is_told_of_in_one_line(swarm, client, monkeypatch):
-    monkeypatch.setattr(attempts, "SLOW_ATTEMPT_S", 0.0)
-    with capture_logs() as told:
+async def test_an_agent_that_runs_long_is_told_of_in_one_line(swarm):
+    async def agent(ep):
+        later = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, later.set)
+        await later.wait()
+        return 1.0
 
-        async def agent(ep):
-            later = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.01, later.set)
-            await later.wait()
-            return 1.0
-
-        await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, **FAST)
+    async with swarm.client(limits=ClientLimits(slow_attempt_s=0.0)) as client:
+        with capture_logs() as told:
+            await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, **FAST)
     assert (told[0]["event"], told[0]["task"], told[0]["fails_after_s"]) == ("agent_runs_long", "t0", 7200.0)
 
 
@@ -256,10 +256,12 @@ async def test_what_repeats_is_named_by_the_line_of_the_agent_and_not_of_a_libra
     assert f"4 more times: JSONDecodeError at {__file__}:{line}\n" in capsys.readouterr().err
 
 
-async def test_a_line_of_progress_has_figures_for_people_and_none_that_is_unknown(swarm, client, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with capture_logs() as told:
-        await client.run_episodes_until_all_complete(iter(TASKS[:1]), lambda _ep: 1 / 3, repeats=1, retry_pause_s=0.0)
+async def test_a_line_of_progress_has_figures_for_people_and_none_that_is_unknown(swarm):
+    async with swarm.client(limits=ClientLimits(progress_interval_s=0.0)) as client:
+        with capture_logs() as told:
+            await client.run_episodes_until_all_complete(
+                iter(TASKS[:1]), lambda _ep: 1 / 3, repeats=1, retry_pause_s=0.0
+            )
     [line] = [one for one in told if one["event"] == "progress"]
     assert line == {"event": "progress", "log_level": "info"} | {
         "of": "episodes", "slots": 1, "reward_mean": "0.333", "failed": 0

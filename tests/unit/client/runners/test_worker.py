@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.episodes import client as async_client
-from swarmq.client.runners import attempts
+from swarmq.client.episodes.client import LIMITS, ClientLimits
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker, load_target
 from swarmq.errors import EpisodeError, TaskError
@@ -48,8 +47,8 @@ class Working:
 
 
 @contextlib.asynccontextmanager
-async def working(swarm, function, **options):
-    async with swarm.client() as client:
+async def working(swarm, function, *, limits=LIMITS, **options):
+    async with swarm.client(limits=limits) as client:
         worker = Working(swarm, client, function, **options)
         try:
             yield worker
@@ -77,9 +76,7 @@ async def test_a_task_is_attempted_with_its_payload_and_then_gone(swarm):
     assert (summary.finished, summary.slots, summary.given_up) == (1, 1, 0)
 
 
-async def test_a_task_is_held_until_its_end_is_confirmed(swarm, monkeypatch):
-    monkeypatch.setattr(async_client, "DRAIN_S", 0.0)
-    monkeypatch.setattr(attempts, "ABORT_TIMEOUT_S", 0.0)
+async def test_a_task_is_held_until_its_end_is_confirmed(swarm):
     answered = asyncio.Event()
 
     async def agent(ep):
@@ -87,7 +84,7 @@ async def test_a_task_is_held_until_its_end_is_confirmed(swarm, monkeypatch):
         return 1.0
 
     await swarm.broker.publish(TASKS, task("a"))
-    async with working(swarm, agent) as worker:
+    async with working(swarm, agent, limits=ClientLimits(drain_s=0.0, abort_timeout_s=0.0)) as worker:
         real = swarm.broker.publish
         swarm.broker.publish = _only_begins(real)
         await answered.wait()
