@@ -94,7 +94,7 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
             raise ConfigError(f"{path}: policy {parts[1]!r} is frozen, it has no learner")
         if unknown := set(_named_kinds(parts, changed)) - known:
             raise ConfigError(
-                f"{path}: kind {min(unknown)!r} is unknown; those of the run are {', '.join(sorted(known))} "
+                f"{path}: kind {min(unknown)!r} is unknown; the run has {', '.join(sorted(known))} "
                 "(a new one needs [kinds.NAME] in the job file and a restart)"
             )
         if parts[-1] == "max_steps" and value and value <= versions.get(parts[1], 0):
