@@ -23,7 +23,7 @@ from swarmq.runtime.slow_waits import warn_if_slow
 
 
 class Transport(Protocol):
-    """Sender of begins and ends; see the module."""
+    """Sender of begins and ends, over RabbitMQ or HTTP."""
 
     async def begin(self, begin: EpisodeBegin) -> None:
         """Publish the begin, with a ticket if one is needed, and wait for its confirmation. Raises BrokerError, EpisodeError."""

@@ -43,7 +43,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 def find_newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> Checkpoint | None:
     """Return the newest valid checkpoint, or None. `hashed` as for `verify`.
 
-    Raises LearnerError for a checkpoint of another run, policy or model, or of a newer version, which is not damage.
+    Raises LearnerError for a checkpoint of another run, policy or model, or of a newer format version; such a checkpoint is not
+    damaged.
     """
     for path in reversed(list_checkpoints(folder)):
         try:

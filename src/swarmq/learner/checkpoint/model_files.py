@@ -44,7 +44,7 @@ CopyOutline = tuple[str, torch.Size, torch.dtype]
 
 
 class NotGrantedError(Exception):
-    """The system grants this process no more memory."""
+    """The system does not grant this process more memory."""
 
 
 class HostCopies:
@@ -74,7 +74,7 @@ class HostCopies:
         return {**state, "state": own}
 
     def reserve(self, outlines: Iterable[CopyOutline]) -> None:
-        """Allocate memory for copies and touch it, because a kernel provides promised memory only at the first write.
+        """Allocate memory for copies and touch it, because the kernel provides granted memory only at the first write.
 
         Raises NotGrantedError if the memory is not granted; all kept memory is then freed, because training needs it.
         """

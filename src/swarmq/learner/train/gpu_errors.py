@@ -21,8 +21,8 @@ FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
 
 @contextmanager
 def map_gpu_errors(doing: str) -> Iterator[None]:
-    """Map errors of a GPU that has too little memory, has failed or has lost the other ranks to LearnerError. `doing`: prefix
-    of the message."""
+    """Map errors of a GPU to LearnerError: too little memory, a failed GPU, or lost contact to other ranks. `doing`: prefix of
+    the message."""
     try:
         yield
     except RuntimeError as error:  # base class of all of torch's errors
@@ -52,6 +52,6 @@ def _explain(error: RuntimeError) -> str | None:
 
 
 def _line(text: str, mark: re.Pattern[str]) -> str:
-    """Return the line of the error that matches `mark`, else its first line."""
+    """Return the first line of the text that matches `mark`, else the first line."""
     lines = text.splitlines() or ["no reason given"]
     return next((line for line in lines if mark.search(line)), lines[0])

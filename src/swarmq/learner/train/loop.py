@@ -68,7 +68,7 @@ class RankCommand(NamedTuple):
     name: str
     """`step`, `save` or `stop`."""
     body: bytes = b""
-    """Encoded BatchRecord of a step."""
+    """Encoded BatchRecord, for a step."""
     replayed: bool = False
     asked: int = 0
     """Number of the `SaveCheckpoint` request, for a save."""
@@ -101,7 +101,7 @@ class Learner:
         stop: StopSignal,
         tokenizers: EngineTokenizers | None = None,
     ) -> None:
-        """Load the newest valid checkpoint or the initial model. Raises LearnerError."""
+        """Load the newest valid checkpoint or the initial model. Raises LearnerError if that fails."""
         self.job, self.policy, self.stop = job, policy, stop
         self._tokenizers = tokenizers
         self.settings = job.policies[policy]
@@ -119,7 +119,7 @@ class Learner:
         self._pending_checkpoint: _PendingCheckpoint | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
-        """Allocation of memory for the checkpoint's copy, on rank 0, from halfway to the first checkpoint on."""
+        """Allocation of memory for the copy of the first checkpoint, on rank 0; begun halfway to that checkpoint."""
         self._train = self.settings.train
         """Settings of the newest step, which may change while the run is up."""
         self._evaluations_logged = set[float]()
@@ -136,7 +136,7 @@ class Learner:
         return bool(self.trainer.accelerator.is_main_process)
 
     def _load(self) -> Trainer:
-        """Return the trainer. Engines that take turns with the learner sleep meanwhile, as during a step."""
+        """Return the trainer. Engines that share the learner's GPUs sleep while it is loaded, as during a step."""
         settings, found = self.settings, discovery.find_newest(self.folder, self.identity)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
@@ -248,7 +248,8 @@ class Learner:
         )
 
     def _log_evaluation(self, link: FeederLink, evaluation: Evaluation) -> None:
-        """Log the results of a round and say so. Known ones come again from a batch feeder that died before it noted that."""
+        """Log the results of an evaluation round and report that they were logged. Results that were already logged are
+        skipped; a batch feeder that died before it recorded the report sends them again."""
         if evaluation.began_at not in self._evaluations_logged:
             self._trackers.log_evaluation(evaluation.version, evaluation.results, now=self.trainer.version)
             self._evaluations_logged.add(evaluation.began_at)
@@ -357,8 +358,10 @@ class Learner:
 
     @contextlib.contextmanager
     def _tolerate_full_disk(self, link: FeederLink | None, version: int, *, asked: int) -> Iterator[None]:
-        """Warn if the disk has no room for a checkpoint; the next regular checkpoint tries again. A requested checkpoint is
-        retried until there is room or the learner is stopped, and nothing is trained before."""
+        """Warn if the disk has no room for a checkpoint; the next regular checkpoint tries again.
+
+        A requested checkpoint is retried until there is room or the learner is stopped, and nothing is trained until then.
+        """
         try:
             yield
         except DiskFullError as error:

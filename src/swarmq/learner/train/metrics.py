@@ -52,8 +52,8 @@ class MetricSums:
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), among.double())
 
     def add_same(self, logprobs: Tensor, behavior_logprobs: Tensor, same: Tensor) -> None:
-        """Add the mismatch of tokens sampled with the learner's present weights. `same` [S] bool: these tokens; `logprobs` [S]:
-        under the same weights."""
+        """Add the mismatch of the tokens `same` [S] bool, which were sampled with the learner's present weights. `logprobs`
+        [S]: log-probabilities under these weights."""
         gap = (logprobs.detach() - behavior_logprobs).abs()
         self.add(same_tokens=same.sum(), same_gap=torch.where(same, gap, 0).sum(dtype=torch.float64))
 

@@ -81,11 +81,11 @@ CPU_ROW_PASS = 2048
 
 
 class GradientTally(NamedTuple):
-    """Sums beside an accumulated gradient, on this rank; tensors by episode count tokens."""
+    """Sums that accompany an accumulated gradient, on this rank. Tensors count the tokens of each episode."""
 
     sums: MetricSums
     trained: Tensor
-    """[num_episodes] float32: tokens with a weight that no filter took."""
+    """[num_episodes] float32: tokens with a weight that no filter removed."""
     nonfinite: Tensor
     """[num_episodes] float32: trained tokens whose loss is not finite."""
     traces: TraceBuilder | None
@@ -102,7 +102,7 @@ class Accumulated(NamedTuple):
     fields: dict[str, Any]
     """Metrics, the same on every rank."""
     units_left: int
-    """Number of tokens or episodes (as the normalisation divides by) that no filter removed, over all ranks."""
+    """Number of tokens or episodes, depending on the normalisation, that no filter removed, over all ranks."""
     tally: GradientTally
 
 
@@ -195,8 +195,11 @@ class Trainer:
         return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight by its Hugging Face name; a tied weight under each of its names, as engines expect. Of a sharded
-        policy, rank 0 alone has the weights. Weights have the compute dtype, or the adapters' dtype where adapters add to them."""
+        """Yield every weight by its Hugging Face name; a tied weight under each of its names, as engines expect.
+
+        Weights have the compute dtype, or the adapters' dtype where adapters add to them. Only rank 0 has the weights of a
+        sharded policy.
+        """
         return ((name, materialize(weight)) for name, weight in self._weights())
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
@@ -237,7 +240,7 @@ class Trainer:
         return self._to_write(self._parameters())
 
     def _parameters(self) -> dict[str, Weight]:
-        """Return the trained weights by the model's own names; of a sharded policy, this rank's shards."""
+        """Return the trained weights by the model's own names; if the policy is sharded, this rank's shards of them."""
         return dict(self._as_named(self.lm.state_dict(keep_vars=True)))
 
     def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
@@ -255,7 +258,7 @@ class Trainer:
             )
 
     def _as_named(self, weights: Mapping[str, Tensor]) -> NamedTensors:
-        """Return weights of the model under its own names, with the adapters' contribution."""
+        """Return `weights` under the model's own names, without those of PEFT, and with the adapters' contribution."""
         return lora.defer_adapted_weights(self.lm, weights) if self.train.lora else weights.items()
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
@@ -331,8 +334,8 @@ class Trainer:
         teacher: TeacherScores | None,
         proximal: Sequence[Tensor] | None,
     ) -> tuple[dict[str, Any], TraceBuilder | None]:
-        """Take one optimizer step on this rank's part; returns its metrics and token traces. A gradient that is not finite is
-        computed again without the episodes that cause it."""
+        """Take one optimizer step on this rank's part, and return its metrics and token traces. If the gradient is not finite,
+        it is computed again without the episodes that cause this."""
         fields, units_left, tally = self.accumulate(work, train, teacher=teacher, proximal=proximal)
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, spoilt = self._clip(train), list[int]()
@@ -519,8 +522,11 @@ def _repeat(deterministic: bool) -> None:
 
 
 def _check_cut(reasons: Mapping[str, str | None]) -> None:
-    """Check that ranks can share the micro-batches of every model. `reasons`: model -> reason why not, or None. Raises
-    LearnerError."""
+    """Check that ranks can share the micro-batches of every model. Raises LearnerError for a model that has a reason against
+    it.
+
+    `reasons`: model -> reason why its micro-batches cannot be shared, or None.
+    """
     for model, reason in reasons.items():
         if reason:
             raise SetUpError(
