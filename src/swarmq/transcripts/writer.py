@@ -50,8 +50,9 @@ SEGMENTS_PER_AGE = 30
 """Number of segments that share the age cap at least, so that old transcripts go soon after their time."""
 QUEUE_BYTES = 64 * 1024 * 1024
 """Most bytes that wait for the thread."""
-BATCH_BYTES = 4 * 1024 * 1024
-"""Bytes after which a batch of transcripts is compressed and appended."""
+BATCH_BYTES = 512 * 1024
+"""Bytes after which a batch of transcripts is compressed and appended. The memory of small batches is used again; that of batches of
+a few MiB is given back and taken anew each time, for which the thread would hold the interpreter three times as long."""
 CHECK_S = 60.0
 """Seconds between two looks for segments that are out of age."""
 WARN_S = 600.0
