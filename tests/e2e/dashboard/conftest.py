@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from support.stored import unpack_run
 from swarmq.config import RunFolder
@@ -35,14 +36,30 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+def address_of(link: str) -> str:
+    """Return the address without the token."""
+    return link.partition("#")[0]
+
+
+def read_runs(link: str) -> list[dict[str, Any]]:
+    """Return the list of runs, as a program would read it."""
+    token = link.partition("#token=")[2]
+    request = Request(f"{address_of(link)}api/runs", headers={"authorization": f"Bearer {token}"})
+    with urlopen(request) as answer:
+        return list(msgspec.json.decode(answer.read())["runs"])
+
+
 class Reader:
     """A page of the dashboard, and what the browser had to complain about."""
 
-    def __init__(self, page: Page, address: str) -> None:
-        self.page, self.address = page, address
+    def __init__(self, page: Page, link: str) -> None:
+        """`link`: what `swarmq dashboard` printed, with its token."""
+        self.page, self.address = page, address_of(link)
         self.complaints: list[str] = []
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.goto(link)
+        page.wait_for_selector("main")
 
     def _note(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
@@ -55,7 +72,7 @@ class Reader:
 
     def settle(self) -> None:
         self.page.wait_for_selector("h1, .state.failed, .state.empty")
-        self.page.wait_for_function("document.querySelectorAll('.state.loading').length === 0")
+        expect(self.page.locator(".state.loading")).to_have_count(0)
 
     def violations(self) -> list[str]:
         """Return what axe finds against WCAG 2.1 AA and its own best practices."""
@@ -73,10 +90,10 @@ def read(browser: Browser) -> Iterator[Callable[..., Reader]]:
     """Open a page in a fresh browser profile."""
     with contextlib.ExitStack() as stack:
 
-        def read(address: str, **options: Any) -> Reader:
+        def read(link: str, **options: Any) -> Reader:
             context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
             stack.callback(context.close)
-            return Reader(context.new_page(), address)
+            return Reader(context.new_page(), link)
 
         yield read
 
@@ -90,11 +107,12 @@ class Dashboard:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "NO_COLOR": "1"}
         )
         self.said: list[str] = []
-        self.address = ""
+        self.link = ""
+        """Address with the token."""
         self._known = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        if not self._known.wait(STARTS_WITHIN_S) or not self.address:
+        if not self._known.wait(STARTS_WITHIN_S) or not self.link:
             self.end()
             raise AssertionError("the dashboard did not say its address:\n" + "".join(self.said))
 
@@ -103,8 +121,8 @@ class Dashboard:
         for line in self.process.stdout:
             self.said.append(line)
             found = next((word for word in line.split() if word.startswith("http://")), "")
-            if found and not self.address:
-                self.address = found.rstrip("/.,") + "/"
+            if found and not self.link:
+                self.link = found
                 self._known.set()
         self._known.set()
 
@@ -170,15 +188,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="session")
-def address(dashboards: Callable[..., Dashboard], folders: Folders) -> str:
-    """Address of a dashboard of all three."""
-    return dashboards(folders.root / "whole", folders.root / "crashed", folders.root / "live").address
+def link(dashboards: Callable[..., Dashboard], folders: Folders) -> str:
+    """Link to a dashboard of all three."""
+    return dashboards(folders.root / "whole", folders.root / "crashed", folders.root / "live").link
 
 
 @pytest.fixture(scope="session")
-def run_ids(address: str) -> dict[str, str]:
+def run_ids(link: str) -> dict[str, str]:
     """Name of a folder -> the run's id in the dashboard's addresses."""
-    import urllib.request
-
-    with urllib.request.urlopen(f"{address}api/runs") as answer:
-        return {Path(run["folder"]).name: run["id"] for run in msgspec.json.decode(answer.read())["runs"]}
+    return {Path(run["folder"]).name: run["id"] for run in read_runs(link)}

@@ -13,7 +13,7 @@ from support.run_folder import make_whole_run
 from swarmq.dashboard.export import collect_episode, collect_group, export_html
 from swarmq.observe.run import Run
 
-from .conftest import Dashboard, Reader
+from .conftest import Dashboard, Reader, read_runs
 
 Read = Callable[..., Reader]
 
@@ -26,7 +26,7 @@ LONG = "a line of a log that never ends\n" * 100_000
 
 
 class Made:
-    """A run with an episode in every state, one of them hostile, and a dashboard's address."""
+    """A run with an episode in every state, one of them hostile, and a dashboard of it."""
 
     def __init__(self, folder: Path) -> None:
         self.run, self.ids = make_whole_run(folder)
@@ -57,16 +57,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 
 @pytest.fixture(scope="module")
-def address(dashboards: Callable[..., Dashboard], made: Made) -> str:
-    return dashboards(made.folder).address
+def link(dashboards: Callable[..., Dashboard], made: Made) -> str:
+    return dashboards(made.folder).link
 
 
 @pytest.fixture(scope="module")
-def run_id(address: str) -> str:
-    from urllib.request import urlopen
-
-    with urlopen(f"{address}api/runs") as answer:
-        return str(msgspec.json.decode(answer.read())["runs"][0]["id"])
+def run_id(link: str) -> str:
+    return str(read_runs(link)[0]["id"])
 
 
 @pytest.fixture
@@ -94,9 +91,9 @@ def open_file(read: Read, path: Path) -> Reader:
 
 
 def test_a_number_of_the_ledger_leads_to_the_token_that_was_clipped(
-    read: Read, address: str, run_id: str, made: Made
+    read: Read, link: str, run_id: str, made: Made
 ) -> None:
-    reader = read(address)
+    reader = read(link)
     page = reader.page
     reader.open(f"run/{run_id}/ledger")
     page.locator(".equation a", has_text="trained").click()
@@ -117,13 +114,13 @@ def test_a_number_of_the_ledger_leads_to_the_token_that_was_clipped(
     assert reader.complaints == []
 
 
-def test_filters_travel_with_a_link(read: Read, address: str, run_id: str, made: Made) -> None:
-    reader = read(address)
+def test_filters_travel_with_a_link(read: Read, link: str, run_id: str, made: Made) -> None:
+    reader = read(link)
     reader.open(f"run/{run_id}/episodes")
     reader.page.get_by_label("State", exact=True).select_option("dropped")
     reader.page.get_by_label("Reason", exact=True).select_option("equal_rewards")
     reader.page.get_by_text("2 episodes").first.wait_for()
-    again = read(address)
+    again = read(link)
     again.page.goto(reader.page.url)
     again.page.get_by_text("2 episodes").first.wait_for()
     assert again.page.locator("main [data-row]").count() == 2
@@ -134,8 +131,8 @@ def test_filters_travel_with_a_link(read: Read, address: str, run_id: str, made:
     assert reader.complaints == again.complaints == []
 
 
-def test_a_bar_of_the_rewards_shows_its_episodes(read: Read, address: str, run_id: str, made: Made) -> None:
-    reader = read(address)
+def test_a_bar_of_the_rewards_shows_its_episodes(read: Read, link: str, run_id: str, made: Made) -> None:
+    reader = read(link)
     reader.open(f"run/{run_id}/episodes?state=trained")
     reader.page.get_by_role("link", name="Reward").last.click()
     reader.page.get_by_text("1 episode", exact=True).first.wait_for()
@@ -143,8 +140,8 @@ def test_a_bar_of_the_rewards_shows_its_episodes(read: Read, address: str, run_i
     assert "state=trained" in reader.page.url
 
 
-def test_rows_are_walked_by_keyboard(read: Read, address: str, run_id: str) -> None:
-    reader = read(address)
+def test_rows_are_walked_by_keyboard(read: Read, link: str, run_id: str) -> None:
+    reader = read(link)
     reader.open(f"run/{run_id}/episodes")
     reader.page.wait_for_selector("main [data-row]")
     for key in "jjk":
@@ -159,9 +156,9 @@ def test_rows_are_walked_by_keyboard(read: Read, address: str, run_id: str) -> N
 
 @pytest.mark.parametrize("view", ["episodes", "episode/{trained}", "episode/{hostile}", "episode/{open}", "tokens/{trained}", "tokens/{trained}?colour=advantage", "group/taught%2F0"])  # fmt: skip
 def test_a_view_is_accessible_and_fits_narrow_screens(
-    read: Read, address: str, run_id: str, made: Made, view: str
+    read: Read, link: str, run_id: str, made: Made, view: str
 ) -> None:
-    reader = read(address)
+    reader = read(link)
     reader.open(f"run/{run_id}/{view.format(**made.ids)}")
     assert reader.page.locator(".state.failed").all_inner_texts() == []
     assert reader.violations() == []

@@ -35,10 +35,12 @@ export function Ledger({ run }: { run: string; arg: string; query: URLSearchPara
 function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
   const parts = terms(ledger);
   const total = parts.reduce((all, { count }) => all + count, 0);
+  const isSum = ledger.begun === total;
   return (
     <>
       <Section title="Every episode that ever began" aside={
-        ledger.is_balanced ? <span class="badge good">adds up</span> : <span class="badge bad">does not add up</span>
+        ledger.is_balanced ? <span class="badge good">adds up</span>
+          : isSum ? <span class="badge quiet">adds up, not verified</span> : <span class="badge bad">does not add up</span>
       }>
         <div class="equation" role="group" aria-label="Begun episodes and what became of them">
           <a class="term total" href={link(run, "episodes")}>
@@ -59,14 +61,17 @@ function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
           ))}
         </div>
         <Beside run={run} ledger={ledger} />
-        {!ledger.is_balanced && (
-          <p class="state failed">
-            {ledger.begun === total ? "The sum is right, but the collector counted other reasons." : (
-              `${plural(Math.abs(ledger.begun - total), "episode")} ${ledger.begun > total ? "missing from" : "too many in"} this sum.`
-            )}{" "}
-            While a run is indexed that is normal for a moment. If it stays, the index and the collector's counters disagree: please report it.
+        {!ledger.is_balanced && (isSum ? (
+          <p class="note">
+            The sum could not be verified: the collector's own counters are missing, or name other reasons. While a run is indexed that is
+            normal for a moment.
           </p>
-        )}
+        ) : (
+          <p class="state failed">
+            {plural(Math.abs(ledger.begun - total), "episode")} {ledger.begun > total ? "missing from" : "too many in"} this sum.
+            While a run is indexed that is normal for a moment. If it stays, the index and the collector disagree: please report it.
+          </p>
+        ))}
       </Section>
       <Reasons run={run} title="Dropped, by reason" state="dropped" counts={ledger.dropped} of={ledger.begun} texts={ledger.explanations}
                none="No finished episode was dropped." />

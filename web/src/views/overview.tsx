@@ -104,7 +104,7 @@ export function LedgerLine({ run, ledger }: { run: string; ledger: LedgerView })
       {terms.map(([name, count, filter], at) => (
         <span key={name}>{at > 0 && " + "}<a href={link(run, "episodes", "", filter)}><b>{number(count)}</b> {words(name)}</a></span>
       ))}
-      {!ledger.is_balanced && <span class="badge bad">does not add up</span>}
+      {ledger.begun !== terms.reduce((all, [, count]) => all + count, 0) && <span class="badge bad"> does not add up</span>}
     </p>
   );
 }
