@@ -48,6 +48,8 @@ PORTION = 5000
 """Most rows of one transaction, on either side."""
 EVENT_BYTES = 8 * 1024 * 1024
 BUSY_S = 30.0
+UNUSED_S = 60 * 86_400.0
+"""Age at which an index that nobody has opened since is removed."""
 CHECK_COST = 50
 """How many times longer than the last count of the whole ledger took, at least, until it is counted again."""
 LIVE = ("open", "waiting", "published")
@@ -231,11 +233,19 @@ class RunIndex:
         self._update = threading.Lock()
         self._flaws: dict[str, str] = {}
         self._share, self._is_done = 0.0, False
-        self._known_last, self._counted_at, self._count_cost = "", float("-inf"), 0.0
+        self._counted_at, self._count_cost = float("-inf"), 0.0
         self._seen: dict[str, tuple[int, ...]] = {}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._prepare()
+            _remove_old(self.path.parent, keep=self.path)
+            try:
+                self._prepare()
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError:  # a damaged file: everything in it can be read again
+                _remove(self.path)
+                self._prepare()
+            self.path.touch()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"{self.path}: the index of {folder.path} cannot be written there ({error}): set XDG_CACHE_HOME to another folder"
@@ -272,6 +282,8 @@ class RunIndex:
             if self._is_usable(db):
                 return
             db.execute("BEGIN EXCLUSIVE")
+            if self._is_usable(db):  # another process was first
+                return
             for (name,) in db.execute(
                 "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
             ).fetchall():
@@ -293,7 +305,7 @@ class RunIndex:
             db.execute("DELETE FROM episodes")
             db.execute("DELETE FROM members")
             db.execute("DELETE FROM meta WHERE key NOT IN ('schema', 'folder')")
-        self._share, self._is_done, self._known_last, self._seen = 0.0, False, "", {}
+        self._share, self._is_done, self._seen = 0.0, False, {}
 
     def _was_replaced(self, db: sqlite3.Connection) -> bool:
         """Return whether the ledger does not know episodes that it once had: it keeps every one forever, so this is another run's."""
@@ -1044,14 +1056,35 @@ def _set(db: sqlite3.Connection, key: str, value: str) -> None:
 
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
+    """Write to the index all of what happens inside, or nothing. Raises ConfigError if it cannot be written."""
     try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"the index of the run cannot be written ({error}): free space in {cache_folder()}, or set XDG_CACHE_HOME to another folder"
+        ) from error
+
+
+def _remove_old(folder: Path, *, keep: Path) -> None:
+    """Remove the indices that nobody has opened for long; each is built again when it is wanted."""
+    for path in folder.glob("*.sqlite"):
+        try:
+            if path != keep and time.time() - path.stat().st_mtime > UNUSED_S:
+                _remove(path)
+        except OSError:
+            continue
+
+
+def _remove(path: Path) -> None:
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+        path.with_name(name).unlink(missing_ok=True)
 
 
 def load_job(folder: RunFolder) -> SwarmJob:

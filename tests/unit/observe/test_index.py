@@ -1,5 +1,6 @@
 """Every episode ever begun is in the index, in its state, and the account is exact, whatever of the folder is there."""
 
+import os
 import shutil
 import sqlite3
 import threading
@@ -288,6 +289,37 @@ def test_a_ledger_copied_without_the_rights_to_write_beside_it_is_read(whole, tm
     index = index_of(RunFolder(copy), tmp_path)
     assert index.find(ids["open"]).row.state == "open"
     assert index.ledger().is_balanced
+
+
+def test_a_damaged_or_older_index_is_built_anew_and_one_that_nobody_opens_is_removed(whole, tmp_path):
+    run, ids = whole
+    path = index_of(run.folder, tmp_path).path
+    forgotten = path.with_name("forgotten.sqlite")
+    forgotten.write_bytes(b"")
+    os.utime(forgotten, (0, 0))
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = '0' WHERE key = 'schema'")
+    db.close()
+    assert index_of(run.folder, tmp_path).find(ids["open"]).row.state == "open"
+    assert not forgotten.exists()
+    for name in ("-wal", "-shm"):
+        path.with_name(path.name + name).unlink(missing_ok=True)
+    path.write_bytes(b"no database" * 1000)
+    assert index_of(run.folder, tmp_path).ledger().is_balanced
+
+
+def test_a_cache_that_cannot_be_written_is_named(whole, tmp_path):
+    run, _ = whole
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        RunIndex(run.folder, cache=tmp_path / "file")
+    index = index_of(run.folder, tmp_path)
+    run.begin("more")
+    with sqlite3.connect(index.path) as db:
+        db.execute("CREATE TRIGGER full BEFORE INSERT ON episodes BEGIN SELECT raise(ABORT, 'disk is full'); END")
+    db.close()
+    with pytest.raises(ConfigError, match="cannot be written .disk is full.: free space"):
+        index.update()
 
 
 def test_transcripts_whose_segment_was_rewritten_are_read_anew(whole, tmp_path):
