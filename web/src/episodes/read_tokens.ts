@@ -7,6 +7,7 @@ import type { Columns } from "./tokens";
 
 const FIRST = 1_000;
 const NEXT = 4_000;
+const MOST = 20_000; // that the server gives at once
 const BY_ITSELF = 60_000; // tokens that are read without being asked
 
 export interface Read {
@@ -30,7 +31,7 @@ export function useTokens(run: string, id: string, timeline: number): Read {
   useEffect(() => {
     if (isDone || isHeld || error !== null) return;
     const abort = new AbortController();
-    const limit = count === 0 ? FIRST : NEXT;
+    const limit = count === 0 ? FIRST : Math.min(MOST, Math.max(NEXT, count)); // few pages, few redraws
     const address = withQuery(url("runs", run, "episodes", id, "tokens"), { timeline, from: count, limit });
     get<TokenPage>(address, abort.signal).then(
       (page) => {
