@@ -52,7 +52,7 @@ function App() {
           <span class="crumb">
             <span aria-hidden="true">/</span>
             <a href={link(route.run, "overview")}><SafeText text={entry?.run ?? route.run} inline /></a>
-            {entry && entry.error === "" && <States state={entry.state} />}
+            {entry && entry.error === "" && entry.state !== "" && <States state={entry.state} />}
           </span>
         )}
         <span class="top-end">

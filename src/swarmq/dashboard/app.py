@@ -35,7 +35,15 @@ from swarmq.collector import ledger
 from swarmq.config import SwarmJob
 from swarmq.dashboard import actions, views
 from swarmq.dashboard.access import HEADERS, Access, ForbiddenError, Reader
-from swarmq.dashboard.export import STATIC, Kind, export_html
+from swarmq.dashboard.export import (
+    STATIC,
+    Kind,
+    collect_episode,
+    collect_group,
+    collect_run,
+    collect_samples,
+    export_html,
+)
 from swarmq.dashboard.overview import view_overview
 from swarmq.dashboard.shelf import Shelf, UnknownRunError, describe_row
 from swarmq.errors import (
@@ -388,23 +396,28 @@ class Pages:
     # --------------------------------------------------------------------------------------- export
 
     async def export_episode(self, run: FromPath[str], episode: FromPath[str]) -> Response[bytes]:
-        return await self._export(run, "episode", episode, _export_episode)
+        return await self._export(run, "episode", episode, collect_episode)
 
     async def export_group(self, run: FromPath[str], group: FromPath[Path]) -> Response[bytes]:
-        return await self._export(run, "group", _path_text(group), _export_group)
+        return await self._export(run, "group", _path_text(group), collect_group)
 
     async def export_report(self, run: FromPath[str]) -> Response[bytes]:
-        return await self._export(run, "report", "report", _export_report)
+        return await self._export(run, "report", "report", _collect_report)
 
     async def _export(
         self,
         id: str,  # noqa: A002
         kind: Kind,
         what: str,
-        collect: Callable[[str, Run, str], dict[str, Any]],
+        collect: Callable[[Run, str, str], dict[str, Any]],
     ) -> Response[bytes]:
         run = await self._open(id)
-        page = await self._read(lambda: export_html(kind, collect(id, run, what)))
+
+        def make() -> bytes:
+            run.refresh()  # a file must not show an index that is still being built
+            return export_html(kind, collect(run, id, what) | collect_run(run, id))
+
+        page = await self._read(make)
         name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in f"{id}-{what}")
         headers = {"content-disposition": f'attachment; filename="{name[:120]}.html"', "cache-control": "no-store"}
         return Response(page, media_type="text/html", headers=headers)
@@ -499,25 +512,7 @@ def _tokens(run: Run, episode: str, *, timeline: int, start: int, limit: int) ->
     return read_tokens(run.index, episode, timeline=timeline, start=start, limit=limit, decoders=run.decoders)
 
 
-def _export_episode(id: str, run: Run, episode: str) -> dict[str, Any]:  # noqa: A002
-    detail = read_detail(run.index, episode)
-    path = f"runs/{id}/episodes/{detail.row.id}"
-    pages = {
-        f"{path}/tokens?timeline={number}": _tokens(run, detail.row.id, timeline=number, start=0, limit=MOST_TOKENS)
-        for number in range(detail.timelines)
-    }
-    return {path: detail, **pages}
-
-
-def _export_group(id: str, run: Run, group: str) -> dict[str, Any]:  # noqa: A002
-    found = read_group(run.index, group)
-    payloads: dict[str, Any] = {f"runs/{id}/groups/{group}": found}
-    for member in found.members:
-        payloads |= _export_episode(id, run, member.row.id)
-    return payloads
-
-
-def _export_report(id: str, run: Run, _: str) -> dict[str, Any]:  # noqa: A002
+def _collect_report(run: Run, id: str, _: str) -> dict[str, Any]:  # noqa: A002
     base = f"runs/{id}"
     payloads: dict[str, Any] = {
         f"{base}/overview": _overview(run),
@@ -533,4 +528,5 @@ def _export_report(id: str, run: Run, _: str) -> dict[str, Any]:  # noqa: A002
         payloads
         | {f"{base}/steps?policy={policy}": views.view_steps(run, policy) for policy in reversed(run.policies)}
         | {f"{base}/steps": views.view_steps(run)}
+        | collect_samples(run, id)
     )

@@ -51,6 +51,20 @@ SAFE = {
 """Bytes that could end a script element or a line of JavaScript -> their escapes; in JSON they occur only inside of strings."""
 
 
+def collect_run(run: Run, run_id: str) -> dict[str, Any]:
+    """Return the name of a run as a payload of `export_html`, without its folder, which means nothing elsewhere."""
+    entry: dict[str, Any] = {
+        "id": run_id,
+        "run": run.job.run,
+        "folder": "",
+        "state": "",
+        "error": "",
+        "at": None,
+        "policies": {},
+    }
+    return {"runs": {"runs": [entry]}}
+
+
 def collect_episode(run: Run, run_id: str, part: str, *, page_tokens: int = MOST_TOKENS) -> dict[str, Any]:
     """Return an episode with all of its tokens as payloads of `export_html`. Raises EpisodeError if there is no such episode."""
     detail = read_detail(run.index, part)

@@ -117,14 +117,14 @@ def test_a_number_of_the_ledger_leads_to_the_token_that_was_clipped(
 def test_filters_travel_with_a_link(read: Read, link: str, run_id: str, made: Made) -> None:
     reader = read(link)
     reader.open(f"run/{run_id}/episodes")
-    reader.page.get_by_label("State", exact=True).select_option("dropped")
-    reader.page.get_by_label("Reason", exact=True).select_option("equal_rewards")
+    reader.page.get_by_role("combobox", name="State", exact=True).select_option("dropped")
+    reader.page.get_by_role("combobox", name="Reason", exact=True).select_option("equal_rewards")
     reader.page.get_by_text("2 episodes").first.wait_for()
     again = read(link)
     again.page.goto(reader.page.url)
     again.page.get_by_text("2 episodes").first.wait_for()
     assert again.page.locator("main [data-row]").count() == 2
-    assert again.page.get_by_label("Reason", exact=True).input_value() == "equal_rewards"
+    assert again.page.get_by_role("combobox", name="Reason", exact=True).input_value() == "equal_rewards"
     again.page.get_by_role("button", name="Remove filter State dropped").click()
     again.page.get_by_role("button", name="Remove filter Reason equal_rewards").click()
     again.page.locator(f"a[title='{made.ids['open']}']").wait_for()

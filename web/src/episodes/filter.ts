@@ -6,7 +6,7 @@ export const FIELDS = [
 ] as const;
 export type Field = (typeof FIELDS)[number];
 
-export const STATES = ["open", "waiting", "published", "trained", "dropped", "failed", "eval"] as const;
+export const STATES = ["open", "waiting", "published", "trained", "dropped", "failed", "eval", "stray"] as const;
 
 export const LABELS: Record<Field, string> = {
   state: "State", reason: "Reason", mode: "Mode", kind: "Kind", client: "Client", task: "Task", policy: "Policy", step: "Step",
