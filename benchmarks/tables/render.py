@@ -16,7 +16,7 @@ from benchmarks.tables.common import ends, table
 ROOT = Path(__file__).parents[2]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{page}.md" for page in ("dialects", "faults", "figures", "learning", "proxy", "swarm")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("dashboard", "dialects", "faults", "figures", "learning", "proxy", "swarm")),
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -38,6 +38,7 @@ HEADLINES = (
     ("requests per second over LiteLLM's proxy, which records nothing", "proxy", "{over_litellm:.1f}x"),
     ("tokens per second of 256 streams through the proxy over direct requests to vLLM: with log-probabilities; text only", "proxy_h200", "{throughput_over_direct_logprobs_256:.2f}; {throughput_over_direct_256:.2f}"),
     ("bytes on the queue per sampled token at 50 turns, readable text included; if every turn carried its whole prompt", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
+    ("dashboard of a run of 100,000 episodes: index, once; first page of episodes after it; memory; what a browser loads", "dashboard", "{index_s_100k:.0f} s; {first_view_s_100k:.1f} s; {rss_mb:.0f} MB; {bundle_kb_gz:.0f} kB"),
     ("episodes of ten turns per second through the collector, on one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""
@@ -103,6 +104,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "matrix": matrix_block,
         "clients": clients_block,
         "derender": derender_block,
+        "dashboard": dashboard_block,
         "scale": scale_block,
         "all": all_block,
         "headlines": headlines_block,
@@ -266,6 +268,25 @@ def clients_block(known: dict[str, Any]) -> Iterator[str]:
     heads = ("client", "version", "protocol", "run", "calls", "turns", "equal", "result")
     rows = ([str(row[head]).replace("|", "\\|") for head in heads] for row in record["detail"]["rows"])
     yield from table(heads, rows)
+    yield "\n"
+
+
+def dashboard_block(known: dict[str, Any]) -> Iterator[str]:
+    """What looking at a large run costs."""
+    if "dashboard" not in known:
+        return
+    record = known["dashboard"]
+    figures = record["figures"]
+    yield f"\n{_origin(record)}:\n\n"
+    rows = (
+        ("index of a run of 100,000 episodes, built once", f"{figures['index_s_100k']:.1f} s"),
+        ("first page of its episodes in a browser, fresh server (median of 5)", f"{figures['first_view_s_100k']:.2f} s"),
+        ("memory of the server after every view", f"{figures['rss_mb']:.0f} MB"),
+        ("what a browser loads, compressed", f"{figures['bundle_kb_gz']:.0f} kB"),
+        ("episodes/s of the collector with transcripts over without", f"{figures['collector_ratio_transcripts']:.3f}"),
+        ("violations that axe finds in all views", f"{figures['axe_violations']:.0f}"),
+    )
+    yield from table(("what", "figure"), rows)
     yield "\n"
 
 
