@@ -16,7 +16,10 @@ from benchmarks.tables.common import ends, table
 ROOT = Path(__file__).parents[2]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{page}.md" for page in ("dashboard", "dialects", "faults", "figures", "learning", "proxy", "swarm")),
+    *(
+        ROOT / "docs" / f"{page}.md"
+        for page in ("dashboard", "dialects", "faults", "figures", "learning", "proxy", "swarm")
+    ),
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -280,7 +283,10 @@ def dashboard_block(known: dict[str, Any]) -> Iterator[str]:
     yield f"\n{_origin(record)}:\n\n"
     rows = (
         ("index of a run of 100,000 episodes, built once", f"{figures['index_s_100k']:.1f} s"),
-        ("first page of its episodes in a browser, fresh server (median of 5)", f"{figures['first_view_s_100k']:.2f} s"),
+        (
+            "first page of its episodes in a browser, fresh server (median of 5)",
+            f"{figures['first_view_s_100k']:.2f} s",
+        ),
         ("memory of the server after every view", f"{figures['rss_mb']:.0f} MB"),
         ("what a browser loads, compressed", f"{figures['bundle_kb_gz']:.0f} kB"),
         ("episodes/s of the collector with transcripts over without", f"{figures['collector_ratio_transcripts']:.3f}"),
