@@ -27,10 +27,8 @@ from yarl import URL
 
 from swarmq.config import SwarmJob
 from swarmq.dashboard.access import HEADERS
+from swarmq.dashboard.process_settings import BASE, READY, Settings
 
-BASE = "/dashboard"
-READY = "ready"
-"""Line that the process prints when it can be reached."""
 NEEDED = ("numpy", "tokenizers", "zstandard")
 """Packages beyond those of a proxy."""
 START_S = 30.0
@@ -42,15 +40,6 @@ OF_ONE_CONNECTION = frozenset(
 """Headers that are not passed on."""
 
 log = structlog.get_logger()
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is told, as JSON in its only argument."""
-
-    run: str
-    folder: str
-    socket: str
-    is_secure: bool = False
 
 
 class DashboardMount:

@@ -21,7 +21,7 @@ from swarmq import keys
 from swarmq.config import RunFolder
 from swarmq.dashboard.access import LinkAccess, OperatorAccess
 from swarmq.dashboard.app import create_app
-from swarmq.dashboard.behind_proxy import BASE, READY, Settings
+from swarmq.dashboard.process_settings import BASE, READY, Settings
 from swarmq.dashboard.shelf import Shelf
 from swarmq.errors import ConfigError
 from swarmq.registries.clients import RevokedNames

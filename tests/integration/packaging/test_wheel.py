@@ -23,6 +23,7 @@ LIGHT = {
     "client": ("", ("client", "cli", "broker", "config", "keys", "messages", "outcome", "registries", "runtime")),
     "proxy": ("[proxy]", ("proxy", "engine.client")),
     "collector": ("[collector]", ("collector", "transcripts")),
+    "dashboard": ("[dashboard]", ("dashboard.serving", "cli.dashboard")),
     "traces": ("[proxy,traces]", ("proxy",)),
     "data": ("[data]", ("client.data",)),
 }
@@ -87,7 +88,12 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert packed == files
-    assert {"swarmq/py.typed", "swarmq/starter/job.toml", "swarmq/starter/tasks.jsonl"} <= packed
+    assert {
+        "swarmq/py.typed",
+        "swarmq/starter/job.toml",
+        "swarmq/starter/tasks.jsonl",
+        "swarmq/dashboard/static/app.js",
+    } <= packed
 
 
 def test_the_client_runs_without_extras(client):

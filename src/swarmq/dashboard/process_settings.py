@@ -1,0 +1,22 @@
+"""What a proxy and the dashboard's process behind it agree on."""
+
+from __future__ import annotations
+
+import msgspec
+
+BASE = "/dashboard"
+"""Path of the pages at a proxy."""
+READY = "ready"
+"""Line that the process prints when it can be reached."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process is told, as JSON in its only argument."""
+
+    run: str
+    folder: str
+    """Run folder."""
+    socket: str
+    """Path of the socket file to listen on."""
+    is_secure: bool = False
+    """Whether browsers reach the proxy by https."""
