@@ -16,7 +16,7 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -348,6 +348,9 @@ class Store:
                 return None
             known = Bodies(row, [body for (body,) in self._db.execute(TURNS, (close.episode_id,))])
         begin, end, began_at, ended_at = known.row
+        outcomes: Sequence[tuple[str, str, int, str]] = close.outcomes
+        if end is not None and not outcomes:
+            outcomes = self._db.execute(OUTCOMES, (close.episode_id,)).fetchall()
         return ClosedEpisode(
             episode_id=close.episode_id,
             state=close.state,
@@ -358,7 +361,7 @@ class Store:
             begin=begin,
             end=close.end or end,
             turns=known.turns,
-            outcomes=[] if close.end else self._db.execute(OUTCOMES, (close.episode_id,)).fetchall(),
+            outcomes=outcomes,
             size=known.size + len(close.end),
         )
 

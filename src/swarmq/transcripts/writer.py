@@ -78,7 +78,7 @@ class ClosedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     end: bytes | None
     turns: list[bytes]
     """Turns and delivery reports, in order of arrival."""
-    outcomes: list[tuple[str, str, int, str]]
+    outcomes: Sequence[tuple[str, str, int, str]]
     """(policy, state, version, reason) of an episode that learners were given."""
     size: int
     """Bytes of the messages."""

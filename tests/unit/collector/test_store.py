@@ -185,7 +185,7 @@ def test_the_ledger_can_be_read_beside_a_running_collector(path, say):
 
 @pytest.mark.parametrize("effect", SQL, ids=lambda effect: effect.__name__)
 def test_every_field_of_an_effect_has_a_placeholder_of_its_name(effect):
-    for_the_transcript = {"end"} if effect is do.Close else set()
+    for_the_transcript = {"end", "outcomes"} if effect is do.Close else set()
     assert sorted({*PLACEHOLDER.findall(SQL[effect]), *for_the_transcript}) == sorted(effect.__struct_fields__)
 
 

@@ -82,7 +82,9 @@ class Close(Effect, frozen=True):
     reason: str
     episode_id: str
     end: bytes = b""
-    """The end's message, if it was not stored before; for the episode's transcript alone."""
+    """The end's message, if it was not stored before; for the episode's transcript alone, as the next field."""
+    outcomes: tuple[tuple[str, str, int, str], ...] = ()
+    """(policy, state, version, reason) if the episode was given to one learner; for several they are in the store."""
 
 
 class ForgetTurns(Effect, frozen=True):

@@ -227,7 +227,8 @@ class Groups:
                 equal[group_id] = self.published[group_id].kind
             effects.append(do.SaveOutcome(episode_id, report.policy, group_id, state, report.version, reason))
             effects.append(do.ForwardSent(episode_id, report.policy))
-            effects += self._settle(episode_id, group_id, state, reason)
+            outcome = (report.policy, state, report.version, reason)
+            effects += self._settle(episode_id, group_id, outcome)
         return effects, Counter(taught.values()), Counter(equal.values())
 
     def resend(self, policy: str) -> list[do.Effect]:
@@ -252,16 +253,18 @@ class Groups:
             self.ready_of[policy][group.kind] -= 1
         return True
 
-    def _settle(self, episode_id: str, group_id: str, state: str, reason: str) -> list[do.Effect]:
+    def _settle(self, episode_id: str, group_id: str, outcome: tuple[str, str, int, str]) -> list[do.Effect]:
         """Settle an episode after a learner's report: forget its bodies, and free its group's credit with the last member."""
         group = self.published[group_id]
+        _, state, _, reason = outcome
         effects: list[do.Effect] = []
         if not any(episode_id in pending for pending in group.pending.values()):
             del self.place[episode_id]
             if episode_id in group.trained:
                 state, reason = "trained", ""
             self.run.counts["trained" if state == "trained" else f"dropped.{reason}"] += 1
-            effects += [do.Close(state, reason, episode_id), do.ForgetTurns(episode_id)]
+            known = (outcome,) if len(group.members) == 1 else ()
+            effects += [do.Close(state, reason, episode_id, b"", known), do.ForgetTurns(episode_id)]
         if not group.pending:
             del self.published[group_id]
             if group.trained:
