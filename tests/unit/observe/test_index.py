@@ -70,6 +70,13 @@ def test_every_number_of_the_account_opens_its_episodes_whatever_file_is_missing
             assert index.count(EpisodeFilter(state=state, reason=reason)) == number, (state, reason)
 
 
+def test_with_the_ledger_alone_the_counters_tell_evaluation_from_training(whole, tmp_path):
+    run, _ = whole
+    run.folder.events.unlink()
+    ledger = index_of(run.folder, tmp_path).ledger()
+    assert (ledger.is_balanced, ledger.failed["silent"], ledger.evaluated) == (True, 1, {"finished": 1, "silent": 1})
+
+
 @pytest.mark.parametrize("with_transcripts", [False, True])
 def test_a_row_says_what_became_of_an_episode(whole, tmp_path, with_transcripts):
     run, ids = whole

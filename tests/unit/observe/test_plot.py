@@ -21,7 +21,7 @@ def runs(tmp_path):
             run.emit(
                 "learner.main", "step", version=step, reward=None if step == 3 else gain * step, step_s=2.0, wait_s=1.0, train_s=0.5,
                 reward_by_kind={"math": gain * step, "code": 0.5}, staleness={"0": 3, "2": 1}, entropy=1.0 / step, layout="tree",
-                dropped={"stale": step} if step > 3 else {}, code_versions={"old$": 1} if step < 3 else {"new$x": 1},
+                dropped={"stale": step} if step > 3 else {}, code_versions={"old$": 1} if step < 3 else {"new$x_{$": 1},
             )  # fmt: skip
         for version in (0, 5):
             passed = {
@@ -94,7 +94,7 @@ def test_any_figure_of_a_step_can_be_drawn_and_a_wrong_name_is_answered(runs):
 def test_changes_stand_where_they_took_effect(runs):
     (history,) = read_histories(runs[0])
     assert {step: [mark.text for mark in marks] for step, marks in place_marks(history).items()} == {
-        3: ["client code new$x"]
+        3: ["client code new$x_{$"]
     }
 
 
