@@ -241,3 +241,25 @@ def test_megabytes_are_folded_and_unfold_without_freezing(
     text.get_by_role("button", name="Fold").click()
     assert len(text.inner_text()) < 10_000
     assert reader.complaints == []
+
+
+def test_a_report_is_downloaded_and_opens_offline_with_sample_episodes(
+    read: Read, link: str, run_id: str, made: Made, tmp_path: Path
+) -> None:
+    online = read(link)
+    online.open(f"run/{run_id}/overview")
+    with online.page.expect_download() as download:
+        online.page.get_by_role("link", name="Export").click()
+    path = tmp_path / "report.html"
+    download.value.save_as(path)
+    reader = open_file(read, path)
+    page = reader.page
+    page.get_by_role("heading", level=1, name="Overview").wait_for()
+    for view in ("Curves", "Ledger", "Evaluation", "Episodes"):
+        page.get_by_role("navigation").get_by_role("link", name=view, exact=True).click()
+        page.get_by_role("heading", level=1, name=view).wait_for()
+        reader.settle()
+        assert page.locator(".state.failed").count() == 0
+    page.locator(f"a[title='{made.ids['open']}']").click()
+    page.get_by_text("It is running").wait_for()
+    assert reader.complaints == []

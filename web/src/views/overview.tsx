@@ -1,5 +1,7 @@
 // The first page of a run: what is wrong, where work piles up, how far it is.
 import { url, useApi } from "../api";
+import { embedded } from "../embedded";
+import { Download } from "../episodes/download";
 import { duration, number, percent, plural, words } from "../format";
 import { link } from "../router";
 import type { Alarm, LedgerView, Overview, Progress } from "../types";
@@ -13,15 +15,20 @@ export function OverviewView({ run }: { run: string; arg: string; query: URLSear
   const overview = useApi<Overview>(url("runs", run, "overview"), { live: run });
   return (
     <Page title="Overview" aside={overview.data && (
-      <span>{overview.data.is_live ? "As of " : "Last heard of "}<Age at={overview.data.at} /></span>
+      <>
+        {embedded === null && <span>{overview.data.is_live ? "As of " : "Last heard of "}<Age at={overview.data.at} /></span>}
+        <Download run={run} kind="report" />
+      </>
     )}>
       <Await of={overview} what="Reading the run">
         {(data) => (
           <>
             <Alarms run={run} alarms={data.alarms} isLive={data.is_live} />
-            <Section title="Pipeline" aside={data.is_live ? undefined : "as it was last recorded"}>
-              <Pipeline run={run} nodes={data.nodes} bottleneck={data.bottleneck} />
-            </Section>
+            {embedded === null && (
+              <Section title="Pipeline" aside={data.is_live ? undefined : "as it was last recorded"}>
+                <Pipeline run={run} nodes={data.nodes} bottleneck={data.bottleneck} />
+              </Section>
+            )}
             <div class="columns">
               <Section title="Progress"><ProgressList run={run} progress={data.progress} isLive={data.is_live} /></Section>
               <Section title="Ledger" aside={<a href={link(run, "ledger")}>Every episode, by reason</a>}>
