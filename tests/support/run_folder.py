@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -108,9 +109,17 @@ class MadeRun:
             file.write(msgspec.json.encode(event) + b"\n")
 
     def begin(
-        self, task: str, repeat: int = 0, *, kind: str = "math", mode: Mode = "train", turns: int = 2, **fields: object
+        self,
+        task: str,
+        repeat: int = 0,
+        *,
+        kind: str = "math",
+        mode: Mode = "train",
+        turns: int = 2,
+        said: Sequence[Mapping[str, object]] = (),
+        **fields: object,
     ) -> str:
-        """Begin an episode with turns, and return its id."""
+        """Begin an episode with turns, and return its id. `said`: messages of each turn, in place of a greeting."""
         self.serial += 1
         episode = f"{self.serial:08d}-{task}-{repeat}"
         begin = EpisodeBegin(
@@ -134,7 +143,7 @@ class MadeRun:
                 version=self.versions[policy],
             ):
                 messages = msgspec.json.encode(
-                    [{"role": "user", "content": "<b>hi</b>"}, {"role": "assistant", "content": turn.call_id}]
+                    said or [{"role": "user", "content": "<b>hi</b>"}, {"role": "assistant", "content": turn.call_id}]
                 )
                 call = f"{policy}-{turn.call_id}"
                 parent = turn.parent and f"{policy}-{turn.parent}"

@@ -130,6 +130,8 @@ class Dashboard:
         self.process.terminate()
         self.process.wait(20)
         self._listener.join(20)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 @pytest.fixture(scope="session")

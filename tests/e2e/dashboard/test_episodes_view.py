@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from support.run_folder import make_whole_run
@@ -37,15 +36,12 @@ class Made:
 
     def _talk(self, task: str, text: str) -> str:
         """Play an episode that fails and in which everything is `text`."""
-        episode = self.run.begin(task, turns=1)
-        begin, end, turns = self.run.parts[episode]
-        messages = [
+        said = [
             {"role": "user", "content": text},
             {"role": "assistant", "content": "", "reasoning": text[:500],
              "tool_calls": [{"id": "c", "function": {"name": text[:90], "arguments": json.dumps({"code": text[:500]})}}]},
         ]  # fmt: skip
-        turns = [msgspec.structs.replace(turn, messages=msgspec.json.encode(messages)) for turn in turns]
-        self.run.parts[episode] = (begin, end, turns)
+        episode = self.run.begin(task, turns=1, said=said)
         return self.run.end(episode, status="failed", reason=text[:200], metadata={"note": text[:500]})
 
 
