@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq import task_mix
+from swarmq import live_settings, task_mix
 from swarmq.collector import ledger
 from swarmq.config import Policy, RunFolder, SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
@@ -336,15 +336,20 @@ def view_settings(run: Run) -> dict[str, Any]:
     )
     usual = {path: value for path, value in usual.items() if path != "run" and not path.endswith(".model")}
     control = ledger.read_control(run.folder.inbox)
-    senders = {
-        event.fields.get("control"): (event.at, str(event.fields.get("sender", "")))
-        for event in run.events()
-        if event.name == "control" and event.fields.get("state") == "accepted"
-    }
+    senders: dict[int, tuple[float, str]] = {}
+    first_steps: dict[tuple[int, str], int] = {}
+    for event in run.events():
+        if event.name == "control" and event.fields.get("state") == "accepted":
+            senders.setdefault(event.fields.get("number", 0), (event.at, str(event.fields.get("sender", ""))))
+        elif event.name == "control":
+            for one in event.fields.get("changes", ()):
+                first_steps.setdefault((event.fields.get("number", 0), one["path"]), one.get("from_step"))
+    changes = control.changes if control else ()
+    job = live_settings.apply_changes(run.job, changes)
     return {
         "settings": [
             {"path": path, "value": value, "default": usual.get(path), "is_set": usual.get(path) != value}
-            for path, value in list_settings(run.job).items()
+            for path, value in list_settings(job).items()
         ],
         "history": [
             {
@@ -352,11 +357,11 @@ def view_settings(run: Run) -> dict[str, Any]:
                 "path": change.path,
                 "before": change.before,
                 "value": change.value,
-                "from_step": min(change.from_step.values(), default=None),
+                "from_step": min(change.from_step.values(), default=first_steps.get((change.number, change.path))),
                 "at": senders.get(change.number, (None, ""))[0],
                 "sender": senders.get(change.number, (None, ""))[1],
             }
-            for change in (control.changes if control else ())
+            for change in changes
         ],
     }
 
