@@ -55,6 +55,7 @@ from swarmq.errors import (
     SwarmqError,
     TimelineError,
 )
+from swarmq.observe.clients import read_clients
 from swarmq.observe.episodes import (
     MOST_TOKENS,
     EpisodeDetail,
@@ -362,7 +363,7 @@ class Pages:
 
     async def clients(self, run: FromPath[str]) -> Response[bytes]:
         def list_clients(of: Run) -> dict[str, Any]:
-            return {"clients": views.view_clients(of, now=time.time())}
+            return {"clients": read_clients(of.index)}
 
         return await self._view(run, list_clients)
 
@@ -518,7 +519,7 @@ def _collect_report(run: Run, id: str, _: str) -> dict[str, Any]:  # noqa: A002
         f"{base}/overview": _overview(run),
         f"{base}/time": views.view_time(run),
         f"{base}/ledger": run.index.ledger(),
-        f"{base}/clients": {"clients": views.view_clients(run, now=time.time())},
+        f"{base}/clients": {"clients": read_clients(run.index)},
         f"{base}/mix": views.view_mix(run),
         f"{base}/evaluations": views.view_evaluations(run),
         f"{base}/engines": views.view_engines(run),

@@ -240,6 +240,7 @@ def describe_nodes(
     queues, details = board.get("queues") or {}, board.get("queue_details") or {}
     proxies = {source: part for source, part in parts.items() if source.startswith("proxy.")}
     learners = {source: part for source, part in parts.items() if source.startswith("learner.")}
+    training = [part for part in learners.values() if part.get("phase") != "ended"]
     engines = board.get("engines") or {}
     inbox = topology.inbox(job.run)
     ticket_queues = [topology.tickets(job.run, kind) for kind in job.task_kinds]
@@ -319,7 +320,7 @@ def describe_nodes(
             label="learner" if len(job.trained) == 1 else "learners",
             depth=collector.get("in_learners"),
             rate_per_s=1 / step_s if step_s else None,
-            state=process(*learners.values(), busy=True),
+            state=process(*training, busy=True) if training or not (is_live and learners) else "ok",
             detail=", ".join(phases),
         ),
         Node(

@@ -16,12 +16,12 @@ import msgspec
 
 from swarmq import live_settings, task_mix
 from swarmq.collector import ledger
+from swarmq.collector.decide.evals import RIGHT
 from swarmq.config import Policy, RunFolder, SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.messages import Event
 from swarmq.observe.curves import find_changes
 from swarmq.observe.run import Run, StepRow
-from swarmq.registries.clients import read_clients
 from swarmq.task_mix import Stretch
 
 MOST_SAMPLES = 4000
@@ -33,8 +33,6 @@ MOST_TASKS = 500
 """Most tasks of the evaluation matrix: those evaluated last."""
 LOG_BYTES = 2 * 1024 * 1024
 """Bytes read from the end of a log file."""
-RATE_S = 300.0
-"""Seconds before the newest episode over which the rates of clients are taken."""
 LANES = {"waiting": "wait", "training": "train", "pushing": "push", "checkpointing": "checkpoint", "paused": "pause"}
 """Phase that a learner reports -> what its lane says."""
 
@@ -203,7 +201,7 @@ def view_evaluations(run: Run) -> dict[str, Any]:
             "reward": row.reward,
             "pass": {str(k): _interval(value, row.tasks) for k, value in (row.values.get("pass") or {}).items()},
         }
-    return {"rounds": list(rounds.values()), "matrix": _matrix(run)}
+    return {"rounds": list(rounds.values()), "matrix": _matrix(run, {one["version"] for one in rounds.values()})}
 
 
 def _interval(value: Any, tasks: int) -> dict[str, Any]:
@@ -212,64 +210,26 @@ def _interval(value: Any, tasks: int) -> dict[str, Any]:
     return {"value": value, "low": value, "high": value, "tasks": tasks}
 
 
-def _matrix(run: Run) -> dict[str, Any]:
-    """Evaluation slots have the version as their epoch: `task/repeat/version` in `Slot.id`."""
+def _matrix(run: Run, versions: set[int]) -> dict[str, Any]:
+    """Return the share of successes of each task under each evaluated version. The epoch of an evaluation slot
+    (`task/repeat/epoch` in `Slot.id`) is the version; other evaluation episodes belong to no round."""
     cells: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for slot, task, success, reward in run.index.query(
         "SELECT slot, task, success, reward FROM episodes WHERE fate = 'eval' AND slot != '' ORDER BY began_at"
     ):
         version = _version_of_slot(slot)
-        value = success if success is not None else None if reward is None else float(reward > 0)
-        if version is not None and value is not None:
+        value = success if success is not None else None if reward is None else float(reward >= RIGHT)
+        if version in versions and value is not None:
             cells[task][version].append(value)
     tasks = list(cells)[-MOST_TASKS:]
-    versions = sorted({version for task in tasks for version in cells[task]})
-    shares = [
-        [sum(of) / len(of) if (of := cells[task].get(version)) else None for version in versions] for task in tasks
-    ]
-    return {"tasks": tasks, "versions": versions, "cells": shares}
+    shown = sorted(versions)
+    shares = [[sum(of) / len(of) if (of := cells[task].get(version)) else None for version in shown] for task in tasks]
+    return {"tasks": tasks, "versions": shown, "cells": shares}
 
 
 def _version_of_slot(slot: str) -> int | None:
     last = slot.rpartition("/")[2]
     return int(last) if last.isdecimal() else None
-
-
-def view_clients(run: Run, *, now: float) -> list[dict[str, Any]]:
-    """Return every client with its rate, code versions and last error, the one heard of last first."""
-    index = run.index
-    versions: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for client, version, first_at, last_at, episodes in index.query(
-        "SELECT client, code_version, min(began_at), max(began_at), count(*) FROM episodes WHERE code_version != '' "
-        "GROUP BY 1, 2 ORDER BY 3"
-    ):
-        versions[client].append({"version": version, "first_at": first_at, "last_at": last_at, "episodes": episodes})
-    errors = {
-        client: {"at": at, "text": detail, "episode": id}
-        for client, detail, id, at in index.query(  # noqa: A001
-            "SELECT client, detail, id, max(coalesce(ended, began_at)) FROM episodes WHERE fate = 'failed' AND detail != '' GROUP BY 1"
-        )
-    }
-    revoked = {name for name, one in read_clients(run.folder.clients).items() if one.removed_at is not None}
-    newest = max(index.query("SELECT max(began_at) FROM episodes")[0][0] or now, 0)
-    recent = min(now, newest) - RATE_S
-    return [
-        {
-            "client": client,
-            "episodes": episodes,
-            "trained": trained,
-            "failed": failed,
-            "per_min": recently * 60 / RATE_S,
-            "code_versions": versions.get(client, []),
-            "last_error": errors.get(client),
-            "is_revoked": client.partition("@")[0] in revoked or client in revoked,
-        }
-        for client, episodes, trained, failed, recently in index.query(
-            "SELECT client, count(*), sum(fate = 'trained'), sum(fate = 'failed'), sum(began_at > ?) FROM episodes "
-            "WHERE client != '' GROUP BY 1 ORDER BY max(began_at) DESC",
-            (recent,),
-        )
-    ]
 
 
 def view_engines(run: Run) -> dict[str, Any]:
@@ -298,7 +258,7 @@ def view_engines(run: Run) -> dict[str, Any]:
             "step": row.step,
             "at": row.at,
             "policy": row.policy,
-            "method": str(row.values.get("push_method") or row.values.get("method") or ""),
+            "method": str(row.values.get("push_method") or ""),
             "push_s": row.values.get("push_s"),
             "pause_s": row.values.get("pause_s"),
         }

@@ -18,8 +18,8 @@ const VIEW: Record<string, [string, Record<string, string>]> = {
 
 // What the depth of a node counts.
 const UNIT: Record<string, string> = {
-  clients: "clients", tickets: "tickets untaken", proxies: "open calls", in: "messages", collector: "open episodes",
-  ready: "groups", learner: "in the step", engines: "requests",
+  clients: "episodes", tickets: "untaken", proxies: "open calls", in: "messages", collector: "waiting",
+  ready: "episodes", learner: "episodes", engines: "requests",
 };
 
 export function Pipeline({ run, nodes, bottleneck }: { run: string; nodes: PipelineNode[]; bottleneck: Overview["bottleneck"] }) {

@@ -94,7 +94,8 @@ class EngineUpdates:
             self._pusher.wake()
 
     def push(self, weights: Weights, to: WarningSink, *, replayed: bool) -> dict[str, Any]:
-        """Push the weights and return the durations in seconds: `push_s`, `pause_s` and, by engine, `pauses`.
+        """Push the weights and return the durations in seconds, `push_s`, `pause_s` and, by engine, `pauses`, and the
+        `push_method`.
 
         An unreachable engine does not stop training: it is updated while the learner waits. Replayed weights are not pushed,
         because after a restart the engines may be ahead of them.
@@ -114,7 +115,9 @@ class EngineUpdates:
         finally:
             self._tell_failing(to)
         self._current = True
-        return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
+        method = ", ".join(sorted(set(report.methods.values())))
+        seconds = {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
+        return {**seconds, "push_method": method}
 
     def ensure(self, weights: Weights, to: WarningSink, *, again: bool) -> None:
         """Push the present weights to engines that were restarted, or that a failed push left behind. `again`: check engines
