@@ -25,8 +25,9 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 STARTS_WITHIN_S = 60.0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """For one file of tests only: while playwright is open, an event loop runs in this thread, and no other test could run one."""
     found = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if found is None:
         pytest.skip("needs a browser: sudo apt-get install chromium")
@@ -165,7 +166,7 @@ class Folders:
     def _crash(self, folder: RunFolder) -> None:
         """Tear the last event, cut the batch log in the middle of a record, and lose the collector's file."""
         folder.events.write_bytes(folder.events.read_bytes()[:-40])
-        log = next(folder.path.glob("main/batches/*.log"))
+        [log] = folder.path.glob("main/batches/*.log")
         os.truncate(log, log.stat().st_size - 100)
         folder.inbox.unlink()
 
