@@ -96,7 +96,7 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     max_open_calls: Count = 4096
     """Most calls of one proxy that are rendered or sampled at the same time; further calls wait."""
     max_waiting_calls: Whole = 4096
-    """Most waiting calls of one proxy; further calls are answered 429 with `Retry-After`."""
+    """Maximum number of calls that may wait in one proxy; further calls are answered 429 with `Retry-After`."""
     max_memory_bytes: Count = 512 * 1024 * 1024
     """Memory of one proxy for the conversations of open episodes; beyond it, the least recently used are forgotten."""
     max_episode_calls: Count = 256

@@ -60,7 +60,7 @@ def settle(
 
 
 def settle_run(job: SwarmJob, confirmed: Iterable[str]) -> Account:
-    """Settle a stopped run: its batch logs and its collector's ledger against the clients' `confirmed` episodes."""
+    """Reconcile the batch logs and the ledger of a stopped run with the clients' `confirmed` episodes, and return the account."""
     trained: Counter[str] = Counter()
     dropped: dict[str, str] = {}
     for name, policy in job.policies.items():

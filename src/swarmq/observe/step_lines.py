@@ -18,7 +18,7 @@ log = structlog.get_logger()
 LONG_QUEUE = 1000
 """Messages for the collector from which its queue is mentioned."""
 MOSTLY = 0.5
-"""Share of a step from which waiting is mentioned."""
+"""Smallest share of a step spent waiting at which its line mentions the waiting."""
 
 
 class StepLines:

@@ -46,7 +46,7 @@ class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[Json]
     name: Callable[[str, Json], str]
-    """Returns the conversation's name from an answer's call id and message."""
+    """Function from an answer's call id and message to the name of the conversation."""
 
 
 class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):

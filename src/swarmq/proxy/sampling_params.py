@@ -188,7 +188,7 @@ def check_limits(chat: Json) -> None:
 
 
 def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:
-    """Return the requested parameters that are overridden. Parameters that nobody requested are the engine's own."""
+    """Return the requested parameters that `setting` overrides. Parameters that nobody requested keep the engine's defaults."""
     wanted = chat.get("temperature")
     names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
     theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]

@@ -2,7 +2,7 @@
 
 swarmq up ────────────> its own        ┐
 swarmq proxy --join ──> adds itself,   ├─> proxies.json ──> collector ──every ticket──> clients
-                        leaves at last ┘
+                        removes itself ┘
 """
 
 from __future__ import annotations

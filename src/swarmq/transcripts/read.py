@@ -102,7 +102,7 @@ def _from(file: BinaryIO, generation: int, place: Position | None, *, name: str)
 
 @contextmanager
 def _opened(folder: Path, segment: int) -> Iterator[tuple[BinaryIO | None, int]]:
-    """Open a segment; (None, 0) if it is gone or is no segment that we can read."""
+    """Open a segment and yield its file and its generation; (None, 0) if it is gone or not a readable segment."""
     path = segment_path(folder, segment)
     try:
         file = path.open("rb")

@@ -21,7 +21,7 @@ from swarmq.messages import Slot
 MAX_ID = 200
 _EPOCH_SHIFT = 24
 _EPOCH_BITS = 28
-"""Number of random bits of an epoch. Epochs stay below 2**53, so that they survive JSON and JavaScript."""
+"""Number of random low bits in the number of an epoch. Numbers stay below 2**53, so that JSON and JavaScript keep them exact."""
 
 
 class SwarmTask(msgspec.Struct, frozen=True):

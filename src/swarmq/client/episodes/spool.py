@@ -40,7 +40,7 @@ def spool_root(invite: Invite) -> Path:
 
 
 class Spool:
-    """Folder of this process in the spool. Its calls block: call them from a thread, because a disk may be slow."""
+    """This process's own folder below the spool folder. The methods block, because a disk may be slow: call them from a thread."""
 
     def __init__(self, root: Path, owner: str) -> None:
         self.root = root

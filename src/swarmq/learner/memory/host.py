@@ -92,7 +92,7 @@ def _read_cgroup_limits(root: Path, *, swap: int) -> Iterator[HostRoom]:
 
 
 def _walk_up_cgroups(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[HostRoom]:
-    """Yield the rooms of a cgroup and its ancestors that this process sees; a container sees its own cgroup as the mount."""
+    """Yield the free memory of a cgroup and of each ancestor that this process sees; in a container, the mount is its own cgroup."""
     limit_file, used_file, prefix = files
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):

@@ -97,7 +97,7 @@ class EngineUpdates:
         """Push the weights and return the durations in seconds, `push_s`, `pause_s` and, by engine, `pauses`, and the
         `push_method`.
 
-        An unreachable engine does not stop training: it is updated while the learner waits. Replayed weights are not pushed,
+        An unreachable engine does not stop training: it is updated later, while the learner waits for a batch. Replayed weights are not pushed,
         because after a restart the engines may be ahead of them.
         """
         self._fence.check()

@@ -21,7 +21,7 @@ FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
 
 @contextmanager
 def map_gpu_errors(doing: str) -> Iterator[None]:
-    """Map errors of a GPU to LearnerError: too little memory, a failed GPU, or lost contact to other ranks. `doing`: prefix of
+    """Map errors of a GPU to LearnerError: too little memory, a failed GPU, or lost contact with other ranks. `doing`: prefix of
     the message."""
     try:
         yield

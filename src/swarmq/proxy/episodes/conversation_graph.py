@@ -191,7 +191,7 @@ class Graph:
     def is_edited(self, history: History) -> bool:
         """Return whether the conversation is known, but its last answer was changed or moved.
 
-        Examples that stand before every question are not given answers: they recur unchanged.
+        Few-shot examples before every question do not count as the model's answers: they recur unchanged.
         """
         if not history.answered or (key := history.keys[history.answered - 1]) in self._answers:
             return False

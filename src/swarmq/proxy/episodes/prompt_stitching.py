@@ -45,10 +45,10 @@ async def stitch(
     lost: bool = False,
     messages: Sequence[Json] = (),
 ) -> Stitched:
-    """Build the prompt of a request.
+    """Build the prompt of a request from recorded tokens where they fit, and from `fresh_ids`, the rendered prompt, elsewhere.
 
     `lost`: whether earlier answers of this episode may be unknown here. `messages`: those of the history. Raises EngineError if
-    the engine cannot be asked about texts.
+    the engine does not tokenize or detokenize a text.
     """
     fresh = pack_ids(fresh_ids)
     known = graph.known(history)

@@ -128,7 +128,7 @@ def checksum_file(path: str | Path) -> int:
 
 
 def get_stored_tensor(weight: Weight) -> Weight:
-    """Return the folder's weight if nothing is added to it, else `weight` itself."""
+    """Return the weight as stored in the model's folder if `weight` adds nothing to it, else `weight` itself."""
     return weight.base if isinstance(weight, FolderWeight) and weight.adapter is None else weight
 
 

@@ -81,7 +81,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, str] = {}
     """Engine url -> reason why it does not serve this version. `ensure` updates it when it is back."""
     replaced: tuple[str, ...] = ()
-    """Urls of engines whose weights somebody else had changed."""
+    """URLs of engines whose weights somebody else had changed."""
 
 
 class WeightPusher:
