@@ -15,6 +15,7 @@ from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.client.async_client import AsyncSwarmClient
+from swarmq.client.episodes.client import ClientLimits
 from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.client.runners.attempts import RunnerOptions
@@ -246,11 +247,10 @@ async def test_a_begin_waits_for_its_ticket_and_can_be_given_up(far):
             await waiting
 
 
-async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_client(far, monkeypatch):
-    monkeypatch.setattr("swarmq.client.episodes.client.DRAIN_S", 0.1)
+async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_client(far):
     async with far.open():
         await far.issue(1)
-        async with far.client() as client:
+        async with far.client(limits=ClientLimits(drain_s=0.1)) as client:
             ep = await client.begin_episode({"id": "a"})
             client._transport._invite = msgspec.structs.replace(
                 far.invite, base_url=f"http://127.0.0.1:{reserve_port()}/v1"

@@ -113,6 +113,7 @@ class Report(NamedTuple):
     pause_s: float = 0.0
     total_s: float = 0.0
     pauses: dict[str, float] = {}  # noqa: RUF012
+    methods: dict[str, str] = {}  # noqa: RUF012
     replaced: tuple[str, ...] = ()
 
 
