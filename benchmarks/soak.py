@@ -140,7 +140,7 @@ def trainer(job: SwarmJob) -> None:
         return records.Hello(job=job, policy=POLICY, version=version, vocab_size=128)
 
     with stop.handle_signals(), FeederLink(hello, stop) as link:
-        while batch := link.next(idle=lambda **_: None, idle_s=lambda: 60.0):
+        while batch := link.next(idle=lambda **_: None, idle_s=lambda: 60.0, evaluated=lambda _: None):
             version = records.decode_record(batch.record).index.version
             _label(job, version)
             link.tell(records.StepDone(version=version, fields={"tokens_computed": 1}))
