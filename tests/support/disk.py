@@ -1,11 +1,17 @@
-"""What a crash of the whole machine would leave: how much of every file and folder was synced."""
+"""Disks: how much of every file and folder was synced, which a crash of the whole machine would leave; and a full one."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from swarmq.collector.store import Store
+from swarmq.errors import CollectorError
 
 
 class Disk:
@@ -36,3 +42,20 @@ class Disk:
         if path.is_dir():
             return all(self.keeps(inner) for inner in path.iterdir())
         return self.sizes.get(path.stat().st_ino) == path.stat().st_size
+
+
+class StoreOnFullDisk(Store):
+    """A store on a disk that is full while `full` says so."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.refused = asyncio.Event()
+        super().__init__(None, run="r")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        with super().transaction():
+            yield
+            if self.full:
+                self.refused.set()
+                raise CollectorError("disk full")

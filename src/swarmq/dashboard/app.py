@@ -30,9 +30,6 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from litestar.response import Response, Stream
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarmq import live_settings
-from swarmq.collector import ledger
-from swarmq.config import SwarmJob
 from swarmq.dashboard import actions, views
 from swarmq.dashboard.access import HEADERS, Access, ForbiddenError, Reader
 from swarmq.dashboard.export import (
@@ -45,7 +42,7 @@ from swarmq.dashboard.export import (
     export_html,
 )
 from swarmq.dashboard.overview import view_overview
-from swarmq.dashboard.shelf import Shelf, UnknownRunError, describe_row
+from swarmq.dashboard.shelf import Shelf, UnknownRunError
 from swarmq.errors import (
     BrokerError,
     CollectorError,
@@ -275,7 +272,8 @@ class Pages:
             content = await anyio.Path(STATIC / name).read_bytes()
         except FileNotFoundError as error:
             raise HTTPException(
-                status_code=404, detail="the front end is not built: `make web` builds it in a checkout"
+                status_code=404,
+                detail="the front end is not built: `npm ci && npm run build` in web/ builds it in a checkout",
             ) from error
         tag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
         headers = {"cache-control": "no-cache", "etag": tag}
@@ -301,10 +299,7 @@ class Pages:
         return _json(await self._read(lambda: function(run, *args, **how)))
 
     async def runs(self) -> Response[bytes]:
-        def list_them() -> list[dict[str, Any]]:
-            return [describe_row(id, row) for id, row in self._shelf.rows().items()]  # noqa: A001
-
-        return _json({"runs": await self._read(list_them)})
+        return _json({"runs": await self._read(self._shelf.entries)})
 
     async def diff(self, request: Request[Any, Any, Any]) -> Response[bytes]:
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]  # noqa: A001
@@ -487,14 +482,8 @@ def _path_text(path: Path) -> str:
     return str(path).removeprefix("/")
 
 
-def live_job(run: Run) -> SwarmJob:
-    """Return the settings of a run with the changes made while it was up."""
-    control = ledger.read_control(run.folder.inbox)
-    return live_settings.apply_changes(run.job, control.changes if control else ())
-
-
 def _overview(run: Run) -> dict[str, Any]:
-    return view_overview(run, views.read_board(run.folder), live_job(run))
+    return view_overview(run, views.read_board(run.folder), run.live_job())
 
 
 def _ledger(run: Run) -> LedgerView:

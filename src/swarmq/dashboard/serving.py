@@ -23,10 +23,9 @@ from swarmq.dashboard.access import LinkAccess, OperatorAccess
 from swarmq.dashboard.app import create_app
 from swarmq.dashboard.process_settings import BASE, READY, Settings
 from swarmq.dashboard.shelf import Shelf
-from swarmq.errors import ConfigError
 from swarmq.registries.clients import RevokedNames
 from swarmq.runtime import logs
-from swarmq.runtime.processes import die_with_parent
+from swarmq.runtime.processes import die_with_parent, listen
 
 DRAIN_S = 1
 """Seconds that open answers get when the process ends; event streams never end by themselves."""
@@ -39,7 +38,7 @@ def serve(
 ) -> None:
     """Serve the runs in `folders` until a signal; `say` is called with the link. Raises ConfigError if the port is taken."""
     logs.configure(role="dashboard", run="")
-    listener = _listen(host, port)
+    listener = listen(host, port, backlog=BACKLOG, setting=f"--port {port}", advice="choose another, or 0 for any")
     port = listener.getsockname()[1]
     token = secrets.token_urlsafe(32)
     access = LinkAccess(token, name=getpass.getuser(), cookie=f"swarmq_dashboard_{port}")
@@ -84,21 +83,6 @@ def _config(app: object) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=DRAIN_S,
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--port {port}: {host}:{port} cannot be listened on ({error.strerror}); choose another, or 0 for any"
-        ) from error
-    return listener
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from typing import Any
 
 import structlog
 
-from swarmq import live_settings
-from swarmq.collector import ledger
 from swarmq.config import RunFolder
 from swarmq.errors import SwarmqError
 from swarmq.observe.run import Run
@@ -127,6 +125,7 @@ class Shelf:
         self._folders = folders
         self._cache = cache
         self._rows: dict[str, RunRow] = {}
+        self._entries: list[dict[str, Any]] = []
         self._read_at = float("-inf")
         self._open: dict[str, OpenRun] = {}
         self._lock = threading.Lock()
@@ -142,8 +141,14 @@ class Shelf:
                     id = name if name not in found else f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"  # noqa: A001
                     found[id] = row
                 self._rows = dict(sorted(found.items(), key=lambda one: one[1].at, reverse=True))
+                self._entries = [describe_row(id, row) for id, row in self._rows.items()]  # noqa: A001
                 self._read_at = time.monotonic()
             return self._rows
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of the list of runs, newest first."""
+        self.rows()
+        return self._entries
 
     def _find(self) -> list[RunRow]:
         rows: dict[str, RunRow] = {}
@@ -188,9 +193,7 @@ def describe_row(id: str, row: RunRow) -> dict[str, Any]:  # noqa: A002
     limits: dict[str, int | None] = {}
     if is_readable:
         with contextlib.suppress(SwarmqError, OSError):
-            run = Run(folder.path)
-            control = ledger.read_control(folder.inbox)
-            job = live_settings.apply_changes(run.job, control.changes if control else ())
+            job = Run(folder.path).live_job()
             limits = {name: job.policies[name].train.max_steps for name in job.trained}
     return {
         "id": id,

@@ -21,7 +21,7 @@ from swarmq.config import Policy, RunFolder, SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.messages import Event
 from swarmq.observe.curves import find_changes
-from swarmq.observe.run import Run, StepRow
+from swarmq.observe.run import Run, StepRow, read_steps
 from swarmq.task_mix import Stretch
 
 MOST_SAMPLES = 4000
@@ -53,7 +53,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def view_steps(run: Run, policy: str = "", series: Sequence[str] = ()) -> dict[str, Any]:
     """Return columns of the steps of a policy (the first one by default), and all names that there are."""
     policy = policy or run.policies[0]
-    rows = list(run.steps(policy))
+    run.check_policy(policy)
+    events = list(run.events())
+    rows = read_steps(events, policy)
     columns = [dict(flatten(row.values)) for row in rows]
     names = sorted({name for column in columns for name in column})
     return {
@@ -62,12 +64,12 @@ def view_steps(run: Run, policy: str = "", series: Sequence[str] = ()) -> dict[s
         "at": [row.at for row in rows],
         "series": {name: [column.get(name) for column in columns] for name in (series or names) if name in set(names)},
         "names": names,
-        "marks": list(_marks(run, rows)),
+        "marks": list(_marks(events, rows)),
     }
 
 
-def _marks(run: Run, rows: Sequence[StepRow]) -> Iterator[dict[str, Any]]:
-    for mark in find_changes(run.events()):
+def _marks(events: Iterable[Event], rows: Sequence[StepRow]) -> Iterator[dict[str, Any]]:
+    for mark in find_changes(events):
         step = next((row.step for row in rows if row.at >= mark.at), None)
         if step is not None:
             kind = "client" if mark.text.startswith("client code") else "set"

@@ -12,13 +12,15 @@ Tables read the folder when they are iterated; those of episodes bring the index
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from swarmq import live_settings
+from swarmq.collector import ledger
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import Event
@@ -146,11 +148,21 @@ class Run:
         """What could not be read of the folder."""
         return list(self.refresh().progress.notes)
 
+    def check_policy(self, policy: str) -> None:
+        """Raise ConfigError unless the run trains this policy."""
+        if policy not in self.policies:
+            raise ConfigError(f"policy {policy!r}: no trained policy of the run; it has {', '.join(self.policies)}")
+
+    def live_job(self) -> SwarmJob:
+        """Return the settings with the changes that were made while the run was up."""
+        control = ledger.read_control(self.folder.inbox)
+        return live_settings.apply_changes(self.job, control.changes if control else ())
+
     def steps(self, policy: str | None = None) -> Table[StepRow]:
         """Return the optimizer steps of a policy, by default of all."""
-        if policy is not None and policy not in self.policies:
-            raise ConfigError(f"policy {policy!r}: no trained policy of the run; it has {', '.join(self.policies)}")
-        return Table(lambda: iter(_steps(self.events(), policy)))
+        if policy is not None:
+            self.check_policy(policy)
+        return Table(lambda: iter(read_steps(self.events(), policy)))
 
     def episodes(self, **chosen: Any) -> Table[EpisodeRow]:
         """Return episodes, newest first, by the fields of `EpisodeFilter`: `state`, `reason`, `kind`, `client`, `reward_max`, ..."""
@@ -251,7 +263,7 @@ class Run:
             )
 
 
-def _steps(events: Iterator[Event], policy: str | None) -> list[StepRow]:
+def read_steps(events: Iterable[Event], policy: str | None) -> list[StepRow]:
     """Return the steps in order; of a step that was trained again after a crash, the last report."""
     found: dict[tuple[str, int], StepRow] = {}
     for event in events:

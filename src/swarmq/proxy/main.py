@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
@@ -36,7 +35,7 @@ from swarmq.proxy.http.connection_limits import ConnectionLimits, max_connection
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime import logs
-from swarmq.runtime.processes import raise_file_limit
+from swarmq.runtime.processes import listen, raise_file_limit
 
 DRAIN_S = 10
 KEEP_S = 30
@@ -84,7 +83,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
             raise ConfigError(f"policies.{name}.engine.urls: the proxy needs at least one; `swarmq up` fills them in")
     make_folder(job.run_folder.path)
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(_listen(job.proxy.host, job.proxy.port))
+        listener = stack.enter_context(listen(job.proxy.host, job.proxy.port, backlog=BACKLOG, setting="proxy.port"))
         port = listener.getsockname()[1]
         number = port if join else number
         own_url, visit = job.proxy.url(port), Visit()
@@ -218,19 +217,3 @@ def _exporting(job: SwarmJob, number: int) -> AbstractContextManager[Callable[[T
     except ImportError as error:
         raise MissingExtraError(f"proxy.traces needs {error.name}: pip install 'swarmq[traces]'") from error
     return export_spans(job.run, number)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By this protocol number asyncio knows to send small packets at once; without it every answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"proxy.port: {host}:{port} cannot be listened on ({error.strerror}); choose another"
-        ) from error
-    return listener

@@ -77,20 +77,16 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_torn = True
-        """Whether the file may end within a line."""
 
     def append(self, line: bytes) -> None:
         """Append one line, given without its end. Raises OSError if that fails, e.g. on a full disk."""
         with self.path.open("ab+", buffering=0) as file:
-            if self._is_torn and file.tell():
+            if file.tell():
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
-            self._is_torn = True
             whole = line + b"\n"
             if file.write(whole) != len(whole):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        self._is_torn = False
 
 
 class CachedFile(Generic[T]):

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from swarmq.errors import SetUpError
+from swarmq.errors import ConfigError, SetUpError
 
 FINAL_MESSAGE_PREFIX = "swarmq: "
 """Prefix of the log line in which a swarmq process says why it ends."""
@@ -104,6 +104,21 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
         except OSError:
             return False
         return True
+
+
+def listen(host: str, port: int, *, backlog: int, setting: str, advice: str = "choose another") -> socket.socket:
+    """Return a socket that listens on the address. Raises ConfigError, in the name of `setting`, if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # By this protocol number asyncio knows to send small packets at once; without it every answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{setting}: {host}:{port} cannot be listened on ({error.strerror}); {advice}") from error
+    return listener
 
 
 def raise_file_limit() -> int:

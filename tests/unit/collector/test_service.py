@@ -8,6 +8,7 @@ import contextlib
 import msgspec
 import pytest
 
+from support.disk import StoreOnFullDisk
 from swarmq.broker import topology
 from swarmq.broker.deliveries import REASON_HEADER
 from swarmq.collector import service
@@ -18,7 +19,6 @@ from swarmq.collector.decide.state import TurnMeta
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.errors import CollectorError
 from swarmq.messages import Command, Rollout, Ticket, decode
 from swarmq.testing import MemoryBroker
 
@@ -78,7 +78,7 @@ async def test_pieces_in_episodes_and_tickets_out(job, broker, say):
 
 async def test_nothing_is_acknowledged_before_it_is_committed(job, broker, say, monkeypatch):
     monkeypatch.setattr(service, "RETRY_S", 0.0)
-    store = _FullDisk()
+    store = StoreOnFullDisk()
     await broker.publish(IN, say.begin())
     async with collecting(job, broker, store):
         store.full = True
@@ -91,23 +91,6 @@ async def test_nothing_is_acknowledged_before_it_is_committed(job, broker, say, 
         (episode,) = await arrivals(broker, READY, 1)
         assert len(episode.turns) == 1
     assert any(event.name == "warning" for event in broker.emitted)
-
-
-class _FullDisk(Store):
-    """A store on a disk that is full while `full` says so."""
-
-    def __init__(self) -> None:
-        self.full = False
-        self.refused = asyncio.Event()
-        super().__init__(None, run="r")
-
-    @contextlib.contextmanager
-    def transaction(self):
-        with super().transaction():
-            yield
-            if self.full:
-                self.refused.set()
-                raise CollectorError("disk full")
 
 
 async def test_what_was_committed_and_not_marked_is_published_again_by_the_next_collector(job, broker, say):

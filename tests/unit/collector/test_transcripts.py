@@ -9,6 +9,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
+from support.disk import StoreOnFullDisk
 from swarmq.broker import topology
 from swarmq.collector import service
 from swarmq.collector.decide import effects as do
@@ -16,7 +17,6 @@ from swarmq.collector.main import record_transcripts
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.errors import CollectorError
 from swarmq.messages import Message, Turn, encode
 from swarmq.testing import MemoryBroker
 from swarmq.transcripts.read import read as read_transcript
@@ -155,26 +155,9 @@ async def test_members_of_a_group_that_is_too_small_leave_transcripts(job, broke
     assert read_transcript(job.run_folder.transcripts, "e").turns == (say.turn(),)
 
 
-class _FullDisk(Store):
-    """A store on a disk that is full while `full` says so."""
-
-    def __init__(self) -> None:
-        self.full = False
-        self.refused = asyncio.Event()
-        super().__init__(None, run="r")
-
-    @contextlib.contextmanager
-    def transaction(self):
-        with super().transaction():
-            yield
-            if self.full:
-                self.refused.set()
-                raise CollectorError("disk full")
-
-
 async def test_nothing_is_recorded_before_its_commit_and_everything_once(job, broker, say, monkeypatch):
     monkeypatch.setattr(service, "RETRY_S", 0.0)
-    with closing(_FullDisk()) as store:
+    with closing(StoreOnFullDisk()) as store:
         async with collecting(job, broker, store, Clock()):
             for piece in (say.begin(), say.turn()):
                 await broker.publish(IN, piece)

@@ -11,20 +11,21 @@ import uvloop
 from swarmq.config import ProxySettings, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.proxy import main
-from swarmq.proxy.main import _listen, serve
+from swarmq.proxy.main import serve
 from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.processes import listen
 
 
 def test_small_packets_are_sent_at_once():
-    with _listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0, backlog=8, setting="proxy.port") as listener:
         assert listener.proto == socket.IPPROTO_TCP, "asyncio leaves Nagle's algorithm on otherwise: 40 ms an answer"
 
 
 def test_a_taken_port_is_named():
-    with _listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0, backlog=8, setting="proxy.port") as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"proxy\.port: 127\.0\.0\.1:{port}"):
-            _listen("127.0.0.1", port)
+            listen("127.0.0.1", port, backlog=8, setting="proxy.port")
 
 
 @pytest.mark.parametrize(("files", "warned"), [(1024, True), (65_536, False)])

@@ -6,7 +6,6 @@ The file is written by the batch feeder and not by listeners, because listeners 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import msgspec
 
 from swarmq.broker import Broker
 from swarmq.messages import Event
+from swarmq.runtime.files import LineFile
 from swarmq.runtime.logs import log
 
 MAX_WAITING = 1000
@@ -22,7 +22,7 @@ MAX_WAITING = 1000
 
 class StepEvents:
     def __init__(self, path: Path, broker: Broker) -> None:
-        self._path, self._broker = path, broker
+        self._lines, self._broker = LineFile(path), broker
         self._unwritten, self._unpublished = deque[Event](maxlen=MAX_WAITING), deque[Event](maxlen=MAX_WAITING)
         self._publishing = asyncio.Lock()
         self._failing = False
@@ -39,7 +39,7 @@ class StepEvents:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("step_not_recorded_yet", path=str(self._path), error=str(error))
+                log.warning("step_not_recorded_yet", path=str(self._lines.path), error=str(error))
             self._failing = True
         async with self._publishing:
             while self._unpublished and await self._broker.emit(self._unpublished[0]):
@@ -47,12 +47,5 @@ class StepEvents:
 
     def _write(self) -> None:
         while self._unwritten:
-            line = msgspec.json.encode(self._unwritten[0]) + b"\n"
-            with self._path.open("a+b", buffering=0) as file:
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a line cut short by a crash or a full disk
-                        line = b"\n" + line
-                if file.write(line) < len(line):
-                    raise OSError("the disk is full")
+            self._lines.append(msgspec.json.encode(self._unwritten[0]))
             self._unwritten.popleft()
