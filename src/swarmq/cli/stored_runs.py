@@ -36,7 +36,9 @@ ANY = "any"
 @RUN
 @click.argument("episode", required=False)
 @click.option(
-    "--step", type=click.IntRange(min=1), help="List the episodes of this step and the episodes dropped before it."
+    "--step",
+    type=click.IntRange(1, 2**31 - 1),
+    help="List the episodes of this step and the episodes dropped before it.",
 )
 @click.option(
     "--dropped",
@@ -54,7 +56,7 @@ ANY = "any"
 @click.option("--reward", metavar="RANGE", help="List episodes with such a reward: '<0.2', '>=1', '0.2..0.5' or '0'.")
 @click.option("--client", help="List episodes of this client.")
 @click.option("--task", help="List the attempts at this task.")
-@click.option("--limit", type=click.IntRange(min=1), help="Most episodes to list, newest first; 50 by default.")
+@click.option("--limit", type=click.IntRange(1, 1_000_000), help="Most episodes to list, newest first; 50 by default.")
 @click.option("--policy", help="Policy to inspect; required if the run trains several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one batch or episode per line, or the one EPISODE.")
 @click.option(

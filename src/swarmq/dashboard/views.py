@@ -340,8 +340,9 @@ def diff_settings(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 
 def list_logs(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the log files. Symbolic links are left out: in a copied folder they may lead to any file of this machine."""
     with contextlib.suppress(OSError):
-        files = sorted(path for path in folder.logs.iterdir() if path.is_file())
+        files = sorted(path for path in folder.logs.iterdir() if path.is_file() and not path.is_symlink())
         return [{"name": path.name, "bytes": path.stat().st_size} for path in files]
     return []
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -143,7 +143,7 @@ class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     client: str = ""
     task: str = ""
     policy: str = ""
-    step: int | None = None
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
     group: str = ""
     code_version: str = ""
     reward_min: float | None = None

@@ -33,7 +33,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     folder: str
     state: str
-    """`up` or `stopped`, followed by `paused`, `draining` or `ended`; or the error in the run's settings."""
+    """`up` or `stopped`, followed by `paused`, `draining` or `ended`; or what cannot be read of the run."""
     policies: dict[str, PolicyProgress] = {}
     at: float
     """Unix time of the newest step, or of the newest start if there is no step yet."""
@@ -63,9 +63,9 @@ def _row(folder: RunFolder) -> RunRow:
     started = folder.resolved.stat().st_mtime
     try:
         job = SwarmJob.load(folder.resolved)
+        policies = {policy: PolicyProgress() for policy in job.trained} | _progress(folder, job)
     except ConfigError as error:
         return RunRow(run=folder.path.name, folder=str(folder.path), state=str(error), at=started)
-    policies = {policy: PolicyProgress() for policy in job.trained} | _progress(folder, job)
     return RunRow(
         run=job.run,
         folder=str(folder.path),
@@ -87,7 +87,7 @@ def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, PolicyProgress]
 
 
 def _progress(folder: RunFolder, job: SwarmJob) -> dict[str, PolicyProgress]:
-    """Return policy -> progress, for policies with at least one step."""
+    """Return policy -> progress, for policies with at least one step. Raises ConfigError if the events cannot be read."""
     found: dict[str, PolicyProgress] = {}
     try:
         for event in read_events(folder.events, last_bytes=READ_BYTES):
@@ -97,4 +97,6 @@ def _progress(folder: RunFolder, job: SwarmJob) -> dict[str, PolicyProgress]:
                 found[policy] = PolicyProgress(step=int(event.fields["version"]), reward=reward, at=event.at)
     except FileNotFoundError:
         pass
+    except OSError as error:
+        raise ConfigError(f"{folder.events}: cannot be read ({error.strerror})") from error
     return found

@@ -4,9 +4,10 @@ import contextlib
 import sqlite3
 
 import msgspec
+import pytest
 
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.dashboard.views import view_settings
+from swarmq.dashboard.views import UnknownLogError, list_logs, read_log, view_settings
 from swarmq.messages import Change, Control, Event
 from swarmq.observe.run import Run
 
@@ -38,3 +39,15 @@ def test_the_history_of_settings_says_who_changed_what_from_which_step(tmp_path)
     ]
     [row] = [one for one in found["settings"] if one["path"] == RATE]
     assert (row["value"], row["default"], row["is_set"]) == (0.5, before, True)
+
+
+def test_a_link_among_the_logs_of_a_copied_folder_leads_nowhere(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    (folder.logs / "proxy.log").write_text("listening\n")
+    (tmp_path / "secret").write_text("not for readers")
+    (folder.logs / "collector.log").symlink_to(tmp_path / "secret")
+    assert [one["name"] for one in list_logs(folder)] == ["proxy.log"]
+    assert read_log(folder, "proxy.log", lines=10)["text"] == "listening"
+    with pytest.raises(UnknownLogError):
+        read_log(folder, "collector.log", lines=10)

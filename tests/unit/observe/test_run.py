@@ -105,3 +105,9 @@ def test_wrong_names_are_answered_with_the_right_ones(opened, tmp_path):
         seen.episode("zzz")
     with pytest.raises(ConfigError, match=r"no resolved\.toml"):
         Run(tmp_path)
+
+
+def test_a_step_that_no_run_can_reach_is_refused(opened):
+    _, _, seen = opened
+    with pytest.raises(ConfigError, match=r"\$\.step"):
+        seen.episodes(step=10**30)

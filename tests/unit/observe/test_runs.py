@@ -93,6 +93,16 @@ def test_the_command_prints_a_table_or_an_object_a_line(tmp_path: Path) -> None:
     assert "no runs in" in CliRunner().invoke(main, ["runs", str(tmp_path / "none")]).output
 
 
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    made(tmp_path, "whole", (1, 0.5))
+    broken = made(tmp_path, "broken").events
+    broken.unlink()
+    broken.mkdir()  # cannot be read, whoever runs this test
+    states = {row.run: row.state for row in list_runs(tmp_path)}
+    assert states["whole"] == "stopped"
+    assert "events.jsonl: cannot be read" in states["broken"]
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere: there is no such folder"):
         list_runs(tmp_path / "nowhere")
