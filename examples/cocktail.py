@@ -1,4 +1,4 @@
-"""Three kinds of tasks in one run, each with its own agent and reward (docs/tutorial.md).
+"""Three kinds of tasks in one run, each with its own agent and reward (docs/tutorials/five-examples.md).
 
 swarmq up examples/cocktail.toml
 swarmq feed runs/cocktail "reasoning-gym:chain_sum?size=1000" --kind math

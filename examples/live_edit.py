@@ -1,4 +1,4 @@
-"""An agent with a reward that you change during training (docs/tutorial.md).
+"""An agent with a reward that you change during training (docs/tutorials/five-examples.md).
 
 python examples/live_edit.py          # stop it with Ctrl-C, edit `reward`, start it again
 """

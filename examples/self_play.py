@@ -1,4 +1,4 @@
-"""Self-play: one model plays both sides of a game, and each side gets its own reward (docs/tutorial.md).
+"""Self-play: one model plays both sides of a game, and each side gets its own reward (docs/tutorials/five-examples.md).
 
 Nim: two players take one to three stones in turn; the player who takes the last stone wins. The header `x-swarmq-agent` names the
 side of each request, so rewards of a side are compared with those of the same side in the other games of the group (same starting

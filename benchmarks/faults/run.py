@@ -5,7 +5,7 @@
     python -m benchmarks.faults --injections 60 --break acknowledge-before-log     a negative control: must be caught
 
 The processes are the real ones, with a small model that really trains and, unless `--engine vllm`, an engine that
-answers like vLLM from a script. docs/faults.md says what is injected and what is compared. Exits with 1 when an
+answers like vLLM from a script. docs/explanation/faults.md says what is injected and what is compared. Exits with 1 when an
 episode was lost or trained twice, when a turn was trained that its agent did not receive, or otherwise than it was received,
 when anything hung, or when the weights are not those of a replay without faults.
 """

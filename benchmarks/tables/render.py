@@ -18,7 +18,15 @@ PAGES = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{page}.md"
-        for page in ("dashboard", "dialects", "faults", "figures", "learning", "proxy", "swarm")
+        for page in (
+            "explanation/faults",
+            "explanation/proxy",
+            "how-to/dashboard",
+            "how-to/swarm",
+            "learning",
+            "reference/dialects",
+            "reference/figures",
+        )
     ),
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -46,23 +54,23 @@ HEADLINES = (
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""
 CITED: tuple[tuple[str, str, str], ...] = (
-    ("docs/proxy.md", "columns", "takes vLLM's own code {write_ms_stock:.0f} ms of a core, and {write_ms_columns:.1f} ms in columns"),
-    ("docs/proxy.md", "proxy_h200", "get {throughput_over_direct_logprobs_256:.2f} times the tokens that vLLM gives when it is asked directly"),
-    ("docs/proxy.md", "proxy_h200", "and {throughput_over_direct_256:.2f} times those of text alone"),
-    ("docs/proxy.md", "proxy_h200", "single rounds lie between {low[ratio][direct_logprobs]:.2f} and {high[ratio][direct_logprobs]:.2f}, and between {low[ratio][direct]:.2f} and {high[ratio][direct]:.2f}"),
-    ("docs/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
-    ("docs/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
+    ("docs/explanation/proxy.md", "columns", "takes vLLM's own code {write_ms_stock:.0f} ms of a core, and {write_ms_columns:.1f} ms in columns"),
+    ("docs/explanation/proxy.md", "proxy_h200", "get {throughput_over_direct_logprobs_256:.2f} times the tokens that vLLM gives when it is asked directly"),
+    ("docs/explanation/proxy.md", "proxy_h200", "and {throughput_over_direct_256:.2f} times those of text alone"),
+    ("docs/explanation/proxy.md", "proxy_h200", "single rounds lie between {low[ratio][direct_logprobs]:.2f} and {high[ratio][direct_logprobs]:.2f}, and between {low[ratio][direct]:.2f} and {high[ratio][direct]:.2f}"),
+    ("docs/explanation/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
+    ("docs/explanation/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
     ("docs/learning.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
     ("docs/learning.md", "checkpoints_cpu", "training waits {waited_s:.2f} s for a copy, where writing took {waited_at_once_s:.2f} s"),
     ("docs/learning.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
     ("docs/learning.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
     ("docs/learning.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
-    ("docs/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
-    ("docs/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
-    ("docs/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
-    ("docs/faults.md", "soak", "The proxy ended at {mib[proxy]:.0f} MiB, {rss_growth_ratio_proxy:.3f} of its size after the first tenth, the collector at {mib[collector]:.0f} MiB and {rss_growth_ratio_collector:.2f}, the learner's I/O process at {mib[learner I/O]:.0f} MiB and {rss_growth_ratio_learner:.2f}, clients at {mib[client0]:.0f} MiB and {rss_growth_ratio_client:.2f}. No process held more than {fd_growth:.0f} further open files."),
-    ("docs/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
-    ("docs/swarm.md", "swarm", "16 workers held {held_episodes:,.0f} episodes of 30 seconds open at once (`--part hold`), {held_episodes_per_s:.0f} a second, and none was dropped"),
+    ("docs/explanation/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
+    ("docs/explanation/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
+    ("docs/explanation/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
+    ("docs/explanation/faults.md", "soak", "The proxy ended at {mib[proxy]:.0f} MiB, {rss_growth_ratio_proxy:.3f} of its size after the first tenth, the collector at {mib[collector]:.0f} MiB and {rss_growth_ratio_collector:.2f}, the learner's I/O process at {mib[learner I/O]:.0f} MiB and {rss_growth_ratio_learner:.2f}, clients at {mib[client0]:.0f} MiB and {rss_growth_ratio_client:.2f}. No process held more than {fd_growth:.0f} further open files."),
+    ("docs/how-to/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
+    ("docs/how-to/swarm.md", "swarm", "16 workers held {held_episodes:,.0f} episodes of 30 seconds open at once (`--part hold`), {held_episodes_per_s:.0f} a second, and none was dropped"),
 )  # fmt: skip
 """Figures in the midst of sentences: page, result, how the sentence goes. Names besides the figures': see `quotable`."""
 DERIVED = {"faults": lambda record: {"unseen": unseen_turns(record)}, "trl_h200": learning.trl_derived}

@@ -426,7 +426,7 @@ class Eval(Settings, frozen=True, kw_only=True):
 
 
 class MetricsSettings(Settings, frozen=True, kw_only=True):
-    """Metrics of collector and learners for Prometheus (docs/monitoring.md); the proxy serves its own."""
+    """Metrics of collector and learners for Prometheus (docs/how-to/monitoring.md); the proxy serves its own."""
 
     host: str = "127.0.0.1"
     """Address on which collector and learners serve `/metrics`, without any password."""
@@ -437,7 +437,7 @@ class MetricsSettings(Settings, frozen=True, kw_only=True):
 
 
 class AlertSettings(Settings, frozen=True, kw_only=True):
-    """Alerts on warnings, standstills and the end of training (docs/monitoring.md)."""
+    """Alerts on warnings, standstills and the end of training (docs/how-to/monitoring.md)."""
 
     command: str = ""
     """Program with its arguments that is run for each alert, with the alert as JSON on its standard input; no shell reads it."""

@@ -15,7 +15,7 @@ import msgspec
 from swarmq.messages import Turn
 
 LOST = frozenset({"drift", "template_rewrote_history", "answer_cut", "token_dropped", "character_cut"})
-"""Reasons of branches that nobody intended and that recompute their whole context. docs/proxy.md says how to avoid them."""
+"""Reasons of branches that nobody intended and that recompute their whole context. docs/explanation/proxy.md says how to avoid them."""
 
 EDITED = frozenset({"history_edited", "tools_changed"})
 """Reasons of branches that an agent causes, on purpose (a summary in place of the history) or not (a clock in the system

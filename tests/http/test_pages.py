@@ -21,7 +21,7 @@ from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 PAGES = Path(__file__).parents[2]
-CLIENT, README = PAGES / "docs" / "client.md", PAGES / "README.md"
+CLIENT, README = PAGES / "docs/reference/client.md", PAGES / "README.md"
 RUN = "r1"
 pytestmark = pytest.mark.timeout(120)
 

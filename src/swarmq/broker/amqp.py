@@ -99,7 +99,7 @@ class AmqpBroker:
 
         Raises BrokerError at once for a malformed URL, a wrong password or an unknown vhost, and at the deadline.
 
-        `name` shows in the management UI. `user` is the user in the URL if it belongs to an invited client (docs/access.md),
+        `name` shows in the management UI. `user` is the user in the URL if it belongs to an invited client (docs/how-to/access.md),
         else empty. `default_ack_s` is the assumed acknowledgement timeout where the server does not state one.
         `login_patience_s` is how long an invited client's login may be refused after it has worked once, before the client
         counts as removed.

@@ -49,7 +49,7 @@ def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: st
 
 @main.group()
 def client() -> None:
-    """Invite, list and remove clients (docs/access.md).
+    """Invite, list and remove clients. See docs/how-to/access.md.
 
     \b
     swarmq client add alice                         one line for alice to paste
@@ -177,7 +177,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
 def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
     """Print a token for the control routes, or revoke tokens.
 
-    Operators send the token to a proxy (docs/control.md). All tokens of a name are revoked together.
+    Operators send the token to a proxy (docs/reference/control.md). All tokens of a name are revoked together.
 
     \b
     swarmq token runs/demo --role rollout --name java-agents

@@ -13,7 +13,7 @@ from swarmq.errors import ConfigError
 
 @main.group()
 def dead() -> None:
-    """Show, requeue and delete unusable messages (docs/swarm.md).
+    """Show, requeue and delete unusable messages. See docs/how-to/swarm.md.
 
     \b
     swarmq dead list runs/demo                senders, queues and reasons

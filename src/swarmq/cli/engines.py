@@ -14,7 +14,7 @@ from swarmq.registries.engines import EngineRegistry
 
 @main.group()
 def engine() -> None:
-    """List, add and remove the engines of a run (docs/proxy.md).
+    """List, add and remove the engines of a run. See docs/explanation/proxy.md.
 
     \b
     swarmq engine list runs/demo

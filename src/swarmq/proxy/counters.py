@@ -131,7 +131,7 @@ class Counters:
                 lines.append(
                     f"policy {policy}: {branched:.0%} of the last {self.window} turns could not continue their "
                     f"conversation token by token ({recent}); each of them computes its whole context again. "
-                    f"Most often: {_remedy(recent)}. All reasons: docs/proxy.md, 'Branches'"
+                    f"Most often: {_remedy(recent)}. All reasons: docs/explanation/proxy.md, 'Branches'"
                 )
             elif recent.lost <= self.alert / 2 and edited <= often / 2:
                 self._warned.discard(policy)

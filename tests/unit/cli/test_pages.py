@@ -9,7 +9,7 @@ import pytest
 from swarmq.cli import main
 
 ROOT = Path(__file__).parents[3]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -32,4 +32,4 @@ def test_a_command_of_a_page_is_one(page, words):
 
 
 def test_there_are_commands_on_the_pages():
-    assert {"README.md", "client.md", "swarm.md", "tutorial.md"} <= {page for page, _ in COMMANDS}
+    assert {"README.md", "client.md", "swarm.md", "five-examples.md"} <= {page for page, _ in COMMANDS}

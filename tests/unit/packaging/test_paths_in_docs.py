@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PATH = re.compile(r"(?:src/swarmq|tests|benchmarks|scripts|examples|requirements)/[\w./-]*\w/?|`((?:\w+/)+\w+\.py)`")
 HEADING_OR_ROW = re.compile(r"^### (?:`(\w+/)`)?|^\| (`[^|]*`) \|", re.MULTILINE)
 FOLDERS = (ROOT, ROOT / "src/swarmq", *(folder for folder in (ROOT / "src/swarmq").iterdir() if folder.is_dir()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_file_that_a_page_names_exists(page):
     named = {found[1] or found[0] for found in PATH.finditer(page.read_text())}
     missing = {name for name in named if not any((folder / name).exists() for folder in FOLDERS)}
@@ -20,7 +20,7 @@ def test_every_file_that_a_page_names_exists(page):
 
 
 def test_the_map_of_files_names_every_module_once():
-    section = (ROOT / "docs/architecture.md").read_text().partition("\n## Which file decides what\n")[2]
+    section = (ROOT / "docs/explanation/architecture.md").read_text().partition("\n## Which file decides what\n")[2]
     package, listed = "", []
     for found in HEADING_OR_ROW.finditer(section):
         if found[2]:

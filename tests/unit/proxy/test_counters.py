@@ -90,11 +90,11 @@ def test_a_warning_names_the_remedy_of_the_most_frequent_reason_and_its_page(rea
         meter.take(taken)
     (line,) = meter.alerts()
     assert f"Most often: {reason}: {REMEDIES[reason]}" in line
-    assert "docs/proxy.md, 'Branches'" in line
+    assert "docs/explanation/proxy.md, 'Branches'" in line
 
 
 def test_every_reason_stands_in_the_table_of_the_docs():
-    text = (Path(__file__).parents[3] / "docs/proxy.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/explanation/proxy.md").read_text()
     table = text.partition("## Branches")[2].partition("\n## ")[0]
     assert {line.split("`")[1] for line in table.splitlines() if line.startswith("| `") and "`branch`" not in line} == {
         *get_args(Reason)

@@ -1,4 +1,4 @@
-"""Episodes through the proxy's control routes, for clients whose network permits only HTTP (docs/control.md).
+"""Episodes through the proxy's control routes, for clients whose network permits only HTTP (docs/reference/control.md).
 
     begin   POST <proxy>/v1/control/episodes            repeated with the same episode id until there is a ticket
     end     POST <proxy>/v1/control/episodes/ID/end     repeated until it is answered; deduplicated by its outcome id

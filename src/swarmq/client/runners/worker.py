@@ -120,7 +120,7 @@ class Worker:
                     "attempts_may_be_repeated",
                     after_s=sources[0].recycle_s,
                     reason="this RabbitMQ redelivers a message that a worker has held for so long",
-                    action="use RabbitMQ 3.12 or newer, or see docs/access.md",
+                    action="use RabbitMQ 3.12 or newer, or see docs/how-to/access.md",
                 )
             yield sources
 

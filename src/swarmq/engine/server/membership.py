@@ -24,7 +24,7 @@ DRAIN_S = 600.0
 POLL_S = 0.5
 UNPROTECTED_WARNING = (
     "{url} accepts callers without the secret: start it with --middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware and $SWARMQ_ENGINE_SECRET "
-    "(docs/access.md)"
+    "(docs/how-to/access.md)"
 )
 
 

@@ -114,7 +114,7 @@ def _drift(turns: Sequence[Turn]) -> Finding:
         f"branches {drift.branches}",
         wrong=f"{drift.lost:.1%} of {drift.continued} turns could not continue the one before them though nobody edited it (limit "
         f"{LOST_LIMIT:.0%}), branches {drift.branches}: they are trained correctly, but compute their whole context again; "
-        "docs/proxy.md, 'Branches', explains how to avoid it",
+        "docs/explanation/proxy.md, 'Branches', explains how to avoid it",
         level="warning",
     )
 

@@ -15,7 +15,7 @@ def nullable(*types: str, **more: Any) -> Json:
 
 def request(required: tuple[str, ...], **fields: Json) -> Json:
     """Return the schema of a request of OpenAI's dialects. Parameters that only vLLM knows are accepted as well
-    (docs/dialects.md)."""
+    (docs/reference/dialects.md)."""
     return {
         "type": "object",
         "required": ["model", *required],
