@@ -1,4 +1,4 @@
-"""The tables of docs/learning.md: what the GPU runs came to."""
+"""The tables of docs/explanation/learning: what the GPU runs came to."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def loop_block(known: dict[str, Any]) -> Iterator[str]:
         )
     if split := known.get("scaling_h200", {}).get("detail", {}).get("split"):
         yield (
-            f" With a GPU of its own, in [another run](#several-gpus-and-adapters), 1.7 B trains a step in "
+            f" With a GPU of its own, in [another run](several-gpus.md#speed), 1.7 B trains a step in "
             f"{split['phases']['train_s']['median']:.2f} s (median), here in {figures['train_1p7b_s']:.2f} s."
         )
     yield "\n\n"
@@ -192,7 +192,7 @@ def split_words(split: dict[str, Any]) -> Iterator[str]:
     total = sum(split["staleness"].values())
     stale = ", ".join(f"{steps} for {count / total:.0%}" for steps, count in sorted(split["staleness"].items()))
     yield (
-        "The loop of 1.7 B as [above](#the-whole-loop-on-one-gpu), but with one GPU for the learner and the other for an engine that "
+        "[The whole loop](whole-loop.md) of 1.7 B, but with one GPU for the learner and the other for an engine that "
         f"gets its weights by {' and '.join(split['push_ways']).upper()}:\n"
     )
     idle = ("share of the time in which the learner's GPU is idle", f"{split['figures']['gpu_idle_share_1p7b']:.2f}")

@@ -214,7 +214,7 @@ LOSSES_BY_CONSTANT = {
 
 
 class Loss(Settings, frozen=True, kw_only=True):
-    """The policy loss and its constants (docs/learning.md)."""
+    """The policy loss and its constants (docs/explanation/learning/losses.md)."""
 
     name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
     """Name of the policy loss."""

@@ -1,4 +1,4 @@
-"""Checks of a job and its stored batches against the assumptions of the losses (docs/learning.md, "before any formula"). Pure."""
+"""Checks of a job and its stored batches against the assumptions of the losses (docs/explanation/learning/assumptions.md). Pure."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
     for cause in found:
         level: Level = "ok"
         if cause.name == HELD:
-            pass  # expected; docs/learning.md describes the effect on training
+            pass  # expected; docs/explanation/learning/assumptions.md describes the effect on training
         elif cause.k3 > BROKEN or math.isnan(cause.k3):
             level = "error" if cause is same else "warning"
         elif cause.k3 > SAME_WEIGHTS_LIMIT:
