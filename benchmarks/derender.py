@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from benchmarks import report
-from swarmq.demo.tokenizer import build_tokenizer
 from swarmq.engine.client.protocol import Delta
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.engines.stream_coalescing import CoalescingPace, coalesce
+from swarmq.toy_model.tokenizer import build_tokenizer
 
 WORDS = "What is the sum of 17 and 25? The sum is 42, and that is that. "
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'

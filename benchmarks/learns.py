@@ -31,16 +31,19 @@ from benchmarks.tables.common import ends
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, Train
-from swarmq.demo import agent, tokenizer
+from swarmq.demo import agent
 from swarmq.demo import problems as arithmetic
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.model import build_model, save
-from swarmq.demo.model_recipe import Architecture, Recipe
+from swarmq.demo.model_recipe import Recipe
 from swarmq.demo.scenario import Scenario
-from swarmq.demo.warmup import demonstrate, reductions
+from swarmq.demo.warmup import demonstrate
 from swarmq.learner.warm_start import WarmStart, warm
 from swarmq.observe.curves import read_events, reward_limits
 from swarmq.observe.monitor import follow
+from swarmq.toy_model.network import build_model, save
+from swarmq.toy_model.recipe import Architecture
+from swarmq.toy_model.tokenizer import build_tokenizer
+from swarmq.toy_model.warmup import render_chats
 from swarmq.up import deploy
 
 DIALOGUES = 2000
@@ -135,10 +138,8 @@ def ensure_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) ->
     folder.mkdir()
     dice, recipe = random.Random(seed), Recipe()
     questions = itertools.cycle(problems(seed))
-    words = tokenizer.build_tokenizer(
-        "".join(demonstrate(p.question, *arithmetic.solution(p), calls=2).stretches)
-        for p in itertools.islice(questions, DIALOGUES)
-    )
+    shown = (demonstrate(p.question, *arithmetic.solution(p), calls=2) for p in itertools.islice(questions, DIALOGUES))
+    words = build_tokenizer("".join(stretches) for stretches in render_chats(shown, agent.TOOLS))
     model = folder / "fresh"
     save(build_model(words, size.architecture, seed=seed), words, model)
     for number, (count, share) in enumerate(zip(steps, (recipe.copying_share, recipe.tool_share), strict=True)):
@@ -171,15 +172,10 @@ def problems(seed: int) -> Iterator[arithmetic.Problem]:
 def chat(problem: arithmetic.Problem, dice: random.Random, tool_share: float) -> dict[str, Any]:
     """A dialogue that calls the tool before each next step with this chance, and ends in the true answer."""
     expression, answer = arithmetic.solution(problem)
-    messages = agent.opening(problem.question)
-    for given, result in reductions(expression):
-        if dice.random() >= tool_share:
-            break
-        function = {"name": "simplify", "arguments": json.dumps({"expression": given})}
-        messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
-        messages.append({"role": "tool", "content": result})
-    messages.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
-    return {"messages": messages, "tools": agent.TOOLS}
+    calls = 0
+    while dice.random() < tool_share:
+        calls += 1
+    return {"messages": demonstrate(problem.question, expression, answer, calls=calls), "tools": agent.TOOLS}
 
 
 def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: int, *, cuda: bool) -> SwarmJob:

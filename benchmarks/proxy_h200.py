@@ -62,7 +62,7 @@ def make_model(folder: Path, shape: str, device: str) -> None:
     import torch  # noqa: PLC0415 - only this function needs it
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
-    from swarmq.demo.tokenizer import build_tokenizer  # noqa: PLC0415
+    from swarmq.toy_model.tokenizer import build_tokenizer  # noqa: PLC0415
 
     small = build_tokenizer(["What is the sum of 17 and 25? The sum is 42, and that is that. One two three four five."])
     config = Qwen3Config(

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.timelines.run import SHAPES
-from swarmq.demo.tokenizer import PAD, TURN_END, TURN_START, add_chat_template
+from swarmq.toy_model.tokenizer import PAD, TURN_END, TURN_START, add_chat_template
 
 LETTERS = string.ascii_letters + ".,"
 """Of which all words are made: every pair is a token, and as many triples as there is room for."""

@@ -31,10 +31,11 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import read_fates
 from swarmq.config import EngineSettings, GroupSettings, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
-from swarmq.demo.model_recipe import Architecture, Recipe, user_cache_folder
+from swarmq.demo.model_recipe import Recipe, user_cache_folder
 from swarmq.demo.problems import SPLIT_SIZE, Problem, Split, problems, score, solution
 from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.monitor import Follower, follow
+from swarmq.toy_model.recipe import Architecture
 from swarmq.up import Deployment, deploy
 
 CACHE = user_cache_folder()

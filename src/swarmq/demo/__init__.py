@@ -1,5 +1,5 @@
 """`swarmq demo`: a small model, arithmetic problems, an agent and a scenario that show the whole system on one machine.
 
-The command runs `run`; the model is made in a process of its own (`make_model`), clients are processes (`client`). Only `model`,
-`tokenizer` and `warmup` import torch. Nothing but the command line and benchmarks imports this package.
+The command runs `run`; the model is made in a process of its own (`make_model`), clients are processes (`client`). Only
+`warmup` loads torch, through `swarmq.toy_model`. Nothing but the command line and benchmarks imports this package.
 """

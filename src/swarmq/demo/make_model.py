@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.demo.model_recipe import Recipe, WarmupProgress, is_complete, model_folder
+from swarmq.demo.model_recipe import Recipe, model_folder
 from swarmq.errors import SwarmqError
 from swarmq.runtime.processes import die_with_parent, stop_group
+from swarmq.toy_model.recipe import WarmupProgress, is_complete
 
 SHOWN = 10
 """Number of progress lines of a warm-up."""

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.model_recipe import Architecture, Recipe, WarmupProgress, model_folder, recipe_digest
+from swarmq.demo.model_recipe import Recipe, model_folder, recipe_digest
 from swarmq.demo.problems import KINDS, problems
 from swarmq.demo.run import DemoOptions
 from swarmq.demo.warmup import demonstrations, load_or_warm_up, reductions, warm_up
+from swarmq.toy_model.recipe import Architecture, WarmupProgress
 
 pytestmark = pytest.mark.slow
 
@@ -79,14 +80,14 @@ def test_another_recipe_has_another_folder():
 
 def test_demonstrations_end_in_the_true_answer_and_use_warm_up_problems_alone():
     shown = list(itertools.islice(demonstrations(MICRO), 300))
-    assert all(d.stretches[-1].startswith("<answer>") and len(d.stretches) % 2 == 0 for d in shown)
+    assert all(chat[-1]["role"] == "assistant" and chat[-1]["content"].startswith("<answer>") for chat in shown)
     held_out = {p.question for kind in KINDS for p in problems(kind, "held-out", 1000)}
-    assert not any(question in d.stretches[0] for d in shown for question in held_out)
+    assert not any(question in chat[1]["content"] for chat in shown for question in held_out)
 
 
 def test_the_final_mix_calls_the_tool_less_often_than_the_first():
     shown = list(itertools.islice(demonstrations(msgspec.structs.replace(MICRO, steps=0)), 4000))
-    calling = [len(d.stretches) > 2 for d in shown]
+    calling = [len(chat) > 3 for chat in shown]
     assert sum(calling[:2000]) > 1.8 * sum(calling[2000:])
 
 

@@ -1,7 +1,8 @@
-"""The demo's tokenizer and chat template."""
+"""Tokenizer and chat template of toy models, on the demo's chats."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -12,16 +13,24 @@ from hypothesis import strategies as st
 
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening
 from swarmq.demo.model_recipe import Recipe
-from swarmq.demo.tokenizer import TURN_END, build_tokenizer
 from swarmq.demo.warmup import demonstrate, demonstrations
+from swarmq.toy_model.tokenizer import TURN_END, build_tokenizer
+from swarmq.toy_model.warmup import render_chats
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "simplify", "arguments": {"expression": "12 + 30 - 2"}}}
 
 
 @pytest.fixture(scope="module")
 def words() -> Any:
-    stream = demonstrations(Recipe())
-    return build_tokenizer("".join(next(stream).stretches) for _ in range(200))
+    return build_tokenizer("".join(stretches) for stretches in shown(200))
+
+
+def shown(count: int) -> list[list[str]]:
+    return list(render_chats(itertools.islice(demonstrations(Recipe()), count), TOOLS))
+
+
+def rendered(*arguments: str, calls: int) -> list[str]:
+    return next(render_chats([demonstrate(*arguments, calls=calls)], TOOLS))
 
 
 def text(words: Any, messages: list[dict[str, Any]], *, ask: bool = False, tools: Any = TOOLS) -> str:
@@ -58,7 +67,7 @@ def test_content_may_come_in_parts(words):
 
 
 def test_a_tool_call_that_was_parsed_is_rendered_as_it_was_sampled(words):
-    said = demonstrate("What is 12 + 30?", "12 + 30", "42", calls=1).stretches[1].removesuffix(TURN_END)
+    said = rendered("What is 12 + 30?", "12 + 30", "42", calls=1)[1].removesuffix(TURN_END)
     call = json.loads(re.findall(r"<tool_call>(.*?)</tool_call>", said, re.DOTALL)[0])
     message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]}
     assert f"assistant\n{said}{TURN_END}" in text(words, [*opening("What is 12 + 30?"), message])
@@ -72,8 +81,8 @@ def test_arguments_may_be_text_or_an_object(words):
 
 
 def test_demonstrations_are_written_as_the_template_writes_them(words):
-    shown = "".join(demonstrate("What is 12 + 30 - 2?", "12 + 30 - 2", "40", calls=1).stretches)
-    assert text(words, dialogue()[:-1]) == shown + "\n"
+    learned = "".join(rendered("What is 12 + 30 - 2?", "12 + 30 - 2", "40", calls=1))
+    assert text(words, dialogue()[:-1]) == learned + "\n"
 
 
 def test_a_turn_ends_with_the_token_that_stops_sampling(words):
@@ -96,7 +105,6 @@ def test_any_text_survives_encoding(words, said):
 
 
 def test_no_demonstrated_reply_is_longer_than_the_agent_allows(words):
-    stream = demonstrations(Recipe())
-    for _ in range(300):
-        for said in next(stream).stretches[1::2]:
+    for stretches in shown(300):
+        for said in stretches[1::2]:
             assert len(words(said).input_ids) <= MAX_TOKENS

@@ -1,7 +1,7 @@
-"""The demo's tokenizer: byte-level BPE with a chat template for roles and Hermes tool calls.
+"""Tokenizer of toy models: byte-level BPE with a chat template for roles and Hermes tool calls.
 
 Any text can be encoded, because bytes are the alphabet. Digits stay single tokens, so that a number is copied digit by digit;
-so do line breaks, which separate template from content. Merges may cross words, so that the fixed phrases of the demo become
+so do line breaks, which separate template from content. Merges may cross words, so that the fixed phrases of a task become
 few tokens: on two cores, the number of sampled tokens determines the time.
 
 The template is prefix-stable: each message is rendered from itself alone, so appending a message never changes earlier text.
@@ -81,7 +81,7 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> Pr
 
 
 def add_chat_template(bpe: Tokenizer) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with the special tokens and the chat template of the demo."""
+    """Return the tokenizer with the special tokens and the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,

@@ -1,4 +1,4 @@
-"""The demo's model: a small Qwen3-architecture causal LM with random weights, in Hugging Face's folder format."""
+"""A toy model: a small Qwen3-architecture causal LM with random weights, in Hugging Face's folder format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from swarmq.demo.model_recipe import Architecture
+from swarmq.toy_model.recipe import Architecture
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, architecture: Architecture, *, seed: int) -> Qwen3ForCausalLM:

@@ -1,0 +1,104 @@
+"""Demonstrations of a task as chats: loading a tutorial's module of them, and splitting a rendered chat. Loads no torch.
+
+The module has `demonstrations(dice)`, an endless iterator of chats (OpenAI messages, with `tool_calls` where tools are used), and
+may have:
+
+  copying(dice)   chats of the first steps instead, for what takes longest to learn
+  TOOLS           the tools that the agent offers in its requests
+  RECIPE          fields of `Recipe` that differ from the defaults
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from swarmq.errors import ConfigError
+from swarmq.toy_model.recipe import Recipe, digest_sources
+
+Chat = list[dict[str, Any]]
+"""One conversation as OpenAI messages."""
+
+ASSISTANT = "<|im_start|>assistant\n"
+END = "<|im_end|>"
+SPOKEN = re.compile(f"(?<={re.escape(ASSISTANT)}).*?{re.escape(END)}", re.DOTALL)
+
+
+class Lessons(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a toy model is made from."""
+
+    module: str
+    recipe: Recipe
+    tools: tuple[Mapping[str, Any], ...]
+    digest: str
+    """Digest of the recipe and of every source file of the demonstrations."""
+
+    def chats(self) -> Iterator[Chat]:
+        """Yield an endless stream: chats of the first steps, then those of the final mix."""
+        module = importlib.import_module(self.module)
+        dice = random.Random(self.recipe.seed)
+        first = getattr(module, "copying", module.demonstrations)(dice)
+        yield from itertools.islice(first, self.recipe.first_chats)
+        yield from module.demonstrations(dice)
+
+    def folder(self, cache: Path) -> Path:
+        """Return the folder in `cache` for the model of these lessons."""
+        return cache / f"{'-'.join(self.module.split('.')[-2:])}-{self.digest}"
+
+
+def load_lessons(name: str, *, overrides: Mapping[str, Any] | None = None) -> Lessons:
+    """Load the lessons of a module of demonstrations, also from the working directory.
+
+    `overrides`: fields of the recipe that replace those of the module. Raises ConfigError if the module cannot be imported, has no
+    `demonstrations`, or has a recipe with a wrong field.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{name}: there is no module {error.name!r} in {here} or on PYTHONPATH") from error
+    if not callable(getattr(module, "demonstrations", None)):
+        raise ConfigError(f"{name}: has no function demonstrations(dice) that yields chats")
+    try:
+        recipe = msgspec.convert({**getattr(module, "RECIPE", {}), **(overrides or {})}, Recipe)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}.RECIPE: {error}") from error
+    digest = digest_sources(recipe, _sources(module))
+    return Lessons(module=name, recipe=recipe, tools=tuple(getattr(module, "TOOLS", ())), digest=digest)
+
+
+def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Split a rendered chat into alternating stretches of given and assistant text; the assistant's end with the end of turn.
+
+    Text after the last assistant message is left out. Raises ValueError if the chat has no assistant message, or has the
+    template's markers in a content.
+    """
+    stretches, at = [], 0
+    for found in SPOKEN.finditer(text):
+        stretches += [text[at : found.start()], found.group()]
+        at = found.end()
+    spoken = sum(message["role"] == "assistant" for message in chat)
+    if not spoken or len(stretches) != 2 * spoken:
+        raise ValueError(
+            f"a demonstration has {spoken} assistant messages but renders to {len(stretches) // 2}: {text!r}"
+        )
+    return stretches
+
+
+def _sources(module: ModuleType) -> list[Path]:
+    """Return the source files beside a module's that are imported, its own among them: games and prompts that it shows."""
+    assert module.__file__ is not None
+    folder = Path(module.__file__).parent
+    files = {Path(found) for one in list(sys.modules.values()) if (found := getattr(one, "__file__", None))}
+    return sorted(path for path in files if path.parent == folder)
