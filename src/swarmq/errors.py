@@ -100,6 +100,15 @@ class JudgeError(SwarmqError):
     """A judge gave no score: its endpoint is down, its answer has no score, or its budget is spent."""
 
 
+class RewardError(SwarmqError):
+    """A reward cannot be computed for a reason that says nothing about the agent: the expected answer, schema or tests are
+    wrong, or the machine failed."""
+
+
+class SandboxError(RewardError):
+    """A sandbox cannot be had, or failed for a reason other than the program in it."""
+
+
 class TaskError(SwarmqError):
     """A task, a data set or a worker's function cannot be used; the message names the place."""
 

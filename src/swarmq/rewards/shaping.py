@@ -7,13 +7,14 @@ from itertools import pairwise
 
 from swarmq.errors import OutcomeError
 from swarmq.outcome import Outcome, to_finite_float
+from swarmq.rewards.score import Score
 
 
 def combine(
-    parts: Mapping[str, float], weights: Mapping[str, float] | None = None, *, success: bool | None = None
+    parts: Mapping[str, float | Score], weights: Mapping[str, float] | None = None, *, success: bool | None = None
 ) -> Outcome:
     """Return the weighted sum of the parts as reward (weight 1 by default), with every part as a metric; the metrics' means are
-    shown by kind.
+    shown by kind. The reason of a Score becomes metadata under the name of its part.
 
     Raises OutcomeError for a part that is not a finite number and for a weight without a part.
     """
@@ -22,7 +23,8 @@ def combine(
         raise OutcomeError(f"weights names {', '.join(unknown)}; the parts are {', '.join(parts) or 'none'}")
     values = {name: to_finite_float(name, value) for name, value in parts.items()}
     reward = sum(to_finite_float(f"weights.{name}", weights.get(name, 1.0)) * value for name, value in values.items())
-    return Outcome(reward, success=success, metrics=values)
+    reasons = {name: part.reason for name, part in parts.items() if isinstance(part, Score) and part.reason}
+    return Outcome(reward, success=success, metrics=values, metadata=reasons)
 
 
 def clip(reward: float, low: float = -1.0, high: float = 1.0) -> float:
