@@ -4,18 +4,25 @@ tasks.
   working ──too many failures in a row──> down: one attempt begins at a time, after longer and longer pauses
      ^──────────────────────── the first one that is finished ────────────────────────┘
 
-Most often the run itself is down, which can be detected: a pause ends as soon as the proxy serves again.
+How many are too many depends on how often attempts usually fail: with an environment that fails nine times in ten, twenty
+failures in a row are no outage. Most often the run itself is down, which can be detected: a pause ends as soon as the proxy serves again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 
 from swarmq.runtime.logs import log
 
 MIN_FAILURES = 8
+UNUSUAL = 10
+"""Multiple of the usual number of failures between two successes that counts as an outage. If nine attempts in ten fail
+independently, as many failures in a row happen once in ten thousand times."""
+RECENT = 0.1
+"""Weight of the newest success in the usual number of failures before one."""
 MAX_PAUSE_S = 60.0
 PROBE_INTERVAL_S = 2.0
 """Seconds between two checks that the proxy serves."""
@@ -31,7 +38,9 @@ class CircuitBreaker:
     def __init__(self, *, lanes: int, pause_s: float, serves: Callable[[], Awaitable[bool]] = _always_serves) -> None:
         """`pause_s`: pause before the first attempt of an outage, doubled for each further attempt, up to a minute. `serves`:
         returns whether the proxy serves at present."""
-        self._enough = max(MIN_FAILURES, 2 * lanes)
+        self._least = max(MIN_FAILURES, 2 * lanes)
+        self._usual = 0.0
+        """Moving average of the number of failures before a success, outages left out."""
         self._first_pause_s = self._pause_s = pause_s
         self._serves, self._was_away = serves, False
         self._in_a_row = 0
@@ -40,6 +49,10 @@ class CircuitBreaker:
     @property
     def is_open(self) -> bool:
         return self._in_a_row >= self._enough
+
+    @property
+    def _enough(self) -> int:
+        return max(self._least, math.ceil(UNUSUAL * self._usual))
 
     async def wait_for_turn(self) -> None:
         """Return at once, or during an outage when this attempt may begin."""
@@ -68,6 +81,8 @@ class CircuitBreaker:
         if finished:
             if self.is_open:
                 log.info("attempts_succeed_again", failed_in_a_row=self._in_a_row)
+            else:
+                self._usual += RECENT * (self._in_a_row - self._usual)
             self._in_a_row, self._pause_s = 0, self._first_pause_s
             self._over.set()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from itertools import pairwise
 
 import pytest
@@ -64,6 +65,25 @@ def test_attempts_of_which_some_succeed_are_not_held_up():
         for _ in range(MIN_FAILURES - 1):
             outage.record(finished=False)
         assert not outage.is_open
+        outage.record(finished=True)
+
+
+def test_an_environment_that_fails_nine_times_in_ten_is_not_held_up():
+    dice, outage, held = random.Random(0), CircuitBreaker(lanes=4, pause_s=1.0), 0
+    for number in range(20_000):
+        outage.record(finished=dice.random() > 0.9)
+        held += outage.is_open and number > 500
+    assert held < 200, "twenty failures in a row are usual here"
+
+
+def test_an_outage_is_noticed_as_soon_after_other_outages():
+    outage = CircuitBreaker(lanes=1, pause_s=0.0)
+    for _ in range(20):
+        for failures in range(1000):
+            if outage.is_open:
+                break
+            outage.record(finished=False)
+        assert failures == MIN_FAILURES
         outage.record(finished=True)
 
 

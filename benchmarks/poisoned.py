@@ -1,0 +1,338 @@
+"""An environment that fails: `python -m benchmarks.poisoned --rates 0 0.3 0.6 0.9 --seeds 0 1 2 --jobs 1`.
+
+A share of all attempts dies after the model's first answer, whatever that answer was, as attempts do whose container or tool
+server breaks. The demo's model and agent are trained twice at each rate, on the same seeds:
+
+    ours    the agent raises: the episode has failed and is never trained, the slot is attempted again
+    zero    the agent catches the exception and returns a reward of 0, which other systems do by themselves
+
+Held-out reward is measured without failures. Each run is a process of its own on `--cores` cores, `--jobs` of them at once;
+finished runs in `--folder` are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import contextlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from openai import OpenAI
+
+from benchmarks import report
+from swarmq import AsyncSwarmClient, Episode, Outcome, SwarmTask, keys
+from swarmq.broker.amqp import AmqpBroker
+from swarmq.client.data.feed import feed
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker import Worker
+from swarmq.demo.agent import MAX_TOKENS, TOOLS, attempt, opening
+from swarmq.demo.job import DemoSize, demo_job
+from swarmq.demo.make_model import ensure_model
+from swarmq.demo.model_recipe import user_cache_folder
+from swarmq.demo.problems import KINDS, Problem, problems
+from swarmq.learner.store.batch_log import read_records
+from swarmq.observe.curves import read_events
+from swarmq.observe.monitor import follow
+from swarmq.up import deploy
+
+Way = Literal["ours", "zero"]
+WAYS: tuple[Way, ...] = ("ours", "zero")
+SIZE = DemoSize(steps=30, held_out=192, concurrency=48)
+GROUPS_PER_BATCH = 4
+TASKS = 8_000
+LIMIT_S = 540.0
+"""Longest training of one run; steps not reached by then are missing from its curve."""
+
+
+class ToolServerDown(Exception):  # noqa: N818 - the name of what happened
+    """The failure that is injected."""
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    rate: float
+    way: Way
+    seed: int
+    before: float
+    after: float
+    """Held-out reward, measured without failures."""
+    steps: int
+    seconds: float
+    rewards: list[float]
+    """Mean reward of the trained episodes by step."""
+    begun: int
+    failed: int
+    trained: int
+    doomed_trained: int
+    """Episodes among the trained ones that the environment had killed."""
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=SIZE.steps)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--cores", type=int, default=2, help="cores of each run")
+    parser.add_argument("--folder", type=Path, default=Path("runs/poisoned"), help="results of single runs")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/poisoned.png"))
+    parser.add_argument("--one", nargs=3, metavar=("RATE", "WAY", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        rate, way, seed = options.one
+        done = asyncio.run(train(float(rate), way, int(seed), options.steps))
+        sys.stdout.buffer.write(b"\n" + msgspec.json.encode(done) + b"\n")
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    asyncio.run(ensure_model(user_cache_folder(), print))
+    # The longest first: at a rate of 0.9 a trained episode takes ten attempts.
+    wanted = [
+        (rate, way, seed) for rate in sorted(options.rates, reverse=True) for way in WAYS for seed in options.seeds
+    ]
+    free = [f"{i * options.cores}-{(i + 1) * options.cores - 1}" for i in range(options.jobs)]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        runs = [run for run in pool.map(lambda one: _run_one(one, options, free), wanted) if run]
+    if len(runs) == len(wanted):
+        publish(runs, options)
+
+
+def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, free: list[str]) -> Trained | None:
+    rate, way, seed = one
+    path = options.folder / f"{rate:g}-{way}-{seed}.json"
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Trained)
+    cores = free.pop()
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.poisoned",
+        "--steps",
+        str(options.steps),
+        "--one",
+        str(rate),
+        way,
+        str(seed),
+    ]
+    log = path.with_suffix(".log")
+    try:
+        with log.open("wb") as sink:
+            done = subprocess.run(["taskset", "-c", cores, *command], stdout=subprocess.PIPE, stderr=sink, check=False)
+        log.write_bytes(log.read_bytes() + done.stdout)
+    finally:
+        free.append(cores)
+    if done.returncode:
+        print(f"rate {rate:g}, {way}, seed {seed}: failed, see {log}", flush=True)
+        return None
+    result = msgspec.json.decode(done.stdout.splitlines()[-1], type=Trained)
+    path.write_bytes(msgspec.json.encode(result))
+    print(
+        f"rate {rate:g}, {way}, seed {seed}: {result.before:.3f} -> {result.after:.3f}, {result.steps} steps",
+        flush=True,
+    )
+    return result
+
+
+async def train(rate: float, way: Way, seed: int, steps: int) -> Trained:
+    """Train the demo's model in an environment that kills attempts at this rate."""
+    model = await ensure_model(user_cache_folder(), lambda _: None)
+    size = msgspec.structs.replace(SIZE, steps=steps)
+    with tempfile.TemporaryDirectory(prefix="swarmq-poisoned-") as folder:
+        job = demo_job(model, run="poisoned", seed=seed, size=size)
+        groups = msgspec.structs.replace(job.groups, groups_per_batch=GROUPS_PER_BATCH)
+        job = msgspec.structs.replace(job, folder=folder, groups=groups)
+        async with contextlib.AsyncExitStack() as stack:
+            deployment = await stack.enter_async_context(deploy(job, report=_say))
+            broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="poisoned"))
+            await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
+            client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
+            for kind in KINDS:
+                tasks = [
+                    SwarmTask(p.task_id, p.kind, msgspec.to_builtins(p))
+                    for p in problems(kind, "train", TASKS // len(KINDS), start=seed * 1_000_000)
+                ]
+                secret = keys.derive_task_secret(keys.load_root(job.run_folder.root_secret))
+                progress = job.run_folder.path / f"fed-{kind}.json"
+                await feed(
+                    broker, job.run, tasks, kind, repeats=groups.group_size, progress_file=progress, secret=secret
+                )
+            agent = Poisoned(rate, way)
+            before = await _measure(client, agent)
+            began = time.monotonic()
+            seconds = await _work(client, agent, deployment.learners_done)
+            _say(f"trained in {time.monotonic() - began:.0f} s")
+            after = await _measure(client, agent)
+        events = list(read_events(job.run_folder.events))
+        log = [record for record in read_records(job.run_folder.batch_log("main")) if record.episodes]
+    rewards = [float(event.fields["reward"]) for event in events if event.name == "step"]
+    trained = [episode.episode_id for record in log for episode in record.episodes]
+    return Trained(
+        rate=rate,
+        way=way,
+        seed=seed,
+        before=before,
+        after=after,
+        steps=len(rewards),
+        seconds=seconds,
+        rewards=rewards,
+        begun=agent.begun,
+        failed=agent.killed,
+        trained=len(trained),
+        doomed_trained=sum(agent.dooms(episode) for episode in trained),
+    )
+
+
+class Poisoned:
+    """The demo's agent in an environment that kills it."""
+
+    def __init__(self, rate: float, way: Way) -> None:
+        self.rate, self.way = rate, way
+        self.begun = self.killed = 0
+
+    def dooms(self, episode_id: str) -> bool:
+        """Whether the environment kills this attempt; independent of what the model does."""
+        return random.Random(episode_id).random() < self.rate
+
+    def train(self, ep: Episode) -> Outcome:
+        self.begun += 1
+        try:
+            return self.solve(ep, doomed=self.dooms(ep.episode_id))
+        except ToolServerDown:
+            self.killed += 1
+            if self.way == "ours":
+                raise
+            return Outcome(0.0)
+
+    def solve(self, ep: Episode, *, doomed: bool = False) -> Outcome:
+        problem = msgspec.convert(ep.payload, Problem)
+        with OpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=4, timeout=120.0) as model:
+            if doomed:
+                model.chat.completions.create(
+                    model=ep.model,
+                    messages=opening(problem.question),  # type: ignore[arg-type]
+                    tools=TOOLS,  # type: ignore[arg-type]
+                    temperature=1.0,
+                    max_tokens=MAX_TOKENS,
+                )
+                raise ToolServerDown
+            done = attempt(model, ep.model, problem)
+        return Outcome(done.reward, success=done.success)
+
+
+async def _work(client: AsyncSwarmClient, agent: Poisoned, done: asyncio.Event) -> float:
+    """Work until the learner's last step, or until the time limit; the seconds that it took."""
+    began, stop = time.monotonic(), asyncio.Event()
+    options = RunnerOptions(concurrency=SIZE.concurrency // len(KINDS), progress=False)
+    async with asyncio.TaskGroup() as tasks:
+        for kind in KINDS:
+            tasks.create_task(Worker(client, agent.train, kind=kind, options=options).run(stop))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), LIMIT_S)
+        seconds = time.monotonic() - began
+        stop.set()
+    return seconds
+
+
+async def _measure(client: AsyncSwarmClient, agent: Poisoned) -> float:
+    tasks = [
+        SwarmTask(p.task_id, p.kind, msgspec.to_builtins(p))
+        for kind in KINDS
+        for p in problems(kind, "held-out", SIZE.held_out // len(KINDS))
+    ]
+    measured = await client.evaluate(tasks, agent.solve, repeats=1, concurrency=SIZE.concurrency, progress=False)
+    return measured.mean_reward or 0.0
+
+
+def publish(runs: list[Trained], options: argparse.Namespace) -> None:
+    """Print the table, draw the figure and save the result."""
+    print(
+        report.table(
+            (
+                "rate",
+                "way",
+                "seed",
+                "before",
+                "after",
+                "steps",
+                "seconds",
+                "begun",
+                "killed",
+                "trained",
+                "killed, trained",
+            ),
+            [
+                (
+                    r.rate,
+                    r.way,
+                    r.seed,
+                    r.before,
+                    r.after,
+                    r.steps,
+                    r.seconds,
+                    r.begun,
+                    r.failed,
+                    r.trained,
+                    r.doomed_trained,
+                )
+                for r in sorted(runs, key=lambda r: (r.rate, r.way, r.seed))
+            ],
+        )
+    )
+    draw(runs, options.picture)
+    figures = {
+        f"reward_after_{rate * 100:.0f}_{'ours' if way == 'ours' else 'scored_zero'}": statistics.mean(
+            r.after for r in runs if (r.rate, r.way) == (rate, way)
+        )
+        for rate, way in sorted({(r.rate, r.way) for r in runs})
+    }
+    figures["killed_episodes_trained_ours"] = sum(r.doomed_trained for r in runs if r.way == "ours")
+    report.save("poisoned", figures, detail={"runs": msgspec.to_builtins(runs)}, out=options.out)
+
+
+def draw(runs: list[Trained], path: Path) -> None:
+    """Draw held-out reward after training by rate, and the reward by step at each rate."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    rates = sorted({r.rate for r in runs})
+    colours = {"ours": "#1f78b4", "zero": "#d95f02"}
+    labels = {"ours": "failed attempts are never trained", "zero": "failed attempts are scored 0"}
+    figure, panels = plt.subplots(1, len(rates), figsize=(3.1 * len(rates), 3.0), sharey=True, layout="constrained")
+    for rate, panel in zip(rates, panels, strict=True):
+        for way in WAYS:
+            for number, run in enumerate(r for r in runs if (r.rate, r.way) == (rate, way)):
+                ends = [run.before, run.after]
+                label = labels[way] if number == 0 else None
+                panel.plot([0, run.steps], ends, "o--", color=colours[way], label=label, linewidth=1.0)
+                smooth = _smooth(run.rewards)
+                panel.plot(range(1, len(smooth) + 1), smooth, color=colours[way], alpha=0.4, linewidth=1.0)
+        panel.set_title(f"{rate:.0%} of attempts fail")
+        panel.set_xlabel("step")
+        panel.set_ylim(0, 1)
+    panels[0].set_ylabel("reward (dots: held out)")
+    panels[0].legend(fontsize=7, loc="upper left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _smooth(values: list[float], width: int = 5) -> list[float]:
+    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
