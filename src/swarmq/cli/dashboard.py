@@ -7,6 +7,9 @@ from pathlib import Path
 import click
 
 from swarmq.cli.common import main, private_files, require_extras
+from swarmq.config import RunFolder
+from swarmq.errors import ConfigError
+from swarmq.runtime.terminal import visible
 
 PORT = 8600
 
@@ -46,4 +49,15 @@ def dashboard(folders: tuple[Path, ...], port: int, host: str, *, opens: bool) -
         if opens:
             webbrowser.open(link)
 
-    serve(folders or (Path("runs"),), host=host, port=port, say=say)
+    for folder in folders:
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "there is no such folder"
+            raise ConfigError(f"{folder}: {what}; give the folder of a run, or one that holds such folders")
+    shown = folders or (Path("runs"),)
+    for folder in shown:
+        if not RunFolder(folder).resolved.exists() and not any(folder.glob("*/resolved.toml")):
+            click.echo(
+                visible(f"note: {folder}: no run is there yet; those that `swarmq up` starts there will appear"),
+                err=True,
+            )
+    serve(shown, host=host, port=port, say=say)

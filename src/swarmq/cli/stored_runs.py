@@ -21,7 +21,7 @@ from swarmq.cli.common import (
     terminal_width,
 )
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.errors import ConfigError
+from swarmq.errors import ConfigError, EpisodeError
 from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ ANY = "any"
     is_flag=False,
     flag_value=ANY,
     metavar="[REASON]",
-    help="List episodes that were not trained, for this reason or any.",
+    help="List finished episodes that were not trained; with a REASON, all episodes with it.",
 )
 @click.option("--failed", is_flag=True, help="List episodes that failed, were aborted or fell silent.")
 @click.option("--eval", "evaluated", is_flag=True, help="List evaluation episodes.")
@@ -54,7 +54,7 @@ ANY = "any"
 )
 @click.option("--kind", help="List episodes of this kind.")
 @click.option("--reward", metavar="RANGE", help="List episodes with such a reward: '<0.2', '>=1', '0.2..0.5' or '0'.")
-@click.option("--client", help="List episodes of this client.")
+@click.option("--client", help="List episodes of this client: its id, the name of its invite, or how ids begin.")
 @click.option("--task", help="List the attempts at this task.")
 @click.option("--limit", type=click.IntRange(1, 1_000_000), help="Most episodes to list, newest first; 50 by default.")
 @click.option("--policy", help="Policy to inspect; required if the run trains several.")
@@ -88,6 +88,8 @@ def inspect(
     Lists the batches of a run, the episodes of a step, or episodes chosen by the options, newest first; or shows one EPISODE,
     whatever became of it: why it was or was not trained, its conversation and every token.
 
+    --dropped, --failed, --eval and --open together list the episodes of any of them; the other options narrow that down.
+
     EPISODE is an episode id, or its beginning or end (ids of the same minute begin alike). Each token is shown with its id, whether
     it is trained, its log-probability under the weights that sampled it and under those that trained it, its advantage and its weight
     version, coloured by its contribution to the step.
@@ -104,8 +106,8 @@ def inspect(
     require_extras("inspect")
     states = {
         "dropped": dropped == ANY,
-        "dropped,failed": dropped not in {None, ANY},
-        "failed,stray": failed,
+        "dropped,failed,stray": dropped not in {None, ANY},
+        "failed": failed,
         "eval": evaluated,
         "open,waiting,published": is_open,
     }
@@ -118,6 +120,10 @@ def inspect(
         **_parse_reward(reward),
     }
     chosen = {name: value for name, value in choice.items() if value not in {None, ""}}
+    if dropped not in {None, ANY} and (failed or evaluated or is_open):
+        raise ConfigError(
+            f"--dropped {dropped} cannot be combined with --failed, --eval or --open: a REASON finds failed episodes, too"
+        )
     if html and episode is None:
         raise ConfigError("--html needs an EPISODE; `swarmq inspect RUN --step N` lists the episodes of a step")
     if step is not None and episode is not None:
@@ -187,6 +193,7 @@ def _list_episodes(folder: RunFolder, chosen: dict[str, Any], limit: int, *, as_
     from swarmq.runtime.terminal import console
 
     index = _read_index(folder)
+    index.check(EpisodeFilter(**chosen))
     for note in index.progress.notes:
         click.echo(visible(f"note: {note}"), err=True)
     wanted = EpisodeFilter(**chosen)
@@ -217,7 +224,7 @@ def _inspect_episode(
     from swarmq.observe.episode_terminal import draw_detail
     from swarmq.observe.episodes import read_all_tokens, read_detail
     from swarmq.observe.inspect.html import render_page
-    from swarmq.observe.inspect.read import Decoders, find_episode, load_decoder
+    from swarmq.observe.inspect.read import Decoders, find_episode
     from swarmq.observe.inspect.terminal import draw_episode, print_parts
     from swarmq.runtime.terminal import console
 
@@ -227,7 +234,10 @@ def _inspect_episode(
     name = choose_policy(job, policy) if policy is not None or len(trained) > 1 else next(iter(trained), "")
     decoders = Decoders(job, folder)
     if name in trained and (folder.batch_log(name) / trained[name].segment).exists():
-        view = find_episode(folder, name, known.row.id, decoders(name) or load_decoder(job.policies[name].model))
+        decode = decoders(name)
+        if isinstance(decode, str):
+            raise EpisodeError(f"{decode}: it is needed to show a trained episode")
+        view = find_episode(folder, name, known.row.id, decode)
         if html:
             _write_page(html, render_page(view).encode())
         if as_json:

@@ -27,7 +27,7 @@ LETTERS_S = 5.0
 CONNECTION = "swarmq dashboard"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """An operator's request."""
 
     action: Literal["pause", "resume", "drain", "checkpoint", "set", "stop", "revoke"]

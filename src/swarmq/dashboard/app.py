@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import anyio
@@ -26,7 +26,7 @@ from litestar.connection import ASGIConnection
 from litestar.datastructures import Cookie
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath
 from litestar.response import Response, Stream
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -62,7 +62,7 @@ from swarmq.observe.episodes import (
     read_group,
     read_tokens,
 )
-from swarmq.observe.index import EpisodeFilter, EpisodePage, Histogram, LedgerView
+from swarmq.observe.index import EpisodeFilter, EpisodePage, Histogram, LedgerView, parse_filter
 from swarmq.observe.run import Run
 
 READERS = 4
@@ -87,6 +87,7 @@ FILES = {
 
 log = structlog.get_logger()
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,9 +237,10 @@ class Pages:
         if connection.headers.get(CONFIRM) != "yes":
             raise ForbiddenError(f"an action must be confirmed: send the header {CONFIRM}: yes")
 
-    async def login(self, request: Request[Any, Any, Any], data: JSONBody[Login]) -> Response[dict[str, str]]:
+    async def login(self, request: Request[Any, Any, Any]) -> Response[dict[str, str]]:
         """Exchange a token for a cookie."""
         require_same_origin(request)
+        data = parse_body(await request.body(), Login)
         reader = self._access.identify(data.token)
         cookie = Cookie(
             key=self._access.cookie,
@@ -326,6 +328,7 @@ class Pages:
         limit = _whole(how.get("limit", "100"), "limit", most=MOST_ROWS)
 
         def page(of: Run) -> EpisodePage:
+            _check_filter(of, chosen)
             return of.index.page(
                 chosen, sort=how.get("sort") or "-began_at", cursor=how.get("cursor") or None, limit=max(limit, 1)
             )
@@ -336,6 +339,7 @@ class Pages:
         chosen, how = _filter_of(request.query_params, {"of"})
 
         def count(of: Run) -> Histogram:
+            _check_filter(of, chosen)
             return of.index.histogram(chosen, of=how.get("of", "reward"))
 
         return await self._view(run, count)
@@ -380,9 +384,13 @@ class Pages:
 
         return await self._view(run, list_files)
 
-    async def show_log(self, run: FromPath[str], name: FromPath[str], lines: FromQuery[int] = 400) -> Response[bytes]:
+    async def show_log(
+        self, request: Request[Any, Any, Any], run: FromPath[str], name: FromPath[str]
+    ) -> Response[bytes]:
+        lines = _whole(request.query_params.get("lines", "400"), "lines", most=MOST_LINES)
+
         def read(of: Run) -> dict[str, Any]:
-            return views.read_log(of.folder, name, lines=min(max(lines, 1), MOST_LINES))
+            return views.read_log(of.folder, name, lines=max(lines, 1))
 
         return await self._view(run, read)
 
@@ -437,15 +445,37 @@ class Pages:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return Stream(tell(), media_type="text/event-stream", headers=headers)
 
-    async def act(
-        self, request: Request[Any, Any, Any], run: FromPath[str], data: JSONBody[actions.Request]
-    ) -> Response[bytes]:
+    async def act(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
         """Do what the operator asks; the run records it with the operator's name."""
+        data = parse_body(await request.body(), actions.Request)
         reader: Reader = request.state[READER]
         folder = (await self._open(run)).folder.path
         text = await actions.act(folder, data, sender=reader.name)
         log.info("acted", run=run, action=data.action, sender=reader.name)
         return _json({"text": text})
+
+
+def parse_body(raw: bytes, of: type[S]) -> S:
+    """Return the record that a JSON object describes. Raises ConfigError that names the field and its value."""
+    try:
+        found = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ConfigError("the request's body is no JSON object") from None
+    fields = {field.name: field for field in msgspec.structs.fields(of)}
+    for name in found.keys() - fields:
+        raise ConfigError(f"{name[:60]}: unknown; a request has {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in found:
+            if field.required:
+                raise ConfigError(f"{name}: missing")
+            continue
+        try:
+            msgspec.convert(found[name], field.type)
+        except msgspec.ValidationError:
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            wanted = f"not one of {', '.join(choices)}" if choices else "no text" if field.type is str else "no object"
+            raise ConfigError(f"{name}: {str(found[name])[:60]!r} is {wanted}") from None
+    return msgspec.convert(found, of)
 
 
 def require_same_origin(connection: ASGIConnection[Any, Any, Any, Any]) -> None:
@@ -465,11 +495,13 @@ def _json(value: Any) -> Response[bytes]:
 def _filter_of(query: Mapping[str, str], others: set[str]) -> tuple[EpisodeFilter, dict[str, str]]:
     """Return the filter of a query, and its other parameters. Raises ConfigError for what neither knows."""
     how = {name: value for name, value in query.items() if name in others}
-    chosen = {name: value for name, value in query.items() if name not in others and value}
-    try:
-        return msgspec.convert(chosen, EpisodeFilter, strict=False), how
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"episodes: {error}") from error
+    return parse_filter({name: value for name, value in query.items() if name not in others}), how
+
+
+def _check_filter(run: Run, chosen: EpisodeFilter) -> None:
+    """Raise ConfigError if the filter names what the run does not know. While the index is built, nobody can tell."""
+    if run.index.progress.is_done:
+        run.index.check(chosen)
 
 
 def _whole(text: str, name: str, *, most: int) -> int:

@@ -20,7 +20,7 @@ import structlog
 from swarmq.config import RunFolder
 from swarmq.errors import SwarmqError
 from swarmq.observe.run import Run
-from swarmq.observe.runs import RunRow, list_runs
+from swarmq.observe.runs import ProgressCache, RunRow, list_runs
 
 FRESH_S = 5.0
 """Seconds for which the list of runs counts as up to date."""
@@ -126,6 +126,7 @@ class Shelf:
         self._cache = cache
         self._rows: dict[str, RunRow] = {}
         self._entries: list[dict[str, Any]] = []
+        self._progress = ProgressCache()
         self._read_at = float("-inf")
         self._open: dict[str, OpenRun] = {}
         self._lock = threading.Lock()
@@ -155,7 +156,7 @@ class Shelf:
         for folder in self._folders:
             is_run = RunFolder(folder).resolved.exists()
             with contextlib.suppress(SwarmqError):
-                for row in list_runs(folder.parent if is_run else folder):
+                for row in list_runs(folder.parent if is_run else folder, cache=self._progress):
                     path = Path(row.folder).resolve()
                     if not is_run or path == folder.resolve():
                         rows.setdefault(str(path), row)

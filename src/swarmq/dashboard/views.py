@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import math
 import os
 import re
 from collections import defaultdict
@@ -21,14 +20,11 @@ from swarmq.config import Policy, RunFolder, SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.messages import Event
 from swarmq.observe.curves import find_changes
+from swarmq.observe.followed_files import flatten_numbers
 from swarmq.observe.run import Run, StepRow, read_steps
 from swarmq.task_mix import Stretch
 
-MOST_SAMPLES = 4000
-"""Most samples of one series that are sent; of more, every second, fourth, ... is."""
 MOST_SPANS = 20_000
-SAMPLE_BYTES = 4096
-"""Most bytes that a sample is expected to have."""
 MOST_TASKS = 500
 """Most tasks of the evaluation matrix: those evaluated last."""
 LOG_BYTES = 2 * 1024 * 1024
@@ -41,22 +37,13 @@ class UnknownLogError(SwarmqError):
     """The run has no log file of this name."""
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a step event, nested ones under names joined by slashes."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield f"{prefix}{name}", value
-
-
 def view_steps(run: Run, policy: str = "", series: Sequence[str] = ()) -> dict[str, Any]:
     """Return columns of the steps of a policy (the first one by default), and all names that there are."""
     policy = policy or run.policies[0]
     run.check_policy(policy)
-    events = list(run.events())
+    events = list(run.events("step", "control"))
     rows = read_steps(events, policy)
-    columns = [dict(flatten(row.values)) for row in rows]
+    columns = [dict(flatten_numbers(row.values)) for row in rows]
     names = sorted({name for column in columns for name in column})
     return {
         "policy": policy,
@@ -80,7 +67,7 @@ def view_time(run: Run) -> dict[str, Any]:
     """Return what each process did when, and samples of queues and engines."""
     lanes: dict[str, list[tuple[float, float, str]]] = {}
     phases: dict[str, tuple[float, str]] = {}
-    for event in run.events():
+    for event in run.events("state", "step"):
         if event.name == "state" and "phase" in event.fields:
             began, what = phases.get(event.source, (event.at, ""))
             if what and event.at > began:
@@ -96,7 +83,7 @@ def view_time(run: Run) -> dict[str, Any]:
         "lanes": [
             {"process": process, "spans": sorted(spans)[-MOST_SPANS:]} for process, spans in sorted(lanes.items())
         ],
-        "samples": _samples(run.folder),
+        "samples": run.samples.read(),
     }
 
 
@@ -108,28 +95,6 @@ def _spans_of_step(event: Event) -> Iterator[tuple[float, float, str]]:
         if seconds > 0:
             yield end - seconds, end, what
             end -= seconds
-
-
-def _samples(folder: RunFolder) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for line in _read_json_lines(folder.samples):
-        at = line.get("at")
-        if not isinstance(at, int | float):
-            continue
-        for name, value in flatten({key: line.get(key) or {} for key in ("queues", "open_calls")}):
-            kind, _, rest = name.partition("/")
-            found[f"{rest}/messages" if kind == "queues" else f"{rest}/open calls"].append((at, value))
-        for engine, values in (line.get("engines") or {}).items():
-            for name, value in flatten(values):
-                found[f"{engine}/{name}"].append((at, value))
-        if isinstance(line.get("tokens_per_s"), int | float):
-            found["tokens per second"].append((at, line["tokens_per_s"]))
-    return {name: _thin(points) for name, points in found.items()}
-
-
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    every = 1 << max(0, math.ceil(math.log2(len(points) / MOST_SAMPLES))) if points else 1
-    return points[::every]
 
 
 def view_mix(run: Run) -> dict[str, Any]:
@@ -300,7 +265,7 @@ def view_settings(run: Run) -> dict[str, Any]:
     control = ledger.read_control(run.folder.inbox)
     senders: dict[int, tuple[float, str]] = {}
     first_steps: dict[tuple[int, str], int] = {}
-    for event in run.events():
+    for event in run.events("control"):
         if event.name == "control" and event.fields.get("state") == "accepted":
             senders.setdefault(event.fields.get("number", 0), (event.at, str(event.fields.get("sender", ""))))
         elif event.name == "control":
@@ -370,24 +335,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     return {}
-
-
-def read_samples(folder: RunFolder, *, last: int) -> list[dict[str, Any]]:
-    """Return the newest samples of a recorded run, oldest first."""
-    with contextlib.suppress(OSError), folder.samples.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - last * SAMPLE_BYTES))
-        return list(_decode_lines(file.read().splitlines()))[-last:]
-    return []
-
-
-def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(OSError), path.open("rb") as lines:
-        yield from _decode_lines(lines)
-
-
-def _decode_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON lines; torn lines are skipped."""
-    for line in lines:
-        with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
-            yield msgspec.json.decode(line, type=dict[str, Any])

@@ -34,6 +34,7 @@ from swarmq.transcripts import read as transcripts
 Cause = Literal["given", "trained", "clipped", "masked", "filtered", "no_advantage", "not_trained"]
 CONTEXT = 8
 """Tokens before a page that are decoded with it, because a character may be spread over several."""
+NOT_DECODED = "the tokens are not decoded"
 MOST_TOKENS = 20_000
 """Most tokens of one page."""
 
@@ -192,10 +193,10 @@ def read_tokens(
     timeline: int = 0,
     start: int = 0,
     limit: int = 2000,
-    decoders: Callable[[str], Decode | None] = lambda _: None,
+    decoders: Callable[[str], Decode | str] = lambda _: NOT_DECODED,
 ) -> TokenPage:
     """Return tokens of one timeline of an episode. `decoders`: policy -> decoder (`inspect.read.Decoders`), or
-    None where there is none; the texts are then empty.
+    why there is none; the texts are then empty.
 
     Raises EpisodeError if the episode has no such timeline.
     """
@@ -214,7 +215,7 @@ def read_tokens(
 
 
 def read_all_tokens(
-    index: RunIndex, part: str, *, decoders: Callable[[str], Decode | None] = lambda _: None
+    index: RunIndex, part: str, *, decoders: Callable[[str], Decode | str] = lambda _: NOT_DECODED
 ) -> list[TokenPage]:
     """Return every token of an episode, one page for each timeline; none if no tokens are stored."""
     known = index.find(part)
@@ -506,7 +507,7 @@ def _page_of(
     timeline: int,
     stretch: tuple[int, int],
     trained: TrainedTurns | None,
-    decode: Decode | None,
+    decode: Decode | str,
     *,
     notes: list[str],
 ) -> TokenPage:
@@ -516,8 +517,8 @@ def _page_of(
     high = min(max(stretch[1], low), len(row))
     if trained is not None and trained.traces is None:
         notes.append("what training made of each token was not recorded (train.token_log), or was removed")
-    if decode is None:
-        notes.append("the tokenizer of the model is not on this machine: only ids are shown")
+    if isinstance(decode, str):
+        notes.append(f"{decode}; only ids are shown")
     columns = [_explain_token(known, row, at, turns, trained) for at in range(low, high)]
     causes, details, logprobs, behind, advantages = (
         (list(column) for column in zip(*columns, strict=True)) if columns else ([],) * 5
@@ -528,7 +529,7 @@ def _page_of(
         policy=policy,
         positions=(low, high),
         total=len(row),
-        text=_decode_page(row.token_ids.tolist(), low, high, decode),
+        text=_decode_page(row.token_ids.tolist(), low, high, None if isinstance(decode, str) else decode),
         id=row.token_ids[low:high].tolist(),
         cause=causes,
         cause_detail=details,

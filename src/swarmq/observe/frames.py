@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -22,9 +23,17 @@ SHOWN = 5
 class Table(Generic[Row]):
     """Rows of one kind. Every iteration reads them anew, so that a table of a live run grows."""
 
-    def __init__(self, rows: Callable[[], Iterable[Row]], *, count: Callable[[], int] | None = None) -> None:
-        """`count`: counts the rows without reading them."""
-        self._rows, self._count = rows, count
+    def __init__(
+        self,
+        of: type[Row],
+        rows: Callable[[], Iterable[Row]],
+        *,
+        count: Callable[[], int] | None = None,
+        usual: Sequence[str] = (),
+    ) -> None:
+        """`of`: type of the rows. `count`: counts the rows without reading them. `usual`: numbers that `values` has as a rule, so
+        that a table without rows has columns for them."""
+        self._of, self._rows, self._count, self._usual = of, rows, count, usual
         self._counted: list[Row] | None = None
 
     def __iter__(self) -> Iterator[Row]:
@@ -48,12 +57,40 @@ class Table(Generic[Row]):
         return [flatten(row) for row in self]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a pandas data frame. Raises MissingExtraError if pandas is not installed."""
-        return _load("pandas").DataFrame(self.to_dicts())
+        """Return a pandas data frame; one without rows has the columns all the same. Raises MissingExtraError if pandas is not
+        installed."""
+        pandas = _load("pandas")
+        if rows := self.to_dicts():
+            return pandas.DataFrame(rows)
+        return pandas.DataFrame({name: pandas.Series(dtype=kind.__name__) for name, kind in self._columns().items()})
 
     def to_polars(self) -> pl.DataFrame:
-        """Return a polars data frame. Raises MissingExtraError if polars is not installed."""
-        return _load("polars").from_dicts(self.to_dicts(), infer_schema_length=None)
+        """Return a polars data frame; one without rows has the columns all the same. Raises MissingExtraError if polars is not
+        installed."""
+        polars = _load("polars")
+        if rows := self.to_dicts():
+            return polars.DataFrame([msgspec.to_builtins(row) for row in rows], infer_schema_length=None)
+        return polars.DataFrame(
+            schema={name: None if kind is object else kind for name, kind in self._columns().items()}
+        )
+
+    def _columns(self) -> dict[str, type]:
+        """Return column -> type of its values (`object` for anything but numbers, text and truth)."""
+        return dict(_describe(self._of)) | dict.fromkeys(self._usual, float)
+
+
+def _describe(of: type[msgspec.Struct]) -> Iterator[tuple[str, type]]:
+    """Yield column and type of values for each field of a record. Those of mappings are known from the rows alone."""
+    for field in msgspec.structs.fields(of):
+        is_union = get_origin(field.type) in {Union, UnionType}
+        kind = next(kind for kind in (get_args(field.type) if is_union else (field.type,)) if kind is not type(None))
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            for name, inner in _describe(kind):
+                yield name if field.name == "values" else f"{field.name}/{name}", inner
+        elif get_origin(kind) is Literal:
+            yield field.name, str
+        elif (get_origin(kind) or kind) is not dict:
+            yield field.name, kind if kind in {str, int, float, bool} else object
 
 
 def flatten(row: msgspec.Struct) -> dict[str, Any]:

@@ -15,7 +15,9 @@ transactions never block the collector. A folder that was replaced by another ru
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
+import math
 import os
 import shutil
 import sqlite3
@@ -23,26 +25,28 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
+from swarmq.broker.client_rules import NAME_SEPARATOR
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.errors import ConfigError, EpisodeError, LearnerError
+from swarmq.errors import ConfigError, EpisodeError, LearnerError, SwarmqError
 from swarmq.learner.feed.batch_summary import newest_version, oldest_version, rollout_s
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.batch_log import RecordPlace
 from swarmq.learner.store.records import BatchIndex
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Event, Message, Rollout
-from swarmq.observe.reasons import FAILED, explain
+from swarmq.observe.reasons import EXPLANATIONS, FAILED, explain
+from swarmq.registries.clients import read_clients as read_registry
 from swarmq.transcripts import read as transcripts
 from swarmq.transcripts.format import Position, TranscriptMeta
 
-SCHEMA = "2"
+SCHEMA = "3"
 """Version of the index; an index of another version is built anew."""
 PORTION = 5000
 """Most rows of one transaction, on either side."""
@@ -55,6 +59,8 @@ CHECK_COST = 50
 LIVE = ("open", "waiting", "published")
 STATES = (*LIVE, "trained", "dropped", "failed", "eval", "stray")
 SORTS = ("began_at", "reward", "seconds", "turns", "sampled_tokens", "staleness", "step")
+MOST_NAMED = 8
+"""Most known values that a message lists."""
 LOWEST = -1e308
 """Stands for a missing value in sorting."""
 
@@ -132,7 +138,7 @@ class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
     """Cursor of the next page; None on the last page."""
 
 
-class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which episodes are wanted; an empty field admits all."""
 
     state: str = ""
@@ -141,9 +147,10 @@ class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     mode: str = ""
     kind: str = ""
     client: str = ""
+    """Id of a client; or else the name of its invite, or else the beginning of ids."""
     task: str = ""
     policy: str = ""
-    step: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    step: int | None = None
     group: str = ""
     code_version: str = ""
     reward_min: float | None = None
@@ -153,6 +160,41 @@ class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     reward_above: float | None = None
     text: str = ""
     """Part of the id."""
+
+
+def parse_filter(chosen: Mapping[str, Any]) -> EpisodeFilter:
+    """Return the filter that `chosen` describes, whose numbers may be text. Raises ConfigError that names the field and its value."""
+    found: dict[str, Any] = {}
+    for name, value in chosen.items():
+        if name not in EpisodeFilter.__struct_fields__:
+            raise ConfigError(
+                f"{name}: no filter of episodes; the filters are {', '.join(EpisodeFilter.__struct_fields__)}"
+            )
+        if value is None or value == "":
+            continue
+        shown = repr(value)[:60]
+        if name == "step":
+            found[name] = _parse_number(value, int)
+            if found[name] is None or not 0 <= found[name] < 2**31:
+                raise ConfigError(f"{name}: {shown} is no number of a step")
+        elif name.startswith("reward_"):
+            found[name] = _parse_number(value, float)
+            if found[name] is None:
+                raise ConfigError(f"{name}: {shown} is no number")
+        elif isinstance(value, str):
+            found[name] = value
+        else:
+            raise ConfigError(f"{name}: {shown} is no text")
+    return EpisodeFilter(**found)
+
+
+def _parse_number(value: Any, kind: type[int | float]) -> Any:
+    """Return a finite number, or None."""
+    try:
+        number = kind(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    except (ValueError, OverflowError):
+        return None
+    return number if number is not None and math.isfinite(number) else None
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -399,10 +441,10 @@ class RunIndex:
             places, flaws = batch_log.scan_readable(folder, after=after)
             for flaw in flaws:
                 self._flaws[f"{key}:{flaw}"] = f"{flaw} (episodes of that part are shown from other files)"
-            for number, place in enumerate(places):
+            newest = int(_get(db, f"trained:{policy}") or 0)
+            for number, (step, place) in enumerate(batch_log.number_steps(places, trained=newest)):
                 rows = self._rows_of_record(db, policy, place)
                 with _transaction(db):
-                    step = place.index.version if place.index.trained else place.index.version + 1
                     where = (place.segment.name, place.offset, place.size)
                     fates = [*((one, "") for one in place.index.trained), *place.index.dropped.items()]
                     db.executemany(
@@ -414,6 +456,8 @@ class RunIndex:
                         [(episode, step) for episode, _ in fates],
                     )
                     db.executemany(ROLLOUT_UPSERT, rows)
+                    if place.index.trained:
+                        _set(db, f"trained:{policy}", str(step))
                     _set(db, key, msgspec.json.encode([place.segment.name, place.offset, place.size]).decode())
                 yield number / len(places)
             self._seen[policy] = state
@@ -567,7 +611,7 @@ class RunIndex:
 
         Raises ConfigError for an unknown order or a cursor that is none.
         """
-        where, values = _conditions(chosen or EpisodeFilter())
+        where, values = self._where(chosen)
         column, down = sort.removeprefix("-"), sort.startswith("-")
         if column not in SORTS:
             raise ConfigError(f"sort: {sort!r} is not one of {', '.join(SORTS)} (with - for the largest first)")
@@ -596,7 +640,7 @@ class RunIndex:
                 return
 
     def count(self, chosen: EpisodeFilter | None = None) -> int:
-        where, values = _conditions(chosen or EpisodeFilter())
+        where, values = self._where(chosen)
         with self._reading() as db:
             return int(db.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0])
 
@@ -604,7 +648,7 @@ class RunIndex:
         """Return how many episodes have which reward or staleness; those without one are left out."""
         if of not in {"reward", "staleness"}:
             raise ConfigError(f"of: {of!r} is neither reward nor staleness")
-        where, values = _conditions(chosen or EpisodeFilter())
+        where, values = self._where(chosen)
         with self._reading() as db:
             counts = Counter[float](
                 dict(
@@ -671,13 +715,46 @@ class RunIndex:
         if column not in {"kind", "client", "code_version", "reason", "state", "mode", "task"}:
             raise ConfigError(f"{column!r} is no column that can be counted")
         name = "fate" if column == "state" else column
-        where, values = _conditions(chosen or EpisodeFilter())
+        where, values = self._where(chosen)
         with self._reading() as db:
             return dict(
                 db.execute(
                     f"SELECT {name}, count(*) FROM episodes WHERE {where} GROUP BY 1 ORDER BY 2 DESC", values
                 ).fetchall()
             )
+
+    def check(self, chosen: EpisodeFilter) -> None:
+        """Raise ConfigError if the filter names a kind, reason, client or policy that neither the run nor swarmq knows: that no episode
+        fits is then no answer."""
+        job = load_job(self.folder)
+        known: dict[str, Callable[[], Iterable[str]]] = {
+            "kind": lambda: [*job.task_kinds, *self.values("kind")],
+            "reason": lambda: [*self.values("reason"), *EXPLANATIONS],
+            "policy": lambda: job.policies,
+            "client": lambda: [*self.values("client"), *self._registered()],
+        }
+        for field, list_known in known.items():
+            value = getattr(chosen, field)
+            names = list(dict.fromkeys(filter(None, list_known()))) if value else []
+            if value and not (_match_clients(value, names) if field == "client" else value in names):
+                close = difflib.get_close_matches(value, names, n=MOST_NAMED) or names
+                more = f", and {len(names) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
+                listed = ", ".join(close[:MOST_NAMED]) + more
+                raise ConfigError(
+                    f"{field}: {value!r} is unknown in this run; {f'it has {listed}' if listed else 'it has none yet'}"
+                )
+
+    def _registered(self) -> Iterable[str]:
+        """Return the names of invited clients, which may not have begun an episode; none in most copied folders."""
+        try:
+            return read_registry(self.folder.clients)
+        except SwarmqError:
+            return ()
+
+    def _where(self, chosen: EpisodeFilter | None) -> tuple[str, list[Any]]:
+        chosen = chosen or EpisodeFilter()
+        clients = _match_clients(chosen.client, filter(None, self.values("client"))) if chosen.client else []
+        return _conditions(chosen, clients)
 
     def query(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a statement of this package on the tables above."""
@@ -902,8 +979,18 @@ def _balance(groups: Iterable[tuple[Any, ...]], counts: Counter[str], *, is_read
     )
 
 
-def _conditions(chosen: EpisodeFilter) -> tuple[str, list[Any]]:
-    """Return the WHERE clause of a filter, and its values. Raises ConfigError for a state that is none."""
+def _match_clients(wanted: str, clients: Iterable[str]) -> list[str]:
+    """Return the client with this id; or else those of the invite with this name; or else those whose ids begin so."""
+    known = list(clients)
+    if wanted in known:
+        return [wanted]
+    named = [client for client in known if client.partition(NAME_SEPARATOR)[0] == wanted]
+    return named or [client for client in known if client.startswith(wanted)]
+
+
+def _conditions(chosen: EpisodeFilter, clients: Sequence[str]) -> tuple[str, list[Any]]:
+    """Return the WHERE clause of a filter, and its values. `clients`: ids that fit the filter's client. Raises ConfigError for a state
+    that is none."""
     clauses, values = ["1"], list[Any]()
     for state in filter(None, chosen.state.split(",")):
         if state not in STATES:
@@ -912,12 +999,14 @@ def _conditions(chosen: EpisodeFilter) -> tuple[str, list[Any]]:
         clauses.append(f"fate IN ({','.join('?' * len(states))})")
         values += states
     for column, value in (
-        ("reason", chosen.reason), ("kind", chosen.kind), ("client", chosen.client), ("task", chosen.task),
-        ("grp", chosen.group), ("code_version", chosen.code_version),
+        ("reason", chosen.reason), ("kind", chosen.kind), ("task", chosen.task), ("grp", chosen.group), ("code_version", chosen.code_version),
     ):  # fmt: skip
         if value:
             clauses.append(f"{column} = ?")
             values.append(value)
+    if chosen.client:
+        clauses.append(f"client IN ({','.join('?' * len(clients))})")
+        values += clients
     if chosen.mode:
         clauses.append("(mode = ? OR (mode = '' AND (state = 'eval') = ?))")
         values += [chosen.mode, chosen.mode == "eval"]

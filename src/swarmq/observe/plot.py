@@ -116,7 +116,7 @@ def draw_runs(runs: Sequence[Run], path: Path, *, series: Sequence[str] = (), po
 
 def read_histories(run: Run, policy: str | None = None) -> list[History]:
     """Return the history of each trained policy of a run, or of one."""
-    events = list(run.events())
+    events = list(run.events("step", "control"))
     evaluations = list(run.evaluations())
     marks = list(find_changes(events))
     histories = []

@@ -35,8 +35,9 @@ from swarmq.observe.episodes import (
     read_detail,
     read_group,
 )
+from swarmq.observe.followed_files import EventFile, SampleFile
 from swarmq.observe.frames import Table
-from swarmq.observe.index import EpisodeFilter, EpisodeRow, LedgerView, RunIndex, load_job
+from swarmq.observe.index import EpisodeFilter, EpisodeRow, LedgerView, RunIndex, load_job, parse_filter
 from swarmq.observe.inspect.read import Decoders
 from swarmq.observe.reasons import explain
 
@@ -133,6 +134,14 @@ class Run:
         return RunIndex(self.folder, cache=self._cache)
 
     @cached_property
+    def _events(self) -> EventFile:
+        return EventFile(self.folder.events)
+
+    @cached_property
+    def samples(self) -> SampleFile:
+        return SampleFile(self.folder.samples)
+
+    @cached_property
     def decoders(self) -> Decoders:
         return Decoders(self.job, self.folder)
 
@@ -162,17 +171,14 @@ class Run:
         """Return the optimizer steps of a policy, by default of all."""
         if policy is not None:
             self.check_policy(policy)
-        return Table(lambda: iter(read_steps(self.events(), policy)))
+        return Table(StepRow, lambda: iter(read_steps(self.events("step"), policy)), usual=("reward",))
 
     def episodes(self, **chosen: Any) -> Table[EpisodeRow]:
         """Return episodes, newest first, by the fields of `EpisodeFilter`: `state`, `reason`, `kind`, `client`, `reward_max`, ..."""
-        try:
-            wanted = msgspec.convert(chosen, EpisodeFilter)
-        except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"episodes: {error}; the filters are {', '.join(EpisodeFilter.__struct_fields__)}"
-            ) from error
-        return Table(lambda: self.refresh().iterate(wanted), count=lambda: self.refresh().count(wanted))
+        wanted = parse_filter(chosen)
+        return Table(
+            EpisodeRow, lambda: self._choose(wanted).iterate(wanted), count=lambda: self._choose(wanted).count(wanted)
+        )
 
     def episode(self, part: str) -> EpisodeDetail:
         """Return the episode whose id begins or ends with `part`, with its conversation."""
@@ -186,16 +192,17 @@ class Run:
         """Return the turns of episodes, chosen as in `episodes`."""
         episodes = self.episodes(**chosen)
         return Table(
+            TurnRow,
             lambda: (
                 TurnRow(episode=row.id, kind=row.kind, state=row.state, values=turn)
                 for row in episodes
                 for turn in read_detail(self.index, row.id).turns
-            )
+            ),
         )
 
     def tokens(self, part: str) -> Table[Token]:
         """Return every token of an episode."""
-        return Table(lambda: self._tokens(part))
+        return Table(Token, lambda: self._tokens(part))
 
     def ledger(self) -> LedgerView:
         """Return the account of all episodes."""
@@ -203,24 +210,34 @@ class Run:
 
     def evaluations(self) -> Table[EvaluationRow]:
         """Return the results of evaluation rounds, one row for each kind."""
-        return Table(lambda: _evaluations(self.events()))
+        return Table(EvaluationRow, lambda: _evaluations(self.events("evaluated")))
 
     def drops(self) -> Table[DropRow]:
         """Return how many episodes were not trained, by reason and kind, most first."""
-        return Table(self._drops)
+        return Table(DropRow, self._drops)
 
     def clients(self) -> Table[ClientView]:
         """Return the clients, in the order in which they came."""
-        return Table(lambda: read_clients(self.refresh()))
+        return Table(ClientView, lambda: read_clients(self.refresh()))
 
-    def events(self) -> Iterator[Event]:
-        """Yield the events of the run; none if there is no event file."""
+    def events(self, *names: str) -> Iterator[Event]:
+        """Yield the events of the run, or those with these names; none if there is no event file.
+
+        Events with a name are kept in memory, and of the file only what was appended is read again; but not those of single episodes,
+        of which there are too many.
+        """
         try:
-            yield from read_events(self.folder.events)
+            yield from self._events.read(names) if names else read_events(self.folder.events)
         except FileNotFoundError:
             return
         except OSError as error:
             raise ConfigError(f"{self.folder.events}: cannot be read ({error.strerror})") from error
+
+    def _choose(self, wanted: EpisodeFilter) -> RunIndex:
+        """Return the index, up to date. Raises ConfigError if the filter names what the run does not know."""
+        index = self.refresh()
+        index.check(wanted)
+        return index
 
     def _tokens(self, part: str) -> Iterator[Token]:
         for page in read_all_tokens(self.refresh(), part, decoders=self.decoders):

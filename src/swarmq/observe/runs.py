@@ -39,15 +39,35 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of the newest step, or of the newest start if there is no step yet."""
 
 
-def list_runs(folder: Path) -> list[RunRow]:
-    """Return the started runs in `folder`, newest step first. Raises ConfigError if the folder cannot be read."""
+class ProgressCache:
+    """The progress of runs whose event files have not changed since they were read."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int], dict[str, PolicyProgress]]] = {}
+
+    def read(self, folder: RunFolder, job: SwarmJob) -> dict[str, PolicyProgress]:
+        try:
+            status = folder.events.stat()
+        except OSError:
+            return _progress(folder, job)
+        state = (status.st_size, status.st_mtime_ns)
+        known = self._known.get(folder.events)
+        if known is None or known[0] != state:
+            known = self._known[folder.events] = (state, _progress(folder, job))
+        return known[1]
+
+
+def list_runs(folder: Path, *, cache: ProgressCache | None = None) -> list[RunRow]:
+    """Return the started runs in `folder`, newest step first; one who asks again and again gives a cache. Raises ConfigError if the
+    folder cannot be read."""
+    cache = cache or ProgressCache()
     try:
         found = [RunFolder(path.parent) for path in folder.glob("*/resolved.toml")]
         if not folder.is_dir():
             raise ConfigError(
                 f"{folder}: there is no such folder; runs are in runs/ by default, or where `folder` says"
             )
-        rows = [_row(one) for one in found]
+        rows = [_row(one, cache) for one in found]
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
     return sorted(rows, key=lambda row: row.at, reverse=True)
@@ -59,11 +79,11 @@ def format_age(seconds: float) -> str:
     return f"{max(seconds, 0) / size:.0f} {unit}"
 
 
-def _row(folder: RunFolder) -> RunRow:
+def _row(folder: RunFolder, cache: ProgressCache) -> RunRow:
     started = folder.resolved.stat().st_mtime
     try:
         job = SwarmJob.load(folder.resolved)
-        policies = {policy: PolicyProgress() for policy in job.trained} | _progress(folder, job)
+        policies = {policy: PolicyProgress() for policy in job.trained} | cache.read(folder, job)
     except ConfigError as error:
         return RunRow(run=folder.path.name, folder=str(folder.path), state=str(error), at=started)
     return RunRow(

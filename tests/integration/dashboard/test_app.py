@@ -178,6 +178,62 @@ async def test_a_wrong_filter_is_named(browser, query):
     assert query.partition("=")[0].split("_")[0] in msgspec.json.decode(body)["error"]
 
 
+INTERNAL = ("Expected", "`", "$", "http", "Struct", "Validation", "msgspec")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("episodes?reward_min=low", "reward_min: 'low' is no number"),
+        ("episodes?reward_below=nan", "reward_below: 'nan' is no number"),
+        ("episodes?step=-1", "step: '-1' is no number of a step"),
+        ("episodes?foo=1", "foo: no filter of episodes; the filters are state, reason"),
+        ("episodes?state=gone", "state: 'gone' is not one of open"),
+        ("episodes?kind=maths", "kind: 'maths' is unknown in this run; it has"),
+        ("episodes?reason=stal", "reason: 'stal' is unknown in this run; it has stale"),
+        ("episodes?client=nobody", "client: 'nobody' is unknown in this run; it has"),
+        ("episodes?policy=critic", "policy: 'critic' is unknown in this run; it has main"),
+        ("episodes/histogram?kind=maths", "kind: 'maths' is unknown"),
+        ("episodes/histogram?of=age", "of: 'age' is neither reward nor staleness"),
+        ("episodes?limit=x", "limit: 'x' is no whole number"),
+        ("episodes/x/tokens?from=-3", "from: '-3' is no whole number"),
+        ("logs/proxy.log?lines=many", "lines: 'many' is no whole number"),
+        ("steps?policy=critic", "policy 'critic': no trained policy of the run; it has main"),
+    ],
+)
+async def test_a_wrong_parameter_is_answered_in_plain_words(browser, path, text):
+    await browser.indexed()
+    status, _, body = await browser.get(f"/api/runs/faults/{path}")
+    assert status == 400
+    error = msgspec.json.decode(body)["error"]
+    assert error.startswith(text)
+    assert not [word for word in INTERNAL if word in error]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"action": "format"}, "action: 'format' is not one of pause, resume, drain, checkpoint, set, stop, revoke"),
+        ({}, "action: missing"),
+        ({"action": "pause", "force": True}, "force: unknown; a request has action, settings, policy, client"),
+        ({"action": "set", "settings": 3}, "settings: '3' is no object"),
+        ([], "the request's body is no JSON object"),
+    ],
+)
+async def test_a_wrong_body_is_answered_in_plain_words(browser, body, text):
+    status, _, found = await browser.post("/api/runs/faults/actions", body, **BEARER, **CONFIRM)
+    assert status == 400
+    assert found["error"].startswith(text)
+    assert not [word for word in INTERNAL if word in found["error"]]
+
+
+async def test_a_login_without_a_token_says_what_is_missing(browser):
+    for body in ({}, {"token": 3}, {"token": "x", "more": 1}, "x"):
+        status, _, found = await browser.post("/api/login", body)
+        assert status in {400, 401}
+        assert not [word for word in INTERNAL[1:] if word in found["error"].replace("`swarmq dashboard`", "")]
+
+
 async def test_actions_need_a_role_a_confirmation_and_the_dashboard_s_own_pages(browser, tmp_path):
     path, pause = "/api/runs/faults/actions", {"action": "pause"}
     assert (await browser.post(path, pause, **CONFIRM))[0] == 401

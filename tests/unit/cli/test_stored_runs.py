@@ -7,6 +7,7 @@ from click.testing import CliRunner
 from support.run_folder import make_whole_run
 from swarmq.cli import main
 from swarmq.observe.index import EpisodeRow
+from swarmq.observe.open_run import open_run
 
 
 @pytest.fixture
@@ -34,7 +35,10 @@ def rows(run, *arguments):
         (["--dropped"], ["equal_rewards", "equal_rewards", "no_turns"]),
         (["--dropped", "equal_rewards"], ["equal_rewards", "equal_rewards"]),
         (["--dropped", "silent"], ["silent"]),
-        (["--failed"], ["aborted", "failed", "no_begin", "silent"]),
+        (["--failed"], ["aborted", "failed", "silent"]),
+        (["--dropped", "no_begin"], ["no_begin"]),
+        (["--dropped", "--failed"], ["aborted", "equal_rewards", "equal_rewards", "failed", "no_turns", "silent"]),
+        (["--client", "cli", "--failed"], ["aborted", "failed", "silent"]),
         (["--eval"], ["finished", "silent"]),
         (["--eval", "--reward", ">0"], ["finished"]),
         (["--open"], ["", "", "", ""]),
@@ -117,6 +121,19 @@ def test_wrong_options_are_refused_with_what_to_do(whole):
     assert "cannot be combined with options that list" in inspect(run, ids["open"], "--failed", status=1)
     assert "no episode of the run begins or ends with" in inspect(run, "zzz", status=1)
     assert "is no id" in inspect(run, "../secret", status=1)
+    assert "a REASON finds failed episodes" in inspect(run, "--dropped", "stale", "--failed", status=1)
+    assert "kind: 'maths' is unknown in this run; it has math" in inspect(run, "--kind", "maths", status=1)
+    assert "reason: 'stal' is unknown in this run; it has stale" in inspect(run, "--dropped", "stal", status=1)
+    assert "client: 'bob' is unknown in this run; it has client-a" in inspect(run, "--client", "bob", status=1)
+    assert "policy: 'critic' is unknown in this run; it has main" in inspect(
+        run, "--policy", "critic", "--limit", 3, status=1
+    )
+
+
+def test_the_number_of_failed_episodes_is_that_of_the_ledger(whole):
+    run, _ = whole
+    failed = open_run(run.folder.path).ledger().failed
+    assert len(rows(run, "--failed")) == sum(failed.values())
 
 
 def test_a_folder_that_lacks_files_is_shown_with_a_note(whole):

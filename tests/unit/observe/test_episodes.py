@@ -96,7 +96,7 @@ def test_each_trained_token_has_its_cause(whole):
     }
     seen = dict[int, int]()
     for page in all_tokens(index, ids["trained"]):
-        assert page.notes == ["the tokenizer of the model is not on this machine: only ids are shown"]
+        assert page.notes == ["the tokens are not decoded; only ids are shown"]
         for at, turn in enumerate(page.turn):
             if turn is None:
                 assert (page.cause[at], page.logprob[at], page.version[at]) == ("given", None, None)

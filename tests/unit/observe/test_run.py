@@ -2,9 +2,11 @@
 
 import shutil
 
+import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pytest
 
-from support.run_folder import make_whole_run
+from support.run_folder import MadeRun, make_whole_run
 from support.stored import unpack_run
 from swarmq.errors import ConfigError, EpisodeError
 from swarmq.observe.run import Run
@@ -64,6 +66,42 @@ def test_tables_become_data_frames(opened):
     assert len(seen.tokens(ids["trained"]).to_pandas()) > 4
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_every_table_becomes_a_data_frame_of_the_same_rows(opened, library):
+    _, ids, seen = opened
+    tables = [seen.steps(), seen.episodes(), seen.turns(state="failed"), seen.tokens(ids["trained"])]
+    for table in [*tables, seen.evaluations(), seen.drops(), seen.clients()]:
+        frame = getattr(table, f"to_{library}")()
+        assert len(frame) == len(table) > 0
+        assert set(table.to_dicts()[0]) <= set(frame.columns)
+
+
+def test_the_plot_of_the_docs_is_drawn_before_the_first_step(tmp_path):
+    made = MadeRun(tmp_path / "runs")
+    seen = Run(made.folder.path, cache=tmp_path / "cache")
+    steps = seen.steps().to_pandas()
+    assert (len(steps), steps.reward.dtype, steps.step.dtype) == (0, "float64", "int64")
+    mpl.use("agg")
+    steps.plot(x="step", y="reward")
+    plt.close("all")
+    assert list(seen.episodes().to_pandas().columns) == list(seen.episodes().to_polars().columns)
+    assert "reward" in seen.episodes().to_polars().columns
+    made.close()
+
+
+def test_of_an_event_file_that_grows_only_the_new_part_is_read(opened):
+    run, _, seen = opened
+    run.step()
+    assert [row.step for row in seen.steps()] == [1, 2]
+    before = run.folder.events.stat().st_size
+    assert seen._events.bytes_read == before
+    run.finish("more")
+    run.step()
+    assert [row.step for row in seen.steps()] == [1, 2, 3]
+    assert len(seen.evaluations()) == 1
+    assert seen._events.bytes_read == run.folder.events.stat().st_size > before
+
+
 def test_a_table_of_a_live_run_grows(opened, monkeypatch):
     run, _, seen = opened
     episodes = seen.episodes(state="open")
@@ -99,6 +137,9 @@ def test_wrong_names_are_answered_with_the_right_ones(opened, tmp_path):
     _, _, seen = opened
     with pytest.raises(ConfigError, match="filters are state, reason"):
         seen.episodes(stat="failed")
+    with pytest.raises(ConfigError, match="reason: 'stal' is unknown in this run; it has stale"):
+        len(seen.episodes(reason="stal"))
+    assert len(seen.episodes(reason="stale")) == 0, "known to swarmq"
     with pytest.raises(ConfigError, match="it has main"):
         seen.steps("critic")
     with pytest.raises(EpisodeError, match="no episode"):
@@ -109,5 +150,9 @@ def test_wrong_names_are_answered_with_the_right_ones(opened, tmp_path):
 
 def test_a_step_that_no_run_can_reach_is_refused(opened):
     _, _, seen = opened
-    with pytest.raises(ConfigError, match=r"\$\.step"):
+    with pytest.raises(ConfigError, match="step: 1000.* is no number of a step"):
         seen.episodes(step=10**30)
+    with pytest.raises(ConfigError, match="reward_min: nan is no number"):
+        seen.episodes(reward_min=float("nan"))
+    with pytest.raises(ConfigError, match="kind: 3 is no text"):
+        seen.episodes(kind=3)

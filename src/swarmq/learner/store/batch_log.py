@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import BinaryIO
@@ -238,6 +238,18 @@ def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) 
         log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=len(tail), moved_to=aside.name)
         file.truncate(end)
         os.fsync(file.fileno())
+
+
+def number_steps(places: Iterable[RecordPlace], *, trained: int = 0) -> Iterator[tuple[int, RecordPlace]]:
+    """Yield records with the step that trained their episodes, or, for a record of drops alone, the step after the batch before it in
+    the log. Such a record may name an older version, because the learner logs drops while a step is still being trained.
+
+    `trained`: version of the last batch before these records.
+    """
+    for place in places:
+        if place.index.trained:
+            trained = place.index.version
+        yield trained if place.index.trained else max(trained, place.index.version) + 1, place
 
 
 def read_record(place: RecordPlace) -> BatchRecord:

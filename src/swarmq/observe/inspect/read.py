@@ -5,8 +5,10 @@ Needs no broker, no engine and no running learner.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,6 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import EpisodeError
 from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.learner.store import batch_log, token_trace
-from swarmq.learner.store.records import BatchIndex
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import Rollout, unpack_floats, unpack_ids
 from swarmq.timeline import fold, resolve
@@ -25,6 +26,8 @@ from swarmq.token_drift import Drift
 
 Decode = Callable[[Sequence[int]], str]
 
+PATIENCE_S = 3.0
+"""Seconds to wait for a tokenizer from the hub."""
 INCOMPLETE = "\ufffd"
 MOST_BYTES = 4
 """Bytes of a UTF-8 character, and so the most tokens over which one character is spread."""
@@ -145,8 +148,8 @@ def read_step(log: Path, step: int) -> list[StepEpisode]:
     none."""
     places = batch_log.scan_log(log)
     rows, dropped = list[StepEpisode](), list[StepEpisode]()
-    for place in places:
-        if _step_of(place.index) != step:
+    for of, place in batch_log.number_steps(places):
+        if of != step:
             continue
         dropped += [StepEpisode(episode_id=one, step=step, dropped=why) for one, why in place.index.dropped.items()]
         rows += [
@@ -164,7 +167,7 @@ def read_step(log: Path, step: int) -> list[StepEpisode]:
             for episode in batch_log.read_record(place).episodes
         ]
     if not rows and not dropped:
-        there = sorted({_step_of(place.index) for place in places})
+        there = sorted({of for of, _ in batch_log.number_steps(places)})
         raise EpisodeError(
             f"{log}: no record of step {step}; "
             + (f"it has steps {there[0]} to {there[-1]}" if there else "it is empty")
@@ -179,8 +182,8 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
     Raises EpisodeError if no or several episodes match, or if the episode was dropped, with step and reason.
     """
     places = {
-        episode_id: place
-        for place in batch_log.scan_log(folder.batch_log(policy))
+        episode_id: (step, place)
+        for step, place in batch_log.number_steps(batch_log.scan_log(folder.batch_log(policy)))
         for episode_id in (*place.index.trained, *place.index.dropped)
         if episode_id.startswith(part) or episode_id.endswith(part)
     }
@@ -194,8 +197,7 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
             f"{len(places)} episodes begin or end with {part!r}, e.g. {', '.join(sorted(places)[:3])}: give a longer part"
         )
     episode_id = part if part in places else next(iter(places))
-    place = places[episode_id]
-    step = _step_of(place.index)
+    step, place = places[episode_id]
     if reason := place.index.dropped.get(episode_id):
         raise EpisodeError(
             f"{episode_id}: dropped in step {step}: {reason}; tokens are stored for trained episodes only"
@@ -258,7 +260,10 @@ def load_decoder(model: str) -> Decode:
             tokenizer = Tokenizer.from_pretrained(model)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise EpisodeError(f"{model}: no tokenizer.json to decode tokens with ({error})") from error
+    return _decoder_of(tokenizer)
 
+
+def _decoder_of(tokenizer: Tokenizer) -> Decode:
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -266,33 +271,82 @@ def load_decoder(model: str) -> Decode:
 
 
 class Decoders:
-    """The tokenizers of a run's policies: of the model, or else of the newest checkpoint that is in the folder."""
+    """The tokenizers of a run's policies: of the model, or else of the newest checkpoint in the folder, or else from the hub.
 
-    def __init__(self, job: SwarmJob, folder: RunFolder) -> None:
+    Files of this machine come first. A download goes on in the background when it takes longer than `patience_s`, so that a reader
+    without a network does not wait for it.
+    """
+
+    def __init__(
+        self,
+        job: SwarmJob,
+        folder: RunFolder,
+        *,
+        fetch: Callable[[str], Decode] = load_decoder,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._job, self._folder = job, folder
-        self._known: dict[str, Decode | None] = {}
+        self._fetch, self._patience_s = fetch, patience_s
+        self._known: dict[str, Decode | str] = {}
+        self._fetching: dict[str, Future[Decode]] = {}
+        self._lock = threading.Lock()
 
-    def __call__(self, policy: str) -> Decode | None:
-        """Return a function that decodes token ids of a policy, or None if its tokenizer is not on this machine."""
-        if policy not in self._known:
-            self._known[policy] = self._find(policy)
-        return self._known[policy]
-
-    def _find(self, policy: str) -> Decode | None:
-        model = self._job.policies[policy].model if policy in self._job.policies else ""
-        checkpoints = sorted(self._folder.checkpoints(policy).glob("step-*"), reverse=True)
-        folders = [path for path in (Path(model), *checkpoints) if model and (path / "tokenizer.json").is_file()]
-        if not folders and (not model or Path(model).is_absolute()):
-            return None
+    def __call__(self, policy: str) -> Decode | str:
+        """Return a function that decodes token ids of a policy, or a sentence that says why there is none."""
+        with self._lock:
+            if policy in self._known:
+                return self._known[policy]
+            model = self._job.policies[policy].model if policy in self._job.policies else ""
+            if local := self._find(model, policy):
+                found = self._known[policy] = _load_file(local)
+                return found
+            if not model or Path(model).is_absolute():
+                return f"{model or policy}: there is no tokenizer of the model on this machine"
+            future = self._fetching.get(policy) or self._start(model)
+            self._fetching[policy] = future
         try:
-            return load_decoder(str(folders[0]) if folders else model)
+            return future.result(self._patience_s)
+        except TimeoutError:
+            self._patience_s = 0.0  # it goes on in the background, and nobody waits for it again
+            return f"{model}: its tokenizer is not on this machine, and the hub has not sent it yet"
         except EpisodeError:
+            return f"{model}: its tokenizer is not on this machine, and the hub cannot be reached or does not have it"
+
+    def _find(self, model: str, policy: str) -> Path | None:
+        """Return the tokenizer's file on this machine."""
+        checkpoints = sorted(self._folder.checkpoints(policy).glob("step-*"), reverse=True)
+        for folder in (Path(model), *checkpoints):
+            if model and (folder / "tokenizer.json").is_file():
+                return folder / "tokenizer.json"
+        if not model or Path(model).is_absolute():
             return None
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
+        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+
+        try:
+            cached = try_to_load_from_cache(model, "tokenizer.json")
+        except HFValidationError:  # a folder that is not here
+            return None
+        return Path(cached) if isinstance(cached, str) else None
+
+    def _start(self, model: str) -> Future[Decode]:
+        future: Future[Decode] = Future()
+
+        def fetch() -> None:
+            try:
+                future.set_result(self._fetch(model))
+            except EpisodeError as error:
+                future.set_exception(error)
+
+        threading.Thread(target=fetch, name=f"tokenizer of {model}", daemon=True).start()
+        return future
 
 
-def _step_of(index: BatchIndex) -> int:
-    """Return the step that trained a record's episodes, or before which they were dropped."""
-    return index.version if index.trained else index.version + 1
+def _load_file(path: Path) -> Decode | str:
+    try:
+        return _decoder_of(Tokenizer.from_file(str(path)))
+    except Exception as error:
+        return f"{path.name} of the model cannot be read ({error})"
 
 
 def _tokens(episode: Rollout, seen: dict[str, TurnTrace], decode: Decode) -> Iterator[TokenRow]:

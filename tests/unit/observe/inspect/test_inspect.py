@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections import Counter
 from html.parser import HTMLParser
 
 import msgspec
@@ -25,9 +27,19 @@ from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
+from swarmq.observe.index import EpisodeFilter, RunIndex
 from swarmq.observe.inspect.html import render_page
-from swarmq.observe.inspect.read import BatchRow, EpisodeView, StepEpisode, build_view, decode_tokens, find_episode
-from swarmq.observe.inspect.terminal import MARKS, draw_batches, draw_episode, print_parts
+from swarmq.observe.inspect.read import (
+    BatchRow,
+    Decoders,
+    EpisodeView,
+    StepEpisode,
+    build_view,
+    decode_tokens,
+    find_episode,
+    read_batches,
+)
+from swarmq.observe.inspect.terminal import MARKS, _steps_of, draw_batches, draw_episode, print_parts
 from swarmq.token_drift import Drift
 
 
@@ -322,7 +334,8 @@ def run(tmp_path, monkeypatch):
                 index=BatchIndex(record=number, version=number, trained=ids, dropped=dropped), episodes=episodes
             )
         )
-    log.append(BatchRecord(index=BatchIndex(record=3, version=2, dropped={"old-13": "stale"})))
+    # logged while step 2 was still being trained, so it names the version before
+    log.append(BatchRecord(index=BatchIndex(record=3, version=1, dropped={"old-13": "stale"})))
     log.close()
     token_trace.write_trace(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
     (folder.path / "resolved.toml").write_text(job.to_toml())
@@ -418,6 +431,22 @@ def test_the_episodes_of_a_step_are_listed_with_what_was_dropped_for_it(run):
     assert (refused.exit_code, "no record of step 7; it has steps 1 to 3" in refused.output) == (1, True)
 
 
+def test_the_list_of_batches_and_the_list_of_a_step_count_the_same_drops(run):
+    rows, since = _steps_of(list(read_batches(RunFolder(run).batch_log("main"))))
+    listed = {
+        step: list(map(msgspec.json.decode, inspect(run, "--step", step, "--json").splitlines())) for step in (1, 2, 3)
+    }
+    by_step = {step: Counter(row["dropped"] for row in found if row.get("dropped")) for step, found in listed.items()}
+    assert (
+        {row.step: row.dropped for row in rows} | {3: since}
+        == by_step
+        == {1: {}, 2: {"stale": 1, "over_budget": 1}, 3: {"stale": 1}}
+    )
+    index = RunIndex(RunFolder(run))
+    index.update()
+    assert [row.id for row in index.page(EpisodeFilter(step=3)).rows] == ["old-13"]
+
+
 def test_an_episode_is_found_by_its_beginning_or_end_with_what_training_recorded(run):
     assert "training was not recorded" in inspect(run, "first-0")
     assert "made likelier" in inspect(run, "second-0")
@@ -464,3 +493,53 @@ def test_an_episode_that_is_not_there_or_not_meant_alone_is_refused(run):
         find_episode(RunFolder(run), "main", "nowhere", spoken)
     with pytest.raises(EpisodeError, match="2 episodes begin or end with"):
         find_episode(RunFolder(run), "main", "first", spoken)
+
+
+def decoders_of(tmp_path, fetch):
+    job = SwarmJob.build(
+        {"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "nobody/no-such-model-9f2"}}}
+    )
+    return Decoders(job, job.run_folder, fetch=fetch, patience_s=0.05)
+
+
+def test_nobody_waits_for_a_hub_that_does_not_answer_and_what_comes_late_is_used(tmp_path):
+    may_answer, asked = threading.Event(), []
+
+    def fetch(model):
+        asked.append(model)
+        may_answer.wait(30)
+        return spoken
+
+    decoders = decoders_of(tmp_path, fetch)
+    assert "nobody/no-such-model-9f2: its tokenizer is not on this machine" in decoders("main")
+    assert "has not sent it yet" in decoders("main")
+    may_answer.set()
+    for thread in threading.enumerate():
+        if thread.name == "tokenizer of nobody/no-such-model-9f2":
+            thread.join(30)
+    assert decoders("main") is spoken
+    assert asked == ["nobody/no-such-model-9f2"]
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_the_model_is_named(tmp_path):
+    asked = []
+
+    def fetch(model):
+        asked.append(model)
+        raise EpisodeError("no network")
+
+    decoders = decoders_of(tmp_path, fetch)
+    for _ in range(3):
+        assert "nobody/no-such-model-9f2: its tokenizer is not on this machine, and the hub cannot" in decoders("main")
+    assert len(asked) == 1
+
+
+def test_files_of_this_machine_come_before_the_hub(run, tmp_path):
+    def fetch(model):
+        raise AssertionError(model)
+
+    decoders = decoders_of(tmp_path, fetch)
+    checkpoint = RunFolder(tmp_path / "r").checkpoints("main") / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    shutil.copy(tmp_path / "model" / "tokenizer.json", checkpoint)
+    assert not isinstance(decoders("main"), str)
