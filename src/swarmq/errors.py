@@ -100,6 +100,10 @@ class JudgeError(SwarmqError):
     """A judge gave no score: its endpoint is down, its answer has no score, or its budget is spent."""
 
 
+class EndpointError(SwarmqError):
+    """A language model that helps (a judge, teacher or grader) gave no usable answer, or its budget is spent."""
+
+
 class RewardError(SwarmqError):
     """A reward cannot be computed for a reason that says nothing about the agent: the expected answer, schema or tests are
     wrong, or the machine failed."""

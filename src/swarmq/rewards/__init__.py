@@ -6,7 +6,8 @@ Answers are hostile: what an answer could stall runs in helper processes (`helpe
 a reason. RewardError and JudgeError mean that the expected answer or the machine is at fault: do not catch them, the episode fails.
 """
 
-from swarmq.rewards.judge import Budget, Judge
+from swarmq.rewards.endpoint import Budget, ChatEndpoint
+from swarmq.rewards.judge import Judge
 from swarmq.rewards.matches import exact_match, fuzzy_match, normalise
 from swarmq.rewards.mathematics import math_match
 from swarmq.rewards.score import Score
@@ -16,6 +17,7 @@ from swarmq.rewards.text_checks import TextChecks, loops, nonsense_share, repeat
 
 __all__ = [
     "Budget",
+    "ChatEndpoint",
     "Judge",
     "Score",
     "TextChecks",
