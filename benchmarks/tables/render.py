@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import gpu_sizing
 from benchmarks.report import RESULTS
 from benchmarks.tables import learning
 from benchmarks.tables.common import ends, table
@@ -22,6 +23,7 @@ PAGES = (
             "explanation/faults",
             "explanation/proxy",
             "how-to/dashboard",
+            "how-to/gpu-sizing",
             "how-to/swarm",
             "explanation/learning/families",
             "explanation/learning/losses",
@@ -131,6 +133,8 @@ def render(text: str, results: Path = RESULTS) -> str:
         "learns": learning.learns_block,
         "scaling": learning.scaling_block,
         "trl": learning.trl_block,
+        "sizing_memory": lambda _: gpu_sizing.memory_table(),
+        "sizing_plans": lambda _: gpu_sizing.plan_tables(),
     }
     return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
 
