@@ -112,13 +112,15 @@ def memory_table() -> Iterator[str]:
             host = host_bytes(shape, train, here=range(1), ranks=1, full=False, cuda=True, judged_by=())
             sizes = (state_bytes(shape, train), learner_bytes(shape, train), 2 * facts.parameters, host)
             rows.append((model, f"{facts.parameters / 1e9:.2f} B", words, *(f"{each / GIB:.0f}" for each in sizes)))
+    yield "\n"
     yield from table(heads, rows)
+    yield "\n"
 
 
 def plan_tables() -> Iterator[str]:
     """Yield a table of plans for each size of GPU."""
     for name, gpu in GPUS.items():
-        yield f"GPUs of {name}:\n\n"
+        yield f"\nGPUs of {name}:\n\n"
         heads = ("model", "trained", *(f"{count} GPU{'s'[: count > 1]}" for count in COUNTS))
         yield from table(
             heads,
@@ -128,7 +130,7 @@ def plan_tables() -> Iterator[str]:
                 for words, train in TRAININGS.items()
             ),
         )
-        yield "\n"
+    yield "\n"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.proxy import ROOT, served
-from swarmq import keys
+from swarmq import SwarmClient, keys
 from swarmq.broker import topology
 from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.config import SwarmJob
@@ -21,16 +21,21 @@ from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 PAGES = Path(__file__).parents[2]
+HOW_TO = PAGES / "docs/how-to"
 CLIENT, README = PAGES / "docs/reference/client.md", PAGES / "README.md"
 RUN = "r1"
 pytestmark = pytest.mark.timeout(120)
 
 
 class Knows(ScriptedEngine):
-    """Answers everything with 42."""
+    """Gives the same answer to everything."""
+
+    def __init__(self, answer="42"):
+        super().__init__()
+        self.answer = answer
 
     def generate(self, *asked, **how):
-        self.say("42")
+        self.say(self.answer)
         return super().generate(*asked, **how)
 
 
@@ -39,7 +44,7 @@ def blocks(page, language):
 
 
 @contextlib.asynccontextmanager
-async def run_of(*policies):
+async def run_of(*policies, answer="42"):
     """A run in this process: its job, its invite, and a function that gives the pieces that its queue has got."""
     job = SwarmJob.build(
         {"run": RUN, "groups": {"group_size": 2}, "policies": {name: {"model": "x"} for name in policies}}
@@ -49,7 +54,7 @@ async def run_of(*policies):
     for number in range(100):
         ticket = Ticket(run=RUN, ticket_id=f"ticket-{number}", kind="default")
         await broker.publish(topology.tickets(RUN, "default"), ticket)
-    engines = {name: [Knows()] for name in policies}
+    engines = {name: [Knows(answer)] for name in policies}
     async with served(create_app(job, root=ROOT, engines=engines, broker=broker)) as url:
         invite = keys.Invite(
             run=RUN,
@@ -111,3 +116,52 @@ async def test_the_first_programs_of_the_readme_train(tmp_path):
 def test_the_job_of_the_readme_is_one():
     (job,) = blocks(README, "toml")
     assert SwarmJob.build(tomllib.loads(job)).run == "math"
+
+
+VERL_ROW = {
+    "prompt": [{"role": "user", "content": "6 * 7?"}],
+    "data_source": "sums",
+    "reward_model": {"ground_truth": "42"},
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "answer", "payload", "reward", "metrics"),
+    [
+        ("first-agent", "Answer: 42.", {"answer": 42}, 1.0, {"characters": 11.0}),
+        ("first-agent", "Answer: 41", {"answer": 42}, 0.1, {"characters": 10.0}),
+        ("first-agent", "no idea", {"answer": 42}, 0.0, {"characters": 7.0}),
+        ("move-from-trl", "it is 42", {"answer": "42"}, 1.0, {}),
+        ("move-from-verl", "it is 42", VERL_ROW, 1.0, {}),
+        ("move-from-verifiers", "Answer: 42", {"answer": "42"}, 1.2, {"correct": 1.0, "format": 1.0}),
+        ("move-from-verifiers", "on and on", {"answer": "42"}, 0.0, {"correct": 0.0, "format": 0.0}),
+    ],
+)
+async def test_the_agents_of_the_how_to_pages_earn_their_rewards(
+    openai, monkeypatch, tmp_path, page, answer, payload, reward, metrics
+):
+    monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path / "spool"))
+    (source,) = (text for text in blocks(HOW_TO / f"{page}.md", "python") if "def attempt" in text)
+    names = {"__name__": "agent"}
+    exec(compile(source, f"{page}.md", "exec"), names)
+    task = {"id": "a", "question": "What is 6 * 7?"} | payload
+    async with run_of("main", answer=answer) as (_, invite, pieces):
+
+        def attempt_all():
+            with SwarmClient(invite.encode()) as client:
+                client.run_episodes_until_all_complete([task], names["attempt"], progress=False, auto_retry=False)
+
+        await run_in_thread(attempt_all)
+        ends = pieces(EpisodeEnd)
+    assert [end.rewards["main"] for end in ends] == [pytest.approx(reward)] * 2
+    assert [end.metrics for end in ends] == [metrics] * 2
+
+
+def test_the_rewards_of_the_page_on_hacking_pay_for_what_they_say():
+    names = {}
+    for source in blocks(HOW_TO / "reward-hacking.md", "python"):
+        exec(source, names)
+    outcome = names["reward"]("Answer: 42", right=True, used_tool=True)
+    assert (outcome.reward, outcome.metrics) == (pytest.approx(1.1), {"right": 1.0, "format": 1.0, "tool": 1.0})
+    assert names["checked"]("the answer is 42", 1.0) == 1.0
+    assert names["checked"]("again and " * 40, 1.0) == 0.0
