@@ -80,6 +80,10 @@ class AttemptTimeoutError(EpisodeError):
     """An agent's function did not return in time. Its episode has failed and gets no reward."""
 
 
+class AgentCommandError(EpisodeError):
+    """A command that was run as an agent crashed, ran out of time or got no answer. Its episode has failed and gets no reward."""
+
+
 class OutcomeError(EpisodeError):
     """A reward or metric is missing, not a number, NaN or infinite."""
 

@@ -8,6 +8,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     engines,
     init,
     recording,
+    run,
     stored_runs,
     tasks,
     up,

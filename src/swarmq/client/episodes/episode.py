@@ -78,6 +78,11 @@ class Handle:
         return self._client.invite.ca
 
     @property
+    def received(self) -> ReceivedAnswers:
+        """Record of the answers that arrived, for code that passes requests of other programs on."""
+        return self._record.received
+
+    @property
     def model(self) -> str:
         """Value of `model` in requests: the episode's first policy."""
         return self._record.begin.policies[0]

@@ -141,7 +141,7 @@ def _read_call_ids(status: int, headers: Mapping[str, str] | Message) -> tuple[s
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
 
 
-class _BodyObserver:
+class BodyObserver:
     """Observer of a body on its way to the agent.
 
     A body counts as received at its end without an error; an event stream, at the end of every choice.
@@ -151,6 +151,8 @@ class _BodyObserver:
         self._received, self._calls, self._is_events = received, calls, is_events
         self._tail = b""
         self._ended = 0
+        self.is_complete = False
+        """Whether the whole answer was seen."""
 
     def take(self, chunk: bytes) -> None:
         if not self._is_events:
@@ -162,14 +164,19 @@ class _BodyObserver:
             last = found.end()
         self._tail = seen[max(last, len(seen) - MAX_MARK_BYTES) :]
         if self._ended >= len(self._calls):
-            self._received.add(self._calls)
+            self._complete()
 
     def end(self) -> None:
         if not self._is_events:
-            self._received.add(self._calls)
+            self._complete()
 
     def fail(self) -> None:
+        self.is_complete = False
         self._received.remove(self._calls)
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._received.add(self._calls)
 
 
 def _watch_httpx(httpx: Any) -> bool:
@@ -177,7 +184,7 @@ def _watch_httpx(httpx: Any) -> bool:
         return False
 
     class ObservedStream(httpx.SyncByteStream):  # type: ignore[misc]
-        def __init__(self, inner: Any, body: _BodyObserver) -> None:
+        def __init__(self, inner: Any, body: BodyObserver) -> None:
             self._inner, self._body = inner, body
 
         def __iter__(self) -> Iterator[bytes]:
@@ -194,7 +201,7 @@ def _watch_httpx(httpx: Any) -> bool:
             self._inner.close()
 
     class AsyncObservedStream(httpx.AsyncByteStream):  # type: ignore[misc]
-        def __init__(self, inner: Any, body: _BodyObserver) -> None:
+        def __init__(self, inner: Any, body: BodyObserver) -> None:
             self._inner, self._body = inner, body
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -220,7 +227,7 @@ def _watch_httpx(httpx: Any) -> bool:
         calls = _read_call_ids(response.status_code, response.headers)
         if not calls:
             return
-        body = _BodyObserver(received, calls, is_events=_is_events(response.headers))
+        body = BodyObserver(received, calls, is_events=_is_events(response.headers))
         if is_read:
             body.take(response.content)
             body.end()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.client.episodes import received_answers
-from swarmq.client.episodes.received_answers import ReceivedAnswers, _BodyObserver
+from swarmq.client.episodes.received_answers import BodyObserver, ReceivedAnswers
 
 HOST = "http://h:1/v1"
 
@@ -34,7 +34,7 @@ def chunk(index, text=None, finish=None):
 def test_a_stream_is_received_when_all_of_its_choices_have_ended(cuts, num, text):
     calls = tuple(f"c{n}" for n in range(num))
     agent = seen()
-    stream = _BodyObserver(agent, calls, is_events=True)
+    stream = BodyObserver(agent, calls, is_events=True)
     said = '"finish_reason":"stop","type":"message_delta"' + text
     whole = b"".join(chunk(n, said) for n in calls) + b"".join(chunk(n, finish="stop") for n in calls)
     edges = sorted({0, len(whole) - 1, *(cut % len(whole) for cut in cuts)})
@@ -48,7 +48,7 @@ def test_a_stream_is_received_when_all_of_its_choices_have_ended(cuts, num, text
 
 def test_a_stream_that_breaks_after_its_end_is_not_received():
     agent = seen()
-    stream = _BodyObserver(agent, ("c",), is_events=True)
+    stream = BodyObserver(agent, ("c",), is_events=True)
     stream.take(chunk(0, finish="stop"))
     stream.fail()
     assert agent.calls() == ()
