@@ -115,7 +115,7 @@ def _violations(page: Page, base: str, episode: str, group: str) -> Iterator[str
     for view in VIEWS:
         page.goto(f"{base}#/run/{RUN}/" + view.format(episode=episode, group=group.replace("/", "%2F")))
         page.wait_for_selector("h1")
-        page.wait_for_function("document.querySelectorAll('.state.loading').length === 0")
+        page.wait_for_function("document.querySelectorAll('.state.loading, .state.indexing').length === 0")
         page.evaluate(script)
         found = page.evaluate("tags => axe.run({runOnly: tags})", AXE_TAGS)["violations"]
         yield from (f"{view}: {one['id']}: {node['html'][:200]}" for one in found for node in one["nodes"])

@@ -78,12 +78,12 @@ export const unauthorized = { notify: (): void => undefined };
 /**
  * Fetch an address (null: nothing yet) and fetch it again whenever the run `live` changes in one of the ways of `on`
  * ("steps", "episodes", "state", "warnings"; any change without `on`) but at most once in `restS` seconds, or every `everyS`
- * seconds. With `keeps` the data of the address before stays until the new one's has come.
+ * seconds, which may depend on the data. With `keeps` the data of the address before stays until the new one's has come.
  */
 export function useApi<T>(
   address: string | null,
   { live = null, on, restS = 0, everyS, keeps = false }: {
-    live?: string | null; on?: string[]; restS?: number; everyS?: number; keeps?: boolean;
+    live?: string | null; on?: string[]; restS?: number; everyS?: number | ((data: T | null) => number | undefined); keeps?: boolean;
   } = {},
 ): Loaded<T> {
   const [state, setState] = useState<{ address: string | null; data: T | null; error: ApiError | null; isLoading: boolean }>(
@@ -139,11 +139,12 @@ export function useApi<T>(
     };
   }, [live, reasons, restS]);
 
+  const pauseS = typeof everyS === "function" ? everyS(state.data) : everyS;
   useEffect(() => {
-    if (everyS === undefined) return;
-    const timer = setInterval(() => { if (!document.hidden && !busy.current) reload(); }, everyS * 1000);
+    if (pauseS === undefined) return;
+    const timer = setInterval(() => { if (!document.hidden && !busy.current) reload(); }, pauseS * 1000);
     return () => clearInterval(timer);
-  }, [everyS]);
+  }, [pauseS]);
 
   return { data: keeps || state.address === address ? state.data : null, error: state.error, isLoading: state.isLoading, reload };
 }

@@ -1,5 +1,6 @@
 // Hash routes: `#/run/{id}/{view}/{argument}?{query}`. Everything that a view shows is in the address, so a link can be sent.
 import { useEffect, useState } from "preact/hooks";
+import { holds } from "./embedded";
 
 export interface Route {
   run: string | null; // null on the list of runs
@@ -27,6 +28,11 @@ export function link(run: string | null, view: string, arg = "", query: Query = 
   }
   const text = search.toString();
   return `#/${path.map(encodeURIComponent).join("/")}${text === "" ? "" : `?${text}`}`;
+}
+
+/** Return the address of a view, or undefined if this is an exported file that does not hold it. */
+export function to(run: string | null, view: string, arg = "", query: Query = {}): string | undefined {
+  return run === null || holds(run, view, arg) ? link(run, view, arg, query) : undefined;
 }
 
 /** Change the query of the present view; without `push` the back button does not see it. */

@@ -48,7 +48,7 @@ function walk(by: number): void {
   const at = rows.findIndex((row) => row.contains(document.activeElement));
   const row = rows[at === -1 ? (by > 0 ? 0 : rows.length - 1) : Math.max(0, Math.min(rows.length - 1, at + by))];
   if (row === undefined) return;
-  const target = row.querySelector<HTMLElement>("a, button") ?? row;
+  const target = row.querySelector<HTMLElement>("a[href], button") ?? row;
   if (target === row) row.tabIndex = -1;
   target.focus();
   row.scrollIntoView({ block: "nearest" });

@@ -38,17 +38,27 @@ export interface LedgerView {
   explanations: Record<string, string>;
 }
 
+/** How far the index of the episodes is; without it done, nothing counts episodes. */
+export interface IndexProgress { episodes: number; share: number; is_done: boolean; notes: string[] }
+
+/** An answer without its other fields until the index is done. */
+export type Indexed<T> = (T & { index: IndexProgress & { is_done: true } }) | { index: IndexProgress & { is_done: false } };
+
+export function isIndexed<T>(answer: Indexed<T>): answer is T & { index: IndexProgress & { is_done: true } } {
+  return answer.index.is_done;
+}
+
 export interface Progress { step: number; max_steps: number | null; reward: number | null; step_s: number | null }
 
 export interface Overview {
-  at: number;
+  at: number | null; // null if nothing was ever heard of the run
   is_live: boolean;
   alarms: Alarm[];
   nodes: PipelineNode[];
   bottleneck: { node: string; text: string } | null;
-  ledger: LedgerView;
+  ledger: LedgerView | null; // null until the index is done
   progress: Record<string, Progress>;
-  index: { episodes: number; share: number; is_done: boolean };
+  index: IndexProgress;
 }
 
 export interface Mark { step: number; at: number; kind: string; text: string }
@@ -90,7 +100,10 @@ export interface EpisodeRow {
   has_transcript: boolean;
 }
 
-export interface EpisodePage { rows: EpisodeRow[]; total: number; next: string | null }
+export interface EpisodePage {
+  index?: IndexProgress; // not in exported files
+  rows: EpisodeRow[]; total: number; next: string | null
+}
 export interface Histogram { edges: number[]; counts: number[] }
 
 export interface GroupView {
@@ -175,6 +188,7 @@ export interface ClientView {
 }
 
 export interface Mix {
+  index: IndexProgress;
   kinds: string[];
   steps: number[];
   target: Record<string, (number | null)[]>;
@@ -185,6 +199,7 @@ export interface Mix {
 export interface PassAtK { value: number; low: number; high: number; tasks: number }
 
 export interface Evaluations {
+  index: IndexProgress;
   rounds: {
     at: number;
     version: number;
@@ -197,6 +212,8 @@ export interface Evaluations {
 }
 
 export interface Engines {
+  is_live: boolean;
+  at: number | null; // when the engines' state was recorded
   engines: {
     name: string;
     policy: string;

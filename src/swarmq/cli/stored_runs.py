@@ -252,7 +252,7 @@ def _inspect_episode(
 
         path = f"runs/{job.run}/episodes/{detail.row.id}"
         tokens = {f"{path}/tokens?timeline={page.timeline}": page for page in pages}
-        _write_page(html, export_html("episode", {path: detail, **tokens}))
+        _write_page(html, export_html("episode", {path: detail, **tokens}, folder=folder.path))
     if as_json:
         click.echo(msgspec.json.encode({**msgspec.structs.asdict(detail), "tokens": pages}))
     elif not html:

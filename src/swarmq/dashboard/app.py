@@ -52,7 +52,6 @@ from swarmq.errors import (
     SwarmqError,
     TimelineError,
 )
-from swarmq.observe.clients import read_clients
 from swarmq.observe.episodes import (
     MOST_TOKENS,
     EpisodeDetail,
@@ -62,7 +61,7 @@ from swarmq.observe.episodes import (
     read_group,
     read_tokens,
 )
-from swarmq.observe.index import EpisodeFilter, EpisodePage, Histogram, LedgerView, parse_filter
+from swarmq.observe.index import EpisodeFilter, Histogram, parse_filter
 from swarmq.observe.run import Run
 
 READERS = 4
@@ -321,17 +320,19 @@ class Pages:
         return await self._view(run, views.view_time)
 
     async def ledger(self, run: FromPath[str]) -> Response[bytes]:
-        return await self._view(run, _ledger)
+        return await self._view(run, views.view_ledger)
 
     async def episodes(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
         chosen, how = _filter_of(request.query_params, {"sort", "cursor", "limit"})
         limit = _whole(how.get("limit", "100"), "limit", most=MOST_ROWS)
 
-        def page(of: Run) -> EpisodePage:
+        def page(of: Run) -> dict[str, Any]:
             _check_filter(of, chosen)
-            return of.index.page(
+            progress = views.view_progress(of)
+            found = of.index.page(
                 chosen, sort=how.get("sort") or "-began_at", cursor=how.get("cursor") or None, limit=max(limit, 1)
             )
+            return {"index": progress} | msgspec.structs.asdict(found)
 
         return await self._view(run, page)
 
@@ -361,10 +362,7 @@ class Pages:
         return await self._view(run, _tokens, episode, timeline=timeline, start=start, limit=limit)
 
     async def clients(self, run: FromPath[str]) -> Response[bytes]:
-        def list_clients(of: Run) -> dict[str, Any]:
-            return {"clients": read_clients(of.index)}
-
-        return await self._view(run, list_clients)
+        return await self._view(run, views.view_clients)
 
     async def mix(self, run: FromPath[str]) -> Response[bytes]:
         return await self._view(run, views.view_mix)
@@ -419,7 +417,7 @@ class Pages:
 
         def make() -> bytes:
             run.refresh()  # a file must not show an index that is still being built
-            return export_html(kind, collect(run, id, what) | collect_run(run, id))
+            return export_html(kind, collect(run, id, what) | collect_run(run, id), folder=run.folder.path)
 
         page = await self._read(make)
         name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in f"{id}-{what}")
@@ -518,10 +516,6 @@ def _overview(run: Run) -> dict[str, Any]:
     return view_overview(run, views.read_board(run.folder), run.live_job())
 
 
-def _ledger(run: Run) -> LedgerView:
-    return run.index.ledger()
-
-
 def _episode(run: Run, episode: str) -> EpisodeDetail:
     return read_detail(run.index, episode)
 
@@ -534,17 +528,22 @@ def _tokens(run: Run, episode: str, *, timeline: int, start: int, limit: int) ->
     return read_tokens(run.index, episode, timeline=timeline, start=start, limit=limit, decoders=run.decoders)
 
 
+def _without_folder(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without the folder of the run, which means nothing elsewhere."""
+    return settings | {"settings": [row for row in settings["settings"] if row["path"] != "folder"]}
+
+
 def _collect_report(run: Run, id: str, _: str) -> dict[str, Any]:  # noqa: A002
     base = f"runs/{id}"
     payloads: dict[str, Any] = {
         f"{base}/overview": _overview(run),
         f"{base}/time": views.view_time(run),
-        f"{base}/ledger": run.index.ledger(),
-        f"{base}/clients": {"clients": read_clients(run.index)},
+        f"{base}/ledger": views.view_ledger(run),
+        f"{base}/clients": views.view_clients(run),
         f"{base}/mix": views.view_mix(run),
         f"{base}/evaluations": views.view_evaluations(run),
         f"{base}/engines": views.view_engines(run),
-        f"{base}/settings": views.view_settings(run),
+        f"{base}/settings": _without_folder(views.view_settings(run)),
     }
     return (
         payloads

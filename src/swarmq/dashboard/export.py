@@ -110,13 +110,15 @@ def collect_samples(run: Run, run_id: str, *, each: int = 2, max_bytes: int = MA
     return payloads | {f"runs/{run_id}/episodes": EpisodePage(rows=rows, total=len(rows), next=None)}
 
 
-def export_html(kind: Kind, payloads: Mapping[str, Any], *, max_bytes: int = MAX_EXPORT_BYTES) -> bytes:
+def export_html(
+    kind: Kind, payloads: Mapping[str, Any], *, folder: Path | None = None, max_bytes: int = MAX_EXPORT_BYTES
+) -> bytes:
     """Return a page that shows `payloads` without a server.
 
     `payloads` maps paths of the API to their answers: the path without `/api/`, unquoted, with those parameters that tell its
     answers apart (`runs/math/steps?policy=main`); all other parameters are ignored by the page. The first path decides what
-    the page opens with. `runs` names the run, `runs/ID/episodes` lists a sample of episodes that are payloads, too. Raises
-    EpisodeError if the page would be larger than `max_bytes`.
+    the page opens with. `runs` names the run, `runs/ID/episodes` lists a sample of episodes that are payloads, too. The path of the
+    run's `folder` on this machine is replaced by its name. Raises EpisodeError if the page would be larger than `max_bytes`.
     """
     data = embed_json(
         {
@@ -128,6 +130,9 @@ def export_html(kind: Kind, payloads: Mapping[str, Any], *, max_bytes: int = MAX
             | dict(payloads),
         }
     )
+    if folder is not None:
+        for path in sorted({str(folder.absolute()), str(folder.resolve())}, key=len, reverse=True):
+            data = data.replace(embed_json(path)[1:-1], embed_json(folder.resolve().name)[1:-1])
     script = (STATIC / "app.js").read_bytes().replace(b"</script", b"<\\/script").replace(b"<!--", b"\\x3c!--")
     style = (STATIC / "app.css").read_bytes().replace(b"</style", b"<\\/style")
     policy = (

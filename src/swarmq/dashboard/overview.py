@@ -126,21 +126,27 @@ def view_overview(run: Run, board: Mapping[str, Any], job: SwarmJob, *, now: flo
         policy = event.source.removeprefix("learner.")
         if event.name == "step" and policy in steps:
             steps[policy].append(event.fields)
-    is_live = bool(board.get("recorder", {}).get("is_recording")) and now - float(board.get("at", 0)) < LIVE_S
+    live = is_live(board, now=now)
     progress = {policy: _progress(job, policy, steps[policy], board) for policy in job.trained}
     has_ended = bool(progress) and all(p["max_steps"] and p["step"] >= p["max_steps"] for p in progress.values())
     flow = measure_flow(board, job, steps, has_ended=has_ended)
     known = run.index.progress
+    heard = [float(board["at"])] if "at" in board else [event.at for event in events[-1:]]
     return {
-        "at": float(board.get("at", now)),
-        "is_live": is_live,
-        "alarms": find_alarms(events, board, now=now, is_live=is_live),
-        "nodes": describe_nodes(board, job, steps, flow, now=now, is_live=is_live),
-        "bottleneck": name_bottleneck(flow) if is_live else None,
-        "ledger": run.index.ledger(),
+        "at": next(iter(heard), None),
+        "is_live": live,
+        "alarms": find_alarms(events, board, now=now, is_live=live),
+        "nodes": describe_nodes(board, job, steps, flow, now=now, is_live=live),
+        "bottleneck": name_bottleneck(flow) if live else None,
+        "ledger": run.index.ledger() if known.is_done else None,
         "progress": progress,
-        "index": {"episodes": known.episodes, "share": known.share, "is_done": known.is_done},
+        "index": {"episodes": known.episodes, "share": known.share, "is_done": known.is_done, "notes": known.notes},
     }
+
+
+def is_live(board: Mapping[str, Any], *, now: float) -> bool:
+    """Return whether the state of the run was recorded just now, so that it is the present one."""
+    return bool(board.get("recorder", {}).get("is_recording")) and now - float(board.get("at", 0)) < LIVE_S
 
 
 def _recent_events(run: Run) -> Iterable[Event]:

@@ -84,6 +84,8 @@ class OpenRun:
             if what or not self._is_indexed:
                 try:
                     await asyncio.to_thread(self._update)
+                    if not self._is_indexed:
+                        what = sorted({*what, "episodes", "state"})  # counts are known from now on
                     self._is_indexed = True
                 except (SwarmqError, OSError) as error:
                     log.warning("the index could not be updated", run=str(self.run.folder.path), error=str(error))

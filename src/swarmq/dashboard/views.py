@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from swarmq import live_settings, task_mix
 from swarmq.collector import ledger
 from swarmq.collector.decide.evals import RIGHT
 from swarmq.config import Policy, RunFolder, SwarmJob
+from swarmq.dashboard.overview import is_live
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.messages import Event
+from swarmq.observe.clients import read_clients
 from swarmq.observe.curves import find_changes
 from swarmq.observe.followed_files import flatten_numbers
 from swarmq.observe.run import Run, StepRow, read_steps
@@ -97,8 +100,27 @@ def _spans_of_step(event: Event) -> Iterator[tuple[float, float, str]]:
             end -= seconds
 
 
+def view_progress(run: Run) -> dict[str, Any]:
+    """Return how far the index of the episodes is. Until it is done, counts of episodes would be wrong, and no view has them."""
+    known = run.index.progress
+    return {"episodes": known.episodes, "share": known.share, "is_done": known.is_done, "notes": known.notes}
+
+
+def view_ledger(run: Run) -> dict[str, Any]:
+    """Return the account of all episodes; without numbers until the index is done."""
+    progress = view_progress(run)
+    return {"index": progress} | (msgspec.structs.asdict(run.index.ledger()) if progress["is_done"] else {})
+
+
+def view_clients(run: Run) -> dict[str, Any]:
+    """Return the clients; none until the index is done."""
+    progress = view_progress(run)
+    return {"index": progress, "clients": read_clients(run.index) if progress["is_done"] else []}
+
+
 def view_mix(run: Run) -> dict[str, Any]:
     """Return target and trained share of each kind, and the share of its groups that taught nothing, by step of the first policy."""
+    progress = view_progress(run)
     rows = list(run.steps(run.policies[0]))
     control = ledger.read_control(run.folder.inbox)
     stretches = _stretches(run.job, control.changes if control else (), run.policies[0])
@@ -116,8 +138,9 @@ def view_mix(run: Run) -> dict[str, Any]:
         for kind in kinds:
             target[kind].append(wanted.get(kind, 0.0))
             trained[kind].append(groups.get(kind, 0) / total if total else None)
-    flat = _flat(run, kinds, [row.at for row in rows])
-    return {"kinds": kinds, "steps": [row.step for row in rows], "target": target, "trained": trained, "flat": flat}
+    flat = _flat(run, kinds, [row.at for row in rows]) if progress["is_done"] else {}
+    steps = [row.step for row in rows]
+    return {"index": progress, "kinds": kinds, "steps": steps, "target": target, "trained": trained, "flat": flat}
 
 
 def _stretches(job: SwarmJob, changes: Iterable[Any], policy: str) -> list[Stretch]:
@@ -168,7 +191,9 @@ def view_evaluations(run: Run) -> dict[str, Any]:
             "reward": row.reward,
             "pass": {str(k): _interval(value, row.tasks) for k, value in (row.values.get("pass") or {}).items()},
         }
-    return {"rounds": list(rounds.values()), "matrix": _matrix(run, {one["version"] for one in rounds.values()})}
+    progress = view_progress(run)
+    versions = {one["version"] for one in rounds.values()} if progress["is_done"] else set()
+    return {"index": progress, "rounds": list(rounds.values()), "matrix": _matrix(run, versions)}
 
 
 def _interval(value: Any, tasks: int) -> dict[str, Any]:
@@ -199,9 +224,10 @@ def _version_of_slot(slot: str) -> int | None:
     return int(last) if last.isdecimal() else None
 
 
-def view_engines(run: Run) -> dict[str, Any]:
-    """Return the engines as they were last recorded, and every weight push."""
+def view_engines(run: Run, *, now: float | None = None) -> dict[str, Any]:
+    """Return the engines, with their load while it is recorded, and every weight push."""
     board = read_board(run.folder)
+    live = is_live(board, now=time.time() if now is None else now)
     load = board.get("engines") or {}
     urls: dict[str, str] = dict.fromkeys(load, "")
     for policy, engines in (_read_json(run.folder.endpoints).get("engines") or {}).items():
@@ -215,8 +241,10 @@ def view_engines(run: Run) -> dict[str, Any]:
             "policy": policy,
             "url": url,
             "version": load.get(url, {}).get("version", versions.get(policy)),
-            "state": load.get(url, {}).get("state") or ("running" if url in load else "unknown"),
-            **{name: load.get(url, {}).get(name) for name in ("running", "waiting", "kv")},
+            "state": (load.get(url, {}).get("state") or ("running" if url in load else "unknown"))
+            if live
+            else "not recorded",
+            **{name: load.get(url, {}).get(name) if live else None for name in ("running", "waiting", "kv")},
         }
         for url, policy in urls.items()
     ]
@@ -232,7 +260,7 @@ def view_engines(run: Run) -> dict[str, Any]:
         for row in run.steps()
         if row.values.get("push_s") is not None
     ]
-    return {"engines": rows, "pushes": pushes}
+    return {"engines": rows, "is_live": live, "at": board.get("at"), "pushes": pushes}
 
 
 def list_settings(job: SwarmJob) -> dict[str, Any]:

@@ -308,14 +308,18 @@ class RunIndex:
         with self._update, closing(self._connect()) as db:
             before = db.total_changes
             self._flaws = {}
-            if self._was_replaced(db):
-                self._rebuild(db)
-            sources = (self._read_events, self._read_transcripts, self._read_batches, self._read_ledger)
-            for number, source in enumerate(sources):
-                for share in source(db):
-                    self._share = max(self._share, (number + share) / len(sources)) if not self._is_done else 1.0
-                    if is_cancelled():
-                        return True
+            try:
+                if self._was_replaced(db):
+                    self._rebuild(db)
+                sources = (self._read_events, self._read_transcripts, self._read_batches, self._read_ledger)
+                for number, source in enumerate(sources):
+                    for share in source(db):
+                        self._share = max(self._share, (number + share) / len(sources)) if not self._is_done else 1.0
+                        if is_cancelled():
+                            return True
+            except ConfigError as error:
+                self._flaws["index"] = str(error)
+                raise
             self._share, self._is_done = 1.0, True
             return db.total_changes > before
 

@@ -73,7 +73,7 @@ class Reader:
 
     def settle(self) -> None:
         self.page.wait_for_selector("h1, .state.failed, .state.empty")
-        expect(self.page.locator(".state.loading")).to_have_count(0)
+        expect(self.page.locator(".state.loading, .state.indexing")).to_have_count(0)
 
     def violations(self) -> list[str]:
         """Return what axe finds against WCAG 2.1 AA and its own best practices."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
+from playwright.sync_api import expect
 
 from support.run_folder import make_whole_run
 from swarmq.dashboard.export import collect_episode, collect_group, export_html
 from swarmq.observe.run import Run
 
-from .conftest import Dashboard, Reader, read_runs
+from .conftest import Dashboard, Reader, address_of, read_runs
 
 Read = Callable[..., Reader]
 
@@ -259,3 +262,57 @@ def test_a_report_is_downloaded_and_opens_offline_with_sample_episodes(
     page.locator(f"a[title='{made.ids['open']}']").click()
     page.get_by_text("It is running").wait_for()
     assert reader.complaints == []
+
+
+def open_report(read: Read, link: str, run_id: str, path: Path) -> Reader:
+    """Download the report of the run and open it as a file."""
+    token = link.partition("#token=")[2]
+    address = f"{address_of(link)}api/runs/{run_id}/export/report"
+    with urlopen(Request(address, headers={"authorization": f"Bearer {token}"})) as answer:
+        path.write_bytes(answer.read())
+    return open_file(read, path)
+
+
+def test_a_number_of_a_report_opens_those_of_its_sample_episodes_that_it_counts(
+    read: Read, link: str, run_id: str, tmp_path: Path
+) -> None:
+    reader = open_report(read, link, run_id, tmp_path / "report.html")
+    page = reader.page
+    page.get_by_role("navigation").get_by_role("link", name="Ledger", exact=True).click()
+    page.locator("table").get_by_role("link", name=re.compile("equal rewards")).click()
+    page.get_by_text("Shown are those with state dropped, reason equal rewards").wait_for()
+    states = page.locator("main [role=row] .badge, main tbody .badge").all_inner_texts()
+    assert states
+    assert set(states) == {"dropped"}
+    shown = len(states)
+    page.get_by_role("link", name="Show all of the sample").click()
+    expect(page.get_by_text("Shown are those")).to_have_count(0)
+    assert page.locator("main [role=row] .badge, main tbody .badge").count() > shown
+    assert reader.complaints == []
+
+
+def test_no_link_of_a_report_is_dead_and_no_path_of_this_machine_is_in_it(
+    read: Read, link: str, run_id: str, made: Made, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    reader = open_report(read, link, run_id, path)
+    model = str(made.run.job.policies["main"].model)
+    assert str(made.folder.parent) not in path.read_text().replace(model, "")
+    page, seen, todo = reader.page, set[str](), {page_hash(reader.page.url)}
+    while todo:
+        route = todo.pop()
+        seen.add(route)
+        page.goto(f"{path.as_uri()}#{route}")
+        reader.settle()
+        assert page.locator(".state.failed").all_inner_texts() == [], route
+        assert page.get_by_text("There is no view named").count() == 0, route
+        found = page.evaluate("[...document.querySelectorAll('a[href^=\"#/\"]')].map(a => a.getAttribute('href'))")
+        todo |= {one.removeprefix("#").partition("?")[0] for one in found if one != "#/runs"} - seen
+        assert len(seen) < 200
+    assert not any("/logs" in route for route in seen)
+    assert any("/tokens/" in route for route in seen)
+    assert reader.complaints == []
+
+
+def page_hash(url: str) -> str:
+    return url.partition("#")[2].partition("?")[0]

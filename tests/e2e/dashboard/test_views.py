@@ -190,3 +190,21 @@ def test_what_is_not_there_is_said(read: Read, link: str, run_ids: dict[str, str
     assert reader.page.get_by_role("alert").inner_text() != ""
     reader.open(f"run/{run_ids['whole']}/nosuch")
     assert "no view named" in reader.page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize(("view", "number"), [("ledger", ".term-count"), ("clients", "tbody td")])
+def test_while_the_index_is_built_its_progress_stands_in_place_of_numbers(
+    read: Read, link: str, run_ids: dict[str, str], view: str, number: str
+) -> None:
+    reader = read(link)
+    index = {"episodes": 1234, "share": 0.4, "is_done": False, "notes": []}
+    address = f"**/api/runs/{run_ids['whole']}/{view}"
+    reader.page.route(address, lambda route: route.fulfill(json={"index": index, "clients": []}))
+    reader.page.goto(f"{reader.address}#/run/{run_ids['whole']}/{view}")
+    reader.page.get_by_text("1,234 episodes so far, 40 %").wait_for()
+    assert reader.page.locator(number).count() == 0
+    assert reader.violations() == []
+    reader.page.unroute(address)
+    reader.page.wait_for_selector(number)
+    assert reader.page.locator(".state.indexing").count() == 0
+    assert reader.complaints == []

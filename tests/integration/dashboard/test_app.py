@@ -276,6 +276,16 @@ async def test_a_change_is_told_and_a_reader_that_leaves_ends_its_stream(browser
     await browser.json("/api/runs/faults/steps")
 
 
+async def test_readers_are_told_when_the_index_is_done(browser):
+    async with browser.http.get(f"{browser.url}/api/runs/faults/stream", headers=BEARER) as answer:
+        async with asyncio.timeout(30):
+            while await answer.content.readline() != b"event: changed\n":  # no file of the run changes
+                pass
+            told = msgspec.json.decode((await answer.content.readline()).removeprefix(b"data: "))
+    assert {"episodes", "state"} <= set(told["what"])
+    assert (await browser.json("/api/runs/faults/ledger"))["index"]["is_done"]
+
+
 async def test_many_folders_are_listed_whatever_is_in_them(tmp_path):
     _, folder = unpack_run(tmp_path / "runs")
     for number in range(100):

@@ -2,7 +2,7 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { number, plural, shortId, words } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { Message, TurnView } from "../types";
 import { SafeText } from "../ui/text";
 import { firstLine, read } from "./message";
@@ -61,7 +61,7 @@ function Turn({ run, id, turn, at, parentAt, isChosen, isUnfolded, reward }: {
   run: string; id: string; turn: TurnView; at: number; parentAt: number | null; isChosen: boolean; isUnfolded: boolean;
   reward: number | null;
 }) {
-  const parent = parentAt === null ? null : <a href={link(run, "episode", id, { turn: parentAt })}>turn {parentAt + 1}</a>;
+  const parent = parentAt === null ? null : <a href={to(run, "episode", id, { turn: parentAt })}>turn {parentAt + 1}</a>;
   return (
     <li id={`turn-${at}`} class={`turn ${turn.received ? "" : "lost"} ${isChosen ? "chosen" : ""}`}>
       <header class="turn-head">
@@ -75,7 +75,7 @@ function Turn({ run, id, turn, at, parentAt, isChosen, isUnfolded, reward }: {
         <span class="turn-end">
           {reward !== null && <span>reward {number(reward)}</span>}
           {turn.advantage !== null && <span class={turn.advantage < 0 ? "ink-down" : "ink-up"}>advantage {number(turn.advantage)}</span>}
-          <a href={link(run, "tokens", id, { turn: at })}>tokens</a>
+          <a href={to(run, "tokens", id, { turn: at })}>tokens</a>
         </span>
       </header>
       {!turn.received && (

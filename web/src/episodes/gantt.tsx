@@ -1,6 +1,6 @@
 // The calls of an episode in time: waiting for the first token, then sampling. A bar opens its turn.
 import { duration } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { TurnView } from "../types";
 import { place, ticks } from "./spans";
 
@@ -24,7 +24,7 @@ export function Gantt({ run, id, turns }: { run: string; id: string; turns: Turn
             const text = `Turn ${index + 1}${turn.agent ? ` of ${turn.agent}` : ""}: began after ${duration(start)}, first token after ${duration(turn.first_token_s)}, took ${duration(turn.total_s)}${turn.received ? "" : ", not received"}`;
             const y = HEAD + lane * ROW + 3;
             return (
-              <a key={index} href={link(run, "episode", id, { turn: index })} aria-label={text}>
+              <a key={index} href={to(run, "episode", id, { turn: index })} aria-label={text}>
                 <title>{text}</title>
                 <rect class="gantt-hit" x={0} y={y - 3} width={lanes === spans.length ? WIDTH : 0} height={ROW} />
                 <rect class="gantt-wait" x={x(start)} y={y} width={Math.max(x(first) - x(start), 0)} height={ROW - 6} />

@@ -3,11 +3,12 @@
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, get, unauthorized } from "../api";
 import { subscribe } from "../stream";
-import type { EpisodePage, EpisodeRow } from "../types";
+import type { EpisodePage, EpisodeRow, IndexProgress } from "../types";
 
 export interface Pages {
   rows: EpisodeRow[];
   total: number;
+  index: IndexProgress | undefined; // of the newest answer
   isDone: boolean;
   isLoading: boolean;
   hasNews: boolean;
@@ -16,7 +17,7 @@ export interface Pages {
   reload: () => void;
 }
 
-interface State { address: string; rows: EpisodeRow[]; total: number; next: string | null; pages: number }
+interface State { address: string; rows: EpisodeRow[]; total: number; next: string | null; pages: number; index?: IndexProgress | undefined }
 
 export function usePages(address: string, run: string): Pages {
   const nothing: State = { address, rows: [], total: 0, next: null, pages: 0 };
@@ -39,7 +40,7 @@ export function usePages(address: string, run: string): Pages {
         busy.current = null;
         const known = new Set(from?.rows.map(({ id }) => id));
         setState({
-          address, total: page.total, next: page.next, pages: (from?.pages ?? 0) + 1,
+          address, total: page.total, next: page.next, index: page.index, pages: (from?.pages ?? 0) + 1,
           rows: [...(from?.rows ?? []), ...page.rows.filter(({ id }) => !known.has(id))],
         });
         if (from === null) setNews(false);
@@ -70,7 +71,15 @@ export function usePages(address: string, run: string): Pages {
     else if (busy.current === null) load(null);
   }), [run, load]);
 
+  const isIndexing = present.index?.is_done === false;
+  useEffect(() => {
+    if (!isIndexing) return;
+    const timer = setInterval(() => { if (busy.current === null && pages.current <= 1) load(null); }, 1000);
+    return () => clearInterval(timer);
+  }, [isIndexing, load]);
+
   return {
+    index: present.index,
     rows: present.rows, total: present.total, isDone: present.pages > 0 && present.next === null, isLoading, hasNews, error,
     more: () => { if (busy.current === null && present.next !== null) load(present); },
     reload: () => load(null),

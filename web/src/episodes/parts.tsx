@@ -1,7 +1,7 @@
 // What several of the episode views draw: rewards, names that lead to filtered lists, long texts.
 import { useEffect, useState } from "preact/hooks";
 import { bytes, number } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import { shown } from "../ui/text";
 import { SafeText } from "../ui/text";
 import { pieces } from "./message";
@@ -9,7 +9,7 @@ import { pieces } from "./message";
 /** A name (a task, a client) that opens the episodes that share it. */
 export function Filtered({ run, field, value }: { run: string; field: string; value: string }) {
   if (value === "") return null;
-  return <a href={link(run, "episodes", "", { [field]: value })} title={value}><SafeText text={value} inline /></a>;
+  return <a href={to(run, "episodes", "", { [field]: value })} title={value}><SafeText text={value} inline /></a>;
 }
 
 /** A signed number with a bar from the middle: above 0 to the right, below to the left. */

@@ -4,37 +4,39 @@ import { url, useApi } from "../api";
 import { dateTime, number, percent, plural } from "../format";
 import { useCanOperate } from "../me";
 import { Confirm } from "../operate";
-import { link } from "../router";
-import type { ClientView } from "../types";
+import { to } from "../router";
+import type { ClientView, IndexProgress } from "../types";
 import { Age, Badge, Page, Section } from "../ui/parts";
-import { Await, Empty } from "../ui/states";
+import { Await, Empty, Indexing, whileIndexed } from "../ui/states";
 import { Table } from "../ui/table";
 import { SafeText } from "../ui/text";
 
 export function Clients({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const clients = useApi<{ clients: ClientView[] }>(url("runs", run, "clients"), { live: run, on: ["episodes", "state"], restS: 3 });
+  const clients = useApi<{ clients: ClientView[]; index: IndexProgress }>(url("runs", run, "clients"), {
+    live: run, on: ["episodes", "state"], restS: 3, everyS: whileIndexed,
+  });
   const canOperate = useCanOperate();
   const [revoked, setRevoked] = useState<string | null>(null);
   return (
     <Page title="Clients">
       <Await of={clients}>
-        {({ clients: rows }) => rows.length === 0 ? <Empty>No client has begun an episode yet.</Empty> : (
+        {({ clients: rows, index }) => !index.is_done ? <Indexing index={index} /> : rows.length === 0 ? <Empty>No client has begun an episode yet.</Empty> : (
           <>
             <Section title={plural(rows.length, "client")}>
               <Table label="Clients" rows={rows} rowKey={({ client }) => client} columns={[
                 { key: "client", head: "Client", cell: ({ client, is_revoked }) => (
                   <span class="stack">
-                    <a href={link(run, "episodes", "", { client })}><SafeText text={client} inline /></a>
+                    <a href={to(run, "episodes", "", { client })}><SafeText text={client} inline /></a>
                     {is_revoked && <Badge state="revoked" />}
                   </span>
                 ) },
                 { key: "per_min", head: "Episodes/min", is_number: true, cell: ({ per_min }) => number(per_min, 3) },
                 { key: "episodes", head: "Episodes", is_number: true, cell: ({ episodes }) => number(episodes) },
                 { key: "trained", head: "Trained", is_number: true, cell: ({ client, trained }) => (
-                  <a href={link(run, "episodes", "", { client, state: "trained" })}>{number(trained)}</a>
+                  <a href={to(run, "episodes", "", { client, state: "trained" })}>{number(trained)}</a>
                 ) },
                 { key: "failed", head: "Failed", is_number: true, cell: ({ client, failed }) => (
-                  failed === 0 ? "0" : <a href={link(run, "episodes", "", { client, state: "failed" })}>{number(failed)}</a>
+                  failed === 0 ? "0" : <a href={to(run, "episodes", "", { client, state: "failed" })}>{number(failed)}</a>
                 ) },
                 { key: "share", head: "Failing", is_number: true, cell: ({ failed, episodes }) => (
                   <span class={failed > episodes / 10 ? "bad-text" : ""}>{percent(episodes > 0 ? failed / episodes : 0)}</span>
@@ -43,7 +45,7 @@ export function Clients({ run }: { run: string; arg: string; query: URLSearchPar
                   <ul class="stack">
                     {[...code_versions].sort((a, b) => b.last_at - a.last_at).slice(0, 3).map(({ version, first_at, episodes }) => (
                       <li key={version} title={`since ${dateTime(first_at)}`}>
-                        <a class="mono" href={link(run, "episodes", "", { client, code_version: version })}><SafeText text={version} inline /></a>{" "}
+                        <a class="mono" href={to(run, "episodes", "", { client, code_version: version })}><SafeText text={version} inline /></a>{" "}
                         <span class="quiet-text">{plural(episodes, "episode")}, since <Age at={first_at} /></span>
                       </li>
                     ))}
@@ -81,7 +83,7 @@ function Errors({ run, clients }: { run: string; clients: ClientView[] }) {
           <li key={client}>
             <p class="error-head">
               <b><SafeText text={client} inline /></b> <Age at={at} />
-              {episode !== "" && <a href={link(run, "episode", episode)}>Open the episode</a>}
+              {episode !== "" && <a href={to(run, "episode", episode)}>Open the episode</a>}
             </p>
             <pre tabIndex={0} aria-label={`Error of ${client}`}><SafeText text={text} first={8000} /></pre>
           </li>

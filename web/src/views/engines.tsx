@@ -1,10 +1,11 @@
 // Engines and the weights that they sample with.
 import { useMemo } from "preact/hooks";
 import { url, useApi } from "../api";
+import { embedded } from "../embedded";
 import { dateTime, duration, number, percent, plural } from "../format";
 import type { Engines } from "../types";
 import { Chart } from "../ui/chart";
-import { Badge, Meter, Page, Section } from "../ui/parts";
+import { Age, Badge, Meter, Page, Section } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
 import { Table, VirtualTable } from "../ui/table";
 import { SafeText } from "../ui/text";
@@ -12,7 +13,9 @@ import { SafeText } from "../ui/text";
 export function EnginesView({ run }: { run: string; arg: string; query: URLSearchParams }) {
   const engines = useApi<Engines>(url("runs", run, "engines"), { live: run, on: ["steps", "state"], restS: 2 });
   return (
-    <Page title="Engines and weights">
+    <Page title="Engines and weights" aside={engines.data && engines.data.at !== null && embedded === null && (
+      <span>{engines.data.is_live ? "As of " : "Last recorded "}<Age at={engines.data.at} /></span>
+    )}>
       <Await of={engines}>
         {({ engines: rows, pushes }) => (
           <>

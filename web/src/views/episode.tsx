@@ -8,7 +8,7 @@ import { Gantt } from "../episodes/gantt";
 import { pretty } from "../episodes/message";
 import { Filtered, LongText } from "../episodes/parts";
 import { dateTime, duration, number, plural, shortId, words } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { EpisodeDetail, Numbers } from "../types";
 import { Badge, Copy, Facts, Page, Section } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
@@ -16,10 +16,10 @@ import { SafeText } from "../ui/text";
 
 export function Episode({ run, arg, query }: { run: string; arg: string; query: URLSearchParams }) {
   const detail = useApi<EpisodeDetail>(arg === "" ? null : url("runs", run, "episodes", arg), { live: run, on: ["episodes"] });
-  if (arg === "") return <Page title="Episode"><Empty>Open an episode from <a href={link(run, "episodes")}>the list</a>.</Empty></Page>;
+  if (arg === "") return <Page title="Episode"><Empty>Open an episode from <a href={to(run, "episodes")}>the list</a>.</Empty></Page>;
   return (
     <Page title={<>Episode <span class="mono" title={arg}>{shortId(arg)}</span></>}
-          aside={<><Copy text={arg} label="Copy id" /><a class="button" href={link(run, "tokens", arg)}>Tokens</a><Download run={run} kind="episode" id={arg} /></>}>
+          aside={<><Copy text={arg} label="Copy id" /><a class="button" href={to(run, "tokens", arg)}>Tokens</a><Download run={run} kind="episode" id={arg} /></>}>
       <Await of={detail} what="Reading the episode">{(view) => <Whole run={run} view={view} turn={query.get("turn")} />}</Await>
     </Page>
   );
@@ -42,7 +42,7 @@ function Whole({ run, view, turn }: { run: string; view: EpisodeDetail; turn: st
           ["Success", row.success === null ? null : row.success ? "yes" : "no"],
           ["Kind", <Filtered run={run} field="kind" value={row.kind} />],
           ["Task", <Filtered run={run} field="task" value={row.task} />],
-          ["Group", row.group && <a href={link(run, "group", row.group)}><SafeText text={row.group} inline /></a>],
+          ["Group", row.group && <a href={to(run, "group", row.group)}><SafeText text={row.group} inline /></a>],
           [row.state === "trained" ? "Trained in step" : "Step", row.step === null ? null : <Filtered run={run} field="step" value={String(row.step)} />],
           ["Staleness", row.staleness === null ? null : plural(row.staleness, "version")],
           ["Client", <Filtered run={run} field="client" value={row.client} />],

@@ -8,10 +8,10 @@ import { Bars } from "../episodes/histogram";
 import { usePages } from "../episodes/pages";
 import { Filtered } from "../episodes/parts";
 import { clock, dateTime, duration, number, plural, shortId, words } from "../format";
-import { link, setQuery } from "../router";
+import { link, setQuery, to } from "../router";
 import type { ClientView, EpisodeRow, Histogram, LedgerView, Mix, Overview } from "../types";
 import { Badge, Page, Section, Select, TextField } from "../ui/parts";
-import { Empty, Failed, Loading } from "../ui/states";
+import { Empty, Failed, Indexing, Loading } from "../ui/states";
 import { VirtualTable } from "../ui/table";
 import type { Column } from "../ui/table";
 import { SafeText } from "../ui/text";
@@ -24,6 +24,7 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
   const search = new URLSearchParams(filter);
   if (sort !== "") search.set("sort", sort);
   search.set("limit", String(PAGE));
+  const chips = describe(filter);
   const pages = usePages(withQuery(url("runs", run, "episodes"), search), run);
   const histogram = (of: string) => withQuery(url("runs", run, "episodes", "histogram"), new URLSearchParams([...filter, ["of", of]]));
   const live = { live: run, on: ["episodes"] };
@@ -32,7 +33,12 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
   return (
     <Page title="Episodes" aside={<span role="status">{pages.isLoading && pages.rows.length === 0 ? "" : plural(pages.total, "episode")}</span>}>
       {embedded
-        ? <p class="note">This file holds a sample of the run's episodes.</p>
+        ? (
+          <p class="note">
+            This file holds a sample of the run's episodes: the newest of each state and reason.
+            {chips.length > 0 && <> Shown are those with {chips.map(([, label, text]) => `${label.toLowerCase()} ${words(text)}`).join(", ")}. <a href={to(run, "episodes")}>Show all of the sample</a></>}
+          </p>
+        )
         : <Filters run={run} filter={filter} />}
       {rewards.data && staleness.data && (
         <div class="columns distributions">
@@ -48,6 +54,7 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
           </Section>
         </div>
       )}
+      {pages.index?.is_done === false && <Indexing index={pages.index} />}
       {pages.error && <Failed error={pages.error} retry={pages.reload} />}
       {pages.hasNews && <p class="state news" role="status">There are newer episodes. <button onClick={pages.reload}>Show them</button></p>}
       {pages.rows.length > 0 ? (
@@ -56,7 +63,7 @@ export function Episodes({ run, query }: { run: string; arg: string; query: URLS
                       onSort={(next) => setQuery({ sort: next })} onEnd={pages.more} />
       ) : pages.isLoading ? <Loading what="Reading episodes" /> : pages.error === null && (
         <Empty>
-          {filter.size === 0 ? "No episode has begun yet." : <>No episode fits this filter. <a href={link(run, "episodes")}>Show all episodes</a></>}
+          {filter.size === 0 ? "No episode has begun yet." : <>No episode fits this filter. <a href={to(run, "episodes")}>Show all episodes</a></>}
         </Empty>
       )}
     </Page>
@@ -69,7 +76,7 @@ function count({ counts }: Histogram): number {
 
 function columns(run: string): Column<EpisodeRow>[] {
   return [
-    { key: "id", head: "Episode", width: "8.2rem", cell: (row) => <a class="mono" href={link(run, "episode", row.id)} title={row.id}>{shortId(row.id)}</a> },
+    { key: "id", head: "Episode", width: "8.2rem", cell: (row) => <a class="mono" href={to(run, "episode", row.id)} title={row.id}>{shortId(row.id)}</a> },
     { key: "began", head: "Began", sort: "began_at", width: "5.4rem", cell: (row) => <time title={dateTime(row.began_at)}>{clock(row.began_at)}</time> },
     { key: "state", head: "State", width: "6.5rem", cell: (row) => <Badge state={row.state} /> },
     { key: "reason", head: "Reason", width: "minmax(6.5rem, 1fr)", cell: (row) => <SafeText text={words(row.reason)} inline /> },
@@ -78,7 +85,7 @@ function columns(run: string): Column<EpisodeRow>[] {
     { key: "task", head: "Task", width: "minmax(7rem, 1.6fr)", cell: (row) => <Filtered run={run} field="task" value={row.task} /> },
     {
       key: "group", head: "Attempts", width: "5.5rem", title: "All attempts at the task in this epoch, side by side",
-      cell: (row) => row.group === "" ? null : <a href={link(run, "group", row.group)} title={`Group ${row.group}`}>compare</a>,
+      cell: (row) => row.group === "" ? null : <a href={to(run, "group", row.group)} title={`Group ${row.group}`}>compare</a>,
     },
     { key: "turns", head: "Turns", sort: "turns", is_number: true, width: "4rem", cell: (row) => number(row.turns) },
     { key: "tokens", head: "Tokens", sort: "sampled_tokens", is_number: true, width: "4.8rem", title: "Tokens that the policy sampled", cell: (row) => number(row.sampled_tokens) },
@@ -90,7 +97,7 @@ function columns(run: string): Column<EpisodeRow>[] {
 }
 
 function Filters({ run, filter }: { run: string; filter: URLSearchParams }) {
-  const ledger = useApi<LedgerView>(url("runs", run, "ledger"));
+  const ledger = useApi<Partial<LedgerView>>(url("runs", run, "ledger"));
   const mix = useApi<Mix>(url("runs", run, "mix"));
   const clients = useApi<{ clients: ClientView[] }>(url("runs", run, "clients"));
   const overview = useApi<Overview>(url("runs", run, "overview"));
@@ -134,7 +141,7 @@ function Filters({ run, filter }: { run: string; filter: URLSearchParams }) {
               </button>
             </li>
           ))}
-          {chips.length > 1 && <li><a class="chip-clear" href={link(run, "episodes")}>Clear all</a></li>}
+          {chips.length > 1 && <li><a class="chip-clear" href={to(run, "episodes")}>Clear all</a></li>}
         </ul>
       )}
     </section>

@@ -2,28 +2,29 @@
 import { useMemo } from "preact/hooks";
 import { url, useApi } from "../api";
 import { duration, number, percent } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { Evaluations } from "../types";
 import { Chart, series } from "../ui/chart";
 import type { Line } from "../ui/chart";
 import { Age, Page, Section } from "../ui/parts";
-import { Await, Empty } from "../ui/states";
+import { Await, Empty, Indexing, whileIndexed } from "../ui/states";
 import { Table, VirtualTable } from "../ui/table";
 import { SafeText } from "../ui/text";
 
 type Round = Evaluations["rounds"][number];
 
 export function Evaluation({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const evaluations = useApi<Evaluations>(url("runs", run, "evaluations"), { live: run, on: ["steps", "episodes"], restS: 5 });
+  const evaluations = useApi<Evaluations>(url("runs", run, "evaluations"), { live: run, on: ["steps", "episodes"], restS: 5, everyS: whileIndexed });
   return (
     <Page title="Evaluation">
       <Await of={evaluations}>
-        {({ rounds, matrix }) => rounds.length === 0 ? (
+        {({ rounds, matrix, index }) => rounds.length === 0 ? (
           <Empty>No round of evaluation yet. <code>[eval] every</code> in the job file asks for one every so many steps.</Empty>
         ) : (
           <>
             <Charts rounds={rounds} />
             <Rounds run={run} rounds={rounds} />
+            {!index.is_done && <Indexing index={index} />}
             {matrix.tasks.length > 0 && <Matrix run={run} matrix={matrix} />}
           </>
         )}
@@ -70,7 +71,7 @@ function Rounds({ run, rounds }: { run: string; rounds: Round[] }) {
       <Table label="Rounds of evaluation" rows={rows} rowKey={({ round, kind }) => `${round.at} ${kind}`}
              rowClass={({ isFirst }) => (isFirst ? "" : "continues")} columns={[
         { key: "version", head: "Version", is_number: true, cell: ({ round, isFirst }) => (isFirst ? <b>{number(round.version)}</b> : "") },
-        { key: "kind", head: "Kind", cell: ({ kind }) => <a href={link(run, "episodes", "", { state: "eval", kind })}><SafeText text={kind} inline /></a> },
+        { key: "kind", head: "Kind", cell: ({ kind }) => <a href={to(run, "episodes", "", { state: "eval", kind })}><SafeText text={kind} inline /></a> },
         { key: "reward", head: "Reward", is_number: true, cell: ({ result }) => number(result.reward, 3) },
         { key: "pass", head: "pass@k", cell: ({ result }) => (
           <span class="pass">
@@ -97,7 +98,7 @@ function Matrix({ run, matrix }: { run: string; matrix: Evaluations["matrix"] })
     <Section title="Every task under every version" note="Share of the task's attempts that succeeded, in percent.">
       <VirtualTable label="Tasks by version" rows={rows} rowKey={({ task }) => task} rowHeight={30} columns={[
         { key: "task", head: "Task", width: "minmax(9rem, 18rem)", cell: ({ task }) => (
-          <a href={link(run, "episodes", "", { state: "eval", task })}><SafeText text={task} inline /></a>
+          <a href={to(run, "episodes", "", { state: "eval", task })}><SafeText text={task} inline /></a>
         ) },
         ...matrix.versions.map((version, at) => ({
           key: String(version), head: number(version), width: "3.6rem", is_number: true,

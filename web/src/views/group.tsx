@@ -6,7 +6,7 @@ import { read } from "../episodes/message";
 import { Filtered, LongText, Signed } from "../episodes/parts";
 import { largest } from "../episodes/tokens";
 import { dateTime, duration, number, plural, shortId, words } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { EpisodeDetail, GroupView } from "../types";
 import { Badge, Facts, Page, Section } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
@@ -15,7 +15,7 @@ import { Download } from "../episodes/download";
 
 export function Group({ run, arg }: { run: string; arg: string; query: URLSearchParams }) {
   const group = useApi<GroupView>(arg === "" ? null : url("runs", run, "groups", arg), { live: run, on: ["episodes"] });
-  if (arg === "") return <Page title="Group"><Empty>Open a group from <a href={link(run, "episodes")}>the list of episodes</a>.</Empty></Page>;
+  if (arg === "") return <Page title="Group"><Empty>Open a group from <a href={to(run, "episodes")}>the list of episodes</a>.</Empty></Page>;
   return (
     <Page title={<>Group <SafeText text={arg} inline /></>} aside={<Download run={run} kind="group" id={arg} />}>
       <Await of={group} what="Reading the group">{(view) => <Attempts run={run} view={view} />}</Await>
@@ -61,7 +61,7 @@ function Attempt({ run, member, at, scaled, top, isComparing }: {
   return (
     <li class={`attempt state-${row.state}`} data-row>
       <header>
-        <h3><a href={link(run, "episode", row.id)} title={row.id}>{number(at + 1)} · <span class="mono">{shortId(row.id)}</span></a></h3>
+        <h3><a href={to(run, "episode", row.id)} title={row.id}>{number(at + 1)} · <span class="mono">{shortId(row.id)}</span></a></h3>
         <Badge state={row.state} />
       </header>
       <p class="attempt-why"><SafeText text={why || words(row.reason)} inline /></p>
@@ -79,8 +79,8 @@ function Attempt({ run, member, at, scaled, top, isComparing }: {
       </p>
       {isComparing && <LastAnswer run={run} id={row.id} />}
       <p class="attempt-links">
-        <a href={link(run, "episode", row.id)}>Conversation</a>
-        <a href={link(run, "tokens", row.id)}>Tokens</a>
+        <a href={to(run, "episode", row.id)}>Conversation</a>
+        <a href={to(run, "tokens", row.id)}>Tokens</a>
       </p>
     </li>
   );

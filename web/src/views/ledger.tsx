@@ -1,10 +1,11 @@
 // Every episode ever begun, accounted for: an equation whose numbers open the episodes that they count.
 import { url, useApi } from "../api";
 import { number, percent, plural, words } from "../format";
-import { link } from "../router";
-import type { LedgerView, Numbers } from "../types";
+import { to } from "../router";
+import { isIndexed } from "../types";
+import type { Indexed, LedgerView, Numbers } from "../types";
 import { Page, Section } from "../ui/parts";
-import { Await, Empty } from "../ui/states";
+import { Await, Empty, Indexing, whileIndexed } from "../ui/states";
 import { Table } from "../ui/table";
 import { SafeText } from "../ui/text";
 
@@ -24,10 +25,17 @@ function terms(ledger: LedgerView): Term[] {
 }
 
 export function Ledger({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const ledger = useApi<LedgerView>(url("runs", run, "ledger"), { live: run, on: ["episodes", "state", "steps"], restS: 2 });
+  const ledger = useApi<Indexed<LedgerView>>(url("runs", run, "ledger"), {
+    live: run, on: ["episodes", "state", "steps"], restS: 2, everyS: whileIndexed,
+  });
   return (
     <Page title="Ledger">
-      <Await of={ledger}>{(data) => (data.begun === 0 ? <Empty>No episode has begun yet.</Empty> : <Book run={run} ledger={data} />)}</Await>
+      <Await of={ledger}>
+        {(data) => (
+          !isIndexed(data) ? <Indexing index={data.index} />
+            : data.begun === 0 ? <Empty>No episode has begun yet.</Empty> : <Book run={run} ledger={data} />
+        )}
+      </Await>
     </Page>
   );
 }
@@ -43,13 +51,13 @@ function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
           : isSum ? <span class="badge quiet">adds up, not verified</span> : <span class="badge bad">does not add up</span>
       }>
         <div class="equation" role="group" aria-label="Begun episodes and what became of them">
-          <a class="term total" href={link(run, "episodes")}>
+          <a class="term total" href={to(run, "episodes")}>
             <span class="term-count">{number(ledger.begun)}</span><span class="term-name">begun</span>
           </a>
           {parts.map(({ name, count, state, tone, means }, at) => (
             <span key={name} class="term-pair">
               <span class="sign" aria-hidden="true">{at === 0 ? "=" : "+"}</span>
-              <a class={`term ${tone}`} href={link(run, "episodes", "", { state })} title={means}>
+              <a class={`term ${tone}`} href={to(run, "episodes", "", { state })} title={means}>
                 <span class="term-count">{number(count)}</span><span class="term-name">{name}</span>
               </a>
             </span>
@@ -63,13 +71,12 @@ function Book({ run, ledger }: { run: string; ledger: LedgerView }) {
         <Beside run={run} ledger={ledger} />
         {!ledger.is_balanced && (isSum ? (
           <p class="note">
-            The sum could not be verified: the collector's own counters are missing, or name other reasons. While a run is indexed that is
-            normal for a moment.
+            The sum could not be verified: the collector's own counters are missing, or name other reasons.
           </p>
         ) : (
           <p class="state failed">
             {plural(Math.abs(ledger.begun - total), "episode")} {ledger.begun > total ? "missing from" : "too many in"} this sum.
-            While a run is indexed that is normal for a moment. If it stays, the index and the collector disagree: please report it.
+            If that stays, the index and the collector disagree: please report it.
           </p>
         ))}
       </Section>
@@ -93,7 +100,7 @@ export function Beside({ run, ledger }: { run: string; ledger: LedgerView }) {
   return (
     <p class="note">
       Beside these{" "}
-      {evaluated > 0 && <><a href={link(run, "episodes", "", { state: "eval" })}>{plural(evaluated, "evaluation episode")}</a>, which are measured and never trained</>}
+      {evaluated > 0 && <><a href={to(run, "episodes", "", { state: "eval" })}>{plural(evaluated, "evaluation episode")}</a>, which are measured and never trained</>}
       {evaluated > 0 && stray > 0 && ", and "}
       {stray > 0 && <>{plural(stray, "episode")} of which messages came, but never a begin</>}.
     </p>
@@ -110,7 +117,7 @@ function Reasons({ run, title, state, counts, of, texts, none }: {
         <Table label={title} layout="reasons" rows={rows} rowKey={([reason]) => reason} columns={[
           { key: "reason", head: "Reason", cell: ([reason]) => <span class="nowrap"><SafeText text={words(reason)} inline /></span> },
           { key: "count", head: "Episodes", is_number: true, cell: ([reason, count]) => (
-            <a href={link(run, "episodes", "", { state, reason })}>
+            <a href={to(run, "episodes", "", { state, reason })}>
               <b>{number(count)}</b><span class="sr"> {state} for {words(reason)}</span>
             </a>
           ) },

@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import { url, useApi, withQuery } from "../api";
 import { bytes, dateTime, words } from "../format";
-import { link, setQuery } from "../router";
+import { setQuery, to } from "../router";
 import type { DeadLetters, LogFiles, LogText } from "../types";
 import { Page, Section, Select, TextField } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
@@ -24,7 +24,7 @@ export function Logs({ run, arg, query }: { run: string; arg: string; query: URL
                 <ul class="files">
                   {found.map(({ name, bytes: size }) => (
                     <li key={name}>
-                      <a href={link(run, "logs", name)} aria-current={name === chosen?.name ? "true" : undefined}>
+                      <a href={to(run, "logs", name)} aria-current={name === chosen?.name ? "true" : undefined}>
                         <SafeText text={name} inline /> <span class="quiet-text">{bytes(size)}</span>
                       </a>
                     </li>

@@ -2,21 +2,21 @@
 import { url, useApi } from "../api";
 import { embedded } from "../embedded";
 import { Download } from "../episodes/download";
-import { duration, number, percent, plural, words } from "../format";
-import { link } from "../router";
+import { duration, number, plural, words } from "../format";
+import { to } from "../router";
 import type { Alarm, LedgerView, Overview, Progress } from "../types";
 import { Age, Meter, Page, Section } from "../ui/parts";
-import { Await, Empty } from "../ui/states";
+import { Await, Empty, Indexing, whileIndexed } from "../ui/states";
 import { SafeText } from "../ui/text";
 import { Beside, sum } from "./ledger";
 import { Pipeline } from "./pipeline";
 
 export function OverviewView({ run }: { run: string; arg: string; query: URLSearchParams }) {
-  const overview = useApi<Overview>(url("runs", run, "overview"), { live: run });
+  const overview = useApi<Overview>(url("runs", run, "overview"), { live: run, everyS: whileIndexed });
   return (
     <Page title="Overview" aside={overview.data && (
       <>
-        {embedded === null && <span>{overview.data.is_live ? "As of " : "Last heard of "}<Age at={overview.data.at} /></span>}
+        {embedded === null && overview.data.at !== null && <span>{overview.data.is_live ? "As of " : "Last heard of "}<Age at={overview.data.at} /></span>}
         <Download run={run} kind="report" />
       </>
     )}>
@@ -31,14 +31,12 @@ export function OverviewView({ run }: { run: string; arg: string; query: URLSear
             )}
             <div class="columns">
               <Section title="Progress"><ProgressList run={run} progress={data.progress} isLive={data.is_live} /></Section>
-              <Section title="Ledger" aside={<a href={link(run, "ledger")}>Every episode, by reason</a>}>
-                <LedgerLine run={run} ledger={data.ledger} />
-                <Beside run={run} ledger={data.ledger} />
-                {!data.index.is_done && (
-                  <p class="note indexing">
-                    <span>Indexing episodes: {plural(data.index.episodes, "episode")}, {percent(data.index.share)}</span>
-                    <Meter share={data.index.share} label="Share of the run's files that is indexed" />
-                  </p>
+              <Section title="Ledger" aside={<a href={to(run, "ledger")}>Every episode, by reason</a>}>
+                {data.ledger === null ? <Indexing index={data.index} /> : (
+                  <>
+                    <LedgerLine run={run} ledger={data.ledger} />
+                    <Beside run={run} ledger={data.ledger} />
+                  </>
                 )}
               </Section>
             </div>
@@ -61,7 +59,7 @@ function Alarms({ run, alarms, isLive }: { run: string; alarms: Alarm[]; isLive:
           <li key={`${alarm.source} ${alarm.text}`} class="alarm">
             <p class="alarm-text"><SafeText text={alarm.text} inline /></p>
             <p class="alarm-from">
-              <a href={link(run, "logs", `${alarm.source}.log`)}><SafeText text={alarm.source} inline /></a>
+              <a href={to(run, "logs", `${alarm.source}.log`)}><SafeText text={alarm.source} inline /></a>
               <span>{alarm.times > 1 && `${number(alarm.times)} times, last `}<Age at={alarm.at} /></span>
             </p>
           </li>
@@ -79,7 +77,7 @@ function ProgressList({ run, progress, isLive }: { run: string; progress: Record
       {policies.map(([name, { step, max_steps, reward, step_s }]) => (
         <li key={name}>
           <div class="progress-head">
-            <h3><a href={link(run, "curves", "", { policy: policies.length > 1 ? name : "" })}><SafeText text={name} inline /></a></h3>
+            <h3><a href={to(run, "curves", "", { policy: policies.length > 1 ? name : "" })}><SafeText text={name} inline /></a></h3>
             <span>
               step <b>{number(step)}</b>{max_steps ? ` of ${number(max_steps)}` : ""}
             </span>
@@ -107,9 +105,9 @@ export function LedgerLine({ run, ledger }: { run: string; ledger: LedgerView })
   ];
   return (
     <p class="ledger-line">
-      <a href={link(run, "episodes")}><b>{number(ledger.begun)}</b> begun</a> ={" "}
+      <a href={to(run, "episodes")}><b>{number(ledger.begun)}</b> begun</a> ={" "}
       {terms.map(([name, count, filter], at) => (
-        <span key={name}>{at > 0 && " + "}<a href={link(run, "episodes", "", filter)}><b>{number(count)}</b> {words(name)}</a></span>
+        <span key={name}>{at > 0 && " + "}<a href={to(run, "episodes", "", filter)}><b>{number(count)}</b> {words(name)}</a></span>
       ))}
       {ledger.begun !== terms.reduce((all, [, count]) => all + count, 0) && <span class="badge bad"> does not add up</span>}
     </p>

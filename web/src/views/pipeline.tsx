@@ -1,7 +1,7 @@
 // The pipeline as a picture. The middle row is the way of an episode; above it weights and tokens go round, below it tickets.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { duration, short } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { Overview, PipelineNode } from "../types";
 import { shown, SafeText } from "../ui/text";
 
@@ -69,7 +69,7 @@ function Node({ run, node, box, isBottleneck }: { run: string; node: PipelineNod
   ].filter((fact) => fact !== "");
   const unit = UNIT[node.id] ?? "";
   return (
-    <a href={link(run, view, "", query)} class={`node ${node.state} ${isBottleneck ? "is-bottleneck" : ""}`}>
+    <a href={to(run, view, "", query)} class={`node ${node.state} ${isBottleneck ? "is-bottleneck" : ""}`}>
       <g transform={`translate(${box.x} ${box.y})`}>
         <title>{node.detail}</title>
         <rect class="node-box" width={box.w} height={box.h} rx="6" />

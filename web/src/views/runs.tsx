@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import type { Loaded } from "../api";
 import { url, useApi, withQuery } from "../api";
 import { literal, number, percent, plural } from "../format";
-import { link } from "../router";
+import { to } from "../router";
 import type { RunEntry, SettingsDiff } from "../types";
 import { Age, Meter, Page, Section, States, TextField } from "../ui/parts";
 import { Await, Empty } from "../ui/states";
@@ -35,7 +35,7 @@ function RunTable({ entries }: { entries: RunEntry[] }) {
     <Section title={plural(entries.length, "run")} aside={
       <>
         <span>{chosen.length === 0 ? "Choose two to four to compare them." : `${chosen.length} chosen`}</span>
-        {chosen.length >= 2 && <a class="button" href={link(null, "compare", "", { runs: chosen.join() })}>Compare</a>}
+        {chosen.length >= 2 && <a class="button" href={to(null, "compare", "", { runs: chosen.join() })}>Compare</a>}
       </>
     }>
       {entries.length > 8 && <div data-filter><TextField label="Name or folder contains" value={find} onInput={setFind} size={28} /></div>}
@@ -46,7 +46,7 @@ function RunTable({ entries }: { entries: RunEntry[] }) {
         ) },
         { key: "run", head: "Run", cell: ({ id, run, folder, error }) => (
           <span class="stack">
-            {error === "" ? <a class="strong" href={link(id, "overview")}><SafeText text={run} inline /></a> : <b><SafeText text={run || folder} inline /></b>}
+            {error === "" ? <a class="strong" href={to(id, "overview")}><SafeText text={run} inline /></a> : <b><SafeText text={run || folder} inline /></b>}
             <span class="quiet-text small"><SafeText text={folder} inline /></span>
           </span>
         ) },
@@ -78,13 +78,13 @@ function RunTable({ entries }: { entries: RunEntry[] }) {
 function Compare({ runs, ids }: { runs: Loaded<{ runs: RunEntry[] }>; ids: string[] }) {
   const diff = useApi<SettingsDiff>(ids.length < 2 ? null : withQuery(url("diff"), { runs: ids.join() }));
   const [first = "", ...others] = ids;
-  if (ids.length < 2) return <Page title="Compare"><Empty>Choose two to four runs in the <a href={link(null, "runs")}>list of runs</a>.</Empty></Page>;
+  if (ids.length < 2) return <Page title="Compare"><Empty>Choose two to four runs in the <a href={to(null, "runs")}>list of runs</a>.</Empty></Page>;
   const entries = ids.map((id) => runs.data?.runs.find((entry) => entry.id === id));
   return (
-    <Page title="Compare" aside={<a class="button" href={link(first, "curves", "", { with: others.join() })}>Their curves over each other</a>}>
+    <Page title="Compare" aside={<a class="button" href={to(first, "curves", "", { with: others.join() })}>Their curves over each other</a>}>
       <Section title="Runs">
         <Table label="Compared runs" rows={ids.map((id, at) => ({ id, entry: entries[at] }))} rowKey={({ id }) => id} columns={[
-          { key: "run", head: "Run", cell: ({ id, entry }) => <a href={link(id, "overview")}><SafeText text={entry?.run ?? id} inline /></a> },
+          { key: "run", head: "Run", cell: ({ id, entry }) => <a href={to(id, "overview")}><SafeText text={entry?.run ?? id} inline /></a> },
           { key: "state", head: "State", cell: ({ entry }) => entry && <States state={entry.state} /> },
           { key: "step", head: "Step", is_number: true, cell: ({ entry }) => Object.values(entry?.policies ?? {}).map(({ step }) => number(step)).join(", ") },
           { key: "reward", head: "Reward", is_number: true, cell: ({ entry }) => (

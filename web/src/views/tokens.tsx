@@ -8,17 +8,17 @@ import { useTokens } from "../episodes/read_tokens";
 import { blocks, CAUSES, explain, notable, NOTABLE, QUANTITIES, scale, textOf } from "../episodes/tokens";
 import type { Columns } from "../episodes/tokens";
 import { number, percent, plural, shortId } from "../format";
-import { link, setQuery } from "../router";
+import { setQuery, to } from "../router";
 import type { Cause } from "../types";
 import { Facts, Page, Section, Select } from "../ui/parts";
 import { Empty, Failed, Loading } from "../ui/states";
 import { SafeText, shown } from "../ui/text";
 
 export function Tokens({ run, arg, query }: { run: string; arg: string; query: URLSearchParams }) {
-  if (arg === "") return <Page title="Tokens"><Empty>Open an episode from <a href={link(run, "episodes")}>the list</a>.</Empty></Page>;
+  if (arg === "") return <Page title="Tokens"><Empty>Open an episode from <a href={to(run, "episodes")}>the list</a>.</Empty></Page>;
   return (
-    <Page title={<>Tokens of <a class="mono" href={link(run, "episode", arg)} title={arg}>{shortId(arg)}</a></>}
-          aside={<><a class="button" href={link(run, "episode", arg)}>Conversation</a><Download run={run} kind="episode" id={arg} /></>}>
+    <Page title={<>Tokens of <a class="mono" href={to(run, "episode", arg)} title={arg}>{shortId(arg)}</a></>}
+          aside={<><a class="button" href={to(run, "episode", arg)}>Conversation</a><Download run={run} kind="episode" id={arg} /></>}>
       <Timeline key={arg} run={run} id={arg} query={query} />
     </Page>
   );
@@ -85,7 +85,7 @@ function Timeline({ run, id, query }: { run: string; id: string; query: URLSearc
   };
 
   if (count === 0 && error?.status === 404) {
-    return <Empty>No tokens can be shown: <SafeText text={error.message} inline />. <a href={link(run, "episode", id)}>What is known of the episode</a></Empty>;
+    return <Empty>No tokens can be shown: <SafeText text={error.message} inline />. <a href={to(run, "episode", id)}>What is known of the episode</a></Empty>;
   }
   if (count === 0) return error ? <Failed error={error} retry={readOn} /> : <Loading what="Reading tokens" />;
   const seen = hovered ?? current;
@@ -198,7 +198,7 @@ function Inspector({ run, id, columns, at }: { run: string; id: string; columns:
         ["Advantage", value(columns.advantage[at])],
         ["Entropy", value(columns.entropy[at])],
         ["Weight version", value(columns.version[at])],
-        ["Turn", turn === null ? null : <a href={link(run, "episode", id, { turn })}>turn {turn + 1}</a>],
+        ["Turn", turn === null ? null : <a href={to(run, "episode", id, { turn })}>turn {turn + 1}</a>],
       ]} />
     </div>
   );
