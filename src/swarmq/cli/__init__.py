@@ -7,6 +7,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     dead_letters,
     engines,
     init,
+    make_tasks,
     recording,
     run,
     stored_runs,
