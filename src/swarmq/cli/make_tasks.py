@@ -18,7 +18,12 @@ FILE = click.Path(path_type=Path)
 
 @main.group("tasks")
 def tasks_group() -> None:
-    """Make tasks from documents or from traces of an agent."""
+    """Make tasks from documents or from traces of an agent.
+
+    \b
+    swarmq tasks make handbook/ --teacher Qwen/Qwen3-32B
+    swarmq tasks from-traces calls.jsonl
+    """
 
 
 @tasks_group.command("make")
@@ -117,6 +122,9 @@ def from_traces(files: tuple[Path, ...], out: Path) -> None:
     """Write what users asked an agent as tasks, with its answers as references for a judge.
 
     FILES are logged OpenAI calls or OpenTelemetry traces (OTLP JSON), as JSON or JSON lines. Each conversation becomes one task.
+
+    \b
+    swarmq tasks from-traces calls.jsonl spans.json --out tasks.jsonl
     """
     from swarmq.tasks.traces import TraceReport, read_traces
 
