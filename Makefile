@@ -11,7 +11,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 # The longest ones come first in the alphabet and stay first.
 WHOLE := -n $$(( 3 * $$(getconf _NPROCESSORS_ONLN) / 2 )) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: help install test check unit demo faults faults-matrix clean
+.PHONY: help install test check unit demo examples faults faults-matrix clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -36,6 +36,9 @@ test: check unit ## everything: the checks, then all tests against a real Rabbit
 
 demo: install ## train a real agent on this machine in about ten minutes
 	@$(BIN)/swarmq demo $(ARGS)
+
+examples: install ## train the tutorials of examples/ and print what they learned (ARGS="NAME" for one)
+	@$(BIN)/python -m benchmarks.examples $(ARGS)
 
 faults: install ## break everything a thousand times and count what was lost (half an hour)
 	@$(TEST_ENV) $(BIN)/python -m benchmarks.faults $(ARGS)

@@ -19,7 +19,7 @@ from swarmq.demo import agent
 from swarmq.demo import problems as arithmetic
 from swarmq.demo.model_recipe import Recipe, model_folder
 from swarmq.demo.problems import KINDS, problems, solution
-from swarmq.toy_model.demonstrations import Chat
+from swarmq.toy_model.demonstrations import Message
 from swarmq.toy_model.recipe import WarmupProgress
 from swarmq.toy_model.warmup import make_toy_model
 from swarmq.toy_model.warmup import warm_up as warm_up_on
@@ -41,7 +41,7 @@ def warm_up(
     return warm_up_on(demonstrations(recipe), recipe, tools=agent.TOOLS, report=report)
 
 
-def demonstrations(recipe: Recipe) -> Iterator[Chat]:
+def demonstrations(recipe: Recipe) -> Iterator[list[Message]]:
     """Yield an endless stream of demonstrations for a recipe: first those for the tokenizer, then a batch per step."""
     dice = random.Random(recipe.seed)
     start = dice.randrange(arithmetic.SPLIT_SIZE // 2)
@@ -57,7 +57,7 @@ def demonstrations(recipe: Recipe) -> Iterator[Chat]:
         count += 1
 
 
-def demonstrate(question: str, expression: str, answer: str, *, calls: int) -> Chat:
+def demonstrate(question: str, expression: str, answer: str, *, calls: int) -> list[Message]:
     """Return one chat with at most `calls` tool calls."""
     messages = agent.opening(question)
     for given, result in reductions(expression)[:calls]:

@@ -25,8 +25,9 @@ import msgspec
 from swarmq.errors import ConfigError
 from swarmq.toy_model.recipe import Recipe, digest_sources
 
-Chat = list[dict[str, Any]]
-"""One conversation as OpenAI messages."""
+Message = dict[str, Any]
+Chat = list[Message] | dict[str, Any]
+"""One conversation as OpenAI messages, or `{"messages": ..., "tools": ...}` if it offers other tools than most."""
 
 ASSISTANT = "<|im_start|>assistant\n"
 END = "<|im_end|>"

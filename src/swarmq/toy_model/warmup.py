@@ -98,11 +98,16 @@ def warm_up(
 
 
 def render_chats(chats: Iterable[Chat], tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[Stretches]:
-    """Render chats with the template of every toy model, as vLLM does, and split them into stretches."""
+    """Render chats with the template of every toy model, as vLLM does, and split them into stretches.
+
+    `tools`: those of all chats that do not name their own.
+    """
     blank = add_chat_template(Tokenizer(models.BPE()))
     for chat in chats:
-        text = blank.apply_chat_template([_parse_arguments(m) for m in chat], tools=list(tools) or None, tokenize=False)
-        yield split_stretches(text, chat)
+        messages, offered = (chat["messages"], chat["tools"]) if isinstance(chat, dict) else (chat, tools)
+        given = [_parse_arguments(message) for message in messages]
+        text = blank.apply_chat_template(given, tools=list(offered) or None, tokenize=False)
+        yield split_stretches(text, messages)
 
 
 def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def test_the_tools_of_a_request_are_part_of_what_is_given():
     }
     assert "look(at)" in next(render_chats([CHAT], [tool]))[0]
     assert "look(at)" not in next(render_chats([CHAT]))[0]
+    assert "look(at)" not in next(render_chats([{"messages": CHAT, "tools": []}], [tool]))[0]
 
 
 def test_a_demonstration_longer_than_the_context_is_refused_with_its_length():

@@ -1,0 +1,114 @@
+"""The runner of the tutorials: manifests, what counts as learned, and what is run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from benchmarks.examples import manifest
+from benchmarks.examples.__main__ import cells, figures, is_finished, summarize
+from benchmarks.examples.course import HeldOut, Row, row_path, rows_in
+
+from swarmq.config import SwarmJob
+from swarmq.toy_model import load_lessons
+
+
+def point(reward: float) -> HeldOut:
+    return HeldOut(reward=reward, standard_error=0.03, episodes=192, failed=0, by_kind={"default": reward})
+
+
+def row(seed: int, after: float, **more) -> Row:
+    return Row(
+        name="a",
+        seed=seed,
+        digest="d",
+        commit="c",
+        hardware="h",
+        before=point(0.3),
+        after=point(after),
+        minutes=4.0,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("name", manifest.names())
+def test_a_tutorial_is_complete(name):
+    """Manifest, jobs and README fit together: kinds of the job, models where the commands put them, run named like the folder."""
+    found, folder = manifest.load(name), manifest.EXAMPLES / name
+    job, full = (SwarmJob.load(folder / file) for file in ("job.toml", "job_h200.toml"))
+    assert job.run == name.replace("_", "-")
+    assert set(full.policies) >= set(found.models)
+    assert set(job.task_kinds) == set(found.feeds)
+    assert set(found.models) <= set(job.policies)
+    assert all(policy.model.startswith(f"runs/toy/{name}") for policy in job.policies.values())
+    assert "not run by us" in (folder / "job_h200.toml").read_text()
+    readme = (folder / "README.md").read_text()
+    assert f'make examples ARGS="{name}"' in readme
+    assert f"swarmq up examples/{name}/job.toml" in readme
+    for module in found.models.values():
+        assert load_lessons(manifest.locate(name, module)).recipe.steps
+
+
+def test_names_in_a_manifest_are_those_of_the_folder_unless_they_have_a_dot():
+    assert manifest.locate("countdown", "agent:attempt") == "examples.countdown.agent:attempt"
+    assert manifest.locate("several", "examples.countdown.agent:attempt") == "examples.countdown.agent:attempt"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("title = 1", "title"),
+        (
+            'title = "t"\ngain = 0.2\nsteps = 1\nfeeds = {a = "b:c"}\nheld_out = {a = "b:c"}\nagents = {d = "b:c"}',
+            "different kinds",
+        ),
+        (None, "there is no"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_with_its_file(text, wrong, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(manifest, "EXAMPLES", manifest.ROOT / "examples" / "nowhere")
+    if text is not None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "example.toml").write_text(text)
+        monkeypatch.setattr(manifest, "EXAMPLES", tmp_path)
+        monkeypatch.setattr(manifest, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=wrong) as refused:
+        manifest.load("mine")
+    assert "mine/example.toml" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "learned", "gain"),
+    [
+        ([row(0, 0.6), row(1, 0.55)], True, 0.25),
+        ([row(0, 0.6), row(1, 0.4)], False, 0.1),
+        ([row(0, 0.6), row(1, 0.9, problem="10 minutes were over")], False, 0.3),
+        ([], False, None),
+    ],
+    ids=["both seeds", "one seed too little", "one seed not to its end", "not run"],
+)
+def test_a_tutorial_has_learned_if_every_seed_gained_enough(rows, learned, gain):
+    found = summarize("a", rows, 0.2)
+    assert (found["learned"], found["gain"]) == (learned, gain)
+    told = figures([found])
+    assert (told["tutorials"], told["learned"], told["reward_gain_min"]) == (1, int(learned), gain if learned else 0.0)
+
+
+def test_a_row_without_a_second_measurement_is_printed():
+    assert cells(msgspec.structs.replace(row(0, 0.6), after=None, problem="why"), 0.2)[2:5] == (
+        "0.300 ± 0.030",
+        "-",
+        "-",
+    )
+
+
+def test_a_finished_row_is_kept_until_its_tutorial_changes(tmp_path: Path):
+    path = row_path(tmp_path, "countdown", 0)
+    assert not is_finished(path, "countdown")
+    path.parent.mkdir(parents=True)
+    for changes, finished in (({}, True), ({"problem": "x"}, False), ({"digest": "old"}, False)):
+        fields = {"name": "countdown", "digest": manifest.digest("countdown"), **changes}
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(row(0, 0.6), **fields)))
+        assert is_finished(path, "countdown") is finished
+    assert [one.digest for one in rows_in(tmp_path)] == ["old"]
