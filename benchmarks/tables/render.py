@@ -17,6 +17,7 @@ from benchmarks.tables.common import ends, table
 ROOT = Path(__file__).parents[2]
 PAGES = (
     ROOT / "README.md",
+    ROOT / "examples" / "README.md",
     *(
         ROOT / "docs" / f"{page}.md"
         for page in (
@@ -124,6 +125,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "derender": derender_block,
         "dashboard": dashboard_block,
         "scale": scale_block,
+        "examples": examples_block,
         "all": all_block,
         "headlines": headlines_block,
         "timelines": learning.timelines_block,
@@ -163,6 +165,45 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
 
     yield from table((*heads, "trained twice"), map(cells, record["detail"]["runs"]))
     yield f"\nThe model was made in {max(run['model_s'] for run in record['detail']['runs']):.0f} s.\n\n"
+
+
+def examples_block(known: dict[str, Any]) -> Iterator[str]:
+    """Reward of every tutorial before and after, by seed."""
+    if "examples" not in known:
+        yield "\nNo tutorial has been run to its end yet.\n\n"
+        return
+    record = known["examples"]
+    yield f"\n{_origin(record)}. Held-out reward ± standard error; the last column is the least gain that counts as learned:\n\n"
+
+    def cells(one: dict[str, Any], row: dict[str, Any]) -> Iterable[Any]:
+        points = [
+            row[when] and f"{row[when]['reward']:.3f} ± {row[when]['standard_error']:.3f}"
+            for when in ("before", "after")
+        ]
+        minutes = f"{row['minutes']:.1f} + {one['model_minutes']:.1f}"
+        link = f"[{one['title']}]({one['name']}/README.md)"
+        return (
+            link,
+            row["seed"],
+            *(point or "-" for point in points),
+            row["steps"],
+            row["episodes"],
+            minutes,
+            f"{one['wanted_gain']:+.2f}",
+        )
+
+    heads = (
+        "tutorial",
+        "seed",
+        "before",
+        "after",
+        "steps",
+        "episodes trained",
+        "minutes of the run + of making the model",
+        "wanted",
+    )
+    yield from table(heads, [cells(one, row) for one in record["detail"]["tutorials"] for row in one["seeds"]])
+    yield "\n"
 
 
 def unseen_turns(record: dict[str, Any]) -> str:
