@@ -3,11 +3,15 @@
 import pytest
 from benchmarks import gpu_sizing
 from benchmarks.gpu_sizing import GPUS, QWEN3, TRAININGS, make_facts, memory_table, plan_tables, size
+from benchmarks.tables.render import ROOT
 from transformers import Qwen3Config
 
+from swarmq.config import Policy
+from swarmq.engine.server.gpus import GpuCapacity
+from swarmq.errors import ConfigError
 from swarmq.learner.memory.estimate import HEADROOM, learner_bytes
 from swarmq.learner.memory.outline import build_outline
-from swarmq.up.placement import to_learner_shape
+from swarmq.up.placement import place, to_learner_shape
 
 FULL, LORA = TRAININGS.values()
 
@@ -45,3 +49,16 @@ def test_every_model_has_a_row_for_each_training_and_size_of_gpu():
     rows = len(QWEN3) * len(TRAININGS)
     assert "".join(memory_table()).count("| Qwen3-") == rows
     assert "".join(plan_tables()).count("| Qwen3-") == rows * len(GPUS)
+
+
+def quoted(page):
+    """The words of a page, in one line."""
+    return " ".join((ROOT / "docs/how-to" / page).read_text().split())
+
+
+def test_the_pages_quote_what_a_plan_says():
+    facts, gpus = make_facts("Qwen3-4B"), {name: [GpuCapacity(total=size, free=size)] for name, size in GPUS.items()}
+    assert str(place(Policy(model="Qwen3-4B"), facts, gpus["141 GB"])) in quoted("gpu-sizing.md")
+    with pytest.raises(ConfigError) as refused:
+        place(Policy(model="Qwen3-4B"), facts, gpus["80 GB"])
+    assert str(refused.value).partition("take more GPUs")[0] in quoted("out-of-memory.md")
