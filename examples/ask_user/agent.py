@@ -33,9 +33,7 @@ def attempt(ep: Episode) -> Outcome:
     messages: list[Any] = opening(task)
     user, questions, booking = User(task), 0, None
     for _turn in range(MAX_TURNS[task["size"]]):
-        answer = model.chat.completions.create(
-            model=ep.model, messages=messages, max_tokens=MAX_TOKENS[task["size"]]
-        )
+        answer = model.chat.completions.create(model=ep.model, messages=messages, max_tokens=MAX_TOKENS[task["size"]])
         said = answer.choices[0].message.content or ""
         if "book" in said.lower():
             booking = read_booking(said, task["size"])

@@ -32,11 +32,41 @@ TRAINED = {"toy": 2000, "full": 10_000}
 HELD_OUT = 96
 
 NAMES = (
-    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia"),
+    *(
+        "Ada",
+        "Ben",
+        "Cleo",
+        "Dan",
+        "Eva",
+        "Finn",
+        "Gus",
+        "Hana",
+        "Ida",
+        "Jon",
+        "Kim",
+        "Leo",
+        "Mia",
+        "Ned",
+        "Ola",
+        "Pia",
+    ),
     *("Quin", "Rosa", "Sam", "Tess", "Ugo", "Vera", "Will", "Yara"),
 )
 HELD_OUT_NAMES = NAMES[::6]
-PLACES = ("airport", "bridge", "castle", "church", "harbour", "hotel", "market", "museum", "park", "school", "station", "zoo")
+PLACES = (
+    "airport",
+    "bridge",
+    "castle",
+    "church",
+    "harbour",
+    "hotel",
+    "market",
+    "museum",
+    "park",
+    "school",
+    "station",
+    "zoo",
+)
 
 
 def train() -> Iterator[dict[str, Any]]:
