@@ -29,6 +29,7 @@ from swarmq.black_box.process import Finished, OutputLog, run_command
 from swarmq.black_box.relay import EpisodeRelay
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.client.episodes.event_loops import run_in_thread
+from swarmq.client.episodes.identity import hash_source_file
 from swarmq.errors import AgentCommandError, TaskError
 from swarmq.outcome import Outcome, to_outcome
 from swarmq.runtime.logs import log
@@ -93,11 +94,6 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds for a whole attempt, whose parts have limits of their own."""
         return self.timeout_s + self.test_timeout_s + 120.0
 
-    @property
-    def code_version(self) -> str:
-        """Hash of everything that decides what an attempt does."""
-        return hashlib.sha256(repr(msgspec.to_builtins(self, builtin_types=(frozenset,))).encode()).hexdigest()[:12]
-
 
 def check_command(options: CommandOptions) -> None:
     """Raise TaskError if the command, or the program that starts containers, is not installed."""
@@ -109,6 +105,13 @@ def check_command(options: CommandOptions) -> None:
     if shutil.which(name, path=path) is None:
         hint = cli_settings.INSTALL_HINTS.get(Path(name).name)
         raise TaskError(f"{name}: not installed, or not on PATH" + (f"; to install it: {hint}" if hint else ""))
+
+
+def hash_code(options: CommandOptions, score: scoring.ScoreFunction | None) -> str:
+    """Return a code version: a hash of the command, its score and the file that defines the score function."""
+    facts = (options.argv, options.test, options.score, options.restore, options.context, options.environment)
+    source = hash_source_file(score) if score else ""
+    return hashlib.sha256(repr((*facts, options.container, source)).encode()).hexdigest()[:12]
 
 
 class CommandAgent:
@@ -124,7 +127,7 @@ class CommandAgent:
         options = self._options
         prompt, source, commit = read_task(ep.payload, options)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", ep.task.id)[:60]
-        output = OutputLog(options.logs / f"{name}-{ep.episode_id[:12]}.log", limit=options.log_limit)
+        output = OutputLog(options.logs / f"{name}-{ep.episode_id}.log", limit=options.log_limit)
         with contextlib.closing(output):
             async with (
                 working_copy.open_copy(
@@ -219,7 +222,7 @@ class _Attempt:
             )
         if not self._relay.num_answered:
             raise AgentCommandError(
-                f"no turn arrived: {name} ended with exit code {code} {self._explain_silence()}{output}"
+                f"no turn arrived: {name} ended with exit code {code}; {self._explain_silence()}{output}"
             )
         if code < 0 or code in scoring.NOT_RUNNABLE or KILLED_BY < code <= KILLED_BY + MAX_SIGNAL:
             raise AgentCommandError(f"{name} {_describe_exit(code)}{output}")
@@ -301,16 +304,16 @@ class _Attempt:
         relay = self._relay
         if relay.refused_keys:
             return (
-                f"and its {relay.refused_keys} calls carried another key than the episode's: is it logged in, or has it a key of "
+                f"{relay.refused_keys} calls carried another key than the episode's: is the command logged in, or has it a key of "
                 "its own? Remove that, or give --any-key"
             )
         if relay.calls:
             last = relay.calls[-1]
-            return f"and none of its {len(relay.calls)} calls was answered; the last: {last.path}: {last.status or 'no answer'}: {last.detail[:300]}"
+            return f"none of its {len(relay.calls)} calls was answered; the last: {last.path}: {last.status or 'no answer'}: {last.detail[:300]}"
         others = ", ".join(f"{asked} ({status})" for asked, status in list(relay.other_paths.items())[:5])
         asked = f"asked only for {others}" if others else "made no request"
         return (
-            f"and {asked} at {relay.base_url}, which was set as OPENAI_BASE_URL, OPENAI_API_BASE, ANTHROPIC_BASE_URL (without /v1) "
+            f"it {asked} at {relay.base_url}, which was set as OPENAI_BASE_URL, OPENAI_API_BASE, ANTHROPIC_BASE_URL (without /v1) "
             "and in the configuration of codex, opencode and aider: does the command read one of these, or take {base_url}?"
         )
 

@@ -74,7 +74,6 @@ def build_environment(
 def variables(endpoint: Endpoint, home: Path, *, keep_home: bool = False) -> dict[str, str]:
     """Return the variables that this module sets, apart from those of the user."""
     model, anthropic_url = endpoint.model, endpoint.base_url.removesuffix("/v1")
-    compact_at = int(endpoint.context * COMPACT_SHARE)
     homes = {"HOME": home, "XDG_CONFIG_HOME": home / ".config", "XDG_DATA_HOME": home / ".local/share"}
     homes |= {"XDG_CACHE_HOME": home / ".cache", "XDG_STATE_HOME": home / ".local/state"}
     return {
@@ -90,7 +89,8 @@ def variables(endpoint: Endpoint, home: Path, *, keep_home: bool = False) -> dic
         "ANTHROPIC_SMALL_FAST_MODEL": model,
         **{f"ANTHROPIC_DEFAULT_{size}_MODEL": model for size in ("HAIKU", "OPUS", "SONNET")},
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(compact_at),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context),
+        "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": str(int(COMPACT_SHARE * 100)),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.context // ANSWER_SHARE),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",

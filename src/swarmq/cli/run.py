@@ -133,7 +133,7 @@ def run(
     swarmq run --tasks tasks.jsonl --test "pytest -q" --concurrency 8 -- aider --yes-always --message {prompt} main.py
     """
     from swarmq import AsyncSwarmClient
-    from swarmq.black_box.agent import CommandAgent, check_command
+    from swarmq.black_box.agent import CommandAgent, check_command, hash_code
     from swarmq.client.runners.attempts import RunnerOptions
     from swarmq.client.runners.worker_processes import run_workers
 
@@ -149,7 +149,7 @@ def run(
     chosen = _make_options(command, **options)
     check_command(chosen)
     agent = CommandAgent(chosen, score)
-    client = AsyncSwarmClient(invite, code_version=chosen.code_version)
+    client = AsyncSwarmClient(invite, code_version=hash_code(chosen, score))
     limits = {"concurrency": concurrency, "max_attempts": max_attempts, "attempt_timeout_s": chosen.attempt_timeout_s}
     if queue:
         for name, summary in run_workers(client, {kind: agent}, RunnerOptions(**limits)).items():

@@ -17,6 +17,7 @@ def test_every_agent_is_led_to_the_episode(tmp_path):
     assert set_to["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
     assert set_to["OPENAI_API_KEY"] == set_to["ANTHROPIC_API_KEY"] == "k"
     assert set_to["ANTHROPIC_MODEL"] == set_to["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "main"
+    assert set_to["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "40000"
     assert set_to[EPISODE_VARIABLE] == "e1"
 
 
