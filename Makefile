@@ -11,7 +11,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 # The longest ones come first in the alphabet and stay first.
 WHOLE := -n $$(( 3 * $$(getconf _NPROCESSORS_ONLN) / 2 )) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: help install test check unit demo examples faults faults-matrix clean
+.PHONY: help install test check unit docs demo examples faults faults-matrix clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,6 +34,10 @@ test: check unit ## everything: the checks, then all tests against a real Rabbit
 	@echo "== tests of the whole (they start their own RabbitMQ and vLLM on free ports)"
 	@$(TEST_ENV) $(BIN)/python -m pytest $(WHOLE) tests/e2e tests/integration tests/http tests/gpu $(ARGS)
 
+docs: install ## the site: all pages and the reference from the code, in build/site; needs no network
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --builder html --conf-dir docs/generator . build/site
+	@echo "built: build/site/index.html"
+
 demo: install ## train a real agent on this machine in about ten minutes
 	@$(BIN)/swarmq demo $(ARGS)
 
@@ -47,5 +51,5 @@ faults-matrix: install ## a shorter fault run on RabbitMQ 3.10, 4.0 and 4.3 (as 
 	@$(TEST_ENV) $(BIN)/python -m benchmarks.faults_matrix $(ARGS)
 
 clean: ## remove the virtual environment and all caches; runs/ stays
-	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .cache build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

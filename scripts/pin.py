@@ -40,6 +40,7 @@ def main() -> None:
             [*project["project"]["dependencies"], *extras["proxy"], *extras["learner"], *extras["demo"]],
         ),
         ("dev", "what the tests and checks need beyond swarmq.txt", project["dependency-groups"]["dev"]),
+        ("docs", "what the site needs beyond dev.txt", project["dependency-groups"]["docs"]),
     ):
         wanted = closure(roots) - pinned - LEFT_OUT.keys()
         pinned |= wanted

@@ -57,6 +57,7 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
     """The RabbitMQ of the run: `url`, else `$SWARMQ_AMQP_URL`, else a private node in the run folder."""
 
     url: str | None = None
+    """AMQP URL of a RabbitMQ of your own, with user and password; None: `$SWARMQ_AMQP_URL`, or a private node."""
     port: Port = 0
     """AMQP port of the private node; 0 picks a free one."""
     tls_port: Port = 0
@@ -75,6 +76,7 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     """The proxies of the run: address, limits, timeouts and how requests are treated."""
 
     host: str = "127.0.0.1"
+    """Address on which the proxies listen, and name by which clients reach them."""
     port: Port = 0
     """Port of the first proxy, further proxies take the following ports; 0 picks free ports."""
     certificate: str | None = None
@@ -247,8 +249,11 @@ class LengthPenalty(Settings, frozen=True, kw_only=True):
     """Penalty subtracted from an episode's reward: 0 up to `free` sampled tokens, `weight` from `full` on, linear in between."""
 
     free: Whole
+    """Most sampled tokens without a penalty."""
     full: Count
+    """Sampled tokens from which on the whole penalty is subtracted."""
     weight: Factor = 1.0
+    """The whole penalty."""
 
     def __post_init__(self) -> None:
         if self.full <= self.free:
@@ -259,7 +264,9 @@ class Lora(Settings, frozen=True, kw_only=True):
     """Low-rank adapters (LoRA), trained in place of all parameters."""
 
     rank: Count = 16
+    """Rank of the adapters."""
     alpha: Factor = 32.0
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
     modules: tuple[str, ...] | None = None
     """Names of the linear layers that get adapters; None: all but the language-model head."""
 
@@ -388,7 +395,9 @@ class MixPoint(Settings, frozen=True, kw_only=True):
     """The mix at one step of a schedule."""
 
     step: Count
+    """Step from which the point holds."""
     mix: dict[str, Share]
+    """Task kind -> share of the groups of a batch; the shares sum to 1."""
 
 
 class MixSchedule(Settings, frozen=True, kw_only=True):
@@ -397,6 +406,7 @@ class MixSchedule(Settings, frozen=True, kw_only=True):
     shape: Literal["linear", "cosine", "table"] = "linear"
     """Interpolation between two points: linear, half a cosine, or the earlier point's mix until the later point (`table`)."""
     points: tuple[MixPoint, ...]
+    """Points of the schedule, by rising step."""
 
 
 class Kind(Settings, frozen=True, kw_only=True):
@@ -566,6 +576,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         return tuple(name for name, policy in self.policies.items() if not policy.trained)
 
     def group_size(self, kind: str) -> int:
+        """Return the group size of a kind: its own, or that of the run."""
         own = self.kinds.get(kind)
         return (own.group_size if own else None) or self.groups.group_size
 
@@ -577,6 +588,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
 
     @property
     def run_folder(self) -> RunFolder:
+        """The paths in the run's folder."""
         return RunFolder(Path(self.folder) / self.run)
 
     @classmethod

@@ -137,6 +137,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
         return urls[home:] + urls[:home]
 
     def encode(self) -> str:
+        """Return the invite as one line of text, which `decode` reads."""
         return "swarmq-invite." + _b64(msgspec.msgpack.encode(self))
 
     @classmethod

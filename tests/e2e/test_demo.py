@@ -14,6 +14,7 @@ import pytest
 from swarmq.config import RunFolder
 from swarmq.demo.client import read_ledger
 from swarmq.demo.run import DemoResult
+from swarmq.event_fields import undescribed
 from swarmq.observe.curves import read_events
 
 pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -102,4 +103,5 @@ def test_a_client_is_killed_another_reward_takes_over_and_every_episode_is_accou
     assert result.account.trained >= STEPS
     assert set(result.held_out) == {0, result.steps}
     assert any(entry.reward is not None for entry in read_ledger(folder.path / "ledger-c.jsonl"))
+    assert set().union(*map(undescribed, read_events(folder.events))) == set(), "docs have every field"
     assert (folder.path / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ from swarmq.errors import ConfigError
 @click.option(
     "--repeats", type=click.IntRange(min=1), help="Attempts per task and epoch; the group size of the kind by default."
 )
-@click.option("--epochs", default=1, show_default=True, type=click.IntRange(min=1))
+@click.option("--epochs", default=1, show_default=True, type=click.IntRange(min=1), help="Passes over the tasks.")
 @click.option("--seed", type=int, help="Shuffle with this seed, differently in each epoch.")
 @click.option("--limit", type=click.IntRange(min=1), help="Feed only the first N tasks of DATA.")
 @click.option("--require", multiple=True, metavar="FIELD", help="Field that every row must have; may be repeated.")

@@ -112,10 +112,12 @@ class SwarmClient:
 
     @property
     def invite(self) -> Invite:
+        """The invite with which the client joined."""
         return self._client.invite
 
     @property
     def client_id(self) -> str:
+        """Name of this client, as the run's lists show it."""
         return self._client.client_id
 
     begin_episode = _return_blocking_episode(_make_blocking(AsyncSwarmClient.begin_episode))

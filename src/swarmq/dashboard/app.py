@@ -253,6 +253,7 @@ class Pages:
         return Response({"name": reader.name}, cookies=[cookie], headers={"cache-control": "no-store"})
 
     async def me(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Return the name and roles of the reader."""
         reader: Reader = request.state[READER]
         return _json(
             {"name": reader.name, "roles": reader.roles, "base": self._base, "can_operate": reader.can_operate}
@@ -300,9 +301,11 @@ class Pages:
         return _json(await self._read(lambda: function(run, *args, **how)))
 
     async def runs(self) -> Response[bytes]:
+        """List the runs."""
         return _json({"runs": await self._read(self._shelf.entries)})
 
     async def diff(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Compare the settings of two to four runs: `runs` is their ids, divided by commas."""
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]  # noqa: A001
         if not 2 <= len(ids) <= MOST_DIFFERENT:
             raise ConfigError(f"runs: name two to {MOST_DIFFERENT} runs, divided by commas (got {len(ids)})")
@@ -310,19 +313,24 @@ class Pages:
         return _json(await self._read(views.diff_settings, opened))
 
     async def overview(self, run: FromPath[str]) -> Response[bytes]:
+        """Return the present state of a run."""
         return await self._view(run, _overview)
 
     async def steps(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
+        """Return the figures of the steps: of `policy`, and only the `series` that are named."""
         wanted = [name for name in request.query_params.get("series", "").split(",") if name]
         return await self._view(run, views.view_steps, request.query_params.get("policy", ""), wanted)
 
     async def time(self, run: FromPath[str]) -> Response[bytes]:
+        """Return where the time of each step went."""
         return await self._view(run, views.view_time)
 
     async def ledger(self, run: FromPath[str]) -> Response[bytes]:
+        """Return what became of every episode, by kind and reason."""
         return await self._view(run, views.view_ledger)
 
     async def episodes(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
+        """Return a page of episodes, filtered, with `sort`, `cursor` and `limit`."""
         chosen, how = _filter_of(request.query_params, {"sort", "cursor", "limit"})
         limit = _whole(how.get("limit", "100"), "limit", most=MOST_ROWS)
 
@@ -337,6 +345,7 @@ class Pages:
         return await self._view(run, page)
 
     async def histogram(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
+        """Count the filtered episodes by `of`, such as `reward`."""
         chosen, how = _filter_of(request.query_params, {"of"})
 
         def count(of: Run) -> Histogram:
@@ -346,14 +355,17 @@ class Pages:
         return await self._view(run, count)
 
     async def group(self, run: FromPath[str], group: FromPath[Path]) -> Response[bytes]:
+        """Return one group with its episodes."""
         return await self._view(run, _group, group)
 
     async def episode(self, run: FromPath[str], episode: FromPath[str]) -> Response[bytes]:
+        """Return one episode with its conversation."""
         return await self._view(run, _episode, episode)
 
     async def tokens(
         self, request: Request[Any, Any, Any], run: FromPath[str], episode: FromPath[str]
     ) -> Response[bytes]:
+        """Return a page of tokens of one timeline: `timeline`, `from` and `limit`."""
         query = request.query_params
         timeline, start, limit = (
             _whole(query.get(name, usual), name, most=most)
@@ -362,21 +374,28 @@ class Pages:
         return await self._view(run, _tokens, episode, timeline=timeline, start=start, limit=limit)
 
     async def clients(self, run: FromPath[str]) -> Response[bytes]:
+        """List the clients with what they have done."""
         return await self._view(run, views.view_clients)
 
     async def mix(self, run: FromPath[str]) -> Response[bytes]:
+        """Return shares and counts of the task kinds."""
         return await self._view(run, views.view_mix)
 
     async def evaluations(self, run: FromPath[str]) -> Response[bytes]:
+        """Return the rounds of evaluation."""
         return await self._view(run, views.view_evaluations)
 
     async def engines(self, run: FromPath[str]) -> Response[bytes]:
+        """Return the engines with their load."""
         return await self._view(run, views.view_engines)
 
     async def settings(self, run: FromPath[str]) -> Response[bytes]:
+        """Return the settings and their changes."""
         return await self._view(run, views.view_settings)
 
     async def logs(self, run: FromPath[str]) -> Response[bytes]:
+        """List the log files."""
+
         def list_files(of: Run) -> dict[str, Any]:
             return {"files": views.list_logs(of.folder)}
 
@@ -385,6 +404,7 @@ class Pages:
     async def show_log(
         self, request: Request[Any, Any, Any], run: FromPath[str], name: FromPath[str]
     ) -> Response[bytes]:
+        """Return the last `lines` lines of a log."""
         lines = _whole(request.query_params.get("lines", "400"), "lines", most=MOST_LINES)
 
         def read(of: Run) -> dict[str, Any]:
@@ -393,17 +413,21 @@ class Pages:
         return await self._view(run, read)
 
     async def dead_letters(self, run: FromPath[str]) -> Response[bytes]:
+        """List the unusable messages of the run."""
         return _json(await actions.list_dead_letters((await self._open(run)).folder.path))
 
     # --------------------------------------------------------------------------------------- export
 
     async def export_episode(self, run: FromPath[str], episode: FromPath[str]) -> Response[bytes]:
+        """Return one episode as a single HTML file."""
         return await self._export(run, "episode", episode, collect_episode)
 
     async def export_group(self, run: FromPath[str], group: FromPath[Path]) -> Response[bytes]:
+        """Return one group as a single HTML file."""
         return await self._export(run, "group", _path_text(group), collect_group)
 
     async def export_report(self, run: FromPath[str]) -> Response[bytes]:
+        """Return a report on the run as a single HTML file."""
         return await self._export(run, "report", "report", _collect_report)
 
     async def _export(

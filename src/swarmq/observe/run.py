@@ -131,6 +131,7 @@ class Run:
 
     @cached_property
     def index(self) -> RunIndex:
+        """Index of all episodes of the run."""
         return RunIndex(self.folder, cache=self._cache)
 
     @cached_property
@@ -139,10 +140,12 @@ class Run:
 
     @cached_property
     def samples(self) -> SampleFile:
+        """The file of depths, counts and loads."""
         return SampleFile(self.folder.samples)
 
     @cached_property
     def decoders(self) -> Decoders:
+        """Decoders of token ids into text."""
         return Decoders(self.job, self.folder)
 
     def refresh(self) -> RunIndex:

@@ -11,7 +11,8 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import AWAKE_S, Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import build_rollout
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Slot, StepReport, Turn, encode
+from swarmq.event_fields import undescribed
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Event, Message, Rollout, Slot, StepReport, Turn, encode
 from unit.collector.twin_store import TwinStore
 
 RUN = "r"
@@ -83,6 +84,10 @@ class Bench:
             for effect in effects:
                 self.store.write(effect)
         self.effects += effects
+        for effect in effects:
+            if isinstance(effect, do.Emit):
+                event = Event(run=RUN, source="collector", name=effect.name, at=self.now, fields=dict(effect.fields))
+                assert not undescribed(event)
         self.settle()
 
     def settle(self) -> None:

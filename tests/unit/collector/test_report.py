@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarmq.collector.report import PATIENCE_S, NoTurnsWarnings, StandstillWatch, state_fields
+from swarmq.event_fields import undescribed
+from swarmq.messages import Event
 
 
 @pytest.fixture
@@ -54,6 +56,11 @@ def test_a_learner_that_does_not_report_is_named(make_bench, say):
     bench.take(say.begin(ticket_id="math.1"), say.turn(), say.end())
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line.startswith("1 groups wait for the learner of main at version 0")
+
+
+def test_the_fields_of_a_state_event_are_described(bench):
+    fields = {**state_fields(bench.core), "transcripts_lost": 0}
+    assert not undescribed(Event(run="r", source="collector", name="state", at=0.0, fields=fields))
 
 
 def test_agents_that_do_not_call_the_model_are_named(make_bench, say):

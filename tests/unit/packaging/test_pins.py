@@ -18,7 +18,7 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 WANTED = [
     *PROJECT["project"]["dependencies"],
     *(need for name, needs in EXTRAS.items() if name not in {"vllm", "host"} for need in needs),
-    *PROJECT["dependency-groups"]["dev"],
+    *(need for group in PROJECT["dependency-groups"].values() for need in group),
 ]
 
 

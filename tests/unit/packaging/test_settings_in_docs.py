@@ -1,8 +1,7 @@
-"""Settings that a page names exist, those that it sets in a live run may be set there, and its job files load."""
+"""Settings that a page names exist, and those that it sets in a live run may be set there."""
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import msgspec
@@ -30,12 +29,6 @@ SECTIONS = (
 OF_A_POLICY = ("train", "engine", "sampling", "loss")
 SETTING = re.compile(rf"({'|'.join(SECTIONS + OF_A_POLICY)})((?:\.\w+)+)(?: = .*|=.*)?")
 FILE = re.compile(r".*\.(?:py|md|toml|json|jsonl|parquet|sqlite|yaml)")
-JOBS = [
-    pytest.param(text, id=f"{page.relative_to(ROOT)}: {text.splitlines()[0]}")
-    for page in PAGES
-    for language, text in BLOCK.findall(page.read_text())
-    if language == "toml" and re.search(r"^run = |^\[(policies|groups|mix)\b", text, re.MULTILINE)
-]
 
 
 def paths(kind):
@@ -89,17 +82,9 @@ def test_what_a_page_sets_in_a_live_run_can_be_set(page):
     assert [path for path in paths if not is_live(path)] == []
 
 
-@pytest.mark.parametrize("text", JOBS)
-def test_a_job_of_a_page_loads(text):
-    tree = tomllib.loads(text)
-    least = {"run": "r", "policies": {"main": {"model": "m"}}}
-    assert SwarmJob.build(least | tree).run
-
-
 def test_a_setting_that_does_not_exist_is_found():
     assert is_setting("train.loss.kl")
     assert is_setting("policies.main.train.lora")
     assert is_setting("kinds.code.episode_tokens")
     assert not is_setting("train.loss.beta")
     assert not is_setting("policies.main.train.rank")
-    assert len(JOBS) > 10

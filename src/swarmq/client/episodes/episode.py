@@ -58,6 +58,7 @@ class Handle:
 
     @property
     def episode_id(self) -> str:
+        """Id of the episode."""
         return self._record.begin.episode_id
 
     @property
@@ -89,10 +90,12 @@ class Handle:
 
     @property
     def policies(self) -> tuple[str, ...]:
+        """Names of the policies that the key may call."""
         return self._record.begin.policies
 
     @property
     def task(self) -> SwarmTask:
+        """The task that is attempted."""
         return self._record.task
 
     @property
@@ -102,10 +105,12 @@ class Handle:
 
     @property
     def kind(self) -> str:
+        """Kind of the task."""
         return self._record.begin.kind
 
     @property
     def slot(self) -> Slot:
+        """The slot that is attempted: task, repeat and epoch."""
         return self._record.begin.slot
 
     @property
@@ -115,6 +120,7 @@ class Handle:
 
     @property
     def mode(self) -> Mode:
+        """`train` or `eval`."""
         return self._record.begin.mode
 
     @property
@@ -124,6 +130,7 @@ class Handle:
 
     @property
     def ended(self) -> bool:
+        """Whether the episode has ended."""
         return self._record.end is not None
 
 

@@ -137,6 +137,7 @@ def create_app(
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",
             version=__version__,
+            use_handler_docstrings=True,
             render_plugins=[RedocRenderPlugin()],
             components=Components(
                 security_schemes={
@@ -193,7 +194,7 @@ class ProxyService:
             guards=[authority.require("read")],
             media_type=CONTENT_TYPE,
             responses=faults,
-            security=[{OPERATOR_SCHEME: []}],
+            security=[{OPERATOR_SCHEME: ["read"]}],
         )
         return [get("/health")(self.health), guarded(self.show_metrics)]
 

@@ -18,6 +18,7 @@ from litestar.response import Response
 from msgspec import Meta
 
 from swarmq.broker.client_rules import NAME_SEPARATOR
+from swarmq.keys import Role
 from swarmq.proxy.engines.pool import EngineView
 from swarmq.proxy.engines.pools import EnginePools
 from swarmq.proxy.episodes.cache import EpisodeCache, OpenEpisodeView
@@ -117,11 +118,12 @@ class ControlRoutes:
         """Return the route handlers for the application."""
         common: dict[str, Any] = {
             "exception_handlers": {ValidationException: _refuse_invalid, ClientException: _refuse_malformed},
-            "security": [{OPERATOR_SCHEME: []}],
             "tags": ["control"],
         }
+        roles: tuple[Role, ...] = ("read", "rollout", "admin")
         read, rollout, admin = (
-            {**common, "guards": [self._authority.require(role)]} for role in ("read", "rollout", "admin")
+            {**common, "guards": [self._authority.require(role)], "security": [{OPERATOR_SCHEME: [role]}]}
+            for role in roles
         )
         known = {**FAULTS, 404: UNKNOWN}
         begun = {**FAULTS, 409: CONFLICT, 429: NO_TICKET}

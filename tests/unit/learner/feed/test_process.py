@@ -17,6 +17,7 @@ from support.episodes import make_episode, make_group
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
+from swarmq.event_fields import undescribed
 from swarmq.learner.feed import frames, process
 from swarmq.learner.feed.batcher import BatchLimits
 from swarmq.learner.feed.process import BatchFeeder
@@ -88,6 +89,7 @@ async def desk(folder: Path, broker: MemoryBroker, *, version: int = 0, **train:
                 await running
             except* EOFError:
                 pass
+        assert set().union(*map(undescribed, broker.emitted)) == set()
     finally:
         for each in (writer, their_writer):
             each.close()

@@ -1,0 +1,62 @@
+"""What the site adds to plain Markdown, so that every page stays readable on a code host.
+
+Menu        the list of links in an `index.md` becomes the menu below it; a page that no index names fails the build
+Reference   `<!-- generated: NAME -->` is replaced by what `docs.generator.reference` makes of the code
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from docs.generator.reference import GENERATED
+from sphinx.application import Sphinx
+
+GENERATED_HERE = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+LINK_TO_PAGE = re.compile(r"\]\(([^)#:]+)\.md\)")
+LINK = re.compile(r"\[([^]]*)\]\(([^)#:]+)\)")
+NO_MENU = ("README",)
+"""Pages that are linked and shown, but have no place in the menu."""
+REDIRECT = """<!doctype html>
+<meta charset="utf-8"><title>swarmq</title>
+<meta http-equiv="refresh" content="0; url={home}.html"><link rel="canonical" href="{home}.html">
+"""
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", complete)
+    app.connect("build-finished", write_first_page)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def complete(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill in the generated parts of a page and its menu. Links to folders, which the site has no page for, become plain text."""
+    folder = (Path(app.srcdir) / page).parent
+    text = GENERATED_HERE.sub(lambda found: GENERATED[found[1]](), source[0])
+    text = LINK.sub(lambda found: found[1] if (folder / found[2]).is_dir() else found[0], text)
+    if page in NO_MENU:
+        text = f"---\norphan: true\n---\n{text}"
+    elif page.rpartition("/")[2] == "index":
+        entries = "\n".join(f"/{target}" for target in dict.fromkeys(linked_pages(page, text)) if target not in NO_MENU)
+        text += f"\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+    source[0] = text
+
+
+def linked_pages(page: str, text: str) -> Iterator[str]:
+    """Yield the pages that a page links, by their paths in the repository without `.md`."""
+    for found in LINK_TO_PAGE.finditer(text):
+        parts: list[str] = []
+        for part in (PurePosixPath(page).parent / found[1]).parts:
+            if part == "..":
+                parts.pop()
+            else:
+                parts.append(part)
+        yield "/".join(parts)
+
+
+def write_first_page(app: Sphinx, error: Exception | None) -> None:
+    """Lead from the folder of the site to its home page."""
+    if error is None:
+        Path(app.outdir, "index.html").write_text(REDIRECT.format(home=app.config.root_doc))
