@@ -19,6 +19,10 @@ LINK_TO_PAGE = re.compile(r"\]\(([^)#:]+)\.md\)")
 LINK = re.compile(r"\[([^]]*)\]\(([^)#:]+)\)")
 NO_MENU = ("README",)
 """Pages that are linked and shown, but have no place in the menu."""
+TUTORIALS = "docs/tutorials/index"
+"""The page below which every example with a README is in the menu, also those that it does not link."""
+CURVE = re.compile(r"!\[[^]]*\]\((curve\.png)\)")
+NO_CURVE = "*`make examples ARGS={}` draws the curve of this tutorial.*"
 REDIRECT = """<!doctype html>
 <meta charset="utf-8"><title>swarmq</title>
 <meta http-equiv="refresh" content="0; url={home}.html"><link rel="canonical" href="{home}.html">
@@ -36,10 +40,14 @@ def complete(app: Sphinx, page: str, source: list[str]) -> None:
     folder = (Path(app.srcdir) / page).parent
     text = GENERATED_HERE.sub(lambda found: GENERATED[found[1]](), source[0])
     text = LINK.sub(lambda found: found[1] if (folder / found[2]).is_dir() else found[0], text)
+    text = CURVE.sub(lambda found: found[0] if (folder / found[1]).exists() else NO_CURVE.format(folder.name), text)
     if page in NO_MENU:
         text = f"---\norphan: true\n---\n{text}"
     elif page.rpartition("/")[2] == "index":
-        entries = "\n".join(f"/{target}" for target in dict.fromkeys(linked_pages(page, text)) if target not in NO_MENU)
+        targets = [*linked_pages(page, text)]
+        if page == TUTORIALS:
+            targets += sorted(found for found in app.project.docnames if found.startswith("examples/"))
+        entries = "\n".join(f"/{target}" for target in dict.fromkeys(targets) if target not in NO_MENU)
         text += f"\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
     source[0] = text
 
