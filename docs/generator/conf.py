@@ -18,7 +18,14 @@ release = version = __version__
 
 extensions = ["myst_parser", "docs.generator.extension"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "examples/*/README.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/**.md",
+    "examples/README.md",
+    "examples/*/README.md",
+]
 exclude_patterns = [
     ".*",
     "benchmarks",
