@@ -66,8 +66,9 @@ def main() -> None:
             curve.draw(drawn, manifests[name].title, place)
     heads = ("tutorial", "seed", "before", "after", "gain", "wanted", "minutes", "steps", "episodes", "problem")
     print(report.table(heads, [cells(row, manifests[row.name].gain) for row in rows]))
-    whole = all(one["problems"] == [] for one in summary)
-    report.save("examples", figures(summary), detail={"tutorials": summary}, out=options.out, finished=whole)
+    told = merge(report.kept("examples", out=options.out)[1].get("tutorials", []), summary)
+    whole = len(told) == len(names()) and not any(one["problems"] for one in told)
+    report.save("examples", figures(told), detail={"tutorials": told}, out=options.out, finished=whole)
     if not all(one["learned"] for one in summary):
         sys.exit(f"did not learn: {', '.join(one['name'] for one in summary if not one['learned'])}")
 
@@ -147,6 +148,12 @@ def summarize(name: str, rows: Sequence[Row], gain: float) -> dict[str, Any]:
         "problems": [row.problem for row in rows if row.problem],
         "seeds": [msgspec.to_builtins(row, str_keys=True) for row in rows],
     }
+
+
+def merge(earlier: Sequence[dict[str, Any]], summary: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of all tutorials: those of this call, and the earlier ones of others that still exist."""
+    known = {one["name"]: one for one in (*earlier, *summary)}
+    return [known[name] for name in names() if name in known]
 
 
 def figures(summary: Sequence[dict[str, Any]]) -> dict[str, float]:

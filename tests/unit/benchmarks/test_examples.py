@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from benchmarks.examples import manifest
-from benchmarks.examples.__main__ import cells, figures, is_finished, summarize
+from benchmarks.examples.__main__ import cells, figures, is_finished, merge, summarize
 from benchmarks.examples.course import HeldOut, Row, row_path, rows_in
 
 from swarmq.config import SwarmJob
@@ -112,3 +112,9 @@ def test_a_finished_row_is_kept_until_its_tutorial_changes(tmp_path: Path):
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(row(0, 0.6), **fields)))
         assert is_finished(path, "countdown") is finished
     assert [one.digest for one in rows_in(tmp_path)] == ["old"]
+
+
+def test_a_call_for_one_tutorial_keeps_the_results_of_the_others():
+    earlier = [{"name": name, "gain": 0.1} for name in ("countdown", "frozen_lake", "gone")]
+    told = merge(earlier, [{"name": "countdown", "gain": 0.5}])
+    assert [(one["name"], one["gain"]) for one in told] == [("countdown", 0.5), ("frozen_lake", 0.1)]
