@@ -98,8 +98,31 @@ def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sources(module: ModuleType) -> list[Path]:
-    """Return the source files beside a module's that are imported, its own among them: games and prompts that it shows."""
+    """Return the source files that demonstrations come from: imported files beside the module's, its own among them, and modules
+    of the same top package that these refer to, such as those of other tutorials."""
     assert module.__file__ is not None
     folder = Path(module.__file__).parent
-    files = {Path(found) for one in list(sys.modules.values()) if (found := getattr(one, "__file__", None))}
-    return sorted(path for path in files if path.parent == folder)
+    top = module.__name__.partition(".")[0]
+    todo = [module, *(one for one in list(sys.modules.values()) if (path := _path(one)) and path.parent == folder)]
+    found: dict[Path, ModuleType] = {}
+    while todo:
+        one = todo.pop()
+        path = _path(one)
+        if path is None or path in found:
+            continue
+        found[path] = one
+        names = {
+            getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+            for value in vars(one).values()
+        }
+        todo += [
+            sys.modules[name]
+            for name in names
+            if isinstance(name, str) and name.partition(".")[0] == top and name in sys.modules
+        ]
+    return sorted(found)
+
+
+def _path(module: ModuleType) -> Path | None:
+    name = getattr(module, "__file__", None)
+    return Path(name) if name else None

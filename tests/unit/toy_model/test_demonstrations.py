@@ -82,6 +82,23 @@ def test_an_edited_game_or_demonstration_is_another_model(tutorial, edited):
     assert load(tutorial).folder(Path("cache")) != before
 
 
+def test_edited_demonstrations_of_another_tutorial_that_are_mixed_in_are_another_model(tutorial):
+    package, forget = tutorial
+    (package / "mixed").mkdir()
+    mixed = f"from {package.name} import demonstrations as other\ndemonstrations = other.demonstrations\n"
+    (package / "mixed" / "demonstrations.py").write_text(mixed)
+
+    def digest():
+        forget()
+        return load_lessons(f"{package.name}.mixed.demonstrations").digest
+
+    before = digest()
+    assert digest() == before
+    other = package / "demonstrations.py"
+    other.write_text(other.read_text() + "# edited\n")
+    assert digest() != before
+
+
 def test_a_file_that_the_demonstrations_do_not_import_changes_nothing(tutorial):
     before = load(tutorial).digest
     (tutorial[0] / "agent.py").write_text("")
