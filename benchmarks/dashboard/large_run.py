@@ -44,8 +44,8 @@ KINDS = ("math", "code")
 TRANSCRIPT_BYTES = 2 * 10**9
 
 
-def make_run(parent: Path, *, episodes: int, turns: int = 2) -> RunFolder:
-    """Make the folder `parent/large` of a stopped run with about `episodes` episodes."""
+def make_run(parent: Path, *, episodes: int, turns: int = 2, tokens: int = TOKENS) -> RunFolder:
+    """Make the folder `parent/large` of a stopped run with about `episodes` episodes, each turn with `tokens` given and as many sampled."""
     folder = RunFolder(parent / RUN)
     folder.path.mkdir(parents=True)
     job = _load_job(folder, parent)
@@ -56,7 +56,7 @@ def make_run(parent: Path, *, episodes: int, turns: int = 2) -> RunFolder:
     core = Core(Rules.of(job), store, store.snapshot(), now=time.time(), job=job)
     closed: list[ClosedEpisode] = []
     with folder.events.open("wb") as events:
-        for version, messages in enumerate(_batches(episodes, turns), 1):
+        for version, messages in enumerate(_batches(episodes, turns, tokens), 1):
             with store.transaction():
                 forwarded = _take(core, store, messages, closed)
             rollouts = [one for item in forwarded if (one := build_rollout(store, item)) is not None]
@@ -113,7 +113,7 @@ def _take(core: Core, store: Store, messages: list[Message], closed: list[Closed
     return forwarded
 
 
-def _batches(episodes: int, turns: int) -> Iterator[list[Message]]:
+def _batches(episodes: int, turns: int, tokens: int) -> Iterator[list[Message]]:
     """Yield the messages of GROUPS_PER_BATCH groups at a time."""
     for start in range(0, episodes // GROUP_SIZE, GROUPS_PER_BATCH):
         messages: list[Message] = []
@@ -125,20 +125,23 @@ def _batches(episodes: int, turns: int) -> Iterator[list[Message]]:
                 slot = Slot(task_id=f"t{number}", repeat=repeat)
                 if fails:
                     messages += _episode(
-                        slot, kind, turns, EpisodeEnd(**_END, status="failed", reason="ValueError: no")
+                        slot, kind, turns, tokens, EpisodeEnd(**_END, status="failed", reason="ValueError: no")
                     )
-                messages += _episode(slot, kind, turns, EpisodeEnd(**_END, status="finished", rewards={POLICY: reward}))
+                end = EpisodeEnd(**_END, status="finished", rewards={POLICY: reward})
+                messages += _episode(slot, kind, turns, tokens, end)
             if number % 20 == 0:
                 slot = Slot(task_id=f"e{number % 7}", epoch=start)
                 end = EpisodeEnd(**_END, status="finished", rewards={POLICY: 1.0})
-                messages += _episode(slot, kind, turns, end, is_eval=True)
+                messages += _episode(slot, kind, turns, tokens, end, is_eval=True)
         yield messages
 
 
 _END = {"run": RUN, "episode_id": ""}
 
 
-def _episode(slot: Slot, kind: str, turns: int, end: EpisodeEnd, *, is_eval: bool = False) -> list[Message]:
+def _episode(
+    slot: Slot, kind: str, turns: int, tokens: int, end: EpisodeEnd, *, is_eval: bool = False
+) -> list[Message]:
     name, parent, calls = new_id(), None, list[str]()
     begin = EpisodeBegin(
         run=RUN,
@@ -160,11 +163,11 @@ def _episode(slot: Slot, kind: str, turns: int, end: EpisodeEnd, *, is_eval: boo
             call_id=new_id(),
             request_id=new_id(),
             parent=parent,
-            shared=2 * TOKENS * number,
-            prompt_ids=pack_ids(range(TOKENS)),
-            sampled_ids=pack_ids(range(TOKENS)),
-            logprobs=pack_floats([-1.0] * TOKENS),
-            versions=(VersionSpan(version=0, start=0, end=TOKENS),),
+            shared=2 * tokens * number,
+            prompt_ids=pack_ids(range(tokens)),
+            sampled_ids=pack_ids(range(tokens)),
+            logprobs=pack_floats([-1.0] * tokens),
+            versions=(VersionSpan(version=0, start=0, end=tokens),),
             messages=b'[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]',
         )
         messages.append(turn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode
 from swarmq.client.runners.attempts import RunnerOptions
-from swarmq.client.runners.worker import Worker
+from swarmq.client.runners.worker import EVAL_SHARE, Worker
 from swarmq.demo.agent import AgentResult, Reward, attempt, concise_score
 from swarmq.demo.problems import Problem, score
 
@@ -46,6 +47,9 @@ class ClientLedger:
     def add(self, entry: LedgerEntry) -> None:
         with self._lock:
             self._file.write(msgspec.json.encode(entry) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_ledger(path: Path) -> list[LedgerEntry]:
@@ -77,18 +81,39 @@ def with_ledger(solver: Solver, reward: Reward, ledger: ClientLedger) -> Agent:
     return run
 
 
+def make_evaluator(solver: Solver) -> Agent:
+    """Return the agent function for evaluation: the honest score, and no ledger, because nothing of it is trained."""
+
+    def run(ep: Episode) -> None:
+        done = solver(ep)
+        ep.end(done.reward, success=done.success, metrics={"turns": done.turns, "tool_calls": done.tool_calls})
+
+    return run
+
+
+def make_workers(client: AsyncSwarmClient, agent: Agent, evaluator: Agent, concurrency: int) -> list[Worker]:
+    """Return a worker for the tasks of each kind, and one for its evaluation."""
+    kinds = client.invite.kinds
+    lanes = max(1, concurrency // len(kinds))
+    options = RunnerOptions(concurrency=lanes, progress=False)
+    evaluation = RunnerOptions(concurrency=max(1, lanes // EVAL_SHARE), progress=False)
+    return [
+        *(Worker(client, agent, kind=kind, options=options) for kind in kinds),
+        *(Worker(client, evaluator, kind=kind, mode="eval", options=evaluation) for kind in kinds),
+    ]
+
+
 async def work(reward: str, ledger_path: Path, concurrency: int) -> None:
     """Work until SIGTERM, then finish the attempts that have begun and return the other tasks to the queues."""
     client = AsyncSwarmClient(code_version=f"reward-{reward}")
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    agent = with_ledger(Solver(client.invite.base_url), REWARDS[reward], ClientLedger(ledger_path))
-    kinds = client.invite.kinds
-    options = RunnerOptions(concurrency=max(1, concurrency // len(kinds)), progress=False)
-    async with client, asyncio.TaskGroup() as tasks:
-        for kind in kinds:
-            worker = Worker(client, agent, kind=kind, options=options)
-            tasks.create_task(worker.run(stop))
+    solver = Solver(client.invite.base_url)
+    with contextlib.closing(ClientLedger(ledger_path)) as ledger:
+        agent = with_ledger(solver, REWARDS[reward], ledger)
+        async with client, asyncio.TaskGroup() as tasks:
+            for worker in make_workers(client, agent, make_evaluator(solver), concurrency):
+                tasks.create_task(worker.run(stop))
 
 
 def main() -> None:
