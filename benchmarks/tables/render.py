@@ -73,6 +73,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/learning/checkpoints.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
+    ("docs/how-to/dashboard.md", "dashboard_tokens", "In a run of {sampled_tokens:,.0f} sampled tokens, that took {index_s:.1f} s and {index_rss_mb:.0f} MB"),
     ("docs/explanation/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
     ("docs/explanation/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
     ("docs/explanation/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),

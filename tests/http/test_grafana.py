@@ -1,9 +1,14 @@
-"""The Grafana board in the repository asks for metrics that collector, learner and proxy really have."""
+"""The Grafana board in the repository asks for metrics that collector, learner and proxy really have, and is written in Grafana's schema.
+
+No Grafana runs here. The board is read into the classes that Grafana generates from its own sources (grafana-foundation-sdk) and written
+again: a field that this schema does not have would be lost on the way.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import json
 import re
@@ -14,6 +19,10 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.proxy import token
@@ -112,6 +121,41 @@ def test_the_board_is_one_that_grafana_loads(board: dict[str, Any]) -> None:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         letters = [target["refId"] for target in panel["targets"]]
         assert letters == sorted(set(letters))
+
+
+def test_every_field_of_the_board_is_one_of_grafanas_schema(board: dict[str, Any]) -> None:
+    register_default_plugins()
+    read = Dashboard.from_json(board)
+    assert {type(target) for panel in read.panels for target in getattr(panel, "targets", None) or ()} == {Dataquery}
+    assert lost_fields(board, json.loads(JSONEncoder().encode(read))) <= {"templating.list.definition"}, (
+        "`definition` is what Grafana's editor shows of a query"
+    )
+
+
+@pytest.mark.parametrize("place", ["", "panels", "panels.gridPos", "panels.targets", "templating.list"])
+def test_a_field_that_grafana_does_not_have_is_found(board: dict[str, Any], place: str) -> None:
+    register_default_plugins()
+    broken = copy.deepcopy(board)
+    at: Any = broken
+    for name in filter(None, place.split(".")):
+        at = at[name]
+        at = at[1] if isinstance(at, list) and len(at) > 1 else at[0] if isinstance(at, list) else at
+    at["heigth"] = 3
+    lost = lost_fields(broken, json.loads(JSONEncoder().encode(Dashboard.from_json(broken))))
+    assert ".".join(filter(None, (place, "heigth"))) in lost
+
+
+def lost_fields(before: Any, after: Any, path: str = "") -> set[str]:
+    """Return the paths of all that is in `before` and not, or otherwise, in `after`."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return {
+            one
+            for name, value in before.items()
+            for one in lost_fields(value, after.get(name, ...), f"{path}.{name}" if path else name)
+        }
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return {one for old, new in zip(before, after, strict=True) for one in lost_fields(old, new, path)}
+    return set() if before == after else {path}
 
 
 def test_queries_use_the_variables_and_are_balanced(board: dict[str, Any]) -> None:
