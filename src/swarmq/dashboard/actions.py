@@ -98,7 +98,9 @@ async def _revoke(job: SwarmJob, folder: RunFolder, client: str, sender: str) ->
     client = client.partition("@")[0]  # clients of one invite have ids of their own, after its name
     if not client:
         raise ConfigError("revoke: name the client")
-    await asyncio.to_thread(lambda: remove_client(folder, client, find_management_api(job, folder, os.environ.get("SWARMQ_MANAGEMENT_URL"))))
+    await asyncio.to_thread(
+        lambda: remove_client(folder, client, find_management_api(job, folder, os.environ.get("SWARMQ_MANAGEMENT_URL")))
+    )
     text = f"removed client {client}"
     fields = {"action": "revoke", "state": "accepted", "sender": sender, "text": text, "client": client}
     async with open_broker(job, CONNECTION) as broker:
