@@ -121,6 +121,10 @@ class TaskError(SwarmqError):
     """A task, a data set or a worker's function cannot be used; the message names the place."""
 
 
+class RolloutError(SwarmqError):
+    """The rollout of an environment broke: a tool, a server or the model's endpoint failed. Never a reward."""
+
+
 class CollectorError(SwarmqError):
     """The collector cannot go on: its store is unusable, of another run, or held by another collector."""
 

@@ -50,8 +50,9 @@ def feed(
 
     Workers (`swarmq worker`) on any machine attempt its tasks.
 
-    DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, `reasoning-gym:NAME`,
-    `verifiers:NAME`, or `module:function` that gives an iterable. All of it is checked before the first task is fed.
+    DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, an environment
+    (`verifiers:NAME`, `gymnasium:ID`, `reasoning-gym:NAME`, `openenv:URL`; its training tasks, or with --eval its held-out
+    ones), or `module:function` that gives an iterable. All of it is checked before the first task is fed.
     Started again, a killed feed continues exactly where it stopped.
 
     \b
@@ -60,7 +61,15 @@ def feed(
     swarmq feed runs/demo "hf:openai/gsm8k:train?name=main" --require question --require answer
     swarmq feed runs/demo held-out.jsonl --kind math --eval --repeats 4
     """
-    tasks = functools.partial(_read_tasks, data, limit=limit, require=require)
+    from swarmq.client.runners.worker_processes import split_kind
+    from swarmq.environments import is_environment
+
+    named, target = split_kind(data)
+    if named and is_environment(target):
+        if kind not in (None, named):
+            raise ConfigError(f"{data} names kind {named!r}, and --kind names {kind!r}: give one of them")
+        kind, data = named, target
+    tasks = functools.partial(_read_tasks, data, limit=limit, require=require, for_eval=for_eval)
     if for_eval:
         unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--restart": restart}
         if given := [name for name, used in unused.items() if used]:
@@ -75,10 +84,12 @@ def feed(
     )
 
 
-def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> Iterator[Any]:
+def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...], for_eval: bool) -> Iterator[Any]:
     from swarmq.client.data.readers import read_tasks
+    from swarmq.environments import is_environment, load_environment
 
-    return read_tasks(data, limit=limit, require=require)
+    rows = load_environment(data).tasks("eval" if for_eval else "train") if is_environment(data) else None
+    return read_tasks(data, limit=limit, require=require, rows=rows)
 
 
 async def _feed_eval(
@@ -187,27 +198,35 @@ def worker(
     max_attempts: int,
     attempt_timeout: float | None,
 ) -> None:
-    """Attempt the tasks of a queue with your own function.
+    """Attempt the tasks of a queue with your own function, or with an environment.
 
-    The function, named as `module:function`, takes an episode and returns a reward. Start any number of workers, on any machine.
-    Ctrl-C finishes the attempts that have begun; the tasks of a killed worker go to other workers.
+    The function, named as `module:function`, takes an episode and returns a reward. An environment (`verifiers:NAME`,
+    `gymnasium:ID`, `reasoning-gym:NAME`, `openenv:URL`) runs its own rollout and rewards. Start any number of workers, on any
+    machine. Ctrl-C finishes the attempts that have begun; the tasks of a killed worker go to other workers.
 
     \b
     swarmq worker my_agent:attempt --kind math --concurrency 32
     swarmq worker math=agents:solve code=agents:write --processes 4
+    swarmq worker "gymnasium:FrozenLake-v1?is_slippery=false" --kind lake
     swarmq worker my_agent:attempt --attempt-timeout 900        a function that hangs fails its episode, and is tried again
     """
     from swarmq import AsyncSwarmClient
     from swarmq.client.episodes.invite_lookup import find_invite
-    from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S, RunnerOptions
+    from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S, AgentFunction, RunnerOptions
     from swarmq.client.runners.worker_processes import parse_targets, run_processes, run_workers
+    from swarmq.environments import is_environment, load_agent
 
     plan = RunnerOptions(
         concurrency=concurrency,
         max_attempts=max_attempts,
         attempt_timeout_s=attempt_timeout or ATTEMPT_TIMEOUT_S,
     )
-    wanted = parse_targets(targets, kinds)
+    loaded: dict[str, AgentFunction] = {}
+    wanted: dict[str | None, str | AgentFunction] = {}
+    for kind, target in parse_targets(targets, kinds).items():
+        if is_environment(target) and target not in loaded:
+            loaded[target] = load_agent(target)
+        wanted[kind] = loaded.get(target, target)
     if processes > 1:
         run_processes(find_invite(invite), wanted, processes, plan)
         return

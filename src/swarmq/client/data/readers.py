@@ -1,7 +1,9 @@
 """Readers that turn data sets into tasks. Every error names the file, the line and the field.
 
 questions.jsonl   questions.csv   questions.parquet   a folder or `hf:owner/name:train` of Hugging Face `datasets`
-reasoning-gym:NAME?size=500&seed=1   verifiers:NAME   module:function (a function that returns an iterable)
+reasoning-gym:NAME?size=500&seed=1   module:function (a function that returns an iterable)
+
+Environments (`verifiers:NAME` and others) give their own tasks: `swarmq.environments`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ Row = tuple[str, Any]
 ID_FIELDS = ("id", "task_id")
 
 
-def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = None) -> Iterator[SwarmTask]:
-    """Yield the tasks of a data set in its own order, each read when it is needed.
+def read_tasks(
+    source: str, *, require: Sequence[str] = (), limit: int | None = None, rows: Iterable[Any] | None = None
+) -> Iterator[SwarmTask]:
+    """Yield the tasks of a data set in its own order, each read when it is needed. With `rows`, `source` is only their name.
 
     A row is identified by its `id` or `task_id`; if no row has one, by the source's name and the row's number. `require`:
     fields that every row must have. Raises TaskError for a row without an id or a required field, for an id that occurs twice
@@ -39,7 +43,8 @@ def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = 
     seen: dict[str, str] = {}
     has_ids: bool | None = None
     name = _make_id_prefix(source)
-    for number, (where, row) in enumerate(islice(_read_rows(source), limit)):
+    found = _read_rows(source) if rows is None else ((f"{source} number {n}", row) for n, row in enumerate(rows))
+    for number, (where, row) in enumerate(islice(found, limit)):
         _check_fields(where, row, require)
         named = isinstance(row, SwarmTask) or _has_id(row)
         has_ids = named if has_ids is None else has_ids
@@ -64,11 +69,15 @@ def _read_rows(source: str) -> Iterator[Row]:
         return _read_hugging_face(source)
     if suffix in _SUFFIXES:
         return _read_file(Path(source).expanduser(), _SUFFIXES[suffix])
-    if colon and scheme not in _SCHEMES:
+    if scheme in _ENVIRONMENTS and rest:
+        raise TaskError(
+            f"{source} is an environment: read swarmq.environments.load_environment({source!r}).tasks('train')"
+        )
+    if colon and scheme not in {*_SCHEMES, *_ENVIRONMENTS}:
         return _call_function(source)
     raise TaskError(
         f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
-        "reasoning-gym:NAME?size=N&seed=S, verifiers:NAME or module:function"
+        "reasoning-gym:NAME?size=N&seed=S or module:function"
     )
 
 
@@ -151,20 +160,24 @@ def _read_hugging_face(text: str) -> Iterator[Row]:
 
 def _read_reasoning_gym(text: str) -> Iterator[Row]:
     """Yield the rows of a `reasoning-gym` data set. The part after `?` configures it; the seed is 0 by default."""
-    _require_package("reasoning_gym", text)
-    import reasoning_gym  # noqa: PLC0415
-
     name, given = _parse_settings(text)
     settings = {"seed": 0, **given}
-    try:
-        entries = reasoning_gym.create_dataset(name, **settings)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise TaskError(f"reasoning-gym:{text}: {_explain_gym_error(name, settings) or error}") from error
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(create_gym_dataset(name, settings, text)):
         yield (
             f"reasoning-gym:{text} number {number}",
             {"id": f"{name}-{settings['seed']}-{number}", "dataset": name, **entry},
         )
+
+
+def create_gym_dataset(name: str, settings: dict[str, Any], text: str) -> Any:
+    """Create a data set of `reasoning-gym`. Raises TaskError, about `text`, that names the wrong setting."""
+    _require_package("reasoning_gym", text)
+    import reasoning_gym  # noqa: PLC0415
+
+    try:
+        return reasoning_gym.create_dataset(name, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise TaskError(f"reasoning-gym:{text}: {_explain_gym_error(name, settings) or error}") from error
 
 
 def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
@@ -184,36 +197,6 @@ def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
         except TypeError:  # a type that is no data
             continue
     return ""
-
-
-def _read_verifiers(text: str) -> Iterator[Row]:
-    """Yield the tasks of a `verifiers` environment. The part after `?` configures it. The environment's rewards are not used;
-    the agent computes its own."""
-    _require_package("verifiers", text)
-    name, settings = _parse_settings(text)
-    try:
-        rows = _load_environment(name, settings)
-    except Exception as error:  # an environment is somebody's Python package
-        raise TaskError(f"verifiers:{text}: cannot be loaded: {type(error).__name__}: {error}") from error
-    for number, row in enumerate(rows):
-        data = msgspec.to_builtins(row.data.model_dump(mode="json") if hasattr(row, "data") else dict(row))
-        yield f"verifiers:{text} number {number}", {"environment": name, **data, "id": f"{name}-{number}"}
-
-
-def _load_environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
-    """Load the tasks of an environment of version 1 (`verifiers.v1`), or the rows of an earlier environment's data set."""
-    if importlib.util.find_spec("verifiers.v1") is None:
-        old: Any = importlib.import_module("verifiers")
-        rows: Iterable[Any] = old.load_environment(name, **settings).get_dataset()
-        return rows
-    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
-    kind: Any = loaders.taskset_class(name)
-    config: Any = loaders.concrete_type(kind, loaders.TasksetConfig) or loaders.TasksetConfig
-    taskset: Any = kind(config.model_validate({"id": name, **settings}))
-    if not taskset.bounded:
-        raise ValueError("it has no end: give a module:function that takes some of it")
-    tasks: Iterable[Any] = iter(taskset)
-    return tasks
 
 
 def _call_function(target: str) -> Iterator[Row]:
@@ -285,8 +268,8 @@ _SUFFIXES: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+_ENVIRONMENTS = {"gymnasium", "openenv", "verifiers"}
 _SCHEMES: dict[str, Callable[[str], Iterator[Row]]] = {
     "reasoning-gym": _read_reasoning_gym,
     "hf": _read_hugging_face,
-    "verifiers": _read_verifiers,
 }

@@ -10,9 +10,10 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -25,7 +26,23 @@ from swarmq.outcome import Outcome, to_outcome
 from swarmq.runtime.slow_waits import warn_if_slow
 
 Returned = float | Outcome | None
-AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]]
+
+
+@runtime_checkable
+class ServedAgent(Protocol):
+    """An agent that needs something to run beside its attempts, as environments do."""
+
+    text: str
+    """Name for messages."""
+
+    async def __call__(self, ep: AsyncEpisode) -> Returned: ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Keep it running inside the block; enter it on the loop on which the agent is called."""
+        ...
+
+
+AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]] | ServedAgent
 """An agent's function. It returns a reward or an Outcome, or None if it has ended the episode itself."""
 
 ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
@@ -79,7 +96,7 @@ class Agent:
     def __init__(self, function: AgentFunction, *, loop: LoopThread | None = None) -> None:
         check_signature(function)
         self._function: Callable[[Any], Any] = function
-        self.name = _describe_function(function)
+        self.name = function.text if isinstance(function, ServedAgent) else _describe_function(function)
         """Name and place for messages: `module.function (file.py:12)`."""
         self.is_async = inspect.iscoroutinefunction(_unwrap_partial(function))
         self._loop = loop

@@ -4,6 +4,9 @@
 
   parent ──spawn──> 4 processes, each with a client of its own ──> one Worker per kind ──> tasks.<kind>
 
+Whatever an agent needs beside it (`ServedAgent`: an environment's tool servers) is started first, so that what cannot start is an
+error before any episode begins.
+
 If a process dies, no task is lost: RabbitMQ gives its tasks to the other processes, which continue.
 """
 
@@ -16,7 +19,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -24,7 +27,7 @@ import msgspec
 
 from swarmq.client.episodes.client import EpisodeClient
 from swarmq.client.episodes.event_loops import LoopThread
-from swarmq.client.runners.attempts import AgentFunction, RunnerOptions, check_signature
+from swarmq.client.runners.attempts import AgentFunction, RunnerOptions, ServedAgent, check_signature
 from swarmq.client.runners.report import RunSummary
 from swarmq.client.runners.worker import EVAL_SHARE, Worker, load_target, stop_on_signals
 from swarmq.errors import SwarmqError, TaskError
@@ -38,24 +41,30 @@ Targets = Mapping[str | None, str | AgentFunction]
 
 
 def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None, str]:
-    """Parse `kind=module:function ...`, or one `module:function` for all given kinds. Raises TaskError for anything else."""
-    named = [text for text in texts if "=" in text]
-    if not named:
+    """Parse `kind=target ...`, or one target for all given kinds; a target is `module:function` or an environment. Raises
+    TaskError for anything else."""
+    pairs = [split_kind(text) for text in texts]
+    if all(kind is None for kind, _ in pairs):
         if len(texts) != 1:
             raise TaskError(
                 f"{len(texts)} functions: say which kind each is for, e.g. math={texts[0]} code={texts[-1]}"
             )
         chosen: list[str | None] = [*kinds] or [None]
         return dict.fromkeys(chosen, texts[0])
-    if kinds or len(named) < len(texts):
+    if kinds or any(kind is None for kind, _ in pairs):
         raise TaskError("write either kind=module:function for every kind, or one module:function with --kind")
     targets: dict[str | None, str] = {}
-    for text in named:
-        kind, _, target = text.partition("=")
+    for (kind, target), text in zip(pairs, texts, strict=True):
         if kind in targets:
             raise TaskError(f"{text}: kind {kind!r} has a function already")
         targets[kind] = target
     return targets
+
+
+def split_kind(text: str) -> tuple[str | None, str]:
+    """Split `kind=target`; the kind is None if the text has none. A target may have `=` itself, behind `?`."""
+    kind, equals, target = text.partition("=")
+    return (None, text) if not equals or set(kind) & set(":?/") else (kind, target)
 
 
 def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions | None = None) -> dict[str, RunSummary]:
@@ -68,7 +77,7 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
     agents = LoopThread("swarmq-agents")
 
     async def main() -> dict[str, RunSummary]:
-        async with client:
+        async with _serve(agents, functions.values()), client:
             client.agent_loop = agents
             with stop_on_signals() as stop:
                 return await work_on_kinds(client, functions, options, stop)
@@ -77,6 +86,34 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
         return asyncio.run(main())
     finally:
         agents.close()
+
+
+@contextlib.asynccontextmanager
+async def _serve(loop: LoopThread, functions: Iterable[AgentFunction]) -> AsyncIterator[None]:
+    """Keep everything that the agents need running on their loop; one task enters and leaves each of it."""
+    served = [function for function in dict.fromkeys(functions) if isinstance(function, ServedAgent)]
+    if not served:
+        yield
+        return
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    own, closing = asyncio.get_running_loop(), asyncio.Event()
+
+    async def hold() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for agent in served:
+                await stack.enter_async_context(agent.serving())
+            own.call_soon_threadsafe(ready.set_result, None)
+            await closing.wait()
+
+    holding = asyncio.ensure_future(loop.call(hold))
+    try:
+        await asyncio.wait((ready, holding), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            await holding
+        yield
+    finally:
+        loop.loop.call_soon_threadsafe(closing.set)
+        await holding
 
 
 async def work_on_kinds(

@@ -162,54 +162,19 @@ def test_a_hugging_face_data_set_is_read_from_a_folder(tmp_path, monkeypatch):
     assert "TaskError splits:test: the data set cannot be loaded" in done.stdout
 
 
-OLD_VERIFIERS = """
-class Environment:
-    def get_dataset(self):
-        return [{"question": "6 * 7", "answer": "42"}]
-def load_environment(name, **settings):
-    if name != "sums": raise ValueError("no environment " + name)
-    return Environment()
-"""
-NEW_VERIFIERS = """
-class TasksetConfig:
-    @classmethod
-    def model_validate(cls, data): return data
-class Data:
-    def model_dump(self, mode): return {"idx": 0, "prompt": "6 * 7"}
-class Task:
-    data = Data()
-class Sums:
-    bounded = True
-    def __init__(self, config): self.endless = config.get("endless")
-    def __iter__(self): return iter([Task()])
-class Endless(Sums):
-    bounded = False
-def taskset_class(name): return {"sums": Sums, "endless": Endless}[name]
-def concrete_type(kind, bound): return None
-"""
-
-
-@pytest.mark.parametrize(("path", "code"), [("__init__.py", OLD_VERIFIERS), ("v1/utils/loaders.py", NEW_VERIFIERS)])
-def test_an_environment_of_verifiers_gives_its_data(tmp_path, monkeypatch, path, code):
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
-        monkeypatch.delitem(sys.modules, name)
-    module = tmp_path / "verifiers" / path
-    module.parent.mkdir(parents=True)
-    (tmp_path / "verifiers" / "__init__.py").touch()
-    module.write_text(code)
-    [task] = read("verifiers:sums")
-    assert task.id == "sums-0"
-    assert "6 * 7" in task.payload.values()
-    with pytest.raises(TaskError, match="verifiers:endless: cannot be loaded"):
-        read("verifiers:endless")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
-        monkeypatch.delitem(sys.modules, name)
+def test_environments_are_read_elsewhere():
+    for source in ("verifiers:sums", "gymnasium:X?size=3", "openenv:http://host"):
+        with pytest.raises(TaskError, match="is an environment: read swarmq.environments.load_environment"):
+            read(source)
+    rows = ({"id": name} for name in "ab")
+    assert [task.id for task in read("verifiers:sums", rows=rows)] == ["a", "b"]
+    with pytest.raises(TaskError, match="verifiers:sums number 1: the id 'a' is that of verifiers:sums number 0 too"):
+        read("verifiers:sums", rows=[{"id": "a"}, {"id": "a"}])
 
 
 def test_a_reader_whose_package_is_missing_says_which(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'swarmq\[data\]'"):
         read("a.parquet")
-    with pytest.raises(MissingExtraError, match="pip install verifiers"):
-        read("verifiers:sums")
+    with pytest.raises(MissingExtraError, match="pip install reasoning-gym"):
+        read("reasoning-gym:chain_sum")

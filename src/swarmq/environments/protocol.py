@@ -1,0 +1,101 @@
+"""What every environment offers, and the targets by which users name environments: `scheme:NAME?key=value&key=value`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from swarmq.client.episodes.episode import AsyncEpisode
+from swarmq.errors import MissingExtraError, TaskError
+from swarmq.outcome import Outcome
+
+Split = Literal["train", "eval"]
+T = TypeVar("T")
+
+
+class Environment(Protocol):
+    """Tasks, rollout and rewards of somebody's environment."""
+
+    def tasks(self, split: Split) -> Iterator[dict[str, Any]]:
+        """Yield the tasks of a split, each with an `id`. No task is in both splits. Raises TaskError."""
+        ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Start what attempts share, such as tool servers, and check what can be checked without an episode."""
+        ...
+
+    async def attempt(self, ep: AsyncEpisode) -> Outcome:
+        """Run one rollout and return its rewards. Raises whatever broke, which fails the episode."""
+        ...
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A parsed target, e.g. `gymnasium:FrozenLake-v1?max_steps=20`."""
+
+    scheme: str
+    name: str
+    settings: dict[str, Any]
+    """The part after `?`; values are JSON, or text."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}:{self.name}"
+
+    def take(self, key: str, kind: type[T], default: T) -> T:
+        """Remove a setting that swarmq reads itself and return it. Raises TaskError for a value of another type."""
+        if key not in self.settings:
+            return default
+        value = self.settings.pop(key)
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise TaskError(f"{self}: {key} is {value!r}: {error}") from error
+
+    def take_count(self, key: str, default: int, *, least: int = 1) -> int:
+        """Remove a setting that is a whole number and return it. Raises TaskError for any other value."""
+        count = self.take(key, int, default)
+        if count < least:
+            raise TaskError(f"{self}: {key} is {count}: at least {least} is needed")
+        return count
+
+
+def parse_target(text: str) -> Target:
+    """Parse `scheme:NAME?key=value&key=value`. Raises TaskError if the part after `?` is malformed."""
+    scheme, _, rest = text.partition(":")
+    name, _, query = rest.partition("?")
+    try:
+        pairs = parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
+    except ValueError as error:
+        raise TaskError(f"{text}: behind `?` write key=value&key=value: {error}") from error
+    return Target(scheme, name, {key: _parse_value(value) for key, value in pairs})
+
+
+def require_package(target: Target, package: str, extra: str) -> None:
+    """Raise MissingExtraError that names the `pip` command if a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(f"{target} needs {package}: pip install {extra}")
+
+
+def read_payload(target: Target, payload: Any, fields: Mapping[str, type]) -> list[Any]:
+    """Return the named fields of a task's payload. Raises TaskError for a task that another environment or data set made."""
+    if not isinstance(payload, dict) or payload.get("environment") != str(target):
+        made_by = payload.get("environment") if isinstance(payload, dict) else type(payload).__name__
+        raise TaskError(
+            f"the task is not of {target} but of {made_by}: feed this kind with `swarmq feed RUN {target}`, or start the "
+            "worker with the environment that was fed"
+        )
+    try:
+        return [msgspec.convert(payload[name], kind) for name, kind in fields.items()]
+    except (KeyError, msgspec.ValidationError) as error:
+        raise TaskError(f"a task of {target} is damaged: {error}") from error
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
