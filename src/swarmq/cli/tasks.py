@@ -198,7 +198,7 @@ def worker(
     max_attempts: int,
     attempt_timeout: float | None,
 ) -> None:
-    """Attempt the tasks of a queue with your own function, or with an environment.
+    """Attempt the tasks of a queue with a function or environment.
 
     The function, named as `module:function`, takes an episode and returns a reward. An environment (`verifiers:NAME`,
     `gymnasium:ID`, `reasoning-gym:NAME`, `openenv:URL`) runs its own rollout and rewards. Start any number of workers, on any

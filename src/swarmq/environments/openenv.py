@@ -41,7 +41,7 @@ class OpenEnvEnvironment:
     """
 
     def __init__(self, target: Target) -> None:
-        require_package(target, "openenv", "'swarmq[openenv]', in a virtual environment of its own")
+        require_package(target, "openenv", "openenv-core, in a virtual environment of its own")
         if not re.match(r"https?://", target.name):
             raise TaskError(f"{target}: write the address of a server, e.g. openenv:http://localhost:8000")
         self._target = target

@@ -12,7 +12,7 @@ rollout with different rewards cannot be credited and is refused.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -33,6 +33,8 @@ HELD_OUT = 10
 """Of a taskset without a split of its own, every tenth task is for evaluation."""
 EVAL_SPLITS = ("eval", "test", "validation", "valid", "dev")
 AGENT_HEADER = "x-swarmq-agent"
+CONVERSIONS = ("could not convert string to float", "float() argument must be")
+"""What verifiers says of a reward or metric that is no number."""
 DEFAULTS = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """An agent of an environment that pins nothing: verifiers' chat loop with tools, on this machine."""
 
@@ -46,7 +48,7 @@ class VerifiersEnvironment:
     """
 
     def __init__(self, target: Target) -> None:
-        require_package(target, "verifiers", "'swarmq[verifiers]', in a virtual environment of its own")
+        require_package(target, "verifiers", "verifiers uv, in a virtual environment of its own")
         if importlib.util.find_spec("verifiers.v1") is None:
             raise TaskError(f"{target}: the installed verifiers is older than 0.4: pip install 'verifiers>=0.4'")
         _pass_on_working_directory()
@@ -73,17 +75,18 @@ class VerifiersEnvironment:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Start tool servers that attempts share, and prepare the harness of every agent that runs on this machine."""
-        try:
-            async with self._env.serving():
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._env.serving())
                 await self._prepare_harnesses()
-                if self._env._runs_local():  # noqa: SLF001
-                    # A pool keeps a client for every key that it has seen; without it, each rollout closes its own.
-                    self._env._interception = None  # noqa: SLF001
-                yield
-        except (TaskError, asyncio.CancelledError):
-            raise
-        except Exception as error:  # an environment is somebody's Python package
-            raise TaskError(f"{self._target}: cannot be started: {type(error).__name__}: {error}") from error
+            except TaskError:
+                raise
+            except Exception as error:  # an environment is somebody's Python package
+                raise TaskError(f"{self._target}: cannot be started: {_first_line(error)}") from error
+            if self._env._runs_local():  # noqa: SLF001
+                # A pool keeps a client for every key that it has seen; without it, each rollout closes its own.
+                self._env._interception = None  # noqa: SLF001
+            yield
 
     async def attempt(self, ep: AsyncEpisode) -> Outcome:
         (data,) = read_payload(self._target, ep.payload, {"task": dict})
@@ -257,7 +260,7 @@ def _check(target: Target, episode: Any) -> None:
         raise RolloutError(f"{target}: the rollout did not end well, and verifiers gives no reason")
     last = errors[-1]
     what = f"{target}: {last.type}: {last.message}"
-    if last.type == "TaskError" and " scoring: " in last.message:
+    if last.type == "TaskError" and any(words in last.message for words in CONVERSIONS):
         raise OutcomeError(f"{what} (a reward or metric must return a finite number)")
     raise RolloutError(what)
 

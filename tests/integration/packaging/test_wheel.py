@@ -26,6 +26,7 @@ LIGHT = {
     "dashboard": ("[dashboard]", ("dashboard.serving", "cli.dashboard")),
     "traces": ("[proxy,traces]", ("proxy",)),
     "data": ("[data]", ("client.data",)),
+    "environments": ("[environments]", ("environments",)),
 }
 """Each extra that pip installs, with the modules and packages of swarmq that it is for."""
 HEAVY = {

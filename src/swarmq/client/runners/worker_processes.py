@@ -77,7 +77,7 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
     agents = LoopThread("swarmq-agents")
 
     async def main() -> dict[str, RunSummary]:
-        async with _serve(agents, functions.values()), client:
+        async with keep_serving(agents, functions.values()), client:
             client.agent_loop = agents
             with stop_on_signals() as stop:
                 return await work_on_kinds(client, functions, options, stop)
@@ -89,7 +89,7 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
 
 
 @contextlib.asynccontextmanager
-async def _serve(loop: LoopThread, functions: Iterable[AgentFunction]) -> AsyncIterator[None]:
+async def keep_serving(loop: LoopThread, functions: Iterable[AgentFunction]) -> AsyncIterator[None]:
     """Keep everything that the agents need running on their loop; one task enters and leaves each of it."""
     served = [function for function in dict.fromkeys(functions) if isinstance(function, ServedAgent)]
     if not served:

@@ -1,14 +1,23 @@
 """Which function works on which kind, in which lanes, and what cannot be given to other processes."""
 
 import asyncio
+import contextlib
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from swarmq.broker import topology
+from swarmq.client.episodes.client import EpisodeClient
+from swarmq.client.episodes.event_loops import LoopThread
 from swarmq.client.runners.attempts import RunnerOptions
-from swarmq.client.runners.worker_processes import parse_targets, run_processes, work_on_kinds
+from swarmq.client.runners.worker_processes import (
+    keep_serving,
+    parse_targets,
+    run_processes,
+    run_workers,
+    work_on_kinds,
+)
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task
 
@@ -112,3 +121,39 @@ async def test_a_worker_without_tickets_still_evaluates(swarm_of):
     assert ready == [("train", 16), ("eval", 4)], "which of the two is for evaluation"
     assert {begin.mode for begin in swarm.begins} == {"eval"}
     assert len(swarm.arrived(topology.tasks("r1", "math"))) == 3, "back on the queue"
+
+
+class Served:
+    text = "served"
+
+    def __init__(self, fails=""):
+        self.fails = fails
+        self.seen = []
+
+    async def __call__(self, _ep):
+        return 1.0
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        if self.fails:
+            raise TaskError(self.fails)
+        self.seen.append(asyncio.current_task())
+        yield
+        self.seen.append(asyncio.current_task())
+
+
+async def test_what_an_agent_needs_runs_on_its_loop_and_is_left_by_the_task_that_entered_it():
+    loop, agent = LoopThread("test"), Served()
+    try:
+        async with keep_serving(loop, [agent, agent, len]):
+            [task] = agent.seen
+            assert task.get_loop() is loop.loop
+        assert agent.seen == [task, task]
+    finally:
+        loop.close()
+
+
+def test_what_cannot_start_is_an_error_before_the_client_connects(make_invite):
+    client = EpisodeClient(make_invite(), open_broker=None)
+    with pytest.raises(TaskError, match="no tool server"):
+        run_workers(client, {"math": Served(fails="no tool server")})
