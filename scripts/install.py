@@ -88,6 +88,7 @@ def _install(cuda: bool) -> int:
         ("torchvision for tests", TORCHVISION, _torchvision),
         ("swarmq itself", _project_digest(), lambda: _pip("--no-deps", "-e", ".")),
         ("chromium for the dashboard's tests", "1", _chromium),
+        ("bubblewrap for sandboxes", "1", _bubblewrap),
         ("RabbitMQ", hashlib.sha256((ROOT / "src/swarmq/broker/node/install.py").read_bytes()).hexdigest(), _rabbitmq),
     ]
     if cuda:
@@ -192,6 +193,14 @@ def _chromium() -> None:
         _apt("chromium", "fonts-dejavu-core")
     if not any(map(shutil.which, names)):
         _say("      no chromium: tests of the dashboard in a browser will be skipped; sudo apt-get install chromium")
+
+
+def _bubblewrap() -> None:
+    """The strongest sandbox of swarmq.rewards; without it tests use the others."""
+    if not shutil.which("bwrap") and _is_debian() and os.geteuid() == 0:
+        _apt("bubblewrap")
+    if not shutil.which("bwrap"):
+        _say("      no bubblewrap: its tests will be skipped; sudo apt-get install bubblewrap")
 
 
 def _can_compile() -> bool:

@@ -2,14 +2,16 @@
 
 from swarmq.rewards import Judge, TextChecks, combine, length_penalty, math_match
 
-Answers are hostile: what an answer could stall runs in helper processes (`helper`). A wrong or hostile answer is a score of 0 with
+Answers are hostile: what an answer could stall runs in helper processes (`helper`), programs run in a `Sandbox`. A wrong or hostile answer is a score of 0 with
 a reason. RewardError and JudgeError mean that the expected answer or the machine is at fault: do not catch them, the episode fails.
 """
 
+from swarmq.rewards.code import asserts_pass, extract_code, outputs_match
 from swarmq.rewards.endpoint import Budget, ChatEndpoint
 from swarmq.rewards.judge import Judge
 from swarmq.rewards.matches import exact_match, fuzzy_match, normalise
 from swarmq.rewards.mathematics import math_match
+from swarmq.rewards.sandbox import Limits, Run, Sandbox
 from swarmq.rewards.score import Score
 from swarmq.rewards.shaping import clip, combine, length_penalty, potential_differences
 from swarmq.rewards.structure import extract_json, extract_tag, regex_match, schema_match, tags_match
@@ -19,11 +21,16 @@ __all__ = [
     "Budget",
     "ChatEndpoint",
     "Judge",
+    "Limits",
+    "Run",
+    "Sandbox",
     "Score",
     "TextChecks",
+    "asserts_pass",
     "clip",
     "combine",
     "exact_match",
+    "extract_code",
     "extract_json",
     "extract_tag",
     "fuzzy_match",
@@ -32,6 +39,7 @@ __all__ = [
     "math_match",
     "nonsense_share",
     "normalise",
+    "outputs_match",
     "potential_differences",
     "regex_match",
     "repeated_share",

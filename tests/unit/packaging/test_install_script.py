@@ -21,9 +21,10 @@ ACTIONS = (
     "_pip",
     "_torchvision",
     "_chromium",
+    "_bubblewrap",
     "_rabbitmq",
 )
-STEPS = 10
+STEPS = 11
 """`_pip` is two of them: the tools, and swarmq itself."""
 
 
@@ -76,7 +77,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script: ModuleType, monkeyp
     monkeypatch.setattr(script, "_packages", packages)
     script.done.clear()
     script._install(cuda=False)
-    assert script.done == ["_packages", "_pip", "_pip", "_torchvision", "_pip", "_chromium", "_rabbitmq"]
+    assert script.done == ["_packages", "_pip", "_pip", "_torchvision", "_pip", "_chromium", "_bubblewrap", "_rabbitmq"]
 
 
 def test_an_environment_whose_python_is_gone_is_made_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
