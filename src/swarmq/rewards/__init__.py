@@ -11,6 +11,7 @@ from swarmq.rewards.endpoint import Budget, ChatEndpoint
 from swarmq.rewards.judge import Judge
 from swarmq.rewards.matches import exact_match, fuzzy_match, normalise
 from swarmq.rewards.mathematics import math_match
+from swarmq.rewards.rubric import Agreement, Example, Rubric, derive_rubric, measure_agreement
 from swarmq.rewards.sandbox import Limits, Run, Sandbox
 from swarmq.rewards.score import Score
 from swarmq.rewards.shaping import clip, combine, length_penalty, potential_differences
@@ -18,10 +19,13 @@ from swarmq.rewards.structure import extract_json, extract_tag, regex_match, sch
 from swarmq.rewards.text_checks import TextChecks, loops, nonsense_share, repeated_share
 
 __all__ = [
+    "Agreement",
     "Budget",
     "ChatEndpoint",
+    "Example",
     "Judge",
     "Limits",
+    "Rubric",
     "Run",
     "Sandbox",
     "Score",
@@ -29,6 +33,7 @@ __all__ = [
     "asserts_pass",
     "clip",
     "combine",
+    "derive_rubric",
     "exact_match",
     "extract_code",
     "extract_json",
@@ -37,6 +42,7 @@ __all__ = [
     "length_penalty",
     "loops",
     "math_match",
+    "measure_agreement",
     "nonsense_share",
     "normalise",
     "outputs_match",
