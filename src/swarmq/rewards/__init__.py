@@ -12,7 +12,7 @@ from swarmq.rewards.judge import Judge
 from swarmq.rewards.matches import exact_match, fuzzy_match, normalise
 from swarmq.rewards.mathematics import math_match
 from swarmq.rewards.rubric import Agreement, Example, Rubric, derive_rubric, measure_agreement
-from swarmq.rewards.sandbox import Limits, Run, Sandbox
+from swarmq.rewards.sandbox import Limits, ProgramRun, Sandbox
 from swarmq.rewards.score import Score
 from swarmq.rewards.shaping import clip, combine, length_penalty, potential_differences
 from swarmq.rewards.structure import extract_json, extract_tag, regex_match, schema_match, tags_match
@@ -25,8 +25,8 @@ __all__ = [
     "Example",
     "Judge",
     "Limits",
+    "ProgramRun",
     "Rubric",
-    "Run",
     "Sandbox",
     "Score",
     "TextChecks",

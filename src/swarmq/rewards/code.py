@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarmq.errors import RewardError, SandboxError
-from swarmq.rewards.sandbox import Run, Sandbox
+from swarmq.rewards.sandbox import ProgramRun, Sandbox
 from swarmq.rewards.score import RIGHT, Score, wrong
 
 PROCESS = Path(__file__).with_name("code_process.py")
@@ -96,13 +96,13 @@ def asserts_pass(sandbox: Sandbox, answer: str, tests: str, *, all_or_nothing: b
     return Score(0.0 if all_or_nothing else min(passed, number) / number, first[:300])
 
 
-def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[Run, Run]:
+def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, ProgramRun]:
     """Return what became of the tests and of the solution."""
     program = PROCESS.read_text()
     to_solution, from_tests = os.pipe()
     to_tests, from_solution = os.pipe()
     ours = [to_solution, from_tests, to_tests, from_solution]
-    ended: list[Run] = []
+    ended: list[ProgramRun] = []
     failed: list[BaseException] = []
     try:
         with (

@@ -1,7 +1,7 @@
 """Sandboxes for programs that a model wrote.
 
     Sandbox.detect() ── tries bubblewrap, then Landlock; each must hold against a hostile probe ──> Sandbox
-    sandbox.run(command, files=..., stdin=...) ── a fresh sandbox, watched by this thread ──> Run
+    sandbox.run(command, files=..., stdin=...) ── a fresh sandbox, watched by this thread ──> ProgramRun
 
 | isolation  | made of                                                        | the program sees                  |
 |------------|----------------------------------------------------------------|-----------------------------------|
@@ -95,7 +95,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise SandboxError(f"limits.memory_bytes is {self.memory_bytes}: Python itself needs {64 * MIB}")
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramRun(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a program. Everything in it is the program's doing: a failure of the sandbox raises SandboxError."""
 
     exit_code: int
@@ -159,7 +159,7 @@ class Sandbox:
         limits = msgspec.structs.replace(self.limits, **changes)
         return Sandbox(self.isolation, limits=limits, python=self.python, readable=self._readable)
 
-    def run(self, command: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = "") -> Run:
+    def run(self, command: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = "") -> ProgramRun:
         """Run a program in a fresh sandbox and return what became of it. `python` as the first word of the command is the
         sandbox's interpreter; `files`: name -> content, in the folder in which the program runs.
 
@@ -168,10 +168,12 @@ class Sandbox:
         with self.start(command, files=files, stdin=stdin) as running:
             return running.wait()
 
-    async def arun(self, command: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = "") -> Run:
+    async def arun(
+        self, command: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = ""
+    ) -> ProgramRun:
         """Run a program as `run` does, for coroutines."""
 
-        def run() -> Run:
+        def run() -> ProgramRun:
             return self.run(command, files=files, stdin=stdin)
 
         return await run_in_thread(run)
@@ -314,7 +316,7 @@ class Running:
         """Let `wait`, in another thread, kill the program and return."""
         self._stop.set()
 
-    def wait(self) -> Run:
+    def wait(self) -> ProgramRun:
         """Wait until the program has ended or must be killed."""
         began, ready_at = time.monotonic(), None
         output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
@@ -396,7 +398,7 @@ class Running:
             stopped = "output"
         if not stopped and code == 128 + signal.SIGXCPU:
             stopped = "cpu"
-        return Run(
+        return ProgramRun(
             exit_code=code,
             stdout=texts["stdout"].decode(errors="replace"),
             stderr=texts["stderr"].decode(errors="replace"),
