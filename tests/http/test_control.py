@@ -268,7 +268,7 @@ async def test_the_routes_are_described(stage):
     async with stage.http.get(f"{stage.url}/schema/openapi.json") as response:
         paths = (await response.json(content_type=None))["paths"]
     assert set(paths["/v1/control/episodes"]["post"]["responses"]) >= {"201", "400", "401", "403", "409", "429", "503"}
-    assert paths["/v1/control/episodes/{episode_id}/end"]["post"]["security"] == [{"operatorToken": []}]
+    assert paths["/v1/control/episodes/{episode_id}/end"]["post"]["security"] == [{"operatorToken": ["rollout"]}]
     async with stage.http.get(f"{stage.url}/schema") as response:
         assert response.content_type == "text/html", "and there is a page to read them on"
 
