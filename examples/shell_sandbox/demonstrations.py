@@ -26,30 +26,30 @@ def copying(dice: random.Random) -> Iterator[list[dict[str, Any]]]:
 
 
 def chat(dice: random.Random, way: str) -> list[dict[str, Any]]:
-    kind = dice.choice(environment.KINDS["toy"])
-    problem = environment.build({"size": "toy", "kind": kind, "seed": environment.WARMUP_SEED + dice.randrange(10**9)})
-    return Demonstrator(problem, kind, dice).show(way)
+    goal = dice.choice(environment.GOALS["toy"])
+    problem = environment.build({"size": "toy", "goal": goal, "seed": environment.WARMUP_SEED + dice.randrange(10**9)})
+    return Demonstrator(problem, goal, dice).show(way)
 
 
 class Demonstrator:
     """Writer of one chat, whose commands are run as they are written."""
 
-    def __init__(self, problem: Problem, kind: str, dice: random.Random) -> None:
-        self.problem, self.kind, self.dice = problem, kind, dice
+    def __init__(self, problem: Problem, goal: str, dice: random.Random) -> None:
+        self.problem, self.goal, self.dice = problem, goal, dice
         self.files = dict(problem.files)
         self.messages = opening("toy", problem.question)
 
     def show(self, way: str) -> list[dict[str, Any]]:
         guess = f"{self.dice.choice(environment.NAMES)}.txt"
-        if way == "look" and self.kind == "count":
+        if way == "look" and self.goal == "count":
             guess = self.run(f"wc -l {self.problem.subject}").split()[0]
         elif way == "look":
             guess = self.run(f"grep -l {self.problem.subject} *")
         elif way == "list":
             guess = self.dice.choice(self.run("ls").split())
-        if self.kind == "count" and way != "look":
+        if self.goal == "count" and way != "look":
             guess = str(self.dice.randint(1, 6))
-        if self.kind == "delete":
+        if self.goal == "delete":
             self.run(f"rm {guess}")
             guess = "done"
         return [*self.messages, {"role": "assistant", "content": f"<answer>{guess}</answer>"}]

@@ -23,7 +23,7 @@ WORDS = ("apple", "beech", "cedar", "daisy", "elder", "fern", "grape", "hazel", 
 SERVICES = ("billing", "gateway", "mailer", "search", "users", "worker")
 LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARNING", "ERROR")
 MESSAGES = ("cache refreshed", "connection closed", "request took 840 ms", "retrying", "user not found", "disk is full")
-KINDS = {"toy": ("find", "count", "delete"), "full": ("errors", "noisiest", "purge", "report")}
+GOALS = {"toy": ("find", "count", "delete"), "full": ("errors", "noisiest", "purge", "report")}
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -76,7 +76,7 @@ def held_out_full() -> Iterator[dict[str, Any]]:
 def build(task: dict[str, Any]) -> Problem:
     """Return the problem of a task; the same task gives the same problem."""
     dice = random.Random(task["seed"])
-    return _build_toy(task["kind"], dice) if task["size"] == "toy" else _build_full(task["kind"], dice)
+    return _build_toy(task["goal"], dice) if task["size"] == "toy" else _build_full(task["goal"], dice)
 
 
 def score(problem: Problem, files: dict[str, str], reply: str) -> float:
@@ -91,11 +91,11 @@ def score(problem: Problem, files: dict[str, str], reply: str) -> float:
 
 def _tasks(split: str, size: str, first: int, count: int) -> Iterator[dict[str, Any]]:
     for number in range(count):
-        kind = KINDS[size][number % len(KINDS[size])]
-        yield {"id": f"{split}-{size}-{number}", "size": size, "kind": kind, "seed": first + number}
+        goal = GOALS[size][number % len(GOALS[size])]
+        yield {"id": f"{split}-{size}-{number}", "size": size, "goal": goal, "seed": first + number}
 
 
-def _build_toy(kind: str, dice: random.Random) -> Problem:
+def _build_toy(goal: str, dice: random.Random) -> Problem:
     names = [f"{name}.txt" for name in dice.sample(NAMES, 4)]
     words = dice.sample(WORDS, 12)
     lengths = [dice.randint(1, 6) for _ in names]
@@ -106,7 +106,7 @@ def _build_toy(kind: str, dice: random.Random) -> Problem:
         files[name] = "".join(f"{line}\n" for line in dice.sample(lines, length))
     chosen = dice.randrange(4)
     name, word = names[chosen], words[3 * chosen]
-    if kind == "count":
+    if goal == "count":
         return Problem(
             files=files,
             after=files,
@@ -114,13 +114,13 @@ def _build_toy(kind: str, dice: random.Random) -> Problem:
             answer=str(lengths[chosen]),
             subject=name,
         )
-    if kind == "find":
+    if goal == "find":
         return Problem(files=files, after=files, question=f"Which file has {word}?", answer=name, subject=word)
     rest = {other: text for other, text in files.items() if other != name}
     return Problem(files=files, after=rest, question=f"Delete the file with {word}.", answer=None, subject=word)
 
 
-def _build_full(kind: str, dice: random.Random) -> Problem:
+def _build_full(goal: str, dice: random.Random) -> Problem:
     """Return a folder of logs by service and day, with a question that takes several commands."""
     files, errors = {}, dict.fromkeys(SERVICES, 0)
     for service in SERVICES:
@@ -132,14 +132,14 @@ def _build_full(kind: str, dice: random.Random) -> Problem:
             errors[service] += sum(" ERROR " in line for line in lines)
             files[f"logs/{service}/2031-04-{day:02}.log"] = "".join(f"{line}\n" for line in lines)
     service = dice.choice(SERVICES)
-    if kind == "errors":
+    if goal == "errors":
         question = f"How many lines in the logs of {service} have the level ERROR?"
         return Problem(files=files, after=files, question=question, answer=str(errors[service]), subject=service)
-    if kind == "noisiest":
+    if goal == "noisiest":
         question = "Which log file has most lines? If several have as many, take the first by path. Answer with its path from logs/ on."
         longest = min(files, key=lambda path: (-files[path].count("\n"), path))
         return Problem(files=files, after=files, question=question, answer=longest, subject=service)
-    if kind == "purge":
+    if goal == "purge":
         quiet = next(path for path in files if f"/{service}/" in path)  # at least one file has to go
         files[quiet] = files[quiet].replace(" ERROR ", " INFO ")
         kept = {path: text for path, text in files.items() if " ERROR " in text or f"/{service}/" not in path}

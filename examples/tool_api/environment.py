@@ -49,7 +49,7 @@ SUBJECTS = (
 )
 STATES = ("cancelled", "done", "open", "paid", "planned", "waiting")
 VAULT = "vault"
-KINDS = {"toy": ("set",), "full": ("copy", "move", "tidy")}
+GOALS = {"toy": ("set",), "full": ("copy", "move", "tidy")}
 
 _TEXT = {"type": "string"}
 TOOLS: list[dict[str, Any]] = [
@@ -165,7 +165,7 @@ def held_out_full() -> Iterator[dict[str, Any]]:
 def build(task: dict[str, Any]) -> World:
     """Return the world of a task; the same task gives the same world."""
     dice = random.Random(task["seed"])
-    return _build_toy(dice) if task["size"] == "toy" else _build_full(task["kind"], dice)
+    return _build_toy(dice) if task["size"] == "toy" else _build_full(task["goal"], dice)
 
 
 def score(world: World) -> float:
@@ -175,8 +175,8 @@ def score(world: World) -> float:
 
 def _tasks(split: str, size: str, first: int, count: int) -> Iterator[dict[str, Any]]:
     for number in range(count):
-        kind = KINDS[size][number % len(KINDS[size])]
-        yield {"id": f"{split}-{size}-{number}", "size": size, "kind": kind, "seed": first + number}
+        goal = GOALS[size][number % len(GOALS[size])]
+        yield {"id": f"{split}-{size}-{number}", "size": size, "goal": goal, "seed": first + number}
 
 
 def _copy_records(apps: dict[str, App]) -> dict[str, dict[str, str]]:
@@ -193,7 +193,7 @@ def _build_toy(dice: random.Random) -> World:
     return World(apps=apps, question=f"Turn the {name} to {value}.", wanted=wanted, subject=(name, value))
 
 
-def _build_full(kind: str, dice: random.Random) -> World:
+def _build_full(goal: str, dice: random.Random) -> World:
     apps = {}
     for name in SERVICES:
         endpoints = {dice.choice(verbs): action for action, verbs in VERBS.items()}
@@ -205,15 +205,15 @@ def _build_full(kind: str, dice: random.Random) -> World:
     source, target = dice.sample(SERVICES, 2)
     key = dice.choice(sorted(apps[source].records))
     state = apps[source].records[key]
-    if kind != "tidy":
+    if goal != "tidy":
         apps[target].records.pop(key, None)
     wanted = _copy_records(apps)
-    if kind == "tidy":
+    if goal == "tidy":
         question = f"Remove all records of {source} that are {state}. Change nothing else."
         wanted[source] = {name: value for name, value in wanted[source].items() if value != state}
     else:
         wanted[target][key] = state
-        question = f"{kind.title()} the record {key} of {source} to {target}, under the same key. Change nothing else."
-        if kind == "move":
+        question = f"{goal.title()} the record {key} of {source} to {target}, under the same key. Change nothing else."
+        if goal == "move":
             del wanted[source][key]
     return World(apps=apps, question=question, wanted=wanted, subject=(source, state))

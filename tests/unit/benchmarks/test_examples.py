@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,15 @@ from benchmarks.examples import manifest
 from benchmarks.examples.__main__ import cells, figures, is_finished, merge, summarize
 from benchmarks.examples.course import HeldOut, Row, row_path, rows_in
 
+from swarmq.client.data.feed import feed
+from swarmq.client.data.readers import read_tasks
 from swarmq.config import SwarmJob
+from swarmq.testing.memory_broker import MemoryBroker
 from swarmq.toy_model import load_lessons
+
+FEED = re.compile(r"swarmq feed runs/\S+ (\S+)(?: --kind (\S+))?")
+"""The command as tutorials write it: tasks and kind."""
+MOST_FED = 1000
 
 
 def point(reward: float) -> HeldOut:
@@ -48,6 +56,22 @@ def test_a_tutorial_is_complete(name):
     assert f"swarmq up examples/{name}/job.toml" in readme
     for module in found.models.values():
         assert load_lessons(manifest.locate(name, module)).recipe.steps
+
+
+def task_lists(name: str) -> set[tuple[str, str]]:
+    """Return kind and tasks of every list that a tutorial's manifest, README or job at real size feeds or evaluates."""
+    found, folder = manifest.load(name), manifest.EXAMPLES / name
+    lists = {(k, manifest.locate(name, tasks)) for table in (found.feeds, found.held_out) for k, tasks in table.items()}
+    text = (folder / "README.md").read_text() + (folder / "job_h200.toml").read_text()
+    return lists | {(kind or "default", tasks) for tasks, kind in FEED.findall(text)}
+
+
+@pytest.mark.parametrize(("kind", "tasks"), sorted({one for name in manifest.names() for one in task_lists(name)}))
+async def test_the_tasks_of_a_tutorial_can_be_fed(kind, tasks, tmp_path: Path):
+    broker = MemoryBroker()
+    await broker.declare("run", policies=["main"], kinds=[kind])
+    listed = read_tasks(tasks, limit=MOST_FED)
+    assert await feed(broker, "run", listed, kind, repeats=1, progress_file=tmp_path / "feed.json") > 0
 
 
 def test_names_in_a_manifest_are_those_of_the_folder_unless_they_have_a_dot():

@@ -10,11 +10,11 @@ from support.scripted_chat import answers_of, scripted_chat, spoken
 pytest.importorskip("openai")
 from examples.shell_sandbox import agent, demonstrations, environment, shell
 
-KINDS = [(size, kind) for size, kinds in environment.KINDS.items() for kind in kinds]
+GOALS = [(size, goal) for size, goals in environment.GOALS.items() for goal in goals]
 
 
-def task(kind, size="toy", seed=5):
-    return {"size": size, "kind": kind, "seed": seed}
+def task(goal, size="toy", seed=5):
+    return {"size": size, "goal": goal, "seed": seed}
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def test_the_splits_have_different_seeds():
     assert len({one["id"] for one in train + held_out}) == 1596
 
 
-@pytest.mark.parametrize(("size", "kind"), KINDS)
-def test_a_task_always_gives_the_same_problem_and_nothing_done_is_wrong(size, kind):
-    one = task(kind, size)
+@pytest.mark.parametrize(("size", "goal"), GOALS)
+def test_a_task_always_gives_the_same_problem_and_nothing_done_is_wrong(size, goal):
+    one = task(goal, size)
     problem = environment.build(one)
     assert problem == environment.build(one) != environment.build({**one, "seed": 6})
     assert environment.score(problem, problem.files, "<answer>nothing</answer>") == 0.0
@@ -135,13 +135,13 @@ def test_broken_calls_come_back_as_text(arguments):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("kind", environment.KINDS["toy"])
+@pytest.mark.parametrize("goal", environment.GOALS["toy"])
 @pytest.mark.parametrize("way", ["look", "list", "guess"])
-def test_demonstrations_show_what_the_agent_sends(kind, way):
-    problem = environment.build(task(kind))
-    shown = demonstrations.Demonstrator(problem, kind, random.Random(3)).show(way)
+def test_demonstrations_show_what_the_agent_sends(goal, way):
+    problem = environment.build(task(goal))
+    shown = demonstrations.Demonstrator(problem, goal, random.Random(3)).show(way)
     with scripted_chat(answers_of(shown)) as chat:
-        outcome = agent.attempt(chat.episode(task(kind)))
+        outcome = agent.attempt(chat.episode(task(goal)))
     assert chat.conversation() == spoken(shown[:-1])
     assert chat.requests[0]["tools"] == demonstrations.TOOLS
     if way == "look":

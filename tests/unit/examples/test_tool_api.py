@@ -10,7 +10,7 @@ from support.scripted_chat import answers_of, scripted_chat, spoken
 pytest.importorskip("openai")
 from examples.tool_api import agent, demonstrations, environment
 
-TASK = {"size": "toy", "kind": "set", "seed": 11}
+TASK = {"size": "toy", "goal": "set", "seed": 11}
 
 
 def endpoint(world, app, action):
@@ -47,10 +47,10 @@ def test_documentation_leads_to_the_right_call_and_changes_one_value_only():
     assert environment.score(world) == 0.0, "another change spoils it"
 
 
-@pytest.mark.parametrize("kind", environment.KINDS["full"])
+@pytest.mark.parametrize("goal", environment.GOALS["full"])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_full_task_can_be_done_by_calls_alone(kind, seed):
-    world = environment.build({"size": "full", "kind": kind, "seed": seed})
+def test_every_full_task_can_be_done_by_calls_alone(goal, seed):
+    world = environment.build({"size": "full", "goal": goal, "seed": seed})
     vault = endpoint(world, "vault", "get")
 
     def call(app, action, **arguments):
@@ -59,7 +59,7 @@ def test_every_full_task_can_be_done_by_calls_alone(kind, seed):
         return world.run("call", {"app": app, "endpoint": endpoint(world, app, action), **arguments})
 
     source, state = world.subject
-    if kind == "tidy":
+    if goal == "tidy":
         for key in call(source, "list").split(", "):
             if call(source, "get", key=key) == state:
                 assert call(source, "remove", key=key) == f"removed {state}"
@@ -68,7 +68,7 @@ def test_every_full_task_can_be_done_by_calls_alone(kind, seed):
         key, target = words[3], words[7]
         assert call(source, "get", key=key) == state
         assert call(target, "put", key=key, value=state) == "ok"
-        if kind == "move":
+        if goal == "move":
             call(source, "remove", key=key)
     assert environment.score(world) == 1.0
 
