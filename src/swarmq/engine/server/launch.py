@@ -53,6 +53,9 @@ STOP_GRACE_S = 10.0
 
 CPU_CACHE_ENV = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable with the KV cache size in GiB of an engine without a GPU."""
+MAX_CPU_CACHE_GIB = 8
+"""Largest default of that size. vLLM refuses a cache larger than the free memory of its first core's NUMA node, which on a large host
+is a fraction of all memory. 8 GiB hold 37,000 tokens of Qwen3-0.6B in FP32, more than cores serve at a time."""
 
 MAX_API_SERVERS = 8
 """Most API server processes of one engine core. An API server spends 0.14 to 0.21 ms per token (`benchmarks/proxy_h200.py`),
@@ -308,7 +311,7 @@ def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]
         wanted |= {
             "OMP_NUM_THREADS": str(1 if model.hidden_size < SINGLE_THREAD_BELOW else _count_cores()),
             "TORCHDYNAMO_DISABLE": "1",  # sampling would be compiled inside the first request: 3 s
-            CPU_CACHE_ENV: str(_choose_cpu_cache_gib()),
+            CPU_CACHE_ENV: str(choose_cpu_cache_gib(_measure_host_memory())),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
         }
@@ -331,12 +334,16 @@ def _count_cores() -> int:
 
 def get_cpu_cache_bytes(given: Mapping[str, str]) -> int:
     """Return the KV cache size in bytes of an engine without a GPU, from environment `given` or by default."""
-    return int(float(given.get(CPU_CACHE_ENV) or _choose_cpu_cache_gib()) * (1 << 30))
+    return int(float(given.get(CPU_CACHE_ENV) or choose_cpu_cache_gib(_measure_host_memory())) * (1 << 30))
 
 
-def _choose_cpu_cache_gib() -> int:
-    """Return a twelfth of the host's memory in GiB, at least 1; pages are allocated as they are used."""
-    return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (12 << 30))
+def choose_cpu_cache_gib(host_memory_bytes: int) -> int:
+    """Return a twelfth of the host's memory in GiB, at least 1, at most MAX_CPU_CACHE_GIB; pages are allocated as they are used."""
+    return min(max(1, host_memory_bytes // (12 << 30)), MAX_CPU_CACHE_GIB)
+
+
+def _measure_host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _find_stages(log_path: Path, begin_at: int) -> list[str]:

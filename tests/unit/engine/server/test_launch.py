@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from swarmq.config import EngineSettings, Policy
 from swarmq.engine.client.versions import check_installed_version
 from swarmq.engine.server import launch
-from swarmq.engine.server.launch import EngineProcess, build_command, build_environment
+from swarmq.engine.server.launch import EngineProcess, build_command, build_environment, choose_cpu_cache_gib
 from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError, EngineError
 from swarmq.runtime.processes import find_free_port
@@ -124,6 +124,11 @@ def test_a_small_model_gets_one_thread_and_a_folder_needs_no_hub():
     assert build_environment(SMALL, cuda=False, given={})["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in build_environment(LARGE, cuda=True, given={})
     assert "OMP_NUM_THREADS" not in build_environment(LARGE, cuda=True, given={})
+
+
+@pytest.mark.parametrize(("host_gib", "cache_gib"), [(4, 1), (24, 2), (64, 5), (96, 8), (251, 8), (2048, 8)])
+def test_the_cache_on_a_cpu_grows_with_the_host_up_to_what_one_numa_node_has_free(host_gib, cache_gib):
+    assert choose_cpu_cache_gib(host_gib << 30) == cache_gib
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2"])
