@@ -21,6 +21,7 @@ PAGES = (
     *(
         ROOT / "docs" / f"{page}.md"
         for page in (
+            "tutorials/demo",
             "explanation/faults",
             "explanation/proxy",
             "how-to/dashboard",
@@ -41,9 +42,7 @@ BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", r
 
 HEADLINES = (
     ("faults injected; finished episodes lost, trained twice; turns trained although no agent received their answer", "faults", "{injections:.0f}; {lost:.0f}, {twice:.0f}; {unseen}"),
-    ("growth of the proxy's memory over 100,000 episodes", "soak", "x {rss_growth_ratio_proxy:.2f}"),
     ("`from swarmq import SwarmClient`", "demo", "{client_import_s:.2f} s"),
-    ("from `python agent.py` to its first answered completion", "demo", "{first_completion_s:.2f} s"),
     ("from an edited reward function to its first traceback", "demo", "{edit_to_traceback_s:.2f} s"),
     ("chats of 10, 20, 30 turns, 1.7 B: speed-up of folded timelines over one row per turn", "timelines_h200", "{speedup_linear_10:.1f}x, {speedup_linear_20:.1f}x, {speedup_linear_30:.1f}x"),
     ("episodes that fork, 1.7 B: speed-up of trees over one row per turn; of packed rows", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
@@ -51,14 +50,10 @@ HEADLINES = (
     ("learner alone, 1.7 B, 4 B: speed-up over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
     ("model families compared in FP32 with a float64 oracle; largest difference of a log-probability", "oracle", "{families_trained:.0f}; {logprob_max_abs:.0e}"),
     ("whole loop on one GPU, 1.7 B, 4 B: pause of engines for a weight push (median); share of time with an idle GPU", "loop_h200", "{pause_1p7b_s:.2f}, {pause_4b_s:.2f} s; {gpu_idle_share_1p7b:.2f}, {gpu_idle_share_4b:.2f}"),
-    ("learner on two GPUs, 1.7 B, FSDP2 with BF16 layers gathered once a step: speed over twice the speed of one GPU", "scaling_h200", "{fsdp2_efficiency_2:.2f}"),
     ("speed over TRL's GRPO trainer with vLLM, same GPU, same run: episodes trained per second; tokens sampled per second", "trl_h200", "{samples_per_s_ratio:.2f}x; {tokens_per_s_ratio_sampled:.2f}x"),
     ("time that one proxy process adds to the first token, at 1, 64, 512, 2,000 streams (median)", "proxy", "{added_first_p50_ms_1:.1f}, {added_first_p50_ms_64:.1f}, {added_first_p50_ms_512:.1f}, {added_first_p50_ms_2000:.1f} ms"),
     ("requests per second over LiteLLM's proxy, which records nothing", "proxy", "{over_litellm:.1f}x"),
-    ("tokens per second of 256 streams through the proxy over direct requests to vLLM: with log-probabilities; text only", "proxy_h200", "{throughput_over_direct_logprobs_256:.2f}; {throughput_over_direct_256:.2f}"),
-    ("bytes on the queue per sampled token at 50 turns, readable text included; if every turn carried its whole prompt", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
     ("dashboard of a run of 100,000 episodes: index, once; first page of episodes after it; memory; what a browser loads", "dashboard", "{index_s_100k:.0f} s; {first_view_s_100k:.1f} s; {rss_mb:.0f} MB; {bundle_kb_gz:.0f} kB"),
-    ("episodes of ten turns per second through the collector, on one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""
 CITED: tuple[tuple[str, str, str], ...] = (

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import re
 import sys
-import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -101,21 +100,15 @@ async def test_the_page_of_the_client_is_one_program_and_its_calls_are_credited(
     } == tagged
 
 
-async def test_the_first_programs_of_the_readme_train(tmp_path):
-    for block in blocks(README, "python"):
-        (tmp_path / block.split()[1].rstrip(":")).write_text(block)
-    (tmp_path / "problems.jsonl").write_text('{"id": "a", "question": "6 * 7?", "answer": "42"}\n')
+async def test_the_first_program_of_the_readme_trains(tmp_path):
+    (program,) = blocks(README, "python")
+    (tmp_path / "train.py").write_text(program)
     (tmp_path / "runs" / "math").mkdir(parents=True)
     async with run_of("main") as (_, invite, pieces):
         (tmp_path / "runs" / "math" / "invite").write_text(invite.encode())
         program = await asyncio.create_subprocess_exec(sys.executable, "train.py", cwd=tmp_path)
         assert await program.wait() == 0
         assert [end.rewards for end in pieces(EpisodeEnd)] == [{"main": 1.0}] * 2
-
-
-def test_the_job_of_the_readme_is_one():
-    (job,) = blocks(README, "toml")
-    assert SwarmJob.build(tomllib.loads(job)).run == "math"
 
 
 VERL_ROW = {

@@ -46,9 +46,9 @@ def test_a_changed_figure_changes_the_table(tmp_path):
 
 def test_a_headline_says_of_which_commit_and_when_it_was_measured(tmp_path):
     text = "<!-- figures: headlines -->\n<!-- end of figures -->\n"
-    record = MADE | {"figures": {"collector_episodes_per_s": 5.0}}
-    (tmp_path / "swarm.json").write_text(json.dumps(record))
-    assert "| 5/s | h | 0123456789ab, 2026-01-02 |" in render(text, tmp_path)
+    record = MADE | {"figures": {"families_trained": 5.0, "logprob_max_abs": 2e-5}}
+    (tmp_path / "oracle.json").write_text(json.dumps(record))
+    assert "| 5; 2e-05 | h | 0123456789ab, 2026-01-02 |" in render(text, tmp_path)
 
 
 def test_the_matrix_has_a_row_for_every_version(tmp_path):
