@@ -346,7 +346,7 @@ class Train(Settings, frozen=True, kw_only=True):
     keep_batches: bool = True
     """Keep the whole batch log; false removes batches that no kept checkpoint needs."""
     token_log: bool = True
-    """Record the learner's view of every trained token for `swarmq inspect`: 4 bytes a sampled token before compression."""
+    """Record the learner's view of every trained token for `swarmq inspect`: 6 bytes a sampled token before compression."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
     """Trackers that get the metrics of every step; their files are in `<run>/<policy>/trackers`."""
     tracker_samples: Whole = 8

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zstandard
 
 from support.episodes import make_turns
@@ -256,6 +257,7 @@ def _trace(rollout, effects: bytes, left_out: bytes) -> EpisodeTrace:
             call_id=turn.call_id,
             advantage=rollout.reward - 0.5,
             logprobs=pack_floats(logprobs),
+            entropies=np.linspace(0, 2, len(logprobs), dtype="<f2").tobytes(),
             effects=(effects + bytes(len(logprobs)))[: len(logprobs)] if effects else b"",
             left_out=(left_out + bytes(len(logprobs)))[: len(logprobs)] if left_out else b"",
         )

@@ -169,7 +169,7 @@ export interface TokenPage {
   logprob_trained: (number | null)[];
   advantage: (number | null)[];
   ratio: (number | null)[];
-  entropy?: (number | null)[]; // only where it was recorded
+  entropy: (number | null)[];
   version: (number | null)[];
   turn: (number | null)[];
   policy?: string;

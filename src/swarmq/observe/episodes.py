@@ -10,7 +10,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from swarmq.learner.store import batch_log, token_trace
 from swarmq.learner.store.batch_log import RecordPlace
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.store.token_trace import TurnTrace
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Turn, unpack_floats
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Turn
 from swarmq.observe.index import LIVE, EpisodeRow, Indexed, RunIndex, open_ledger
 from swarmq.observe.inspect.read import MOST_BYTES, Decode, decode_tokens
 from swarmq.observe.reasons import explain
@@ -129,6 +129,8 @@ class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
     """Under the weights at the beginning of the step."""
     advantage: list[float | None]
     ratio: list[float | None]
+    entropy: list[float | None]
+    """In nats, under the weights at the beginning of the step."""
     version: list[int | None]
     turn: list[int | None]
     """Number of the turn in `EpisodeDetail.turns`."""
@@ -519,10 +521,7 @@ def _page_of(
         notes.append("what training made of each token was not recorded (train.token_log), or was removed")
     if isinstance(decode, str):
         notes.append(f"{decode}; only ids are shown")
-    columns = [_explain_token(known, row, at, turns, trained) for at in range(low, high)]
-    causes, details, logprobs, behind, advantages = (
-        (list(column) for column in zip(*columns, strict=True)) if columns else ([],) * 5
-    )
+    seen = [_explain_token(known, row, at, turns, trained) for at in range(low, high)]
     return TokenPage(
         timeline=timeline,
         timelines=len(rows),
@@ -531,59 +530,72 @@ def _page_of(
         total=len(row),
         text=_decode_page(row.token_ids.tolist(), low, high, None if isinstance(decode, str) else decode),
         id=row.token_ids[low:high].tolist(),
-        cause=causes,
-        cause_detail=details,
-        logprob=logprobs,
-        logprob_trained=behind,
-        advantage=advantages,
-        ratio=[
-            None if a is None or b is None else _finite(math.exp(min(b - a, 80.0)))
-            for a, b in zip(logprobs, behind, strict=True)
-        ],
+        cause=[one.cause for one in seen],
+        cause_detail=[one.detail for one in seen],
+        logprob=[one.logprob for one in seen],
+        logprob_trained=[one.logprob_trained for one in seen],
+        advantage=[one.advantage for one in seen],
+        ratio=[one.ratio for one in seen],
+        entropy=[one.entropy for one in seen],
         version=[None if v < 0 else v for v in row.versions[low:high].tolist()],
         turn=[None if t < 0 else numbers[t] for t in row.turns[low:high].tolist()],
         notes=notes,
     )
 
 
+class ExplainedToken(NamedTuple):
+    """What is known of one token, and why it was or was not trained."""
+
+    cause: Cause
+    detail: str = ""
+    logprob: float | None = None
+    logprob_trained: float | None = None
+    advantage: float | None = None
+    entropy: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        if self.logprob is None or self.logprob_trained is None:
+            return None
+        return _finite(math.exp(min(self.logprob_trained - self.logprob, 80.0)))
+
+
 def _explain_token(
     known: Indexed, row: Timeline, at: int, turns: Sequence[Turn], trained: TrainedTurns | None
-) -> tuple[Cause, str, float | None, float | None, float | None]:
-    """Return cause, its detail, log-probability when sampled and when trained, and advantage of one token."""
+) -> ExplainedToken:
     if not row.trained[at]:
-        return "given", "", None, None, None
+        return ExplainedToken("given")
     logprob = _finite(float(row.logprobs[at]))
     if trained is None:
         reason = known.row.reason if known.row.state not in {*LIVE, "trained"} else known.row.state
-        return "not_trained", "not trained by this policy" if reason == "trained" else reason, logprob, None, None
+        return ExplainedToken(
+            "not_trained", "not trained by this policy" if reason == "trained" else reason, logprob=logprob
+        )
     turn = turns[int(row.turns[at])]
     advantage = trained.advantages.get(turn.call_id)
     needs_advantage = trained.train is None or trained.train.needs_baseline
     trace = (trained.traces or {}).get(turn.call_id)
     if trace is None:
-        if needs_advantage and not advantage:
-            return "no_advantage", _flat(advantage), logprob, None, advantage
-        return "trained", "", logprob, None, advantage
+        is_flat = needs_advantage and not advantage
+        cause: Cause = "no_advantage" if is_flat else "trained"
+        return ExplainedToken(cause, _flat(advantage) if is_flat else "", logprob=logprob, advantage=advantage)
     offset = int(np.count_nonzero(row.turns[:at] == row.turns[at]))
     behind = _float_at(trace.logprobs, offset)
     advantage = _float_at(trace.advantages, offset) if trace.advantages else trace.advantage
     effect = _effect_at(trace.effects, offset)
     loss = trained.train.loss.name if trained.train else ""
+    cause, detail = "trained", ""
     if trace.left_out[offset : offset + 1] == b"\1":
-        return "filtered", _filter_name(trained.train, logprob, behind), logprob, behind, advantage
-    if effect is LossEffect.MASKED:
-        return "masked", f"{loss}: its probability has moved far enough", logprob, behind, advantage
-    if effect is LossEffect.CLIPPED:
-        return "clipped", f"{loss}: its ratio is beyond the bound", logprob, behind, advantage
-    if needs_advantage and not advantage and not trace.advantages:
-        return "no_advantage", _flat(advantage), logprob, behind, advantage
-    return (
-        "trained",
-        f"{loss}: weighted with the bound of the ratio" if effect is LossEffect.TRUNCATED else "",
-        logprob,
-        behind,
-        advantage,
-    )
+        cause, detail = "filtered", _filter_name(trained.train, logprob, behind)
+    elif effect is LossEffect.MASKED:
+        cause, detail = "masked", f"{loss}: its probability has moved far enough"
+    elif effect is LossEffect.CLIPPED:
+        cause, detail = "clipped", f"{loss}: its ratio is beyond the bound"
+    elif needs_advantage and not advantage and not trace.advantages:
+        cause, detail = "no_advantage", _flat(advantage)
+    elif effect is LossEffect.TRUNCATED:
+        detail = f"{loss}: weighted with the bound of the ratio"
+    return ExplainedToken(cause, detail, logprob, behind, advantage, entropy=_float_at(trace.entropies, offset, "<f2"))
 
 
 def _flat(advantage: float | None) -> str:
@@ -609,9 +621,10 @@ def _effect_at(effects: bytes, offset: int) -> LossEffect:
         return LossEffect.WHOLE
 
 
-def _float_at(packed: bytes, offset: int) -> float | None:
-    piece = packed[4 * offset : 4 * offset + 4]
-    return _finite(float(unpack_floats(piece)[0])) if len(piece) == 4 else None
+def _float_at(packed: bytes, offset: int, dtype: str = "<f4") -> float | None:
+    size = np.dtype(dtype).itemsize
+    piece = packed[size * offset : size * (offset + 1)]
+    return _finite(float(np.frombuffer(piece, dtype)[0])) if len(piece) == size else None
 
 
 def _finite(value: float) -> float | None:

@@ -76,6 +76,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     logprob_trained: float | None
     advantage: float | None
     ratio: float | None
+    entropy: float | None
     version: int | None
     turn: int | None
 
@@ -246,11 +247,21 @@ class Run:
         for page in read_all_tokens(self.refresh(), part, decoders=self.decoders):
             columns = zip(
                 page.text, page.id, page.cause, page.cause_detail, page.logprob, page.logprob_trained, page.advantage, page.ratio,
-                page.version, page.turn, strict=True,
+                page.entropy, page.version, page.turn, strict=True,
             )  # fmt: skip
-            for position, (text, token, cause, detail, logprob, behind, advantage, ratio, version, turn) in enumerate(
-                columns
-            ):
+            for position, (
+                text,
+                token,
+                cause,
+                detail,
+                logprob,
+                behind,
+                advantage,
+                ratio,
+                entropy,
+                version,
+                turn,
+            ) in enumerate(columns):
                 yield Token(
                     timeline=page.timeline,
                     position=position,
@@ -263,6 +274,7 @@ class Run:
                     logprob_trained=behind,
                     advantage=advantage,
                     ratio=ratio,
+                    entropy=entropy,
                     version=version,
                     turn=turn,
                 )

@@ -99,13 +99,14 @@ def test_each_trained_token_has_its_cause(whole):
         assert page.notes == ["the tokens are not decoded; only ids are shown"]
         for at, turn in enumerate(page.turn):
             if turn is None:
-                assert (page.cause[at], page.logprob[at], page.version[at]) == ("given", None, None)
+                assert (page.cause[at], page.logprob[at], page.entropy[at]) == ("given", None, None)
                 continue
             offset = seen.get(turn, 0)
             seen[turn] = offset + 1
             assert page.cause[at] == causes[turn, offset]
             assert page.logprob_trained[at] == pytest.approx(page.logprob[at] + 0.25, abs=1e-5)
             assert page.ratio[at] == pytest.approx(1.2840, abs=1e-3)
+            assert page.entropy[at] == pytest.approx(2 * offset / max(turns[turn].num_sampled - 1, 1), abs=1e-3)
             assert (page.advantage[at], page.version[at]) == (-0.5, 0)
             if page.cause[at] != "trained":
                 assert page.cause_detail[at]

@@ -22,7 +22,7 @@ export const CAUSES: Record<Cause, { label: string; words: string }> = {
 /** Causes worth a look of their own, in this order. */
 export const NOTABLE: readonly Cause[] = ["clipped", "masked", "filtered"];
 
-const COLUMNS = ["text", "id", "cause", "cause_detail", "logprob", "logprob_trained", "advantage", "ratio", "version", "turn"] as const;
+const COLUMNS = ["text", "id", "cause", "cause_detail", "logprob", "logprob_trained", "advantage", "ratio", "entropy", "version", "turn"] as const;
 
 /** The tokens read so far: always a beginning of the timeline. */
 export interface Columns {
@@ -41,7 +41,7 @@ export interface Columns {
   ratio: (number | null)[];
   version: (number | null)[];
   turn: (number | null)[];
-  entropy: (number | null)[]; // empty if it was not recorded
+  entropy: (number | null)[];
 }
 
 export function empty(): Columns {
@@ -59,7 +59,7 @@ export function append(columns: Columns, page: TokenPage): Columns {
     isDecoded: page.text.some((text) => text !== "") || (columns.id.length > 0 && columns.isDecoded),
   };
   for (const name of COLUMNS) grown[name] = (columns[name] as unknown[]).concat(page[name]);
-  return { ...(grown as Omit<Columns, "entropy">), entropy: columns.entropy.concat(page.entropy ?? []) };
+  return grown as unknown as Columns;
 }
 
 /** Largest finite size of a column's values, at least `least`. */

@@ -22,20 +22,28 @@ class TraceBuilder:
         self._scored: list[Tensor] = []
         self._judged = True
 
-    def add(self, one: MicroBatch, logprobs: Tensor, loss: TokenLoss, left_out: Tensor) -> None:
-        """Add a micro-batch. `logprobs` [S]: log-probabilities; `left_out` [S]: whether a filter removed the token."""
+    def add(self, one: MicroBatch, logprobs: Tensor, entropies: Tensor, loss: TokenLoss, left_out: Tensor) -> None:
+        """Add a micro-batch. `logprobs`, `entropies` [S]: in nats; `left_out` [S]: whether a filter removed the token."""
         self._judged = loss.advantages is not None
         used = torch.zeros_like(logprobs) if loss.advantages is None else loss.advantages
         self._passes.append(one)
         self._scored.append(
-            torch.stack([logprobs.detach().float(), left_out.float(), used.float(), loss.effects.float()])
+            torch.stack(
+                [
+                    logprobs.detach().float(),
+                    entropies.detach().float(),
+                    left_out.float(),
+                    used.float(),
+                    loss.effects.float(),
+                ]
+            )
         )
 
     def build(self, episodes: Sequence[Rollout]) -> list[EpisodeTrace]:
         """Return the traces. `episodes`: the episodes to which the micro-batches' indices refer."""
         if not self._passes:
             return []
-        logprobs, left_out, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
+        logprobs, entropies, left_out, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
         whose, turn, offset = (
             np.concatenate([getattr(one.layout, name) for one in self._passes])
             for name in ("episodes", "turns", "offsets")
@@ -50,6 +58,7 @@ class TraceBuilder:
                     call_id=episodes[index].turns[turn[part[0]]].call_id,
                     advantage=float(used[part[0]]) if self._judged and not apart else None,
                     logprobs=_encode_floats(logprobs[part]),
+                    entropies=entropies[part].astype("<f2").tobytes(),
                     left_out=_encode_flags(left_out[part]),
                     advantages=_encode_floats(used[part]) if apart else b"",
                     effects=_encode_flags(effects[part]),

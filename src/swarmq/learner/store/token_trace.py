@@ -28,6 +28,9 @@ class TurnTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Advantage of all tokens in the loss; None if the loss has one per token, or none."""
     logprobs: bytes
     """Packed float32: natural log-probability of each sampled token under the weights before the step."""
+    entropies: bytes = b""
+    """Packed float16: entropy in nats of the distribution of which each sampled token was drawn, under the same weights; empty in
+    traces of older versions."""
     left_out: bytes = b""
     """One byte per sampled token, 1 if a filter removed the token; empty if no token was removed."""
     advantages: bytes = b""

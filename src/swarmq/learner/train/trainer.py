@@ -472,7 +472,7 @@ class Trainer:
         tally.trained.index_add_(0, episodes, kept.float())
         tally.nonfinite.index_add_(0, episodes, (kept & ~result.per_token.detach().isfinite()).float())
         if tally.traces:
-            tally.traces.add(one, tokens.logprobs, result, left_out)
+            tally.traces.add(one, tokens.logprobs, scored.entropies, result, left_out)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return to_device(values, self.accelerator.device)

@@ -51,6 +51,18 @@ def test_every_sampled_token_is_recorded_with_the_log_probability_that_the_model
             assert seen.left_out == b""
 
 
+def test_every_sampled_token_has_the_entropy_of_the_distribution_of_which_it_was_drawn(tiny_qwen, stepped):
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    recorded = {(e.episode_id, t.call_id): t for e in stepped.token_traces for t in e.turns}
+    for episode in record(TRAIN).episodes:
+        for turn, whole in zip(episode.turns, resolve(episode.turns), strict=True):
+            with torch.no_grad():
+                logprobs = model(torch.from_numpy(whole.token_ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+            expected = -(logprobs.exp() * logprobs).sum(-1)[whole.prompt_length - 1 : -1]
+            given = np.frombuffer(recorded[episode.episode_id, turn.call_id].entropies, "<f2")
+            np.testing.assert_allclose(given, expected.numpy(), rtol=2e-3)
+
+
 def test_the_advantage_is_the_one_that_was_trained_with(stepped):
     """Leave-one-out over rewards 0, 1 and 0.5."""
     by_id = {e.episode_id: {t.advantage for t in e.turns} for e in stepped.token_traces}
