@@ -72,6 +72,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """From the start of the run to the last held-out attempt."""
     before: HeldOut | None = None
     after: HeldOut | None = None
+    frozen: dict[str, HeldOut] = {}
+    """Policy that is not trained, such as a teacher -> its own held-out reward."""
     rewards: dict[int, float] = {}
     """Step -> mean reward of its episodes, all policies' together."""
     problem: str = ""
@@ -130,11 +132,13 @@ class Course:
             hardware=report.hardware(),
         )
         before = after = None
+        frozen: dict[str, HeldOut] = {}
         model_s, began, problem = 0.0, time.monotonic(), ""
         try:
             models, model_s = await self._ensure_models()
             began = time.monotonic()
             async with self._up(models) as learned:
+                frozen = {name: await self._measure(policy=name) for name in self._plain.frozen}
                 before = await self._measure()
                 await self._train(learned)
                 after = await self._measure()
@@ -150,6 +154,7 @@ class Course:
             minutes=round((time.monotonic() - began) / 60, 2),
             before=before,
             after=after,
+            frozen=frozen,
             problem=problem,
         )
 
@@ -249,8 +254,13 @@ class Course:
             await self._stop(worker)
 
     async def _measure(
-        self, repeats: int | None = None, keep: Callable[[Episode, float], None] = lambda _ep, _reward: None
+        self,
+        repeats: int | None = None,
+        keep: Callable[[Episode, float], None] = lambda _ep, _reward: None,
+        *,
+        policy: str | None = None,
     ) -> HeldOut:
+        """Return the held-out reward of a policy, by default of those that the agents choose."""
         reports: dict[str, EvalReport] = {}
         async with AsyncSwarmClient(str(self._folder.path)) as client:
             for kind, target in self._manifest.held_out.items():
@@ -260,6 +270,7 @@ class Course:
                     _kept(load_object(locate(self._name, agent)), keep),
                     repeats=repeats or self._manifest.held_out_repeats,
                     concurrency=self._manifest.concurrency,
+                    policies=policy,
                     kind=kind,
                     attempt_timeout_s=ATTEMPT_S,
                     retry_pause_s=1.0,
@@ -276,7 +287,9 @@ class Course:
             failed=sum(found.failed for found in reports.values()),
             by_kind=means,
         )
-        self._say(f"held-out reward {measured.reward:.3f} ± {measured.standard_error:.3f} (standard error)")
+        self._say(
+            f"held-out reward {f'of {policy} ' if policy else ''}{measured.reward:.3f} ± {measured.standard_error:.3f} (standard error)"
+        )
         return measured
 
     def _read_steps(self) -> tuple[int, dict[int, float], int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +34,9 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             capsize=3,
             label=f"seed {row.seed}, held-out",
         )
+    for policy, mean in _mean_by_policy(rows).items():
+        axes.axhline(mean, color="0.4", linewidth=0.9, linestyle=":", label=f"{policy}, held-out")
+        held_out.append(mean)
     axes.set(title=title, xlabel="optimizer step", ylabel="reward")
     axes.set_ylim(reward_limits(*(row.rewards.values() for row in rows), held_out))
     axes.grid(alpha=0.25)
@@ -39,3 +44,12 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _mean_by_policy(rows: Sequence[Row]) -> dict[str, float]:
+    """Return policy that is not trained -> its mean held-out reward."""
+    measured: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for policy, point in row.frozen.items():
+            measured[policy].append(point.reward)
+    return {policy: statistics.fmean(rewards) for policy, rewards in measured.items()}

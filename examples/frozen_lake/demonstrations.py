@@ -7,7 +7,7 @@ the first two do, both at once, is left to reinforcement learning.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from examples.frozen_lake.agent import opening
@@ -18,13 +18,17 @@ RECIPE = {"steps": 90, "settling_steps": 30}
 
 def demonstrations(dice: random.Random) -> Iterator[list[dict[str, Any]]]:
     for task in lakes(dice, "demonstrations"):
-        lake, walker = Lake(task), dice.choice([head_for_goal, stay_on_ice, stumble])
-        messages = opening(lake)
-        while not lake.over:
-            move = dice.choice(walker(lake))
-            lake.step(move)
-            messages += [{"role": "assistant", "content": move}, {"role": "user", "content": lake.describe()}]
-        yield messages[:-1]
+        yield walk(Lake(task), dice.choice([head_for_goal, stay_on_ice, stumble]), dice)
+
+
+def walk(lake: Lake, walker: Callable[[Lake], list[str]], dice: random.Random) -> list[dict[str, Any]]:
+    """Return the chat of a walk whose moves are drawn from those that the walker considers."""
+    messages = opening(lake)
+    while not lake.over:
+        move = dice.choice(walker(lake))
+        lake.step(move)
+        messages += [{"role": "assistant", "content": move}, {"role": "user", "content": lake.describe()}]
+    return messages[:-1]
 
 
 def head_for_goal(lake: Lake) -> list[str]:

@@ -191,6 +191,8 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
 
 TEACHER_TEMPERATURE = 1.0
 """Temperature at which a vLLM server reports the log-probabilities of a prompt."""
+TEACHER_POLICY = "policies."
+"""Prefix of a teacher that is a policy of the job."""
 
 
 class SamplingDefaults(Settings, frozen=True, kw_only=True):
@@ -292,8 +294,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Model folder or name of the reference policy of `loss.kl`; None: the policy's initial model, which LoRA training has
     loaded anyway."""
     teacher: str | None = None
-    """Model folder or name of the teacher of the `distill` loss, with the policy's vocabulary; or the URL of a vLLM server with it,
-    for policies sampled at temperature 1."""
+    """Teacher of the `distill` loss, with the policy's vocabulary: a model folder or name, which the learner loads; or, for policies
+    sampled at temperature 1, a served one: the URL of a vLLM server, or `policies.X`, a policy of this job with `trained = false`."""
     steps_per_batch: Count = 1
     """Optimizer steps per batch. Its groups are divided among the steps, and from the second step on the loss is corrected for the
     steps before."""
@@ -360,7 +362,9 @@ class Train(Settings, frozen=True, kw_only=True):
         if self.cpu_offload and self.sharding != "full":
             raise ValueError("cpu_offload: only has an effect with sharding = 'full'")
         if self.loss.name == "distill" and self.teacher is None:
-            raise ValueError("teacher: loss.name = 'distill' needs one: a model folder or name, or the url of a server")
+            raise ValueError(
+                "teacher: loss.name = 'distill' needs one: a model folder or name, the url of a server, or policies.X"
+            )
         if self.loss.name != "distill" and self.teacher is not None:
             raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
         if self.ratio_band is not None and not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
@@ -382,8 +386,19 @@ class Train(Settings, frozen=True, kw_only=True):
 
     @property
     def teacher_url(self) -> str | None:
-        """URL of the vLLM server with the teacher; None if the learner loads the teacher itself."""
+        """URL of the vLLM server with the teacher; None if the learner loads the teacher itself, or a policy of the job is it."""
         return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None
+
+    @property
+    def teacher_policy(self) -> str | None:
+        """Name of the policy of the job that is the teacher; None if the teacher is no policy."""
+        name = (self.teacher or "").removeprefix(TEACHER_POLICY)
+        return name if name != (self.teacher or "") else None
+
+    @property
+    def has_served_teacher(self) -> bool:
+        """Whether an engine scores the tokens for the `distill` loss."""
+        return bool(self.teacher_url or self.teacher_policy)
 
     @property
     def needs_baseline(self) -> bool:
@@ -485,7 +500,7 @@ class Policy(Settings, frozen=True, kw_only=True):
     """Training settings."""
 
     def __post_init__(self) -> None:
-        if self.train.teacher_url and self.sampling.temperature != TEACHER_TEMPERATURE:
+        if self.train.has_served_teacher and self.sampling.temperature != TEACHER_TEMPERATURE:
             raise ValueError(
                 f"sampling.temperature: a teacher that a server has (train.teacher) judges what was sampled at temperature "
                 f"{TEACHER_TEMPERATURE:g} alone, not at {self.sampling.temperature:g}; or name the teacher's model folder, for the learner to load"
@@ -558,6 +573,10 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
                     f"policies.{name}.train.steps_per_batch: {policy.train.steps_per_batch} steps share out the groups of a batch, and "
                     f"groups.groups_per_batch is {self.groups.groups_per_batch}"
                 )
+            if (teacher := policy.train.teacher_policy) is not None and teacher not in self.frozen:
+                raise ValueError(
+                    f"policies.{name}.train.teacher: {policy.train.teacher} is no policy of this job with trained = false"
+                )
 
     @property
     def task_kinds(self) -> tuple[str, ...]:
@@ -579,6 +598,20 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         """Return the group size of a kind: its own, or that of the run."""
         own = self.kinds.get(kind)
         return (own.group_size if own else None) or self.groups.group_size
+
+    def find_teacher(self, policy: str) -> SwarmJob:
+        """Return the job with the URL of the policy's teacher in place of its name, if the teacher is a policy of this job.
+
+        Raises ConfigError if the teacher has no engine.
+        """
+        student = self.policies[policy]
+        if (teacher := student.train.teacher_policy) is None:
+            return self
+        if not (urls := self.policies[teacher].engine.urls):
+            raise ConfigError(f"policies.{teacher}.engine.urls: the teacher of {policy} has no engine; name its URL")
+        train = msgspec.structs.replace(student.train, teacher=urls[0])
+        taught = msgspec.structs.replace(student, train=train)
+        return msgspec.structs.replace(self, policies={**self.policies, policy: taught})
 
     def train_of(self, policy: str) -> Train:
         """Return the policy's training settings with the kinds' own advantages filled in."""

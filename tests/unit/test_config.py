@@ -77,6 +77,14 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
             ],
             ["policies.main: sampling.temperature: a teacher that a server has", "alone, not at 0.7"],
         ),
+        (
+            ["policies.main.train={loss={name='distill'}, teacher='policies.main'}"],
+            ["policies.main.train.teacher: policies.main is no policy of this job with trained = false"],
+        ),
+        (
+            ["policies.main.train={loss={name='distill'}, teacher='policies.tutor'}"],
+            ["policies.main.train.teacher: policies.tutor is no policy"],
+        ),
         (["policies.main.train.teacher=m"], ["policies.main.train: teacher", "not with 'tis_mask'"]),
         (["zzz=4"], ["--set 'zzz=4': zzz: unknown field; there are run, folder, "]),
         (["groups.when_dry=never"], ["groups.when_dry: 'never' is none of lend, wait"]),
@@ -94,6 +102,20 @@ def test_a_wrong_setting_is_refused_and_its_path_named(sets, names):
         build(*sets)
     for name in names:
         assert name in str(refusal.value)
+
+
+def test_a_teacher_that_is_a_policy_is_found_at_its_engine():
+    student = {"model": "m", "train": {"loss": {"name": "distill"}, "teacher": "policies.tutor"}}
+    urls = ["http://here:8001", "http://here:8002"]
+    for engine in ({}, {"urls": urls}):
+        job = build(policies={"main": student, "tutor": {"model": "t", "trained": False, "engine": engine}})
+        train = job.policies["main"].train
+        assert (train.teacher_policy, train.teacher_url, train.has_served_teacher) == ("tutor", None, True)
+        if not engine:
+            with pytest.raises(ConfigError, match=r"policies\.tutor\.engine\.urls: the teacher of main has no engine"):
+                job.find_teacher("main")
+        else:
+            assert job.find_teacher("main").policies["main"].train.teacher_url == urls[0]
 
 
 @pytest.mark.parametrize(

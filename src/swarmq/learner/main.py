@@ -10,12 +10,14 @@ Under `accelerate launch` every process is a rank already.
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 from swarmq.config import SwarmJob, make_folder
 from swarmq.errors import ConfigError
 from swarmq.learner.distributed.processes import is_main, own_rank, run_collector, run_ranks
 from swarmq.learner.store.writer_lock import Fence, hold_lock
+from swarmq.learner.teachers.availability import KEY_ENV
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime import logs
 
@@ -32,6 +34,9 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
         raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
     if not job.policies[policy].trained:
         raise ConfigError(f"policies.{policy}.trained is false: it is served, not trained")
+    if job.policies[policy].train.teacher_policy:
+        os.environ[KEY_ENV] = EngineRegistry(job).secret()  # its ranks inherit it
+        job = job.find_teacher(policy)
     logs.configure(role=f"learner.{policy}", run=job.run)
     with contextlib.ExitStack() as stack:
         if is_main():

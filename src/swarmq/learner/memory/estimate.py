@@ -58,7 +58,7 @@ def list_frozen_models(train: Train, initial: str) -> dict[str, str]:
     `train` uses them. The initial model under adapters and a served teacher are not among them."""
     loads = train.loss.kl and (train.reference or not train.lora)
     reference = {"reference": train.reference or initial} if loads else {}
-    return reference | ({"teacher": train.teacher} if train.teacher and not train.teacher_url else {})
+    return reference | ({"teacher": train.teacher} if train.teacher and not train.has_served_teacher else {})
 
 
 def learner_bytes(

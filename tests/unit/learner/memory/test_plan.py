@@ -117,7 +117,8 @@ def test_judges_and_the_buffer_of_pushes_take_room_and_a_served_teacher_takes_no
 
     plain, kl, distilled = taken(), {"loss": Loss(kl=0.1)}, {"loss": Loss(name="distill")}
     assert taken(**kl) == pytest.approx(plain + 4)
-    assert taken(**distilled, teacher="http://teacher:8000/v1") == pytest.approx(plain)
+    for served in ("http://teacher:8000/v1", "policies.teacher"):
+        assert taken(**distilled, teacher=served) == pytest.approx(plain)
     assert taken(**distilled, teacher="a/model") == pytest.approx(plain + 4)
     assert taken(2, **kl) == pytest.approx(taken(2) + 2), "shared out like the policy"
     adapters = {"lora": Lora()}
