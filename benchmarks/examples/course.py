@@ -14,6 +14,8 @@ import contextlib
 import functools
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -21,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,8 +32,8 @@ from benchmarks.examples.manifest import EXAMPLES, ROOT, Manifest, digest, load,
 from swarmq import AsyncSwarmClient, Episode, Outcome, open_run
 from swarmq.client.data.readers import read_tasks
 from swarmq.client.data.targets import load_object
-from swarmq.client.runners.report import EvalReport
 from swarmq.config import RunFolder, SwarmJob
+from swarmq.estimates import Z95
 from swarmq.observe.curves import read_events
 from swarmq.runtime.processes import die_with_parent
 
@@ -39,10 +41,23 @@ STARTED, LEARNED = "Ctrl-C stops everything", "every learner has made its last s
 """What `swarmq up` prints when the run is up, and after the last step."""
 START_S, STOP_S, ATTEMPT_S = 900.0, 120.0, 300.0
 SHOWN = 4
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+"""Commands of a tutorial find this environment's `python`."""
+REPORT = re.compile(r"^reward ([\d.e+-]+)(?: ± ([\d.e+-]+))?.* \((\d+) episodes, (\d+) failed\)$", re.MULTILINE)
+"""Last line of `swarmq run --eval`."""
 
 
 class CourseError(Exception):
     """A tutorial that could not be run to its end, with the reason."""
+
+
+class KindReport(NamedTuple):
+    """Held-out reward of one kind; None if no attempt finished."""
+
+    reward: float | None
+    standard_error: float
+    episodes: int
+    failed: int
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,22 +251,27 @@ class Course:
             feed = ("feed", str(self._folder.path), locate(self._name, target), "--kind", kind)
             more = ("--epochs", str(self._manifest.epochs), "--seed", str(self._seed))
             await self._end(await self._start("-m", "swarmq", *feed, *more), f"`swarmq feed` of kind {kind} failed")
+        each = str(max(1, self._manifest.concurrency // len(self._manifest.feeds)))
         targets = [f"{kind}={locate(self._name, agent)}" for kind, agent in self._manifest.agents.items()]
-        each = max(1, self._manifest.concurrency // len(targets))
-        worker = await self._start("-m", "swarmq", "worker", *targets, "--concurrency", str(each))
+        commands = [["worker", *targets, "--concurrency", each]] if targets else []
+        commands += [
+            self._command(kind, "--queue", "--kind", kind, "--concurrency", each) for kind in self._manifest.commands
+        ]
+        workers = [await self._start("-m", "swarmq", *command) for command in commands]
         limit_s = 60 * self._manifest.minutes
         try:
-            await _first(learned.wait(), worker.wait(), within_s=limit_s)
+            await _first(learned.wait(), *(worker.wait() for worker in workers), within_s=limit_s)
             if not learned.is_set():
                 steps = self._read_steps()[0]
                 why = (
-                    "the worker ended"
-                    if worker.returncode is not None
+                    "a worker ended"
+                    if any(worker.returncode is not None for worker in workers)
                     else f"{self._manifest.minutes:g} minutes were over"
                 )
                 raise CourseError(f"{why} after step {steps} of {self._manifest.steps}; logs: {self._folder.logs}")
         finally:
-            await self._stop(worker)
+            for worker in workers:
+                await self._stop(worker)
 
     async def _measure(
         self,
@@ -261,14 +281,17 @@ class Course:
         policy: str | None = None,
     ) -> HeldOut:
         """Return the held-out reward of a policy, by default of those that the agents choose."""
-        reports: dict[str, EvalReport] = {}
+        repeats = repeats or self._manifest.held_out_repeats
+        found: dict[str, KindReport] = {
+            kind: await self._measure_command(kind, repeats) for kind in self._manifest.commands
+        }
+        agents = {**self._manifest.agents, **self._manifest.held_out_agents}
         async with AsyncSwarmClient(str(self._folder.path)) as client:
-            for kind, target in self._manifest.held_out.items():
-                agent = {**self._manifest.agents, **self._manifest.held_out_agents}[kind]
-                reports[kind] = await client.evaluate(
-                    list(read_tasks(locate(self._name, target))),
+            for kind, agent in agents.items():
+                report = await client.evaluate(
+                    list(read_tasks(locate(self._name, self._manifest.held_out[kind]))),
                     _kept(load_object(locate(self._name, agent)), keep),
-                    repeats=repeats or self._manifest.held_out_repeats,
+                    repeats=repeats,
                     concurrency=self._manifest.concurrency,
                     policies=policy,
                     kind=kind,
@@ -276,21 +299,36 @@ class Course:
                     retry_pause_s=1.0,
                     progress=False,
                 )
-        if unscored := [kind for kind, found in reports.items() if found.mean_reward is None]:
+                found[kind] = KindReport(report.mean_reward, report.standard_error or 0.0, report.n, report.failed)
+        if unscored := [kind for kind, one in found.items() if one.reward is None]:
             raise CourseError(f"no held-out attempt of {', '.join(unscored)} finished; logs: {self._folder.logs}")
-        means = {kind: found.mean_reward or 0.0 for kind, found in reports.items()}
-        errors = [found.standard_error or 0.0 for found in reports.values()]
+        means = {kind: one.reward or 0.0 for kind, one in found.items()}
         measured = HeldOut(
             reward=math.fsum(means.values()) / len(means),
-            standard_error=math.hypot(*errors) / len(means),
-            episodes=sum(found.n for found in reports.values()),
-            failed=sum(found.failed for found in reports.values()),
+            standard_error=math.hypot(*(one.standard_error for one in found.values())) / len(means),
+            episodes=sum(one.episodes for one in found.values()),
+            failed=sum(one.failed for one in found.values()),
             by_kind=means,
         )
         self._say(
             f"held-out reward {f'of {policy} ' if policy else ''}{measured.reward:.3f} ± {measured.standard_error:.3f} (standard error)"
         )
         return measured
+
+    async def _measure_command(self, kind: str, repeats: int) -> KindReport:
+        """Evaluate by `swarmq run --eval`, and read what it prints."""
+        tasks = locate(self._name, self._manifest.held_out[kind])
+        counts = ("--repeats", str(repeats), "--concurrency", str(self._manifest.concurrency))
+        process = await self._start(
+            "-m", "swarmq", *self._command(kind, "--tasks", tasks, "--eval", "--kind", kind, *counts), piped=True
+        )
+        printed = (await process.communicate())[0].decode(errors="replace")
+        return read_report(printed)
+
+    def _command(self, kind: str, *options: str) -> list[str]:
+        """Return the arguments of `swarmq` that run the kind's command."""
+        given = self._manifest.commands[kind].replace("$PWD", str(ROOT))
+        return ["run", *options, "--logs", str(self._folder.logs / "attempts"), *shlex.split(given)]
 
     def _read_steps(self) -> tuple[int, dict[int, float], int]:
         """Return the newest step of the slowest policy, step -> reward, and how many episodes were trained."""
@@ -317,7 +355,7 @@ class Course:
             sys.executable,
             *arguments,
             cwd=ROOT,
-            env=os.environ | {"SWARMQ_INVITE": str(self._folder.path), "COLUMNS": "240"},
+            env=os.environ | {"SWARMQ_INVITE": str(self._folder.path), "COLUMNS": "240", "PATH": PATH},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE if piped else None,
             stderr=asyncio.subprocess.STDOUT if piped else None,
@@ -374,6 +412,14 @@ async def _first(*waits: Any, within_s: float) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def read_report(printed: str) -> KindReport:
+    """Read the report that `swarmq run --eval` prints, which has an interval of 1.96 standard errors on either side."""
+    if (found := REPORT.search(printed)) is None:
+        return KindReport(None, 0.0, 0, 0)
+    reward, interval, episodes, failed = found.groups()
+    return KindReport(float(reward), float(interval or 0.0) / Z95, int(episodes), int(failed))
 
 
 def rows_in(folder: Path) -> Iterator[Row]:

@@ -32,8 +32,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Kind -> function that returns training tasks."""
     held_out: dict[str, str]
     """Kind -> function that returns held-out tasks."""
-    agents: dict[str, str]
+    agents: dict[str, str] = {}
     """Kind -> agent."""
+    commands: dict[str, str] = {}
+    """Kind -> arguments of `swarmq run`, for an agent that is a command; `$PWD` is the repository's root."""
     held_out_agents: dict[str, str] = {}
     """Kind -> agent of the held-out attempts, if it is another, e.g. against a fixed opponent."""
     models: dict[str, str] = msgspec.field(default_factory=lambda: {"main": "demonstrations"})
@@ -54,9 +56,12 @@ def load(name: str) -> Manifest:
         raise ValueError(f"{name}: there is no {path.relative_to(ROOT)}; tutorials: {', '.join(names())}") from error
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path.relative_to(ROOT)}: {error}") from error
-    kinds = {frozenset(table) for table in (manifest.feeds, manifest.held_out, manifest.agents)}
+    attempted = {**manifest.agents, **manifest.commands}
+    kinds = {frozenset(table) for table in (manifest.feeds, manifest.held_out, attempted)}
     if len(kinds) > 1:
-        raise ValueError(f"{path.relative_to(ROOT)}: feeds, held_out and agents have different kinds")
+        raise ValueError(f"{path.relative_to(ROOT)}: feeds, held_out and agents (with commands) have different kinds")
+    if manifest.agents and manifest.commands:
+        raise ValueError(f"{path.relative_to(ROOT)}: has both agents and commands")
     return manifest
 
 

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from benchmarks.examples import manifest
 from benchmarks.examples.__main__ import cells, figures, is_finished, merge, summarize
-from benchmarks.examples.course import HeldOut, Row, row_path, rows_in
+from benchmarks.examples.course import HeldOut, KindReport, Row, read_report, row_path, rows_in
 
 from swarmq.client.data.feed import feed
 from swarmq.client.data.readers import read_tasks
+from swarmq.client.runners.attempts import AttemptResult
+from swarmq.client.runners.report import make_eval_report
 from swarmq.config import SwarmJob
 from swarmq.testing.memory_broker import MemoryBroker
 from swarmq.toy_model import load_lessons
@@ -117,6 +119,20 @@ def test_a_tutorial_has_learned_if_every_seed_gained_enough(rows, learned, gain)
     assert (found["learned"], found["gain"]) == (learned, gain)
     told = figures([found])
     assert (told["tutorials"], told["learned"], told["reward_gain_min"]) == (1, int(learned), gain if learned else 0.0)
+
+
+def test_the_report_of_a_command_is_read_as_it_is_printed():
+    attempts = [
+        AttemptResult(episode_id=f"e{n}", task_id=f"t{n % 3}", kind="default", attempt=1, reward=n % 2, seconds=1.0)
+        for n in range(8)
+    ]
+    report = make_eval_report(attempts, failed=1, seconds=1.0)
+    found = read_report(f"evaluation: 8 of 8\n{report}\noutput of the attempts: logs\n")
+    assert found == KindReport(
+        pytest.approx(report.mean_reward, abs=1e-3), pytest.approx(report.standard_error, abs=1e-3), 8, 1
+    )
+    nothing = make_eval_report([], failed=2, seconds=1.0)
+    assert read_report(f"{nothing}\n").reward is None
 
 
 def test_a_row_without_a_second_measurement_is_printed():
