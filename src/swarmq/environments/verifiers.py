@@ -42,8 +42,8 @@ DEFAULTS = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 class VerifiersEnvironment:
     """One taskset of `verifiers`.
 
-    Settings are those of the taskset; `env.*` are those of the environment, as in verifiers' command line (`env.id`,
-    `env.agent.harness.id`, `env.agent.runtime.type`, `env.agent.max_turns`). `tasks` bounds a taskset without an end, and
+    Settings are those of the taskset (`task.NAME` of its tasks); `env.*` are those of the environment, as in verifiers' command
+    line (`env.id`, `env.agent.harness.id`, `env.agent.runtime.type`, `env.agent.max_turns`). `tasks` bounds a taskset without an end, and
     `held_out` (10) is the share of tasks for evaluation, one in so many, of a taskset that has no setting `split`.
     """
 
@@ -56,9 +56,10 @@ class VerifiersEnvironment:
         self._max_tasks = target.take_count("tasks", MAX_TASKS)
         self._held_out = target.take_count("held_out", HELD_OUT, least=2)
         self._nested: dict[str, Any] = {}
-        for key in [key for key in target.settings if key.startswith("env.")]:
-            _set_nested(self._nested, key.split(".")[1:], target.settings.pop(key))
-        self._taskset_settings = target.settings
+        self._taskset_settings: dict[str, Any] = {}
+        for key, value in target.settings.items():
+            settings = self._nested if key.startswith("env.") else self._taskset_settings
+            _set_nested(settings, key.removeprefix("env.").split("."), value)
         self._env = self._load(self._taskset_settings)
         self._alone = len(self._env._agent_specs) == 1  # noqa: SLF001 - verifiers has no public list of an environment's agents
 
@@ -207,8 +208,6 @@ class VerifiersEnvironment:
             metrics |= {f"{before}turns": trace.num_turns, f"{before}truncated": float(trace.is_truncated)}
             by_role.setdefault(role, []).append(to_reward(f"the reward of {self._target}", trace.reward))
         stops = {"stop": ", ".join(str(trace.stop_condition) for trace in episode.traces)}
-        if self._alone and len(episode.traces) == 1:
-            return Outcome(reward=next(iter(by_role.values()))[0], metrics=metrics, metadata=stops)
         for role, rewards in by_role.items():
             if max(rewards) != min(rewards):
                 raise OutcomeError(
@@ -216,6 +215,8 @@ class VerifiersEnvironment:
                     f"({', '.join(f'{reward:g}' for reward in rewards)}), and an episode credits an agent once: let each "
                     "rollout play once, and the run's groups compare them (groups.group_size)"
                 )
+        if self._alone:
+            return Outcome(reward=next(iter(by_role.values()))[0], metrics=metrics, metadata=stops)
         learning = {trace.agent.name for trace in episode.traces if trace.agent.trainable}
         self._refuse_fixed_agents(ep, by_role.keys() - learning)
         earned = {role: rewards[0] for role, rewards in by_role.items() if role in learning}
@@ -278,6 +279,7 @@ def _set_nested(settings: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return an error in one line; of a long one, such as a program's traceback, the beginning and the end."""
+    """Return an error and its cause in one line; of a long one, such as a program's traceback, the beginning and the end."""
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    return f"{type(error).__name__}: {text if len(text) < 600 else f'{text[:300]} ... {text[-300:]}'}"
+    because = f" (because: {_first_line(error.__cause__)})" if error.__cause__ else ""
+    return f"{type(error).__name__}: {text if len(text) < 600 else f'{text[:300]} ... {text[-300:]}'}{because}"
