@@ -1,4 +1,4 @@
-"""`gymnasium:ID`: one game of a gymnasium environment; observations become user messages, answers become actions.
+"""`gymnasium:ID` or `gymnasium:MODULE:ID`: one game of a gymnasium environment; observations become user messages, answers become actions.
 
     seed ──reset──> observation ──to_text──> user message ──model──> answer ──to_action──> step ──> total reward
 
@@ -8,6 +8,7 @@ others, a user gives two functions in the target: `?to_text=my:text&to_action=my
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from swarmq.client.ask import ask
 from swarmq.client.data.targets import load_object
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import run_in_thread
-from swarmq.environments.protocol import Split, Target, read_payload, require_package
+from swarmq.environments.protocol import Split, Target, describe_error, read_payload, require_package
 from swarmq.errors import TaskError
 from swarmq.outcome import Outcome, to_reward
 
@@ -126,13 +127,16 @@ class GymnasiumEnvironment:
         import gymnasium  # noqa: PLC0415 - an optional package
 
         arguments = dict(self._arguments)
+        module, _, name = self._target.name.rpartition(":")
         try:
+            if module:
+                importlib.import_module(module)
             if draws and "render_mode" not in arguments:
-                modes = _find_render_modes(gymnasium, self._target.name)
+                modes = _find_render_modes(gymnasium, name)
                 arguments |= {"render_mode": "ansi"} if "ansi" in modes else {}
-            return gymnasium.make(self._target.name, disable_env_checker=True, **arguments)
+            return gymnasium.make(name, disable_env_checker=True, **arguments)
         except Exception as error:  # an environment is somebody's Python package
-            raise TaskError(f"{self._target}: cannot be made: {type(error).__name__}: {error}") from error
+            raise TaskError(f"{self._target}: cannot be made: {describe_error(error)}") from error
 
 
 def _find_render_modes(gymnasium: Any, name: str) -> list[str]:

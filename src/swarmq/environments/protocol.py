@@ -80,6 +80,13 @@ def require_package(target: Target, package: str, extra: str) -> None:
         raise MissingExtraError(f"{target} needs {package}: pip install {extra}")
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error and its cause in one line; of a long one, such as a program's traceback, the beginning and the end."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    because = f" (because: {describe_error(error.__cause__)})" if error.__cause__ else ""
+    return f"{type(error).__name__}: {text if len(text) < 600 else f'{text[:300]} ... {text[-300:]}'}{because}"
+
+
 def read_payload(target: Target, payload: Any, fields: Mapping[str, type]) -> list[Any]:
     """Return the named fields of a task's payload. Raises TaskError for a task that another environment or data set made."""
     if not isinstance(payload, dict) or payload.get("environment") != str(target):

@@ -17,7 +17,7 @@ from swarmq.client.ask import ask_async
 from swarmq.client.data.readers import create_gym_dataset
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.client.episodes.event_loops import run_in_thread
-from swarmq.environments.protocol import Split, Target, read_payload
+from swarmq.environments.protocol import Split, Target, read_payload, require_package
 from swarmq.errors import TaskError
 from swarmq.outcome import Outcome, to_reward
 
@@ -36,13 +36,14 @@ class ReasoningGymEnvironment:
     """
 
     def __init__(self, target: Target) -> None:
+        require_package(target, "reasoning_gym", "'swarmq[environments]'")
         self._target = target
         self._eval_size = target.take_count("eval_size", EVAL_SIZE)
         system = target.take("system", str, "default")
         self._settings: dict[str, Any] = {"seed": 0, **target.settings}
         self._datasets: dict[str, Any] = {}
         self._create(self._settings)
-        from reasoning_gym.utils import SYSTEM_PROMPTS  # noqa: PLC0415 - the line above has checked that it is installed
+        from reasoning_gym.utils import SYSTEM_PROMPTS  # noqa: PLC0415 - an optional package
 
         if system not in SYSTEM_PROMPTS:
             raise TaskError(f"{target}: system is {system!r}: choose one of {', '.join(SYSTEM_PROMPTS)}")

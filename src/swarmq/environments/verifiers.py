@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 from swarmq.client.episodes.episode import AsyncEpisode
-from swarmq.environments.protocol import Split, Target, read_payload, require_package
+from swarmq.environments.protocol import Split, Target, describe_error, read_payload, require_package
 from swarmq.errors import OutcomeError, RolloutError, TaskError
 from swarmq.outcome import Outcome, to_finite_float, to_reward
 
@@ -83,7 +83,7 @@ class VerifiersEnvironment:
             except TaskError:
                 raise
             except Exception as error:  # an environment is somebody's Python package
-                raise TaskError(f"{self._target}: cannot be started: {_first_line(error)}") from error
+                raise TaskError(f"{self._target}: cannot be started: {describe_error(error)}") from error
             if self._env._runs_local():  # noqa: SLF001
                 # A pool keeps a client for every key that it has seen; without it, each rollout closes its own.
                 self._env._interception = None  # noqa: SLF001
@@ -119,7 +119,7 @@ class VerifiersEnvironment:
                     given.setdefault("harness", DEFAULTS["harness"])
             return loaders.load_environment(loaders.resolve_env_config(config))
         except Exception as error:  # an environment is somebody's Python package
-            raise TaskError(f"{self._target}: cannot be loaded: {_first_line(error)}") from error
+            raise TaskError(f"{self._target}: cannot be loaded: {describe_error(error)}") from error
 
     def _read(self, split: Split) -> Iterator[Any]:
         names = self._find_splits(split)
@@ -157,7 +157,7 @@ class VerifiersEnvironment:
         try:
             yield from taskset if taskset.bounded else islice(taskset, self._max_tasks)
         except Exception as error:  # an environment is somebody's Python package; its data may come from anywhere
-            raise TaskError(f"{self._target}: its tasks cannot be read: {_first_line(error)}") from error
+            raise TaskError(f"{self._target}: its tasks cannot be read: {describe_error(error)}") from error
 
     async def _prepare_harnesses(self) -> None:
         runtimes = importlib.import_module("verifiers.v1.runtimes")
@@ -276,10 +276,3 @@ def _set_nested(settings: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         settings = settings.setdefault(name, {})
     settings[path[-1]] = value
-
-
-def _first_line(error: BaseException) -> str:
-    """Return an error and its cause in one line; of a long one, such as a program's traceback, the beginning and the end."""
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    because = f" (because: {_first_line(error.__cause__)})" if error.__cause__ else ""
-    return f"{type(error).__name__}: {text if len(text) < 600 else f'{text[:300]} ... {text[-300:]}'}{because}"

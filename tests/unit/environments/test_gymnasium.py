@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 
@@ -153,3 +154,30 @@ async def test_a_reward_that_is_no_number_is_named(pays, says):
 def test_what_cannot_be_played_is_refused_before_any_episode(target, says):
     with pytest.raises(TaskError, match=says):
         load_environment(target)
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """The working directory, from which modules are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    gymnasium.registry.pop("Maze-v0", None)
+
+
+async def test_an_environment_is_registered_by_the_module_that_its_target_names(modules):
+    (modules / "maze.py").write_text(
+        "import gymnasium\ngymnasium.register('Maze-v0', entry_point=gymnasium.spec('Words-v0').entry_point)\n"
+    )
+    outcome, _ = await play("gymnasium:maze:Maze-v0", "a", "b", "c")
+    assert outcome.reward == 3.0
+
+
+def test_a_module_that_cannot_be_imported_is_one_line_with_its_error(modules):
+    (modules / "broken_maze.py").write_text("raise OSError('the maps cannot be read:\\n  no such file')\n")
+    for name, says in (
+        ("broken_maze", "OSError: the maps cannot be read: no such file"),
+        ("no_such_maze", "ModuleNotFoundError: No module named 'no_such_maze'"),
+    ):
+        with pytest.raises(TaskError, match=f"^gymnasium:{name}:Maze-v0: cannot be made: {says}$"):
+            load_environment(f"gymnasium:{name}:Maze-v0")

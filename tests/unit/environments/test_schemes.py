@@ -1,5 +1,6 @@
 import pickle
 import re
+import sys
 
 import pytest
 
@@ -36,7 +37,12 @@ def test_a_kind_may_stand_before_a_target_whose_settings_have_equals_signs():
         parse_targets(["gymnasium:X?size=3", "my:f"], [])
 
 
-def test_a_missing_package_is_named_with_what_to_install():
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
+    for package in ("gymnasium", "reasoning_gym", "verifiers", "openenv"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for target, package in (("gymnasium:FrozenLake-v1", "gymnasium"), ("reasoning-gym:chain_sum", "reasoning_gym")):
+        with pytest.raises(MissingExtraError, match=rf"{target} needs {package}: pip install 'swarmq\[environments\]'"):
+            load_environment(target)
     with pytest.raises(MissingExtraError, match="verifiers:x needs verifiers: pip install verifiers uv"):
         load_environment("verifiers:x")
     with pytest.raises(MissingExtraError, match="needs openenv: pip install openenv-core"):
