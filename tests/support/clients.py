@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,22 @@ def python_packages() -> Path:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", str(REQUIREMENTS)]
     version = f"{REQUIREMENTS.read_text()}{sys.version_info[:2]}"
     return install_once("clients-python", version, lambda folder: [*command, "--target", str(folder)])
+
+
+def python_with(name: str, requirements: Path) -> Path:
+    """A Python that finds what `requirements` names, installed on first use, and behind it the packages of the tests' own Python."""
+    own = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    others = sysconfig.get_paths()["purelib"]
+    shell = (
+        '"$0" -m venv --without-pip "$1/env" && echo "$2" > "$1/env/$3/test-environment.pth" && '
+        '"$0" -m pip --python "$1/env/bin/python" install -q --no-deps -r "$4"'
+    )
+    folder = install_once(
+        name,
+        f"{requirements.read_text()}{own}{others}",
+        lambda folder: ["sh", "-c", shell, sys.executable, str(folder), others, own, str(requirements)],
+    )
+    return folder / "env/bin/python"
 
 
 def node() -> tuple[str, list[str]]:

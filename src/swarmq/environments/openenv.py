@@ -2,8 +2,8 @@
 
     reset(seed) ──> observation ──user message──> model ──JSON──> step ──> total of the rewards
 
-Every attempt has a session of its own on the server. An answer that is no action of the server's schema is counted and told to
-the model; an error of the server fails the episode.
+Every attempt has a session of its own on the server. An answer that does not fit the server's schema of actions is counted and told
+to the model. It never reaches the server, so every error of the server is one of the environment, and fails the episode.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import importlib
 import json
 import re
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from swarmq.client.ask import ask_async
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.client.episodes.event_loops import run_in_thread
-from swarmq.environments.protocol import Split, Target, read_payload, require_package
-from swarmq.errors import RolloutError, TaskError
+from swarmq.environments.protocol import Split, Target, describe_error, read_payload, require_package
+from swarmq.errors import OutcomeError, RolloutError, TaskError
 from swarmq.outcome import Outcome, to_reward
 
 TRAIN_TASKS, EVAL_TASKS = 1000, 100
@@ -41,7 +41,8 @@ class OpenEnvEnvironment:
     """
 
     def __init__(self, target: Target) -> None:
-        require_package(target, "openenv", "openenv-core, in a virtual environment of its own")
+        for package in ("openenv", "jsonschema"):
+            require_package(target, package, "openenv, in a virtual environment of its own")
         if not re.match(r"https?://", target.name):
             raise TaskError(f"{target}: write the address of a server, e.g. openenv:http://localhost:8000")
         self._target = target
@@ -66,15 +67,16 @@ class OpenEnvEnvironment:
         try:
             self._schema = (await run_in_thread(_fetch, f"{self._url}/schema"))["action"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TaskError(f"{self._target}: no OpenEnv server answers there: {error}") from error
+            raise TaskError(f"{self._target}: no OpenEnv server answers there: {describe_error(error)}") from error
         yield
 
     async def attempt(self, ep: AsyncEpisode) -> Outcome:
         (seed,) = read_payload(self._target, ep.payload, {"seed": int})
         client: Any = importlib.import_module("openenv.core")
-        total, steps, illegal = 0.0, 0, 0
+        rewards: list[float] = []
+        steps, illegal = 0, 0
         async with client.GenericEnvClient(base_url=self._url, message_timeout_s=self._timeout_s) as session:
-            result = await session.reset(seed=seed, **self._arguments)
+            result = await self._call(session.reset(seed=seed, **self._arguments))
             messages = [
                 {"role": "system", "content": self._describe_rules()},
                 {"role": "user", "content": _describe_observation(result.observation)},
@@ -83,24 +85,29 @@ class OpenEnvEnvironment:
                 answer = await ask_async(ep, messages)
                 messages.append({"role": "assistant", "content": answer})
                 try:
-                    result = await self._step(session, _read_action(answer, self._schema))
+                    action = _read_action(answer, self._schema)
                 except ValueError as error:
                     illegal += 1
                     messages.append({"role": "user", "content": f"Illegal action: {error}"})
                     continue
+                result = await self._call(session.step(action))
                 steps += 1
                 if result.reward is not None:
-                    total += to_reward(f"the reward of step {steps} of {self._target}", result.reward)
+                    rewards.append(to_reward(f"the reward of step {steps} of {self._target}", result.reward))
                 messages.append({"role": "user", "content": _describe_observation(result.observation)})
-        return Outcome(reward=total, metrics={"steps": steps, "illegal_actions": illegal, "done": float(result.done)})
+        if result.done and not rewards:  # the protocol has no NaN: it arrives as None
+            raise OutcomeError(
+                f"{self._target} ended after step {steps} without a reward: none of its steps had a finite one"
+            )
+        return Outcome(
+            reward=sum(rewards), metrics={"steps": steps, "illegal_actions": illegal, "done": float(result.done)}
+        )
 
-    async def _step(self, session: Any, action: dict[str, Any]) -> Any:
-        """Return the result of a step. Raises ValueError if the server finds the action malformed."""
+    async def _call(self, answer: Awaitable[Any]) -> Any:
+        """Return the server's answer. Raises RolloutError for every error that the server reports."""
         try:
-            return await session.step(action)
-        except RuntimeError as error:  # what the client makes of every error that the server reports
-            if "VALIDATION_ERROR" in str(error):
-                raise ValueError(str(error)) from error
+            return await answer
+        except RuntimeError as error:  # openenv's class for them
             raise RolloutError(f"{self._target}: {error}") from error
 
     def _describe_rules(self) -> str:
@@ -122,6 +129,8 @@ def _read_action(answer: str, schema: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError with a sentence for the model.
     """
+    import jsonschema  # noqa: PLC0415 - comes with openenv
+
     fenced = FENCE.findall(answer)
     text = (fenced[-1] if fenced else answer).strip()
     try:
@@ -133,8 +142,8 @@ def _read_action(answer: str, schema: dict[str, Any]) -> dict[str, Any]:
         if len(required) != 1 or not text:
             raise ValueError("write a JSON object and nothing else")
         value = {required[0]: value}
-    if missing := [name for name in required if name not in value]:
-        raise ValueError(f"the field {', '.join(missing)} is missing")
+    if error := jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(value)):
+        raise ValueError(f"{error.json_path}: {error.message}")
     action: dict[str, Any] = value
     return action
 

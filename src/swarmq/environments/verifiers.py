@@ -53,7 +53,8 @@ class VerifiersEnvironment:
             raise TaskError(f"{target}: the installed verifiers is older than 0.4: pip install 'verifiers>=0.4'")
         _pass_on_working_directory()
         self._target = target
-        self._max_tasks = target.take_count("tasks", MAX_TASKS)
+        names_tasks = isinstance(target.settings.get("tasks"), list)  # a setting of Harbor's taskset
+        self._max_tasks = MAX_TASKS if names_tasks else target.take_count("tasks", MAX_TASKS)
         self._held_out = target.take_count("held_out", HELD_OUT, least=2)
         self._nested: dict[str, Any] = {}
         self._taskset_settings: dict[str, Any] = {}

@@ -11,13 +11,11 @@ import json
 import os
 import re
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from support.clients import install_once
+from support.clients import python_with
 
 HERE = Path(__file__).parent / "verifiers"
 ROOT = Path(__file__).parents[3]
@@ -44,33 +42,15 @@ SCENARIOS = {
     "broken": ("verifiers:vf_broken", []),
     "offline": (f"{SUMS}?offline=true", []),
     "container": (f"{SUMS}?env.agent.harness.id=codex", []),
+    "harbor": ('verifiers:harbor?dataset=org/name&tasks=["a"]&env.agent.runtime.type=docker', []),
     "setting": (f"{SUMS}?colour=red", []),
 }
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """Python with verifiers, installed on first use."""
-    requirements = HERE / "requirements.txt"
-    own, others = (
-        f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages",
-        sysconfig.get_paths()["purelib"],
-    )
-    shell = (
-        '"$0" -m venv --without-pip "$1/env" && echo "$2" > "$1/env/$3/test-environment.pth" && '
-        '"$0" -m pip --python "$1/env/bin/python" install -q --no-deps -r "$4"'
-    )
-    folder = install_once(
-        "verifiers",
-        f"{requirements.read_text()}{own}{others}",
-        lambda folder: ["sh", "-c", shell, sys.executable, str(folder), others, own, str(requirements)],
-    )
-    return folder / "env/bin/python"
-
-
-@pytest.fixture(scope="module")
-def played(python, tmp_path_factory):
+def played(tmp_path_factory):
     """What became of every scenario."""
+    python = python_with("verifiers", HERE / "requirements.txt")
     home = tmp_path_factory.mktemp("home")
     uv = home / ".local/bin/uv"
     uv.parent.mkdir(parents=True)
@@ -140,6 +120,7 @@ def test_what_cannot_be_loaded_or_read_is_one_line_that_names_the_cause(played):
         "broken": "because: ModuleNotFoundError: No module named 'a_package_that_is_missing'",
         "offline": "its tasks cannot be read: ConnectionError: no route to huggingface.co while sums were downloaded",
         "container": "needs a container: add env.agent.runtime.type=docker, or env.agent.harness.id=null",
+        "harbor": "its tasks cannot be read: RuntimeError: Harbor tasksets require the Harbor CLI from the `harbor` extra",
         "setting": "taskset.colour Extra inputs are not permitted",
     }.items():
         assert_failed(played[name], "TaskError", says)

@@ -45,7 +45,7 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
             load_environment(target)
     with pytest.raises(MissingExtraError, match="verifiers:x needs verifiers: pip install verifiers uv"):
         load_environment("verifiers:x")
-    with pytest.raises(MissingExtraError, match="needs openenv: pip install openenv-core"):
+    with pytest.raises(MissingExtraError, match="needs openenv: pip install openenv"):
         load_environment("openenv:http://127.0.0.1:1")
 
 
