@@ -19,10 +19,9 @@ TASKS, LANES = 30, 4
 
 
 class Sandbox(gymnasium.Env):
-    """A game of one step. `works(seed, attempt)`: whether its sandbox holds."""
+    """A game of one step. `works(seed, attempt)`: whether its sandbox holds; `attempts`: at each seed, so far."""
 
     observation_space = action_space = gymnasium.spaces.Text(8)
-    attempts = Counter()
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
