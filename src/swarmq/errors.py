@@ -114,7 +114,7 @@ class RewardError(SwarmqError):
 
 
 class SandboxError(RewardError):
-    """A sandbox cannot be had, or failed for a reason other than the program in it."""
+    """A sandbox is not available, or failed for a reason other than the program in it."""
 
 
 class TaskError(SwarmqError):

@@ -1,6 +1,6 @@
 """The meaning of every field of every event, for the reference and for tests, which find fields that are missing here.
 
-Events are dictionaries on the wire, because monitors pass them on whole; the processes that emit them fill them in.
+Events are dictionaries on the wire: the process that emits an event fills it in, and monitors pass it on whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVENTS: dict[tuple[str, str], str] = {
     ("eval", "collector"): "An evaluation episode ended.",
     ("evaluated", "collector"): "A round of evaluation is complete, or its deadline has passed.",
     ("control", "collector"): "The collector's answer to a command, or a drained run.",
-    ("control", "learner"): "A learner took a change over.",
+    ("control", "learner"): "A learner adopted a change.",
     ("control", "dashboard"): "An operator removed a client in the dashboard.",
     ("refused", "proxy"): "The first call of an episode that a proxy refused for the agent's fault.",
     ("warning", "any"): "Something that a person should see; `swarmq watch` shows it, alerts send it.",
@@ -31,7 +31,7 @@ _ENDED = {
     "client_id": "Client that began it.",
     "code_version": "Digest of the agent's code.",
     "reason": "Why it is not trained; empty if it goes to a learner.",
-    "detail": "What the client gave as reason.",
+    "detail": "Reason that the client gave.",
 }
 
 FIELDS: dict[tuple[str, str], dict[str, str]] = {
@@ -43,11 +43,11 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "eval_finished": "Evaluation episodes with a reward.",
         "duplicates": "Messages that had arrived before.",
         "orphan_turns": "Recorded turns that are not trained, because the agent did not receive the answer.",
-        "unseen_turns": "Those of them whose proxy was killed before it could report.",
-        "rewards_uncredited": "Rewards by call for calls that are not trained.",
-        "open": "Training episodes that run.",
+        "unseen_turns": "Orphan turns whose proxy was killed before it could report on them.",
+        "rewards_uncredited": "Rewards for single calls that are not trained.",
+        "open": "Training episodes that are running.",
         "waiting": "Ended episodes that wait for the other members of their group.",
-        "in_learners": "Episodes that a learner has and has not reported.",
+        "in_learners": "Episodes that a learner has received and not reported on.",
         "dropped": "Reason -> training episodes that were dropped for it.",
         "groups_open": "Groups that lack members.",
         "groups_ready": "Policy -> groups that wait for its learner.",
@@ -58,30 +58,30 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "lent": "Kinds whose share of the mix goes to other kinds for the time being.",
         "changes": "Changes of settings in effect, for the proxies.",
         "absorbed": "Name -> messages that changed nothing, such as repeated ends.",
-        "transcripts_lost": "Transcripts that were not kept, because the disk was full or too slow.",
+        "transcripts_lost": "Transcripts that were lost because the disk was full or too slow.",
     },
     ("state", "learner"): {
         "phase": "What the learner does: `starting`, `waiting`, `training`, `pushing`, `ended` and others.",
         "version": "Steps that the weights have seen.",
-        "groups_ready": "Whole groups that the learner has and has not trained.",
+        "groups_ready": "Complete groups that the learner has received and not trained.",
         "control": "Number of the newest control state that the learner knows.",
     },
     ("state", "proxy"): {
         "calls": "Model calls that were admitted.",
-        "open_calls": "Calls that are rendered or sampled now.",
+        "open_calls": "Calls that are being rendered or sampled.",
         "prompt_tokens": "Prompt tokens of answered calls.",
         "sampled_tokens": "Sampled tokens that the broker has confirmed.",
-        "kinds": "Kind -> the same counts for it.",
+        "kinds": "Kind -> the same counts for this kind.",
         "errors": "Calls that were answered with an error.",
         "unusable_answers": "Reason -> answers of engines that could not be used.",
-        "left_out": "What -> requests that it was left out of.",
-        "continued": "Turns that had an earlier one to continue.",
-        "repaired": "Turns that kept recorded tokens where a fresh rendering has others.",
+        "left_out": "Tool type or parameter -> requests from which it was left out.",
+        "continued": "Turns with an earlier turn to continue.",
+        "repaired": "Turns that kept recorded tokens where a fresh rendering has other tokens.",
         "drift_rate": "Share of continued turns that a fresh rendering would tokenise differently.",
         "branches": "Reason -> turns that could not continue.",
-        "episodes": "Episodes that are remembered.",
-        "memory_bytes": "Memory of their conversations.",
-        "forgotten": "Reason -> episodes that were forgotten.",
+        "episodes": "Episodes that the proxy remembers.",
+        "memory_bytes": "Bytes of memory for the conversations of these episodes.",
+        "forgotten": "Reason -> episodes that the proxy has forgotten.",
     },
     ("step", "learner"): {
         "version": "Number of the step: the weight version after it.",
@@ -91,7 +91,7 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "reward_credited": "Means of the rewards by call and by agent tag, if there are any.",
         "success_by_kind": "Kind -> share of successes among episodes that report success or failure.",
         "metrics": "Name -> mean of what agents report as `Outcome.metrics`.",
-        "metrics_by_kind": "Kind -> the same for it.",
+        "metrics_by_kind": "Kind -> the same means for this kind.",
         "groups_by_kind": "Kind -> trained groups.",
         "episodes": "Trained episodes.",
         "groups": "Trained groups.",
@@ -113,7 +113,7 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "truncated": "Share of calls that a token limit cut off.",
         "branches": "Reason -> calls that could not continue their conversation.",
         "drifted": "Share of continued calls that a fresh rendering would tokenise differently.",
-        "repaired": "Share of calls that kept recorded tokens where a fresh rendering has others.",
+        "repaired": "Share of calls that kept recorded tokens where a fresh rendering has other tokens.",
         "credited": "Level (`call`, `agent`, `episode`) -> share of calls that got the reward of that level.",
         "code_versions": "Digest of the agents' code -> episodes.",
         "dropped": "Reason -> episodes that the learner dropped since the step before.",
@@ -149,16 +149,16 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "pauses": "Engine -> its pause in seconds.",
         "push_method": "How the weights were pushed.",
         "step_s": "Seconds of the whole step.",
-        "replayed": "Whether the step repeats one of the batch log after a crash.",
+        "replayed": "Whether the step was trained again from the batch log after a crash.",
     },
     ("episode", "collector"): {
         **_ENDED,
         "rewards": "Policy -> reward.",
-        "seconds": "Seconds since its begin.",
+        "seconds": "Seconds since the episode's begin.",
     },
     ("eval", "collector"): {
         **_ENDED,
-        "success": "Whether the agent reports success; null if it reports neither.",
+        "success": "Whether the agent reports success; null if it reports neither success nor failure.",
         "metadata": "What the agent reported with its end.",
     },
     ("evaluated", "collector"): {

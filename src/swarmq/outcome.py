@@ -125,7 +125,7 @@ def explain_untrainable(policies: Sequence[str], known: Sequence[str], frozen: C
     trained = ", ".join(policy for policy in known if policy not in frozen)
     return (
         f"policies: {', '.join(policies)} given, which no learner trains (trained = false): name one of {trained} too, or "
-        "let the episode be one of evaluation (mode='eval')"
+        "begin an evaluation episode (mode='eval')"
     )
 
 

@@ -273,7 +273,7 @@ async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over(monkeypa
     assert pool.news() == ""
     pool.lanes[0].engine.down = True
     await pool.probe()
-    assert pool.news() == "no engine answers: calls wait for one, at most 540 s in all (0 do)"
+    assert pool.news() == "no engine answers: calls wait for one, at most 540 s in all (0 calls wait now)"
     assert pool.news() == ""
     pool.lanes[0].engine.down = False
     await pool.probe()

@@ -46,8 +46,8 @@ from swarmq.runtime.logs import log
 LOGIN_PATIENCE_S = 30.0
 OPEN_S = 10.0
 BROKER_ANSWERED_ENV = "SWARMQ_BROKER_ANSWERED"
-"""Environment variable that `swarmq up` sets for its daemons: the broker has answered at this URL, so wait for it without a
-deadline."""
+"""Environment variable that `swarmq up` sets for its daemons. It says that the broker has answered at this URL before, so a
+daemon waits for it without a deadline."""
 MAX_REASON_CHARS = 500
 """Characters of a reason kept in a header."""
 

@@ -50,7 +50,7 @@ async def open_consumer(
     """Open a consumer of `queue`. Raises UnroutableError if there is no such queue.
 
     `ack_s` is the acknowledgement timeout to request, `default_ack_s` the timeout to assume where the server ignores requests
-    and states none. `recycle_s` replaces the session age that follows from the timeout. `bury` parks a message that cannot be
+    and states none. `recycle_s` overrides the age at which a session ends itself. `bury` parks a message that cannot be
     used.
     """
     if not 1 <= prefetch <= MAX_PREFETCH:

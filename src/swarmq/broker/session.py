@@ -36,7 +36,7 @@ ANSWER_S = 15.0
 """Timeout for an answer of the broker, confirms included."""
 
 NOTICE_S = 2.0
-"""Seconds after which a pending call checks whether an alarm blocks it, and logs so."""
+"""Seconds after which a pending call checks whether an alarm blocks it, and logs that."""
 
 CLOSE_S = 2.0
 
@@ -98,7 +98,7 @@ class Session:
                 _open_gate(gate)
 
     async def call(self, operation: Coroutine[Any, Any, T], *, answer_s: float = ANSWER_S) -> T:
-        """Run `operation` and return its result; while the broker's alarm blocks it, wait and log so.
+        """Run `operation` and return its result; while the broker's alarm blocks it, wait and log that.
 
         Raises BrokerLostError if the session ends first, another BrokerError if the broker refuses. A message that is returned
         or rejected raises the driver's DeliveryError and leaves the session open.

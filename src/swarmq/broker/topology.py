@@ -82,8 +82,8 @@ def tasks(run: str, kind: str) -> str:
 def retries(run: str, kind: str) -> str:
     """Return the queue of failed tasks to attempt next.
 
-    It is separate because a message cannot overtake others in `tasks`. Its name lets clients use it that were invited before it
-    existed.
+    It is separate because a message cannot overtake others in `tasks`. Its name is one that also clients may use that were
+    invited before this queue existed.
     """
     return f"{tasks(run, kind)}.again"
 

@@ -171,7 +171,7 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return the number of columns of the terminal, or None if standard output is no terminal."""
+    """Return the number of columns of the terminal, or None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

@@ -49,7 +49,7 @@ def tasks_group() -> None:
 @click.option(
     "--held-out", default=0.0, type=click.FloatRange(0, 0.5), help="Share of documents for OUT.held-out.jsonl."
 )
-@click.option("--max-calls", type=click.IntRange(min=1), help="Stop when the teacher has been asked so often.")
+@click.option("--max-calls", type=click.IntRange(min=1), help="Stop after this many questions to the teacher.")
 @click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1, 256), help="Concurrent questions.")
 def make(
     folder: Path,
@@ -135,7 +135,7 @@ def from_traces(files: tuple[Path, ...], out: Path) -> None:
 
 
 def _is_held_out(source: str, share: float) -> bool:
-    """Return whether a document is held out: all of its tasks are, the same ones each time."""
+    """Return whether a document is held out, with all of its tasks; the answer is the same each time."""
     document = source.rpartition("@")[0]
     return int(hashlib.sha256(document.encode()).hexdigest()[:8], 16) < share * 2**32
 

@@ -55,14 +55,14 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
     default=30.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds without a model call after which a warning says what was set.",
+    help="Seconds without a model call after which a warning names the settings that COMMAND got.",
 )
 @click.option(
     "--context",
     default=32_768,
     show_default=True,
     type=click.IntRange(min=1024),
-    help="Tokens of context that COMMAND is told of.",
+    help="Context length, in tokens, that COMMAND is configured with.",
 )
 @click.option("--kind", help="Task kind; required if the run has several.")
 @click.option("--eval", "for_eval", is_flag=True, help="Evaluate; nothing is trained.")

@@ -86,7 +86,7 @@ def inspect(
     """Show batches, episodes and every token.
 
     Lists the batches of a run, the episodes of a step, or episodes chosen by the options, newest first; or shows one EPISODE,
-    whatever became of it: why it was or was not trained, its conversation and every token.
+    trained or not: why it was or was not trained, its conversation and every token.
 
     --dropped, --failed, --eval and --open together list the episodes of any of them; the other options narrow that down.
 
@@ -148,7 +148,7 @@ def inspect(
 
 
 def _parse_reward(text: str | None) -> dict[str, float]:
-    """Return the fields of `EpisodeFilter` for a range of rewards. Raises ConfigError if it is none."""
+    """Return the fields of `EpisodeFilter` for a range of rewards. Raises ConfigError if the text is not a range."""
     if text is None:
         return {}
     signs = {"<=": "reward_max", ">=": "reward_min", "<": "reward_below", ">": "reward_above"}
@@ -218,7 +218,8 @@ def _read_index(folder: RunFolder) -> RunIndex:
 def _inspect_episode(
     job: SwarmJob, folder: RunFolder, part: str, policy: str | None, *, as_json: bool, html: Path | None
 ) -> None:
-    """Show one episode: as its learner trained it, or else its conversation and tokens with the reason."""
+    """Show one episode: as its learner trained it, or else its conversation and tokens with the reason why it was not
+    trained."""
     import msgspec
 
     from swarmq.observe.episode_terminal import draw_detail
@@ -280,7 +281,7 @@ def _write_page(path: Path, page: bytes) -> None:
     "--series",
     multiple=True,
     metavar="NAME",
-    help="What to draw, several times if wanted: reward, evaluation, staleness, drops, times, or any figure of a step, e.g. entropy.",
+    help="What to draw; may be repeated: reward, evaluation, staleness, drops, times, or any figure of a step, e.g. entropy.",
 )
 @click.option("--policy", help="Policy to draw; all by default.")
 @print_warnings()

@@ -75,7 +75,7 @@ def feed(
         if given := [name for name, used in unused.items() if used]:
             raise ConfigError(
                 f"{', '.join(given)}: cannot be combined with --eval, whose tasks are stored and attempted in every round; "
-                "brought again they replace themselves"
+                "a task that is fed again replaces its earlier version"
             )
         run_until_signalled(_feed_eval(run, data, tasks, kind=kind, repeats=repeats))
         return

@@ -13,7 +13,7 @@ from swarmq.messages import Change, Control
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one episode, whose final value is `trained`, `dropped` with a reason, or `eval`."""
+    """The state of one episode. Final states are `trained`, `dropped` (with a reason) and `eval`."""
 
     state: str
     """`open`, `waiting`, `published`, `trained`, `dropped` or `eval`."""

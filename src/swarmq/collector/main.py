@@ -65,7 +65,7 @@ def serve_collector_metrics(job: SwarmJob, collector: Collector) -> AbstractAsyn
 
 @contextmanager
 def record_transcripts(job: SwarmJob) -> Iterator[TranscriptWriter | None]:
-    """Record transcripts inside the block, unless the job's settings turn them off."""
+    """Record transcripts while the context is open, unless the job's settings turn them off."""
     settings = job.transcripts
     if not settings.size_gb:
         yield None
@@ -82,7 +82,7 @@ def _stop_on_signals() -> asyncio.Event:
 
     def signalled() -> None:
         if stop.is_set():
-            os._exit(1)  # crash-safe: what is not committed comes again
+            os._exit(1)  # loses nothing: uncommitted messages are redelivered
         log.info("draining")
         stop.set()
 

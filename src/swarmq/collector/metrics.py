@@ -1,4 +1,4 @@
-"""The collector's metrics for Prometheus: what became of episodes, what waits, and how long commits take."""
+"""The collector's metrics for Prometheus: fates of episodes, what waits, and how long commits take."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class CollectorMetrics(Source):
         )
         yield GaugeMetricFamily(
             "swarmq_collector_outgoing_messages",
-            "Messages that are decided and not confirmed by the broker.",
+            "Decided messages that the broker has not confirmed.",
             value=self._count_outgoing(),
         )
         yield CounterMetricFamily(
             "swarmq_collector_transcripts_lost",
-            "Transcripts that were not kept, because the disk was full or too slow.",
+            "Transcripts that were lost because the disk was full or too slow.",
             value=state.get("transcripts_lost", 0),
         )
         pace = state.get("pace", "running")

@@ -1,4 +1,4 @@
-"""The collector's reports: fields of its `state` event, and warnings that say who waits for whom when nothing moves."""
+"""The collector's reports: fields of its `state` event, and warnings that name the cause when nothing moves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StandstillWatch:
         """Standstill -> (time when it was first seen, time of its last warning)."""
 
     def look(self, core: Core, now: float) -> list[str]:
-        """Return a warning for everything that has stood still for PATIENCE_S, repeated each PATIENCE_S."""
+        """Return a warning for everything that has stood still for PATIENCE_S, at most one every PATIENCE_S."""
         present = {}
         lines = []
         for key, text in _standstills(core, now):
@@ -70,7 +70,7 @@ class StandstillWatch:
 
 
 class NoTurnsWarnings:
-    """Warnings about episodes that ended without a model call, because their calls were refused or their agent uses another
+    """Warnings about episodes that ended without a model call, because their calls were refused, or their agent uses another
     address or key."""
 
     def __init__(self) -> None:
@@ -86,7 +86,8 @@ class NoTurnsWarnings:
             self._refused.popitem(last=False)
 
     def look(self, episode: Mapping[str, Any], now: float) -> str | None:
-        """Return a warning for the fields of an `episode` event, at most one each PATIENCE_S, else None."""
+        """Return a warning about an `episode` event, given its fields, or None. There is at most one warning every
+        PATIENCE_S."""
         if episode["reason"] != "no_turns":
             return None
         self._num += 1
@@ -103,7 +104,7 @@ class NoTurnsWarnings:
 
 
 def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
-    """Yield (key, text) for everything that waits at present. The key contains the values that change when it moves."""
+    """Yield (key, text) for everything that waits now. The key contains the values that change when the wait ends."""
     rules, counts = core.rules, core.counts
     for group_id, group in core.groups.open.items():
         if group.winners:

@@ -90,7 +90,7 @@ class Collector:
         self._transcripts = transcripts
         store.keeps_bodies = transcripts is not None
         self._closed: list[ClosedEpisode] = []
-        """Episodes closed by committed transactions, which the writer has not been given yet."""
+        """Episodes closed by committed transactions that the transcript writer has not received yet."""
         self._clock = clock
         self._core: Core | None = None
         self._deciding = asyncio.Lock()
@@ -110,7 +110,7 @@ class Collector:
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish the work in hand within DRAIN_S."""
         await self._restore(at_start=True)
-        # Learners keep the control state in a file of their own, which a power loss may have damaged: they hear it again.
+        # Send the control state again: a power loss may have damaged the file in which a learner keeps it.
         controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
         await self._decide(lambda core: core.resend_lost(controls))
         self._outgoing.clear()
@@ -158,7 +158,7 @@ class Collector:
                 async with self._broker.consume(queue, prefetch=PREFETCH) as deliveries:
                     while batch := await deliveries.batch(BATCH):
                         refused = await self._take(batch)
-                        with contextlib.suppress(BrokerLostError):  # they come again and change nothing
+                        with contextlib.suppress(BrokerLostError):  # redeliveries change nothing
                             for delivery, reason in refused:
                                 log.warning("message_refused", reason=reason)
                                 await self._broker.dead_letter(delivery, reason)
@@ -183,7 +183,7 @@ class Collector:
         return [refusal for delivery in batch for refusal in await self._take([delivery])]
 
     async def _give_up(self, delivery: Delivery, reason: str) -> list[tuple[Delivery, str]]:
-        """Tell the core that a message of an episode is missing, and return the deliveries to dead-letter."""
+        """Report to the core that a message of an episode is missing, and return the deliveries to dead-letter."""
         turn = delivery.message
         if not isinstance(turn, Turn):
             return [(delivery, reason)]
@@ -217,8 +217,8 @@ class Collector:
                     self._no_turns.hear(event.fields)
 
     async def _give_back(self) -> None:
-        """Put tasks that invited clients return back on their queues. A crash after the confirm does this twice, which is
-        harmless: the first reward of a slot wins."""
+        """Put tasks that invited clients give back on their queues again. A crash after the confirm does this twice, which is
+        harmless: the first winner of a slot counts."""
         while True:
             try:
                 async with self._broker.consume(topology.returned_tasks(self.job.run), prefetch=WINDOW) as deliveries:
@@ -232,7 +232,7 @@ class Collector:
     async def _give_back_one(self, delivery: Delivery) -> None:
         task = delivery.message
         if not isinstance(task, Task) or not self._is_ours(task):
-            reason = f"{delivery.arrival.sender or 'somebody'} gave back a task that was not fed like this"
+            reason = f"{delivery.arrival.sender or 'a client'} gave back a task that differs from the one that was fed"
             log.warning("message_refused", reason=reason)
             await self._broker.dead_letter(delivery, reason)
             return
@@ -323,9 +323,9 @@ class Collector:
             for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
                 if self._transcripts and type(effect) is Close and (episode := self._store.closed(effect, now)):
                     closed.append(episode)
-                self._store.write(effect)  # at once: the next message asks the store about this one
+                self._store.write(effect)  # at once: decisions on the next message read the store
                 effects.append(effect)
-            self._hand_over()  # those of earlier transactions: the thread works while this one waits for the disk
+            self._hand_over()  # of earlier transactions: the thread works on them while this one waits for the disk
         self._closed = closed
         for watch in self.commit_watchers:
             watch(time.perf_counter() - began)
@@ -334,7 +334,7 @@ class Collector:
         self._events += [effect for effect in effects if isinstance(effect, Emit)]
 
     def _hand_over(self) -> None:
-        """Give the writer of transcripts what committed transactions closed."""
+        """Pass the episodes that committed transactions closed to the transcript writer."""
         if self._transcripts and self._closed:
             self._transcripts.offer(self._closed)
             self._closed = []
@@ -400,8 +400,9 @@ class Collector:
         await self._broker.emit(event)
 
     async def _revive(self, queue: str) -> None:
-        """Declare a queue again that RabbitMQ could not recover and that only the collector fills; its content is sent again."""
-        async with self._reviving:  # one after another, or the second takes away what the first has made again
+        """Delete a queue that RabbitMQ could not recover and declare it again. Only the collector fills such queues, so it
+        can send the content again."""
+        async with self._reviving:  # one at a time, or the second call deletes what the first declares
             if await self._broker.delete_if_dead(queue):
                 log.warning(
                     "queue_dead", queue=queue, reason="RabbitMQ could not bring it up after a crash; see its log"
@@ -415,11 +416,11 @@ class Collector:
             if gone := self._queues - depths.keys():
                 await self._decide(
                     lambda core: core.resend_lost(gone)
-                )  # before they are there: a crash would hide the loss
+                )  # before declaring: a crash in between would hide the loss
                 await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds)
                 if not at_start:
                     names = ", ".join(sorted(gone))
-                    text = f"collector: {names} had been deleted; made again, and what it can know of is sent again"
+                    text = f"collector: {names} had been deleted; declared again, and all known content is sent again"
                     log.warning("queues_deleted", queues=names)
                     await self._tell("warning", {"text": text})
             return dict.fromkeys(gone, Depth(0, 0)) | depths
@@ -455,5 +456,6 @@ def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
 
 
 def _settle(core: Core) -> Iterator[Effect]:
-    """Settle the core, as the last decision of a transaction. A generator, so that nothing runs before the others are written."""
+    """Settle the core, as the last decision of a transaction. It is a generator so that it runs after the effects before it
+    are written."""
     yield from core.settle()

@@ -42,7 +42,7 @@ from swarmq.transcripts.writer import ClosedEpisode
 
 STORE_SCHEMA = "2"
 BODIES_BYTES = 32 * 1024 * 1024
-"""Most bytes of published episodes that are kept in memory for their transcripts."""
+"""Most bytes of published episodes that stay in memory to be written as transcripts."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -55,9 +55,9 @@ CREATE TABLE episodes (
     slot TEXT NOT NULL DEFAULT '',
     kind TEXT NOT NULL DEFAULT '',
     client TEXT NOT NULL DEFAULT '',
-    policies TEXT NOT NULL DEFAULT '', -- trained ones with turns, by comma
-    digest BLOB NOT NULL DEFAULT x'',  -- of the end, to know its duplicates
-    calls TEXT NOT NULL DEFAULT '',    -- one a line, to know late turns
+    policies TEXT NOT NULL DEFAULT '', -- trained policies with turns, separated by commas
+    digest BLOB NOT NULL DEFAULT x'',  -- of the end, to recognise duplicates
+    calls TEXT NOT NULL DEFAULT '',    -- one per line, to recognise late turns
     ended_at REAL NOT NULL DEFAULT 0,  -- when the end was decided, the collector's clock; 0: open, or by an earlier version
     begin BLOB,
     end BLOB
@@ -189,13 +189,14 @@ class Bodies:
 
     def __init__(self, row: tuple[Any, ...], turns: list[bytes]) -> None:
         self.row = row
-        """Begin, end or None, and the times at which the episode began and ended."""
+        """(begin, end or None, Unix time of the begin, Unix time of the end)"""
         self.turns = turns
         self.size = len(row[0]) + len(row[1] or b"") + sum(map(len, turns))
 
 
 class RecentBodies:
-    """The messages of the episodes published last, up to a number of bytes, so that they are not read again when it is settled."""
+    """The messages of the newest published episodes, up to a number of bytes, so that they are not read again when the
+    episodes are settled."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -222,7 +223,7 @@ class Store:
     def __init__(self, path: Path | None, *, run: str) -> None:
         """Open or create the file; None keeps everything in memory, for simulations."""
         self.keeps_bodies = False
-        """Whether `parts` remembers the messages that it has read, for `closed`."""
+        """Whether `parts` keeps the messages that it reads, for a later `closed`."""
         self._bodies = RecentBodies(BODIES_BYTES)
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")
@@ -340,7 +341,7 @@ class Store:
         return begin, end, [turn for body in turns if isinstance(turn := _messages.decode(body), Turn)]
 
     def closed(self, close: do.Close, now: float) -> ClosedEpisode | None:
-        """Return an episode that this effect is about to settle, with its messages as they arrived; None without a begin."""
+        """Return an episode that this effect is about to settle, with its messages as they arrived; None if it has no begin."""
         known = self._bodies.pop(close.episode_id)
         if known is None:
             row = self._db.execute(PARTS, (close.episode_id,)).fetchone()

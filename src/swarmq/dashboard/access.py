@@ -1,7 +1,8 @@
-"""Who may look, who may operate, and what browsers must enforce: the holder of a link's token, or operators with signed tokens behind a proxy.
+"""Access to the dashboard (by the token of a link or, behind a proxy, by operator tokens), and the rules that browsers must
+enforce.
 
-A browser posts its token once and gets it back as a cookie that scripts cannot read and other sites cannot send; programs send
-`Authorization: Bearer`. Both are checked at each request, so that a revoked token ends at once.
+A browser posts its token once and gets it back as a cookie that scripts cannot read and other sites cannot send; programs
+send `Authorization: Bearer`. Both are checked at each request, so that a revoked token ends at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ForbiddenError(SwarmqError):
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody who may look at runs."""
+    """The holder of a token, who may look at runs."""
 
     name: str
     roles: tuple[str, ...]

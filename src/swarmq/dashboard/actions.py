@@ -1,4 +1,5 @@
-"""What needs the processes of a run: what an operator may do to it from the dashboard, and its dead letters.
+"""Requests that need the processes of a run: what an operator does to it from the dashboard, and the list of its dead
+letters.
 
 Actions are the commands of `swarmq set`, `pause`, `stop`, ... and `swarmq client remove`, sent with the operator's name.
 """
@@ -63,7 +64,8 @@ async def list_dead_letters(folder: Path) -> dict[str, Any]:
 
 
 async def act(folder: Path, request: Request, *, sender: str) -> str:
-    """Do what the operator asks and return what came of it, one line for each answer. The run records it with `sender`.
+    """Carry out an operator's request and return the result, one line for each answer. The run records it with the name
+    `sender`.
 
     Raises ConfigError if the run refuses it, ForbiddenError if this user may not read the run's secret, and BrokerError.
     """
@@ -80,7 +82,7 @@ async def act(folder: Path, request: Request, *, sender: str) -> str:
 
 
 def _settings_of(job: SwarmJob, request: Request) -> dict[str, Any]:
-    """Return the settings that the command carries. Raises ConfigError for a request that lacks or has too much."""
+    """Return the settings that the command carries. Raises ConfigError for missing or superfluous fields of the request."""
     if request.action == "set":
         if not request.settings:
             raise ConfigError("set: name at least one setting, e.g. policies.main.train.learning_rate")
@@ -90,7 +92,7 @@ def _settings_of(job: SwarmJob, request: Request) -> dict[str, Any]:
     if request.action != "stop":
         return {}
     if request.policy and request.policy not in job.trained:
-        raise ConfigError(f"stop: {request.policy!r} is no trained policy; choose one of {', '.join(job.trained)}")
+        raise ConfigError(f"stop: {request.policy!r} is not a trained policy; choose one of {', '.join(job.trained)}")
     return dict.fromkeys([request.policy] if request.policy else job.trained)
 
 

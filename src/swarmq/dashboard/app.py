@@ -65,7 +65,7 @@ from swarmq.observe.index import EpisodeFilter, Histogram, parse_filter
 from swarmq.observe.run import Run
 
 READERS = 4
-"""Requests that read files at the same time; further ones wait."""
+"""Most requests that read files at the same time; further requests wait."""
 MOST_ROWS = 1000
 MOST_LINES = 20_000
 MOST_DIFFERENT = 4
@@ -96,7 +96,7 @@ class Login(msgspec.Struct, frozen=True, kw_only=True):
 def create_app(shelf: Shelf, access: Access, *, base: str = "", is_secure: bool = False) -> ASGIApp:
     """Create the dashboard.
 
-    `base`: path before its own, as browsers see it. `is_secure`: browsers reach it by https alone.
+    `base`: prefix of its paths in the browser. `is_secure`: whether browsers reach it only by https.
     """
     pages = Pages(shelf, access, base=base, is_secure=is_secure)
 
@@ -120,7 +120,7 @@ def create_app(shelf: Shelf, access: Access, *, base: str = "", is_secure: bool 
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:
-    """Return the application with the security headers on every answer, also on those that no handler gives."""
+    """Return the application with security headers on every answer, also on answers that no handler makes."""
     headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -292,11 +292,11 @@ class Pages:
         return await anyio.to_thread.run_sync(lambda: function(*args, **how), limiter=self._limiter)
 
     async def _open(self, id: str) -> Run:  # noqa: A002 - what addresses call it
-        """Return the run and see to it that its index follows the files."""
+        """Return the run, whose index is kept up to date from now on."""
         return (await self._shelf.open(id)).run
 
     async def _view(self, id: str, function: Callable[..., Any], *args: Any, **how: Any) -> Response[bytes]:  # noqa: A002
-        """Answer with what a function makes of a run."""
+        """Answer with the JSON of what `function` returns for a run."""
         run = await self._open(id)
         return _json(await self._read(lambda: function(run, *args, **how)))
 
@@ -305,10 +305,10 @@ class Pages:
         return _json({"runs": await self._read(self._shelf.entries)})
 
     async def diff(self, request: Request[Any, Any, Any]) -> Response[bytes]:
-        """Compare the settings of two to four runs: `runs` is their ids, divided by commas."""
+        """Compare the settings of two to four runs; `runs` is their ids, separated by commas."""
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]  # noqa: A001
         if not 2 <= len(ids) <= MOST_DIFFERENT:
-            raise ConfigError(f"runs: name two to {MOST_DIFFERENT} runs, divided by commas (got {len(ids)})")
+            raise ConfigError(f"runs: name two to {MOST_DIFFERENT} runs, separated by commas (got {len(ids)})")
         opened = {id: await self._open(id) for id in dict.fromkeys(ids)}  # noqa: A001
         return _json(await self._read(views.diff_settings, opened))
 
@@ -451,7 +451,7 @@ class Pages:
     # --------------------------------------------------------------------------------- live, acting
 
     async def stream(self, run: FromPath[str]) -> Stream:
-        """Tell what changes in the run, at most once a second, as server-sent events."""
+        """Stream the names of what changes in the run as server-sent events, at most once a second."""
         opened = await self._shelf.open(run)
 
         async def tell() -> AsyncIterator[bytes]:
@@ -468,7 +468,7 @@ class Pages:
         return Stream(tell(), media_type="text/event-stream", headers=headers)
 
     async def act(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
-        """Do what the operator asks; the run records it with the operator's name."""
+        """Carry out an operator's request; the run records it with the operator's name."""
         data = parse_body(await request.body(), actions.Request)
         reader: Reader = request.state[READER]
         folder = (await self._open(run)).folder.path
@@ -482,7 +482,7 @@ def parse_body(raw: bytes, of: type[S]) -> S:
     try:
         found = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ConfigError("the request's body is no JSON object") from None
+        raise ConfigError("the request's body is not a JSON object") from None
     fields = {field.name: field for field in msgspec.structs.fields(of)}
     for name in found.keys() - fields:
         raise ConfigError(f"{name[:60]}: unknown; a request has {', '.join(fields)}")
@@ -495,7 +495,9 @@ def parse_body(raw: bytes, of: type[S]) -> S:
             msgspec.convert(found[name], field.type)
         except msgspec.ValidationError:
             choices = get_args(field.type) if get_origin(field.type) is Literal else ()
-            wanted = f"not one of {', '.join(choices)}" if choices else "no text" if field.type is str else "no object"
+            wanted = (
+                f"not one of {', '.join(choices)}" if choices else "not text" if field.type is str else "not an object"
+            )
             raise ConfigError(f"{name}: {str(found[name])[:60]!r} is {wanted}") from None
     return msgspec.convert(found, of)
 
@@ -515,20 +517,21 @@ def _json(value: Any) -> Response[bytes]:
 
 
 def _filter_of(query: Mapping[str, str], others: set[str]) -> tuple[EpisodeFilter, dict[str, str]]:
-    """Return the filter of a query, and its other parameters. Raises ConfigError for what neither knows."""
+    """Return the filter of a query, and its other parameters. Raises ConfigError for an unknown parameter."""
     how = {name: value for name, value in query.items() if name in others}
     return parse_filter({name: value for name, value in query.items() if name not in others}), how
 
 
 def _check_filter(run: Run, chosen: EpisodeFilter) -> None:
-    """Raise ConfigError if the filter names what the run does not know. While the index is built, nobody can tell."""
+    """Raise ConfigError if the filter names what the run does not know. An unfinished index raises nothing, because it does
+    not know the whole run."""
     if run.index.progress.is_done:
         run.index.check(chosen)
 
 
 def _whole(text: str, name: str, *, most: int) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"{name}: {text[:40]!r} is no whole number")
+        raise ConfigError(f"{name}: {text[:40]!r} is not a whole number")
     return min(int(text[:12]), most)
 
 

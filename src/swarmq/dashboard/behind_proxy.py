@@ -62,7 +62,8 @@ class DashboardMount:
         self.handlers: Sequence[ASGIRouteHandler] = [asgi(BASE, is_mount=True, copy_scope=True)(self.answer)]
 
     def finish(self) -> None:
-        """End the answers that do not end by themselves, because the proxy stops. May be called by a signal handler."""
+        """End the answers that do not end by themselves (event streams), because the proxy stops. May be called by a signal
+        handler."""
         self._loop.call_soon_threadsafe(self._ending.set)
 
     async def close(self) -> None:
@@ -80,7 +81,7 @@ class DashboardMount:
                 await self._process.wait()
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and its answer back."""
+        """Pass a request to the process, and its answer back."""
         if scope["type"] == ScopeType.WEBSOCKET:
             return
         path = bytes(scope["raw_path"]).partition(BASE.encode())[2].decode("latin-1")

@@ -25,13 +25,13 @@ State = Literal["ok", "busy", "waiting", "down", "unknown"]
 LIVE_S = 15.0
 """Age of board.json beyond which a run counts as not recorded any more."""
 SILENT_S = 20.0
-"""Seconds without a word after which a process counts as down."""
+"""Seconds without an event of a process after which it counts as down."""
 MOST_ALARMS = 20
 RECENT_BYTES = 1024 * 1024
 WAIT_SHARE = 0.3
-"""Share of a step that a learner waits before it counts as held up."""
+"""Share of a step spent waiting from which a learner counts as held up."""
 GROWING = 200
-"""Messages in `in` beyond which the collector counts as too slow."""
+"""Number of messages in `in` from which the collector counts as too slow."""
 RECENT_STEPS = 5
 
 
@@ -53,7 +53,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures by which a bottleneck is named; None where they are not known."""
+    """Figures from which the bottleneck is found; None if a figure is not known."""
 
     is_paused: bool = False
     has_ended: bool = False
@@ -175,7 +175,7 @@ def _progress(
 def find_alarms(
     events: Iterable[Event], board: Mapping[str, Any], *, now: float, is_live: bool
 ) -> list[dict[str, Any]]:
-    """Return what people should know, the newest first; equal warnings are counted and not repeated."""
+    """Return alarms and warnings, the newest first. Equal warnings are counted instead of repeated."""
     folded = Board(run="", warnings=deque(maxlen=MOST_ALARMS))
     for event in events:
         if event.name == "warning":
@@ -256,7 +256,7 @@ def describe_nodes(
     broker: State = "down" if (board.get("broker") or {}).get("state") == "away" else "ok"
 
     def process(*found: Mapping[str, Any], busy: bool = False) -> State:
-        """Return the state of processes that describe themselves."""
+        """Return the state of processes that report their own state."""
         if not is_live:
             return "unknown" if not board else "down"
         if not found or any(now - float(part.get("at", now)) > SILENT_S for part in found):

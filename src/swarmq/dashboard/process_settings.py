@@ -1,4 +1,4 @@
-"""What a proxy and the dashboard's process behind it agree on."""
+"""Conventions between a proxy and the dashboard's process behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ READY = "ready"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is told, as JSON in its only argument."""
+    """Settings of the process, given as JSON in its only argument."""
 
     run: str
     folder: str

@@ -1,4 +1,5 @@
-"""The runs that a dashboard shows, found in folders that are looked at anew now and then, with their indices kept up to date.
+"""The runs that a dashboard shows. Their folders are searched again at intervals, and the indices of runs in use are kept up
+to date.
 
 Ids are names of folders, made unique; an id from an address is only ever looked up here, so none can leave the folders.
 """
@@ -25,9 +26,9 @@ from swarmq.observe.runs import ProgressCache, RunRow, list_runs
 FRESH_S = 5.0
 """Seconds for which the list of runs counts as up to date."""
 LOOK_S = 1.0
-"""Between two looks at the files of a run that somebody watches."""
+"""Seconds between two checks of the files of a run that a browser shows."""
 MOST_OPEN = 8
-"""Runs whose tokenizers and indices are held; of more, those looked at longest ago are closed."""
+"""Most runs whose tokenizers and indices are held; beyond that, the least recently used ones are closed."""
 WATCHED_S = 30.0
 """Seconds after the last request for a run during which its index is kept up to date."""
 
@@ -39,7 +40,7 @@ class UnknownRunError(SwarmqError):
 
 
 class OpenRun:
-    """A run that somebody looks at: its files, its index, and what changed in them."""
+    """A run that a browser shows: its files, its index, and what changed in them."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -55,7 +56,7 @@ class OpenRun:
         self._keeper: asyncio.Task[None] | None = None
 
     def use(self) -> None:
-        """Note that somebody looks, and see to it that the index follows the files."""
+        """Record a request for the run, and keep its index up to date for a while."""
         self.used_at = time.monotonic()
         if self._keeper is None or self._keeper.done():
             self._keeper = asyncio.get_running_loop().create_task(self._keep())
@@ -68,7 +69,7 @@ class OpenRun:
                 await self._keeper
 
     async def watch(self) -> AsyncIterator[list[str]]:
-        """Yield what changed, whenever something did."""
+        """Yield the names of what changed, each time that something has changed."""
         seen = self.changes
         while True:
             self.use()
@@ -100,7 +101,7 @@ class OpenRun:
         self.run.index.update(is_cancelled=self._stop.is_set)
 
     def _look(self) -> list[str]:
-        """Return what changed since the last look, by sizes and times of files."""
+        """Return the names of what changed since the last call, judged by sizes and times of files."""
         folder, what = self.run.folder, set[str]()
         for path, names in (
             (folder.events, ("steps", "warnings", "state", "episodes")),

@@ -1,4 +1,5 @@
-"""What the dashboard shows beyond episodes: steps, time, mix, evaluations, clients, engines, settings, logs. Reads files alone."""
+"""What the dashboard shows beyond episodes: steps, time, mix, evaluations, clients, engines, settings, logs. Only reads
+files."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ from swarmq.task_mix import Stretch
 
 MOST_SPANS = 20_000
 MOST_TASKS = 500
-"""Most tasks of the evaluation matrix: those evaluated last."""
+"""Most tasks in the matrix of evaluations; the tasks evaluated last are kept."""
 LOG_BYTES = 2 * 1024 * 1024
 """Bytes read from the end of a log file."""
 LANES = {"waiting": "wait", "training": "train", "pushing": "push", "checkpointing": "checkpoint", "paused": "pause"}
-"""Phase that a learner reports -> what its lane says."""
+"""Phase that a learner reports -> its label in the learner's lane."""
 
 
 class UnknownLogError(SwarmqError):
@@ -41,7 +42,7 @@ class UnknownLogError(SwarmqError):
 
 
 def view_steps(run: Run, policy: str = "", series: Sequence[str] = ()) -> dict[str, Any]:
-    """Return columns of the steps of a policy (the first one by default), and all names that there are."""
+    """Return columns of the steps of a policy (the first one by default), and the names of all columns."""
     policy = policy or run.policies[0]
     run.check_policy(policy)
     events = list(run.events("step", "control"))
@@ -91,7 +92,7 @@ def view_time(run: Run) -> dict[str, Any]:
 
 
 def _spans_of_step(event: Event) -> Iterator[tuple[float, float, str]]:
-    """Yield what a step took: it waited, trained and pushed, and then reported."""
+    """Yield (begin, end, name) of the parts of a step: waiting, training and push, which end at the event's time."""
     end = event.at
     for name, what in (("push_s", "push"), ("train_s", "train"), ("wait_s", "wait")):
         seconds = float(event.fields.get(name) or 0)
@@ -101,7 +102,7 @@ def _spans_of_step(event: Event) -> Iterator[tuple[float, float, str]]:
 
 
 def view_progress(run: Run) -> dict[str, Any]:
-    """Return how far the index of the episodes is. Until it is done, counts of episodes would be wrong, and no view has them."""
+    """Return the progress of the index of episodes. Until it is done, counts would be wrong, so no view has any."""
     known = run.index.progress
     return {"episodes": known.episodes, "share": known.share, "is_done": known.is_done, "notes": known.notes}
 
@@ -155,7 +156,8 @@ def _stretches(job: SwarmJob, changes: Iterable[Any], policy: str) -> list[Stret
 
 
 def _flat(run: Run, kinds: Sequence[str], ends: Sequence[float]) -> dict[str, list[float | None]]:
-    """Return by kind and step the share of groups that ended in its time and had equal rewards."""
+    """Return kind -> for each step, the share with equal rewards among the groups that ended during the step; None without
+    groups."""
     counts: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     for kind, ended, is_flat in run.index.query(
         "SELECT kind, max(coalesce(ended, began_at)), max(reason = 'equal_rewards') FROM episodes "
@@ -264,7 +266,8 @@ def view_engines(run: Run, *, now: float | None = None) -> dict[str, Any]:
 
 
 def list_settings(job: SwarmJob) -> dict[str, Any]:
-    """Return path -> value of every setting; passwords in addresses, and what may be a key in those of alerts, are left out."""
+    """Return path -> value of every setting. Passwords in addresses, and parts of alert addresses that may be keys, are left
+    out."""
     shown = dict(_leaves(msgspec.to_builtins(job)))
     shown["alerts.url"] = re.sub(r"^(https?://[^/?#]+).+", r"\1/…", shown["alerts.url"])
     shown["alerts.command"] = re.sub(r"^(\S+)\s.+", r"\1 …", shown["alerts.command"])
@@ -355,7 +358,7 @@ def read_log(folder: RunFolder, name: str, *, lines: int) -> dict[str, Any]:
 
 
 def read_board(folder: RunFolder) -> dict[str, Any]:
-    """Return the state as it was last recorded; empty if there is none."""
+    """Return the newest recorded state; empty if there is none."""
     return _read_json(folder.board)
 
 

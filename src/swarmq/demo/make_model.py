@@ -1,4 +1,4 @@
-"""Makes the demo's model in a process of its own, so that Ctrl-C ends it at once and torch's memory is freed with it.
+"""Process that makes the demo's model, so that Ctrl-C ends it at once and torch's memory is freed with it.
 
 python -m swarmq.demo.make_model CACHE      prints progress as lines of JSON
 """

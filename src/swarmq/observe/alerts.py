@@ -3,7 +3,7 @@
     events ──> hear ──(not the same text again within `alerts.interval_s`)──> queue ──> deliver ─┬─> command, JSON on its input
                                                                                                 └─> POST of the JSON
 
-Nobody waits for an alert: the queue is bounded, each delivery has a time limit, and a failed one costs one warning in the log.
+No process waits for an alert: the queue is bounded, each delivery has a time limit, and a failed one costs one warning in the log.
 Passwords and keys are cut out of the texts, and the command gets none of swarmq's environment variables.
 """
 
@@ -49,7 +49,7 @@ AlertKind = Literal["warning", "stall", "end"]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command reads from its input, and what is posted to a URL."""
+    """The JSON object that the command reads from its input, or that is posted to the URL."""
 
     run: str
     folder: str
@@ -57,10 +57,10 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     kind: AlertKind
     source: str
-    """The process that warns."""
+    """Name of the process that caused the alert."""
     message: str
     text: str
-    """All of it in one line; the field that chat servers show."""
+    """The whole alert in one line; chat servers show this field."""
     at: float
     """Unix time."""
     left_out: int
@@ -78,14 +78,14 @@ class Alerts:
         self._job, self._settings, self._clock, self._delivery_s = job, job.alerts, clock, delivery_s
         self._waiting: asyncio.Queue[Alert] = asyncio.Queue(MAX_WAITING)
         self._sent: OrderedDict[tuple[str, ...], tuple[float, int]] = OrderedDict()
-        """Kind, source and wording -> time of the last alert, number left out since."""
+        """(kind, source, wording) -> (time of the last alert, number of alerts left out since)"""
         self._steps: dict[str, int] = {}
         self._ended: set[str] = set()
         self._changes: list[Change] = []
         self._has_failed: set[str] = set()
 
     def hear(self, event: Event) -> None:
-        """Take in an event of the run."""
+        """Send the alerts that an event of the run calls for."""
         fields = event.fields
         if event.name == "warning":
             kind: AlertKind = "stall" if fields.get("kind") == "stall" else "warning"
@@ -147,7 +147,8 @@ class Alerts:
             await self._deliver(await self._waiting.get())
 
     async def finish(self, message: str) -> None:
-        """Deliver what waits, and a last alert that says why the recording ends, within the time limit of one."""
+        """Deliver the waiting alerts, and then `message`, which says why the recording ends. All of this has the time limit
+        of one delivery."""
         self.add("end", "recorder", message)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._delivery_s):

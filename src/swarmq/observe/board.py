@@ -20,7 +20,7 @@ PROXY_COUNTS = ("calls", "open_calls", "sampled_tokens", "errors", "continued", 
 
 @dataclasses.dataclass
 class ProcessState:
-    """The last description that a process sent of itself."""
+    """The newest state that a process has reported of itself."""
 
     fields: dict[str, Any]
     at: float
@@ -40,7 +40,7 @@ class BoardWarning:
 
 @dataclasses.dataclass
 class Board:
-    """Folded state of a run, changed by `fold` alone, except for the broker's queue depths."""
+    """State of a run, folded from its events by `fold`. Only the queue depths come from the broker instead."""
 
     run: str
     parts: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ class Board:
     consumers: dict[str, int] = dataclasses.field(default_factory=dict)
     """Queue -> number of consumers."""
     depths_at: float = 0.0
-    """Unix time at which the broker gave its queue depths; 0 before it has."""
+    """Unix time of the newest queue depths; 0 before the first."""
     blocked: bool = False
     """Whether the broker blocks publishers."""
     _sampled: dict[str, deque[tuple[float, float]]] = dataclasses.field(default_factory=dict)

@@ -23,7 +23,7 @@ PROXIES = "proxies since their start"
 """Heading of the proxies' counters, which begin at 0 with each process, unlike the episodes' counters."""
 DAY_S = 86_400.0
 METRICS, METRIC_WIDTH = 12, 24
-"""Most metrics of a kind on the screen, and most characters of their names; `--json` has all of both."""
+"""Most metrics of a kind on the screen, and most characters of their names; `--json` shows them in full."""
 NAME_WIDTH, PHASE_WIDTH, CURVE_WIDTH = 16, len("training"), 14
 
 
@@ -60,7 +60,7 @@ def _headline(board: Board, now: float) -> Text:
 
 
 def _life(part: ProcessState, now: float) -> tuple[str, str]:
-    """Return the colour of a process's state and the text behind its name."""
+    """Return the colour of a process's state, and the text that follows its name."""
     if part.fields.get("phase") == "ended":
         return "dim", " (ended)"
     silent_s = now - part.at

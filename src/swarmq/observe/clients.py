@@ -1,4 +1,4 @@
-"""The clients of a run: how much each has done, with which versions of its code, and what went wrong last."""
+"""The clients of a run: how much each has done, with which versions of its code, and its last error."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class ClientView(msgspec.Struct, frozen=True, kw_only=True):
     last_at: float
     """Begin of its newest episode."""
     per_min: float
-    """Episodes begun per minute, lately."""
+    """Episodes begun per minute, over the last RATE_S seconds of the run."""
     code_versions: list[CodeVersion]
     """Oldest first."""
     last_error: LastError | None
-    """The client's own words on its newest failed episode."""
+    """Reason that the client gave for its newest failed episode."""
     is_revoked: bool
 
 
 def read_clients(index: RunIndex) -> list[ClientView]:
-    """Return the clients, in the order in which they came."""
+    """Return the clients in the order of their first episodes."""
     versions: dict[str, list[CodeVersion]] = {}
     for client, version, first_at, last_at, episodes in index.query(
         "SELECT client, code_version, min(began_at), max(began_at), count(*) FROM episodes WHERE code_version != '' GROUP BY 1, 2 ORDER BY 3"

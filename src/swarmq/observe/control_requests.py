@@ -92,7 +92,7 @@ async def send_eval_tasks(
 ) -> int:
     """Send tasks for evaluation rounds and return their number; tasks of the same `source` replace those sent before.
 
-    Raises TaskError, before any task is sent, for one that has no name, is of another kind or is too large.
+    Raises TaskError, before any task is sent, for a task that has no name, is of another kind, or is too large.
     """
     named = [as_task(value, default_id=f"task-{number}") for number, value in enumerate(tasks)]
     if repeated := [one for one, times in Counter(task.id for task in named).items() if times > 1]:

@@ -1,4 +1,4 @@
-"""One episode of a run in full, whatever became of it: its conversation, its tokens with what happened to each, and its group.
+"""One episode of a run in full, trained or not: its conversation, its tokens with what happened to each, and its group.
 
 Trained episodes come from the batch log, whose turns are those that were trained, and from their transcripts, which also have the
 answers that no agent received. All others come from transcripts, and those that are not settled from the collector's store, read-only.
@@ -44,7 +44,7 @@ _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 class MemberView(msgspec.Struct, frozen=True, kw_only=True):
     row: EpisodeRow
     advantage: float | None
-    """Mean over its turns; None if it was not trained."""
+    """Mean advantage over the episode's turns; None if it was not trained."""
     why: str
 
 
@@ -57,7 +57,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """State of most members."""
     size: int
-    """Number of slots that belong to it."""
+    """Number of slots in the group."""
     mean_reward: float | None
     members: list[MemberView]
 
@@ -78,7 +78,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     branch: str | None
     repaired: bool
     received: bool
-    """Whether the agent is known to have received the answer; not decided yet counts as received."""
+    """Whether the agent is known to have received the answer; true as long as that is not decided."""
     prompt_tokens: int
     sampled_tokens: int
     versions: tuple[int, int] | None
@@ -106,7 +106,7 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Number of token sequences."""
     turns: list[TurnView]
     notes: list[str] = []
-    """What could not be read."""
+    """Messages about what could not be read."""
 
 
 class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,21 +116,21 @@ class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
     timelines: int
     policy: str
     positions: tuple[int, int]
-    """First position, and the one after the last."""
+    """(first position, position after the last)"""
     total: int
     text: list[str]
     id: list[int]
     cause: list[Cause]
     cause_detail: list[str]
-    """Why, in a few words; empty where the cause says everything."""
+    """Reason of the cause in a few words; empty if the cause needs none."""
     logprob: list[float | None]
-    """Under the weights that sampled the token; None for a given token."""
+    """Natural log-probability under the weights that sampled the token; None for a given token."""
     logprob_trained: list[float | None]
-    """Under the weights at the beginning of the step."""
+    """Natural log-probability under the weights at the beginning of the step."""
     advantage: list[float | None]
     ratio: list[float | None]
     entropy: list[float | None]
-    """In nats, under the weights at the beginning of the step."""
+    """Entropy in nats, under the weights at the beginning of the step."""
     version: list[int | None]
     turn: list[int | None]
     """Number of the turn in `EpisodeDetail.turns`."""
@@ -144,7 +144,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     end: EpisodeEnd | None = None
     turns: tuple[Turn, ...] = ()
     received: frozenset[str] | None = None
-    """Call ids that were kept; None if that is not decided or not known."""
+    """Call ids whose answers the agent received; None if that is not decided or not known."""
     rollouts: dict[str, Rollout] = {}
     """Policy -> what its learner trained."""
     records: dict[str, BatchRecord] = {}
@@ -152,7 +152,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedTurns(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner made of the turns of one policy."""
+    """What a learner recorded of the turns of one policy."""
 
     train: Train | None
     traces: dict[str, TurnTrace] | None
@@ -197,8 +197,8 @@ def read_tokens(
     limit: int = 2000,
     decoders: Callable[[str], Decode | str] = lambda _: NOT_DECODED,
 ) -> TokenPage:
-    """Return tokens of one timeline of an episode. `decoders`: policy -> decoder (`inspect.read.Decoders`), or
-    why there is none; the texts are then empty.
+    """Return tokens of one timeline of an episode. `decoders`: policy -> function that decodes its token ids
+    (`inspect.read.Decoders`), or a text that says why there is none; the tokens' texts are then empty.
 
     Raises EpisodeError if the episode has no such timeline.
     """
@@ -368,7 +368,7 @@ def _read_live(index: RunIndex, episode: str) -> Conversation | None:
 
 
 def _read_record(index: RunIndex, policy: str, segment: str, at: int, size: int) -> tuple[BatchRecord | None, str]:
-    """Return a record of the batch log, or None and what is wrong with it."""
+    """Return (record, "") of a record of the batch log, or (None, what is wrong with it)."""
     path: Path = index.folder.batch_log(policy) / segment
     if not path.exists():
         return None, f"{path}: was removed (train.keep_batches) or not copied; the trained tokens are not shown"
@@ -449,7 +449,8 @@ Row = tuple[str, Sequence[Turn], Timeline, list[int]]
 
 
 def _timelines(found: Conversation) -> tuple[list[Row], list[str]]:
-    """Return all timelines, policy by policy: those that were trained as they were trained, the others folded alike."""
+    """Return the timelines of all policies: those of trained episodes as the learner folded them, others folded in the same
+    way; and notes."""
     numbers = {turn.call_id: n for n, turn in enumerate(found.turns)}
     rows: list[Row] = []
     notes: list[str] = []
@@ -469,8 +470,8 @@ def _timelines(found: Conversation) -> tuple[list[Row], list[str]]:
 
 
 def _fold_loosely(turns: Sequence[Turn], known: Iterable[Turn]) -> tuple[list[Timeline], bool]:
-    """Fold turns that cannot be trained: their parents may belong to another policy or be missing, and numbers may be. Returns whether
-    something is missing."""
+    """Fold turns that cannot be trained: their parents may belong to another policy, and parents or numbers may be missing.
+    Returns whether something is missing."""
     by_id = {turn.call_id: turn for turn in known}
     whole: dict[str, np.ndarray] = {}
     missing = False
@@ -513,7 +514,7 @@ def _page_of(
     *,
     notes: list[str],
 ) -> TokenPage:
-    """Return the positions of `stretch` of one timeline, as far as it has them."""
+    """Return the page with the positions `stretch` of one timeline, or with those of them that it has."""
     policy, turns, row, numbers = rows[timeline]
     low = min(max(stretch[0], 0), len(row))
     high = min(max(stretch[1], low), len(row))
@@ -544,7 +545,7 @@ def _page_of(
 
 
 class ExplainedToken(NamedTuple):
-    """What is known of one token, and why it was or was not trained."""
+    """What is known about one token, and why it was or was not trained."""
 
     cause: Cause
     detail: str = ""

@@ -1,4 +1,4 @@
-"""Files of a run that grow, for readers that look again and again: read once, and then only what was appended.
+"""Growing files of a run, for readers that read them repeatedly: a later reading reads only what was appended.
 
 events.jsonl  ──> EventFile ──> the events with some names, in order
 samples.jsonl ──> SampleFile ──> series of points, thinned as they grow
@@ -19,12 +19,13 @@ import msgspec
 from swarmq.messages import Event
 
 OF_EPISODES = frozenset({"episode", "eval"})
-"""Names of the events that are left out: those of single episodes are most of the file, and the index (`index.py`) has what they say."""
+"""Names of events that are not kept: events of single episodes are most of the file, and the index (`index.py`) has their
+content."""
 CHUNK_BYTES = 8 * 1024 * 1024
 HEAD_BYTES = 256
-"""Bytes at the beginning of a file by which another file in its place is recognised."""
+"""Number of bytes at a file's beginning that are compared to recognise that the file was replaced."""
 MOST_SAMPLES = 4000
-"""Most samples of one series that are kept; of more, every second, fourth, ... is."""
+"""Most samples of one series that are kept; of a longer series only every second, fourth, eighth, ... sample."""
 
 _event = msgspec.json.Decoder(Event)
 _line = msgspec.json.Decoder(dict[str, Any])
@@ -43,10 +44,11 @@ class FollowedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        """Number of bytes read so far, all readings together."""
+        """Number of bytes read so far, by all readings together."""
         self._offset, self._head, self._inode = 0, b"", 0
         self._tail = b""
-        """Bytes behind the last line: a line that is being written, or the last one of a file that does not end with a line break."""
+        """Bytes after the last line break: a line that is still being written, or the last line of a file that does not end
+        with a line break."""
         self._lock = threading.Lock()
 
     def _forget(self) -> None:
@@ -54,7 +56,7 @@ class FollowedFile:
         raise NotImplementedError
 
     def _take(self, lines: Sequence[bytes]) -> None:
-        """Take new whole lines."""
+        """Process new complete lines."""
         raise NotImplementedError
 
     def _follow(self) -> None:
@@ -86,8 +88,8 @@ class EventFile(FollowedFile):
         self._lines: list[tuple[str, bytes]] = []
 
     def read(self, names: Collection[str]) -> Iterator[Event]:
-        """Yield the events with these names in order; lines cut by a crash or a full disk are skipped. Raises OSError, and ValueError
-        for a name that is left out."""
+        """Yield the events with these names in order; lines cut by a crash or a full disk are skipped. Raises OSError, and
+        ValueError for the name of events that are not kept."""
         if unknown := OF_EPISODES & set(names):
             raise ValueError(f"events of single episodes are not kept: {', '.join(sorted(unknown))}")
         with self._lock:

@@ -31,8 +31,8 @@ class Table(Generic[Row]):
         count: Callable[[], int] | None = None,
         usual: Sequence[str] = (),
     ) -> None:
-        """`of`: type of the rows. `count`: counts the rows without reading them. `usual`: numbers that `values` has as a rule, so
-        that a table without rows has columns for them."""
+        """`of`: type of the rows. `count`: counts the rows without reading them. `usual`: numbers that
+        `values` usually has, for which a table without rows has columns, too."""
         self._of, self._rows, self._count, self._usual = of, rows, count, usual
         self._counted: list[Row] | None = None
 
@@ -44,7 +44,7 @@ class Table(Generic[Row]):
         if self._count:
             return self._count()
         if self._counted is None:
-            self._counted = [*self._rows()]  # `list(table)` asks for the length first: it gets these rows, not others
+            self._counted = [*self._rows()]  # `list(table)` asks for the length first, and then gets the same rows
         return len(self._counted)
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class Table(Generic[Row]):
         return [flatten(row) for row in self]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a pandas data frame; one without rows has the columns all the same. Raises MissingExtraError if pandas is not
+        """Return a pandas data frame, which has all columns even without rows. Raises MissingExtraError if pandas is not
         installed."""
         pandas = _load("pandas")
         if rows := self.to_dicts():
@@ -65,7 +65,7 @@ class Table(Generic[Row]):
         return pandas.DataFrame({name: pandas.Series(dtype=kind.__name__) for name, kind in self._columns().items()})
 
     def to_polars(self) -> pl.DataFrame:
-        """Return a polars data frame; one without rows has the columns all the same. Raises MissingExtraError if polars is not
+        """Return a polars data frame, which has all columns even without rows. Raises MissingExtraError if polars is not
         installed."""
         polars = _load("polars")
         if rows := self.to_dicts():
@@ -75,12 +75,13 @@ class Table(Generic[Row]):
         )
 
     def _columns(self) -> dict[str, type]:
-        """Return column -> type of its values (`object` for anything but numbers, text and truth)."""
+        """Return column -> type of its values: `str`, `int`, `float`, `bool`, or `object` for anything else."""
         return dict(_describe(self._of)) | dict.fromkeys(self._usual, float)
 
 
 def _describe(of: type[msgspec.Struct]) -> Iterator[tuple[str, type]]:
-    """Yield column and type of values for each field of a record. Those of mappings are known from the rows alone."""
+    """Yield column and type of values for each field of a record. Mappings are left out, because only the rows show their
+    columns."""
     for field in msgspec.structs.fields(of):
         is_union = get_origin(field.type) in {Union, UnionType}
         kind = next(kind for kind in (get_args(field.type) if is_union else (field.type,)) if kind is not type(None))

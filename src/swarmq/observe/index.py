@@ -49,20 +49,20 @@ from swarmq.transcripts.format import Position, TranscriptMeta
 SCHEMA = "3"
 """Version of the index; an index of another version is built anew."""
 PORTION = 5000
-"""Most rows of one transaction, on either side."""
+"""Most rows that one transaction reads or writes."""
 EVENT_BYTES = 8 * 1024 * 1024
 BUSY_S = 30.0
 UNUSED_S = 60 * 86_400.0
-"""Age at which an index that nobody has opened since is removed."""
+"""Seconds after which an index that was not opened again is removed."""
 CHECK_COST = 50
-"""How many times longer than the last count of the whole ledger took, at least, until it is counted again."""
+"""Factor: the whole ledger is counted again at the earliest after this many times the duration of the last count."""
 LIVE = ("open", "waiting", "published")
 STATES = (*LIVE, "trained", "dropped", "failed", "eval", "stray")
 SORTS = ("began_at", "reward", "seconds", "turns", "sampled_tokens", "staleness", "step")
 MOST_NAMED = 8
-"""Most known values that a message lists."""
+"""Most known values that an error message lists."""
 LOWEST = -1e308
-"""Stands for a missing value in sorting."""
+"""Value that stands for a missing value in sorting."""
 
 TABLES = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -133,13 +133,13 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
 class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[EpisodeRow]
     total: int
-    """Number of episodes that the filter admits."""
+    """Number of episodes that match the filter."""
     next: str | None
     """Cursor of the next page; None on the last page."""
 
 
 class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which episodes are wanted; an empty field admits all."""
+    """Filter for episodes; an empty field matches all."""
 
     state: str = ""
     """One of `STATES`, or several separated by commas."""
@@ -147,7 +147,7 @@ class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = ""
     kind: str = ""
     client: str = ""
-    """Id of a client; or else the name of its invite, or else the beginning of ids."""
+    """Id of a client, name of its invite, or beginning of client ids, tried in this order."""
     task: str = ""
     policy: str = ""
     step: int | None = None
@@ -156,19 +156,20 @@ class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     reward_min: float | None = None
     reward_max: float | None = None
     reward_below: float | None = None
-    """As `reward_max`, but the value itself is left out; as `reward_above` for `reward_min`."""
+    """Like `reward_max`, but without the value itself; `reward_above` likewise for `reward_min`."""
     reward_above: float | None = None
     text: str = ""
-    """Part of the id."""
+    """Part of the episode's id."""
 
 
 def parse_filter(chosen: Mapping[str, Any]) -> EpisodeFilter:
-    """Return the filter that `chosen` describes, whose numbers may be text. Raises ConfigError that names the field and its value."""
+    """Return the filter that `chosen` (field -> value) describes. Numbers may be given as text. Raises ConfigError that names
+    the field and its value."""
     found: dict[str, Any] = {}
     for name, value in chosen.items():
         if name not in EpisodeFilter.__struct_fields__:
             raise ConfigError(
-                f"{name}: no filter of episodes; the filters are {', '.join(EpisodeFilter.__struct_fields__)}"
+                f"{name}: not a filter of episodes; the filters are {', '.join(EpisodeFilter.__struct_fields__)}"
             )
         if value is None or value == "":
             continue
@@ -176,15 +177,15 @@ def parse_filter(chosen: Mapping[str, Any]) -> EpisodeFilter:
         if name == "step":
             found[name] = _parse_number(value, int)
             if found[name] is None or not 0 <= found[name] < 2**31:
-                raise ConfigError(f"{name}: {shown} is no number of a step")
+                raise ConfigError(f"{name}: {shown} is not a step number")
         elif name.startswith("reward_"):
             found[name] = _parse_number(value, float)
             if found[name] is None:
-                raise ConfigError(f"{name}: {shown} is no number")
+                raise ConfigError(f"{name}: {shown} is not a number")
         elif isinstance(value, str):
             found[name] = value
         else:
-            raise ConfigError(f"{name}: {shown} is no text")
+            raise ConfigError(f"{name}: {shown} is not text")
     return EpisodeFilter(**found)
 
 
@@ -199,7 +200,7 @@ def _parse_number(value: Any, kind: type[int | float]) -> Any:
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     edges: list[float]
-    """One more than counts."""
+    """Edges of the bins, one more than `counts`."""
     counts: list[int]
 
 
@@ -231,11 +232,11 @@ class IndexProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the folder that is read, from 0 to 1."""
     is_done: bool
     notes: tuple[str, ...] = ()
-    """What could not be read, and what is missing because of that."""
+    """Messages about files that could not be read, and what is missing because of that."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of the batch log that holds an episode, or its drop."""
+    """Record of the batch log in which an episode was trained or dropped."""
 
     policy: str
     step: int
@@ -304,7 +305,8 @@ class RunIndex:
         )
 
     def update(self, *, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Read everything that is new in the folder. Returns whether anything was. Files that cannot be read are noted in `progress`."""
+        """Read everything that is new in the folder, and return whether there was anything. Files that cannot be read are
+        noted in `progress`."""
         with self._update, closing(self._connect()) as db:
             before = db.total_changes
             self._flaws = {}
@@ -328,7 +330,7 @@ class RunIndex:
             if self._is_usable(db):
                 return
             db.execute("BEGIN EXCLUSIVE")
-            if self._is_usable(db):  # another process was first
+            if self._is_usable(db):  # another process has just built it
                 return
             for (name,) in db.execute(
                 "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
@@ -354,7 +356,8 @@ class RunIndex:
         self._share, self._is_done, self._seen = 0.0, False, {}
 
     def _was_replaced(self, db: sqlite3.Connection) -> bool:
-        """Return whether the ledger does not know episodes that it once had: it keeps every one forever, so this is another run's."""
+        """Return whether the folder holds another run now: its ledger lacks episodes of the index, although a ledger keeps
+        every episode forever."""
         known = db.execute(
             "SELECT id FROM (SELECT id FROM episodes WHERE in_ledger ORDER BY rowid LIMIT 2) "
             "UNION SELECT id FROM (SELECT id FROM episodes WHERE in_ledger ORDER BY rowid DESC LIMIT 2)"
@@ -370,7 +373,8 @@ class RunIndex:
             return False
 
     def _read_events(self, db: sqlite3.Connection) -> Iterator[float]:
-        """Read ended episodes from the event file: for runs without transcripts, it alone has the rewards of untrained ones."""
+        """Read ended episodes from the event file. For runs without transcripts, it is the only source of rewards of
+        untrained episodes."""
         path = self.folder.events
         try:
             size = path.stat().st_size
@@ -444,7 +448,9 @@ class RunIndex:
             after = _place_of(folder, raw) if raw else None
             places, flaws = batch_log.scan_readable(folder, after=after)
             for flaw in flaws:
-                self._flaws[f"{key}:{flaw}"] = f"{flaw} (episodes of that part are shown from other files)"
+                self._flaws[f"{key}:{flaw}"] = (
+                    f"{flaw} (episodes in that part are shown as far as other files know them)"
+                )
             newest = int(_get(db, f"trained:{policy}") or 0)
             for number, (step, place) in enumerate(batch_log.number_steps(places, trained=newest)):
                 rows = self._rows_of_record(db, policy, place)
@@ -467,7 +473,7 @@ class RunIndex:
             self._seen[policy] = state
 
     def _rows_of_record(self, db: sqlite3.Connection, policy: str, place: RecordPlace) -> list[tuple[Any, ...]]:
-        """Return the rows of the trained episodes of a record, unless the transcripts have told all about them already."""
+        """Return the rows of the trained episodes of a record, unless transcripts have provided all facts about them."""
         trained = place.index.trained
         marks = ",".join("?" * len(trained))
         (told,) = db.execute(
@@ -510,7 +516,8 @@ class RunIndex:
             yield 1.0
 
     def _catch_up(self, db: sqlite3.Connection, ledger: sqlite3.Connection) -> bool:
-        """Read new, live and just settled episodes and the counters in one short transaction. Returns whether that is all of them."""
+        """Read new, live and just settled episodes and the counters in one short transaction. Return whether no further ones
+        are left."""
         last = _get(db, "ledger") or ""
         known_live = {row[0] for row in db.execute(f"SELECT id FROM episodes WHERE state IN {LIVE}")}
         ledger.execute("BEGIN")
@@ -552,9 +559,10 @@ class RunIndex:
     def _missed(
         self, db: sqlite3.Connection, ledger: sqlite3.Connection, known: Iterable[str]
     ) -> dict[str, tuple[Any, ...]]:
-        """Return the rows of episodes with an id smaller than ids read before, because its client's clock is slow or names its own.
+        """Return the rows of episodes whose ids sort before ids that were read earlier, because their client's clock is slow
+        or the client chose the id.
 
-        They are missed by number, which needs a pass over the ledger, so this happens less often the longer it takes.
+        They are detected by counting the ledger's rows, which is done the less often the longer it takes.
         """
         began = time.monotonic()
         if began - self._counted_at < CHECK_COST * self._count_cost:
@@ -611,9 +619,9 @@ class RunIndex:
         cursor: str | None = None,
         limit: int = 100,
     ) -> EpisodePage:
-        """Return one page of the episodes that the filter admits. `sort`: one of `SORTS`, with `-` for the largest first.
+        """Return one page of the episodes that match the filter. `sort`: one of `SORTS`, with `-` for the largest first.
 
-        Raises ConfigError for an unknown order or a cursor that is none.
+        Raises ConfigError for an unknown order or an invalid cursor.
         """
         where, values = self._where(chosen)
         column, down = sort.removeprefix("-"), sort.startswith("-")
@@ -635,7 +643,7 @@ class RunIndex:
         return EpisodePage(rows=[_to_row(row) for row in rows[:limit]], total=total, next=following)
 
     def iterate(self, chosen: EpisodeFilter | None = None, *, sort: str = "-began_at") -> Iterator[EpisodeRow]:
-        """Yield all episodes that the filter admits."""
+        """Yield all episodes that match the filter."""
         cursor: str | None = None
         while True:
             page = self.page(chosen, sort=sort, cursor=cursor, limit=PORTION)
@@ -649,7 +657,7 @@ class RunIndex:
             return int(db.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0])
 
     def histogram(self, chosen: EpisodeFilter | None = None, *, of: str = "reward", bins: int = 20) -> Histogram:
-        """Return how many episodes have which reward or staleness; those without one are left out."""
+        """Return a histogram of the episodes' rewards or staleness. Episodes without a value are left out."""
         if of not in {"reward", "staleness"}:
             raise ConfigError(f"of: {of!r} is neither reward nor staleness")
         where, values = self._where(chosen)
@@ -678,7 +686,7 @@ class RunIndex:
     def find(self, part: str) -> Indexed:
         """Return the episode whose id begins or ends with `part`. Raises EpisodeError if no or several episodes match."""
         if not part or "/" in part or "\\" in part or "\0" in part or part in {".", ".."}:
-            raise EpisodeError(f"{part!r} is no id of an episode")
+            raise EpisodeError(f"{part!r} is not an episode id")
         with self._reading() as db:
             ids = [row[0] for row in db.execute("SELECT id FROM episodes WHERE id = ?", (part,))] or [
                 row[0]
@@ -717,7 +725,7 @@ class RunIndex:
     def values(self, column: str, chosen: EpisodeFilter | None = None) -> dict[str, int]:
         """Return value -> number of episodes, for `kind`, `client`, `code_version`, `reason`, `state`, `mode` or `task`."""
         if column not in {"kind", "client", "code_version", "reason", "state", "mode", "task"}:
-            raise ConfigError(f"{column!r} is no column that can be counted")
+            raise ConfigError(f"{column!r} is not a column that can be counted")
         name = "fate" if column == "state" else column
         where, values = self._where(chosen)
         with self._reading() as db:
@@ -728,8 +736,8 @@ class RunIndex:
             )
 
     def check(self, chosen: EpisodeFilter) -> None:
-        """Raise ConfigError if the filter names a kind, reason, client or policy that neither the run nor swarmq knows: that no episode
-        fits is then no answer."""
+        """Raise ConfigError if the filter names a kind, reason, client or policy that neither the run nor swarmq knows; an
+        empty result would be misleading."""
         job = load_job(self.folder)
         known: dict[str, Callable[[], Iterable[str]]] = {
             "kind": lambda: [*job.task_kinds, *self.values("kind")],
@@ -761,7 +769,7 @@ class RunIndex:
         return _conditions(chosen, clients)
 
     def query(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Return the rows of a statement of this package on the tables above."""
+        """Return the rows of a SQL statement of this package on the index's tables."""
         with self._reading() as db:
             return db.execute(statement, values).fetchall()
 
@@ -842,9 +850,9 @@ ON CONFLICT (id) DO UPDATE SET state = CASE WHEN in_ledger THEN state ELSE 'trai
 
 @contextmanager
 def open_ledger(folder: RunFolder) -> Iterator[sqlite3.Connection]:
-    """Open the collector's store for reading, of a live, stopped or copied run; nothing in the folder changes.
+    """Open the collector's store of a live, stopped or copied run for reading; nothing in the folder changes.
 
-    Raises EpisodeError if there is none that can be read.
+    Raises EpisodeError if there is no readable store.
     """
     path, journal = folder.inbox, folder.inbox.with_name(folder.inbox.name + "-wal")
     with tempfile.TemporaryDirectory(prefix="swarmq-") as scratch:
@@ -855,7 +863,7 @@ def open_ledger(folder: RunFolder) -> Iterator[sqlite3.Connection]:
         except sqlite3.OperationalError as error:
             if not path.exists():
                 raise EpisodeError(f"{path}: there is no ledger of the run's episodes") from error
-            try:  # a journal needs a file beside it, which a folder that cannot be written refuses
+            try:  # with a journal, SQLite creates a file beside it, which fails in a read-only folder
                 for source in (path, journal):
                     if source.exists():
                         shutil.copy(source, scratch)
@@ -944,7 +952,7 @@ def _balance(groups: Iterable[tuple[Any, ...]], counts: Counter[str], *, is_read
     live, trained = Counter[str](), 0
     by_reason, evaluated, stray = Counter[str](), Counter[str](), Counter[str]()
     unknown = Counter[str]()
-    """Of `by_reason`: rows of which the ledger alone is known, which may be evaluation episodes."""
+    """The part of `by_reason` that only the ledger knows. These may be evaluation episodes."""
     for fate, reason, mode, state, begun, number in groups:
         if not begun:
             stray[reason or state] += number
@@ -984,7 +992,8 @@ def _balance(groups: Iterable[tuple[Any, ...]], counts: Counter[str], *, is_read
 
 
 def _match_clients(wanted: str, clients: Iterable[str]) -> list[str]:
-    """Return the client with this id; or else those of the invite with this name; or else those whose ids begin so."""
+    """Return the client with this id, else the clients of the invite with this name, else the clients whose ids begin with
+    the text."""
     known = list(clients)
     if wanted in known:
         return [wanted]
@@ -993,8 +1002,8 @@ def _match_clients(wanted: str, clients: Iterable[str]) -> list[str]:
 
 
 def _conditions(chosen: EpisodeFilter, clients: Sequence[str]) -> tuple[str, list[Any]]:
-    """Return the WHERE clause of a filter, and its values. `clients`: ids that fit the filter's client. Raises ConfigError for a state
-    that is none."""
+    """Return the WHERE clause of a filter, and its values. `clients`: ids that match the filter's client. Raises ConfigError
+    for an unknown state."""
     clauses, values = ["1"], list[Any]()
     for state in filter(None, chosen.state.split(",")):
         if state not in STATES:
@@ -1090,7 +1099,7 @@ def _split_slot(slot: str) -> tuple[str, str]:
 
 
 def _join(names: Iterable[str]) -> str:
-    """Return names between commas, so that one can be searched for."""
+    """Join names with a comma before and after each, so that one name can be searched for."""
     known = [name for name in names if name]
     return f",{','.join(known)}," if known else ""
 
@@ -1130,7 +1139,7 @@ def _decode_cursor(cursor: str) -> tuple[float, str]:
     try:
         value, episode = msgspec.json.decode(base64.urlsafe_b64decode(cursor.encode()), type=tuple[float, str])
     except (ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"cursor: {cursor[:40]!r} is none that an earlier page gave") from error
+        raise ConfigError(f"cursor: {cursor[:40]!r} is not a cursor of an earlier page") from error
     return value, episode
 
 
@@ -1149,7 +1158,7 @@ def _set(db: sqlite3.Connection, key: str, value: str) -> None:
 
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Write to the index all of what happens inside, or nothing. Raises ConfigError if it cannot be written."""
+    """Commit all writes of the block to the index, or none. Raises ConfigError if the index cannot be written."""
     try:
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -1166,7 +1175,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _remove_old(folder: Path, *, keep: Path) -> None:
-    """Remove the indices that nobody has opened for long; each is built again when it is wanted."""
+    """Remove the indices that were not opened for a long time; an index can be built again."""
     for path in folder.glob("*.sqlite"):
         try:
             if path != keep and time.time() - path.stat().st_mtime > UNUSED_S:
@@ -1181,7 +1190,7 @@ def _remove(path: Path) -> None:
 
 
 def load_job(folder: RunFolder) -> SwarmJob:
-    """Return the settings of a run. Raises ConfigError if the folder is none of a run that was up."""
+    """Return the settings of a run. Raises ConfigError if the folder is not that of a run that was up."""
     if not folder.resolved.exists():
         raise ConfigError(
             f"{folder.path}: not the folder of a run that was up (no {folder.resolved.name}); it is runs/NAME by default"

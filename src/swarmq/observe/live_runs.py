@@ -37,8 +37,8 @@ def load_stored_run(run: Path) -> SwarmJob:
 
 
 def load_live_run(run: Path) -> SwarmJob:
-    """Return the settings of a run that is up. Raises ConfigError for a copy of a run folder, with which no process of the run
-    works."""
+    """Return the settings of a run that is up. Raises ConfigError for a copy of a run folder, which no process of the run
+    uses."""
     job = load_stored_run(run)
     own = job.run_folder
     with contextlib.suppress(OSError):  # the folder was moved or is mounted under another name: only `run` is known

@@ -43,7 +43,7 @@ ALL_BUT_STEPS = frozenset[EventName](get_args(EventName)) - {"step"}
 RECALLED_BYTES = 8 * 1024 * 1024
 """Bytes read from the end of the event file when a board is opened, enough for more steps than a curve shows."""
 GLANCE_S = 3.0
-"""Seconds within which every process describes itself at least once."""
+"""Seconds within which every process reports its state at least once."""
 
 
 class Follower:
@@ -60,7 +60,7 @@ class Follower:
         self._changed.set()
 
     def hear(self, event: Event) -> None:
-        """Take in an event that has just arrived."""
+        """Handle an event that has just arrived."""
         self.fold(event)
         for listen in self.listeners:
             listen(event)
@@ -161,14 +161,14 @@ async def watch(
 async def draw_once(
     job: SwarmJob, broker: Broker, *, console: Console | None = None, notes: deque[str] | None = None
 ) -> None:
-    """Draw the run once, after every process has had time to describe itself."""
+    """Draw the run once, after every process has had time to report its state."""
     console = console or terminal.console()
     board = await read_board(job, broker, notes=notes)
     console.print(draw(board, now=time.time(), width=console.width))
 
 
 async def read_board(job: SwarmJob, broker: Broker, *, notes: deque[str] | None = None) -> Board:
-    """Return the board after every process has had time to describe itself."""
+    """Return the board after every process has had time to report its state."""
     async with follow(job, broker) as follower:
         await asyncio.sleep(GLANCE_S)
         _take_in(notes, follower)

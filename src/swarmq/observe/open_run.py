@@ -17,9 +17,10 @@ NEEDED = ("numpy", "tokenizers", "zstandard")
 
 
 def open_run(path: str | Path, *, installed: Callable[[str], object] = importlib.util.find_spec) -> Run:
-    """Open a run's folder for reading, of a live, stopped or copied run; nothing in it changes.
+    """Open the folder of a live, stopped or copied run for reading; nothing in it changes.
 
-    Raises ConfigError if it is none of a run that was up, and MissingExtraError if the extra `inspect` is not installed.
+    Raises ConfigError if the folder is not that of a run that was up, and MissingExtraError if the extra `inspect` is not
+    installed.
     """
     if missing := [name for name in NEEDED if installed(name) is None]:
         raise MissingExtraError(f"not installed: {', '.join(missing)}; pip install 'swarmq[inspect]'")

@@ -39,7 +39,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[int]
     values: list[float]
     low: list[float] | None = None
-    """Lower ends of the intervals, if the values have any; as `high`, the upper ones."""
+    """Lower ends of the values' intervals, if there are any (`high`: the upper ends)."""
     high: list[float] | None = None
     is_thin: bool = False
 
@@ -179,7 +179,8 @@ def _reward(histories: Sequence[History]) -> Panel:
 
 
 def _evaluation(histories: Sequence[History]) -> Panel:
-    """Pass@k for the smallest k with its 95 % interval, or the reward where no success is reported; by kind."""
+    """Return the panel of evaluations by kind: pass@k for the smallest k with its 95 % interval, or the reward if no success
+    is reported."""
     curves = []
     for history in histories:
         for kind in dict.fromkeys(row.kind for row in history.evaluations):
@@ -221,7 +222,7 @@ def _staleness(histories: Sequence[History]) -> Panel:
 
 
 def _drops(histories: Sequence[History]) -> Panel:
-    """Episodes that the learner dropped since the step before, by reason."""
+    """Return the panel of episodes that the learner dropped since the step before, by reason."""
 
     def total(row: dict[str, Any]) -> float:
         return float(sum(n for name, n in row.items() if name.startswith("dropped/")))
@@ -283,7 +284,7 @@ def _suggest(histories: Sequence[History], name: str) -> str:
         }
     )
     if name in PANELS:
-        return "no run has figures of it"
+        return "no run has values of it"
     close = difflib.get_close_matches(name, known, n=5, cutoff=0.4) or known[:8]
     return f"no run has such a series; there are {', '.join([*PANELS, *close])} and others"
 

@@ -15,7 +15,7 @@ EXPLANATIONS = {
     "aborted": "The client gave the attempt up, for instance because it was stopped or died; the slot is attempted again.",
     "silent": "No call and no end came within the idle timeout. Look for a hung agent, or raise groups.idle_timeout_s.",
     "incomplete": "The end came, but recorded turns that it needs never did. Look for a proxy that was killed.",
-    "no_begin": "Messages came for an episode whose begin never did, usually because its client died or never had one.",
+    "no_begin": "Messages of this episode came, but never its begin, usually because its client died or did not send one.",
     "no_turns": "The agent made no model call that was answered. Does it use the episode's base_url and api_key?",
     "unseen": "No proof came that the agent received any answer, usually because its proxy was killed.",
     "superseded": "Another attempt at the same slot had finished first, and a slot is trained once.",
@@ -23,7 +23,7 @@ EXPLANATIONS = {
     "unknown_policy": "It names a policy that the run does not have. Use the policies of the job.",
     "two_clients": "Two clients began it, so its turns may be mixed. Give every attempt an id of its own.",
     "refused_turn": "A turn could not be recorded, so its conversation is not whole. The proxy's log says why.",
-    "reward_missing": "The end has no reward for a policy that answered, or one for a policy that has no part. Reward each policy.",
+    "reward_missing": "The end has no reward for a policy that answered, or a reward for a policy that took no part. Reward each policy.",
     "too_large": "Its turns do not fit one message of 8 MiB. Shorten the conversation or its metadata.",
     "unresolvable": "Its turns refer to each other in a way that contradicts itself. Please report this as a bug.",
     "group_too_small": "Fewer siblings than needed had finished, so there was nothing to compare it with. Look at why the others failed, "
@@ -58,5 +58,5 @@ assert set(TAINTS) - {""} <= EXPLANATIONS.keys()
 
 
 def explain(reason: str) -> str:
-    """Return the sentence of a reason; of one that a newer version gave, a sentence that says so."""
+    """Return the sentence for a reason. For a reason that only a newer version knows, the sentence says so."""
     return EXPLANATIONS.get(reason, f"Dropped for the reason {reason!r}, which this version of swarmq does not know.")

@@ -1,12 +1,13 @@
-"""Recording of a run that is up, so that its folder tells what it does: now, lately, and after everything has died.
+"""Recording of a live run in its folder: its present state, its recent past, and what remains after all processes have died.
 
     broker events ──> Follower ─┬─ lasting events ────────> events.jsonl
     broker depths ──────────────┤
     RabbitMQ's management API ──┼─> QueueAges ─┐
     engines' /metrics ──────────┴──────────────┴─ each 2 s ──> board.json      each 10 s ──> samples.jsonl
 
-One process records a run: `swarmq up`, `swarmq demo`, or `swarmq record` where the parts are started one by one. A second recorder
-waits for the first to end. Recording is best effort: a full disk or an absent broker pauses it with one warning, and the run goes on.
+One process records a run: `swarmq up`, `swarmq demo`, or `swarmq record` where the parts are started one by one. A second
+recorder waits for the first to end. Recording is best effort: a full disk or an absent broker pauses it with one warning, and
+the run goes on.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ MANAGEMENT_ENV = "SWARMQ_MANAGEMENT_URL"
 
 
 class Intervals(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds between two actions of a recorder."""
+    """Intervals and time limits of a recorder."""
 
     board_s: float = 2.0
     sample_s: float = 10.0
     look_s: float = 4.0
-    """Between two looks at the management API and the engines."""
+    """Seconds between two readings of the management API and the engines."""
     silent_s: float = 120.0
-    """Without an event of the collector or a learner, after which an alert is sent."""
+    """Seconds without an event of the collector or a learner after which an alert is sent."""
     away_s: float = 15.0
-    """Without queue depths, after which the broker counts as away."""
+    """Seconds without queue depths after which the broker counts as away."""
     retry_s: float = 5.0
-    """Until a recording that failed, or that another process does, is tried again."""
+    """Seconds until a recording that failed, or that another process makes, is tried again."""
 
 
 INTERVALS = Intervals()
@@ -96,7 +97,7 @@ class QueueAges:
 
 
 class Sources:
-    """Figures that no event carries: rates and ages of queues, and the load of engines. Best effort."""
+    """Figures that are not in events: rates and ages of queues, and the load of engines. Best effort."""
 
     def __init__(self, job: SwarmJob) -> None:
         self._job = job
@@ -163,7 +164,7 @@ async def record_run(
 ) -> AsyncIterator[None]:
     """Record the run, and send its alerts, while the context is open.
 
-    `follower`: the caller's, who records the events himself. Never raises: whatever cannot be recorded is left out.
+    `follower`: given by a caller that records the events itself. Never raises: whatever cannot be recorded is left out.
     """
     recorder = _Recorder(job, broker, follower, intervals)
     ending = "the recording ends: the run is being stopped"
@@ -187,10 +188,10 @@ class _Recorder:
         self._job, self._broker, self._follower, self._intervals = job, broker, follower, intervals
         self.alerts = Alerts(job)
         self.is_recording = False
-        """Whether this process has been the one that records."""
+        """Whether this process is, or was, the recorder of the run."""
 
     async def record(self) -> None:
-        """Record until cancelled, as soon as no other process does."""
+        """Wait until no other process records the run, then record until cancelled."""
         path = self._job.run_folder.recorder_lock
         outage, is_waiting = Outage(str(path.parent)), False
         while True:
@@ -300,7 +301,8 @@ async def _keep_samples(job: SwarmJob, board: Board, sources: Sources, every_s: 
 
 
 def describe_board(board: Board, sources: Sources, *, now: float, away_s: float) -> dict[str, Any]:
-    """Return the content of board.json but for the recorder: that of `swarmq status --json`, and what only the recorder knows."""
+    """Return the content of board.json without the field `recorder`: that of `swarmq status --json`, and what only a recorder
+    knows."""
     state = board_to_json(board, now=now)
     queues = {*board.depths, *sources.queues}
     return {

@@ -92,10 +92,10 @@ class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     seconds: float | None
     missing: int
-    """Attempts of the whole round without a result by its deadline; as `given_up`, those that were given up."""
+    """Attempts of the whole round without a result at its deadline (`given_up`: attempts that were given up before)."""
     given_up: int
     values: dict[str, Any]
-    """Everything else, such as pass@k with its interval under `pass`."""
+    """All other results, such as pass@k with its interval under `pass`."""
 
 
 class DropRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class DropRow(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     mean_reward: float | None
     newest: str
-    """Id of the newest of them."""
+    """Id of the newest such episode."""
     explanation: str
 
 
@@ -116,7 +116,8 @@ class Run:
     """A run folder, opened for reading."""
 
     def __init__(self, path: Path, *, cache: Path | None = None) -> None:
-        """`cache`: folder of the index, by default the user's cache. Raises ConfigError if the folder is none of a run that was up."""
+        """`cache`: folder of the index, by default the user's cache. Raises ConfigError if the folder is not that of a run
+        that was up."""
         self.folder = RunFolder(path)
         self.job: SwarmJob = load_job(self.folder)
         self._cache = cache
@@ -141,7 +142,7 @@ class Run:
 
     @cached_property
     def samples(self) -> SampleFile:
-        """The file of depths, counts and loads."""
+        """File with samples of queue depths, counts and loads."""
         return SampleFile(self.folder.samples)
 
     @cached_property
@@ -158,13 +159,13 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read of the folder."""
+        """Messages about what could not be read in the folder."""
         return list(self.refresh().progress.notes)
 
     def check_policy(self, policy: str) -> None:
         """Raise ConfigError unless the run trains this policy."""
         if policy not in self.policies:
-            raise ConfigError(f"policy {policy!r}: no trained policy of the run; it has {', '.join(self.policies)}")
+            raise ConfigError(f"policy {policy!r}: not a trained policy of the run; it has {', '.join(self.policies)}")
 
     def live_job(self) -> SwarmJob:
         """Return the settings with the changes that were made while the run was up."""
@@ -221,14 +222,14 @@ class Run:
         return Table(DropRow, self._drops)
 
     def clients(self) -> Table[ClientView]:
-        """Return the clients, in the order in which they came."""
+        """Return the clients in the order of their first episodes."""
         return Table(ClientView, lambda: read_clients(self.refresh()))
 
     def events(self, *names: str) -> Iterator[Event]:
         """Yield the events of the run, or those with these names; none if there is no event file.
 
-        Events with a name are kept in memory, and of the file only what was appended is read again; but not those of single episodes,
-        of which there are too many.
+        With names, events are kept in memory, so that a later call reads only what was appended to the file. Events of single
+        episodes are not kept, because there are too many.
         """
         try:
             yield from self._events.read(names) if names else read_events(self.folder.events)

@@ -58,8 +58,8 @@ class ProgressCache:
 
 
 def list_runs(folder: Path, *, cache: ProgressCache | None = None) -> list[RunRow]:
-    """Return the started runs in `folder`, newest step first; one who asks again and again gives a cache. Raises ConfigError if the
-    folder cannot be read."""
+    """Return the started runs in `folder`, newest step first. Pass a `cache` to call this repeatedly. Raises ConfigError if
+    the folder cannot be read."""
     cache = cache or ProgressCache()
     try:
         found = [RunFolder(path.parent) for path in folder.glob("*/resolved.toml")]

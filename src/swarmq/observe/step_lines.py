@@ -1,4 +1,5 @@
-"""A line for each step of a run, for logs and terminals without a live board: step, reward, held-out, seconds, and what holds it up."""
+"""A line for each step of a run, for logs and terminals without a live board: step, reward, held-out reward, seconds, and
+what delays the run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from swarmq.observe.monitor import Follower, follow
 log = structlog.get_logger()
 
 LONG_QUEUE = 1000
-"""Messages for the collector from which its queue is mentioned."""
+"""Number of messages for the collector from which a line mentions its queue."""
 MOSTLY = 0.5
 """Smallest share of a step spent waiting at which its line mentions the waiting."""
 
@@ -25,7 +26,7 @@ class StepLines:
     """The steps of a board that have not been reported yet."""
 
     def __init__(self, board: Board) -> None:
-        """Steps and evaluations that the board has already count as reported."""
+        """Count the board's present steps and evaluations as reported."""
         self._board = board
         self._told = {policy: int(steps[-1].get("version", 0)) for policy, steps in board.steps.items()}
         self._rounds_told = max((at for at, _ in board.rounds), default=0.0)

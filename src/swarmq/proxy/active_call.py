@@ -34,11 +34,11 @@ class ActiveCall(msgspec.Struct, kw_only=True):
     pace: CoalescingPace
     """Pace at which a parsed stream is coalesced."""
     held: ExitStack = msgspec.field(default_factory=ExitStack)
-    """The call's slot and episode state."""
+    """Owner of the call's slot and episode state, which it releases when it is closed."""
     recorded: list[str] = msgspec.field(default_factory=list)
     """Call ids of the choices whose turns may be in the queue."""
     failed: bool = False
-    """Whether the agent got an error in place of the end."""
+    """Whether the agent got an error instead of the rest of its answer."""
     ended: int = 0
     """Number of choices whose ends were written to a stream."""
     closing: bool = False

@@ -116,7 +116,7 @@ class Counters:
             self._left_out_told.add(name)
             lines.append(
                 f"{name}: left out of agents' requests and named in x-swarmq-overridden; only a provider could run such a tool, and "
-                "nobody knows such a parameter. Take them out of the agent, or refuse them (proxy.server_tools, "
+                "no engine knows such a parameter. Take them out of the agent, or refuse them (proxy.server_tools, "
                 "proxy.unknown_parameters)"
             )
         for policy, window in self._recent.items():

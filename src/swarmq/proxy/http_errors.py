@@ -62,7 +62,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def headers(self) -> dict[str, str]:
         if self.final:
-            return {"x-should-retry": "false"}  # which OpenAI's and Anthropic's libraries go by
+            return {"x-should-retry": "false"}  # read by OpenAI's and Anthropic's libraries
         return {"retry-after": str(self.retry_after_s)} if self.status in {429, 503} else {}
 
 
@@ -97,7 +97,9 @@ def to_refusal(error: Exception) -> Refusal:
         case DeadlineError():
             return _server_fault(504, str(error), "deadline_exceeded")
         case EngineAnswerError():
-            message = "the engine's answer cannot be used; the next one would hardly be another: its operator is told"
+            message = (
+                "the engine's answer cannot be used, and another attempt would hardly help; the operator is warned"
+            )
             refusal = _server_fault(502, message, "engine_answer_unusable")
             return msgspec.structs.replace(refusal, final=True)
         case EngineError():
@@ -110,7 +112,7 @@ def to_refusal(error: Exception) -> Refusal:
             return _client_fault(400, str(error), "turn_too_large")
         case MethodNotAllowedException():
             takes = (error.headers or {}).get("allow", "other methods")
-            return _client_fault(405, f"this path takes {takes} alone", "method_not_allowed")
+            return _client_fault(405, f"this path takes only {takes}", "method_not_allowed")
         case HTTPException():
             return _client_fault(error.status_code, error.detail, None)
         case _:

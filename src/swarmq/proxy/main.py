@@ -68,7 +68,7 @@ def run(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpene
     Raises SwarmqError if the job names no broker, no engine or a taken port.
     """
     logs.configure(role=f"proxy.{number}", run=job.run)
-    gc.freeze()  # what is imported stays: not to be looked at again while agents wait
+    gc.freeze()  # imported objects stay: the garbage collector need not scan them while agents wait
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(job, number=number, join=join, pages=pages))
@@ -183,14 +183,14 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _stay(server: DrainingServer, visit: Visit, proxies: ProxyRegistry, url: str) -> None:
-    """Be one of the run's proxies until the visit is over, then serve the episodes that began here."""
+    """Keep this proxy in the run's list until the visit is over, then go on serving the episodes that began here."""
     proxies.add(url)
     log.info("joined", url=url)
     try:
         await visit.over.wait()
     finally:
         proxies.remove(url)
-    visit.touch()  # who has just learned of it may not have asked yet
+    visit.touch()  # clients that have just read the list may not have called yet
     log.info("leaving", url=url, idle_s=LEAVE_S)
     while server.server_state.tasks or visit.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked
         await asyncio.sleep(LOOK_S)

@@ -18,8 +18,8 @@ from swarmq.proxy.http_errors import RefusedError
 Json = dict[str, Any]
 
 UNSUPPORTED = {
-    "use_beam_search": "answers are sampled",
-    "prompt_logprobs": "nobody asks the engine how likely a prompt is",
+    "use_beam_search": "answers are sampled token by token",
+    "prompt_logprobs": "the engine computes no log-probabilities of prompts",
     "return_token_ids": "the recorded turn has the tokens",
     "return_tokens_as_token_ids": "the recorded turn has the tokens",
     "truncate_prompt_tokens": "a prompt is the whole conversation; send a shorter one",
@@ -83,13 +83,13 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     cuts: bool = False
     """Whether evaluation cuts `max_tokens` to the model's room, because agents of the dialect must set it."""
     left_out: tuple[str, ...] = ()
-    """Unknown parameters, and `tools.TYPE` for tools that only a provider could run."""
+    """Names of unknown parameters that were left out, and `tools.TYPE` for tools that only a provider could run."""
     stream: bool
     retry: int
     counts_retries: bool = False
     """Whether the client library counts its retries in every request."""
     observed: bool = False
-    """Whether the client watches that the answer arrives."""
+    """Whether the client observes which answers arrive."""
     request_digest: str
     agent: str | None
     began_at: float

@@ -1,7 +1,7 @@
 """The sampling parameters in effect. Pure.
 
-Training needs every token sampled from the policy's own distribution at the run's temperature, so other wishes of an agent are
-overridden and named. Evaluation honours them, and uses the run's values otherwise.
+Training needs every token sampled from the policy's own distribution at the run's temperature, so an agent's other parameters are
+overridden, and named in the answer's headers. Evaluation uses the agent's parameters, and the run's where the agent gives none.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 AS_ASKED = {"extra_args": "vllm_xargs"}
 """Engine parameter -> its name in requests, if that differs."""
 MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
-"""Most entries of parameters that are examined for every sampled token."""
+"""Most entries of a parameter that the engine applies to every sampled token."""
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = 2**24
 """Most tokens of an answer, whatever the model: more is a mistake, less is cut to the available room."""
 MAX_WORD = 1024
-"""Most characters of a text among them."""
+"""Most characters of an entry that is text."""
 OWN = frozenset({"temperature", "max_tokens"})
 """Parameters that are set for every training episode and reported separately."""
 RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
@@ -93,7 +93,7 @@ def resolve_sampling(
 
     `room_left`: tokens that the episode's budget leaves for each choice. `names`: field of `chat` -> the agent's name of it.
     `cuts`: cut a `max_tokens` beyond the model's room, in evaluation, too. Raises RefusedError if prompt and answer do not fit
-    the model, or by the run's policy on conflicts.
+    the model, or if parameters conflict and the run refuses conflicts.
     """
     names = names or {}
     room = max_model_len - prompt_tokens
@@ -188,7 +188,8 @@ def check_limits(chat: Json) -> None:
 
 
 def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:
-    """Return the requested parameters that `setting` overrides. Parameters that nobody requested keep the engine's defaults."""
+    """Return the requested parameters that `setting` overrides. Parameters that were not requested keep the engine's
+    defaults."""
     wanted = chat.get("temperature")
     names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
     theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]

@@ -13,7 +13,7 @@ from swarmq.rewards import Score, exact_match, fuzzy_match
 from swarmq.rewards.score import RIGHT, wrong
 
 FUZZY_LEAST = 0.8
-"""Similarity from which a name or phrase counts as the expected one."""
+"""Least similarity at which a name or phrase counts as the expected one."""
 _ANSWER_LINE = re.compile(r"^[\s*_#>-]*answer[*_\s]*:[*_\s]*(.+?)[*_\s]*$", re.IGNORECASE | re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -42,7 +42,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"check.expected is {self.expected[0]!r}: a check of type choice needs one letter")
 
     def score(self, answer: str) -> Score:
-        """Return the score of an answer without the words around it."""
+        """Return the score of an answer, given without other words around it."""
         match self.type:
             case "exact":
                 return exact_match(answer, self.expected)

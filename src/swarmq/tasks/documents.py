@@ -13,7 +13,7 @@ from swarmq.errors import TaskError
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".html", ".htm", ".tex", ".org")
 MAX_FILE_BYTES = 20_000_000
 LEAST_CHARS = 200
-"""Length below which a passage has too little for a task; it is joined to the one before, if that is of the same file."""
+"""Length below which a passage is too short for a task. It is joined to the passage before it in the same file."""
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ def read_documents(folder: Path, *, passage_chars: int = 4000) -> Documents:
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
         if path.suffix.lower() not in SUFFIXES:
-            skipped[name] = f"no text document ({', '.join(SUFFIXES)}); convert it to text first"
+            skipped[name] = f"not a text document ({', '.join(SUFFIXES)}); convert it to text first"
             continue
         try:
             text = _read_text(path)
@@ -63,7 +63,7 @@ def read_documents(folder: Path, *, passage_chars: int = 4000) -> Documents:
     if not passages:
         first = next(iter(skipped.items()), None)
         why = f" (e.g. {first[0]}: {first[1]})" if first else ""
-        raise TaskError(f"{folder}: no document with text in it{why}")
+        raise TaskError(f"{folder}: contains no document with text{why}")
     return Documents(passages=passages, files=files, skipped=skipped)
 
 

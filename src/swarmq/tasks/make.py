@@ -85,7 +85,7 @@ class MadeTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How tasks are made."""
+    """Options for making tasks."""
 
     per_passage: int = 3
     instructions: str = ""
@@ -96,7 +96,7 @@ class MakePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakeReport(msgspec.Struct, kw_only=True):
-    """What became of the passages and drafts."""
+    """Counts of passages and drafts, and what became of them."""
 
     passages: int = 0
     drafts: int = 0
@@ -230,7 +230,7 @@ def _parse_drafts(text: str) -> list[Draft]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON list of tasks ({error})") from error
     if not isinstance(value, list):
-        raise ValueError("no JSON list of tasks")  # noqa: TRY004 - asked again like any other wrong answer
+        raise ValueError("no JSON list of tasks")  # noqa: TRY004 - asked again, as after any other wrong answer
     drafts = []
     for entry in value:
         try:

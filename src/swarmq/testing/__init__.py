@@ -1,4 +1,4 @@
-"""Stand-ins for tests: a broker in memory and a faulty wire."""
+"""Stand-ins for tests: a broker in memory, a scripted engine, and a faulty network."""
 
 from swarmq.testing.memory_broker import MemoryBroker
 from swarmq.testing.relay import TcpRelay

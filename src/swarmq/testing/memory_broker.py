@@ -325,7 +325,7 @@ class _Session:
 
     async def ack(self, tag: int, *, through: bool) -> None:
         if self.lost:
-            raise BrokerLostError("the session that brought this message is gone; it will come again")
+            raise BrokerLostError("the session that delivered this message is lost; the message will be redelivered")
         for known in [known for known in self.held if known == tag or (through and known < tag)]:
             del self.held[known]
         self._queue.push()

@@ -66,7 +66,7 @@ class TranscriptMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     metrics: dict[str, float] = {}
     """`EpisodeEnd.metrics`; the first ones if they are very many."""
     began_at: float
-    """Unix time, the collector's clock; as the next two."""
+    """Unix time by the collector's clock, as all times of this record."""
     ended_at: float
     """When the episode's end was decided."""
     closed_at: float
@@ -147,7 +147,7 @@ def pack_segment_header(generation: int) -> bytes:
 
 
 def read_segment_header(file: BinaryIO) -> int | None:
-    """Return the segment's generation and leave the file at its first frame; None if this is no segment that we can read."""
+    """Return the segment's generation and leave the file at its first frame; None if this is not a readable segment."""
     head = file.read(SEGMENT.size)
     if len(head) < SEGMENT.size:
         return None
@@ -211,7 +211,7 @@ def read_body(file: BinaryIO, frame: Frame) -> bytes | None:
 
 
 def decode_meta(frame: Frame) -> TranscriptMeta | None:
-    """Return a frame's meta, with `body_bytes` 0 if its body was removed; None if it has none that we can read."""
+    """Return a frame's meta, with `body_bytes` 0 if its body was removed; None if the frame has no readable meta."""
     if not frame.meta:
         return None
     try:
@@ -235,7 +235,7 @@ def decode_body(meta: TranscriptMeta, compressed: bytes) -> Transcript | None:
 
 
 def _lengths(header: bytes) -> tuple[int, int, int] | None:
-    """Return size of meta, size of body and checksum of the meta; None if the bytes are no valid header."""
+    """Return size of meta, size of body and checksum of the meta; None if the bytes are not a valid header."""
     if len(header) < FRAME.size:
         return None
     magic, meta_size, body_size, meta_checksum, _, checksum = FRAME.unpack(header)

@@ -94,7 +94,7 @@ def _decode(file: BinaryIO, frame: Frame, path: Path) -> Transcript | None:
 
 
 def _from(file: BinaryIO, generation: int, place: Position | None, *, name: str) -> Iterator[Frame]:
-    """Yield the frames from `place` on; those before it, too, if the segment was rewritten since and it has moved."""
+    """Yield the frames from `place` on; all frames of the segment if it was rewritten since, because its offsets then differ."""
     if place is None or place.generation != generation:
         return walk(file, name=name)
     return walk(file, offset=max(place.offset, SEGMENT.size), number=place.number, name=name)
@@ -112,7 +112,9 @@ def _opened(folder: Path, segment: int) -> Iterator[tuple[BinaryIO | None, int]]
     with file:
         generation = read_segment_header(file)
         if generation is None:
-            log.warning("transcript_damaged", segment=str(path), at=0, reason="no segment that this swarmq reads")
+            log.warning(
+                "transcript_damaged", segment=str(path), at=0, reason="not a segment that this version of swarmq reads"
+            )
             yield None, 0
         else:
             yield file, generation

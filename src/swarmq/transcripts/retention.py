@@ -1,4 +1,4 @@
-"""Which transcripts go when room or time runs out. Pure.
+"""The choice of transcripts to remove when the limit on size or age is exceeded. Pure.
 
 Conversations go before facts: a removed conversation (the body of a frame) leaves its meta, until its whole segment is out of age.
 Under the size cap, the least interesting conversations go first, and of those the oldest: trained ones and those with equal rewards,
@@ -69,7 +69,7 @@ class Classes:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do to make room."""
+    """Segments, bodies and metas to remove."""
 
     remove: tuple[int, ...] = ()
     """Segments to delete as a whole."""
@@ -126,9 +126,10 @@ def plan_age(segments: Sequence[SegmentIndex], *, before: float, kept: int = KEP
 def plan_size(
     segments: Sequence[SegmentIndex], interests: Sequence[int], *, cap: int, target: int, kept: int = KEPT
 ) -> Plan:
-    """Plan what goes so that the segments are at most `target` bytes, if they are more than `cap`.
+    """If the segments exceed `cap` bytes, plan removals that leave at most `target` bytes.
 
-    Bodies go by interest and age. If that is not enough, the oldest segments without bodies go as a whole, except for the last one.
+    Bodies go by interest and age. If that is not enough, the oldest segments without bodies go as a whole, except for the
+    last one.
     """
     excess = sum(segment.size for segment in segments) - target
     if excess + target <= cap:

@@ -3,9 +3,9 @@
   collector ──offer(episodes closed by a committed transaction)──> queue, bounded in bytes ──> thread: describe, compress, append
                                                                                                   └── retention: rewrite, remove
 
-Nobody waits for the thread. Transcripts are lost, and counted, when the queue is full or the disk is; a later one is recorded again
-as soon as there is room. Transcripts of the last transactions before a crash are lost, too, and not counted: they are not written
-before the commit, and nothing brings them back after it.
+The collector does not wait for the thread. Transcripts are lost, and counted, when the queue or the disk is full; later ones are
+recorded again as soon as there is room. Transcripts of the last transactions before a crash are lost, too, but not counted: they
+are written after the commit, and cannot be restored.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SEGMENT_BYTES = 32 * 1024 * 1024
 """Size of a segment, after which the next one begins; smaller under a small cap."""
 SEGMENTS_PER_CAP = 16
 SEGMENTS_PER_AGE = 30
-"""Number of segments that share the age cap at least, so that old transcripts go soon after their time."""
+"""Least number of segments within the age limit, so that old transcripts go soon after their time."""
 QUEUE_BYTES = 64 * 1024 * 1024
 """Most bytes that wait for the thread."""
 BATCH_BYTES = 512 * 1024
-"""Bytes after which a batch of transcripts is compressed and appended. The memory of small batches is used again; that of batches of
-a few MiB is given back and taken anew each time, for which the thread would hold the interpreter three times as long."""
+"""Bytes after which a batch of transcripts is compressed and appended. Small batches use the same memory again; batches of a
+few MiB allocate it anew each time, for which the thread would hold the interpreter lock three times as long."""
 CHECK_S = 60.0
-"""Seconds between two looks for segments that are out of age."""
+"""Seconds between two searches for segments past the age limit."""
 WARN_S = 600.0
 """Least seconds between two warnings."""
 CLOSE_S = 10.0
@@ -169,7 +169,7 @@ class Segments:
         self._limit = size_bytes
 
     def open(self) -> None:
-        """Read which transcripts there are, and cut off one that was not written to its end."""
+        """Index the existing transcripts, and cut off a last one that was written in part."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for draft in self._folder.glob("*.part"):
             draft.unlink()
@@ -188,7 +188,7 @@ class Segments:
             self._descriptor = None
 
     def append(self, metas: list[TranscriptMeta], bodies: list[bytes]) -> None:
-        """Append transcripts with these compressed bodies: all or none of them."""
+        """Append transcripts with these compressed bodies, all of them or none."""
         if self._descriptor is None or self._is_full(metas[0].closed_at):
             self._start(metas[0].closed_at)
         assert self._descriptor is not None
@@ -212,7 +212,7 @@ class Segments:
         try:
             self._carry_out(plan_size(self._all, self._classes.interest, cap=self._size_bytes, target=target))
         finally:
-            # What always stays may be more than the cap, or nothing can be rewritten: plan again after as much has come.
+            # Protected bodies may exceed the cap, or nothing can be rewritten: plan again only after as much was added.
             self._limit = max(self._size_bytes, self._total + self._size_bytes - target)
 
     def expire(self, now: float) -> None:
@@ -255,12 +255,12 @@ class Segments:
         os.ftruncate(self._descriptor, last.size)
 
     def _index(self, number: int) -> SegmentIndex | None:
-        """Return the index of a segment up to its last whole frame; None if it is gone or no segment that we can read."""
+        """Return the index of a segment up to its last whole frame; None if it is gone or not a readable segment."""
         path = segment_path(self._folder, number)
         with path.open("rb") as file:
             generation = read_segment_header(file)
             if generation is None:
-                log.warning("transcript_damaged", segment=str(path), at=0, reason="no segment; it is left alone")
+                log.warning("transcript_damaged", segment=str(path), at=0, reason="not a segment; it is left alone")
                 return None
             index = SegmentIndex(number=number, generation=generation, size=SEGMENT.size)
             for frame in walk(file, name=str(path)):
@@ -289,7 +289,7 @@ class Segments:
                 self._total = sum(one.size for one in self._all)
 
     def _rewrite(self, index: SegmentIndex, strip: frozenset[int], forget: frozenset[int]) -> None:
-        """Write the next generation of a segment, without the bodies and metas that go."""
+        """Write the next generation of a segment, without the bodies of `strip` and without all content of `forget`."""
         path = segment_path(self._folder, index.number)
 
         def parts() -> Iterable[bytes]:
@@ -329,7 +329,7 @@ class Segments:
 
 
 def _thinned(file: Any, frame: Frame, *, strip: bool, forget: bool) -> bytes:
-    """Return the bytes of a frame without its body, or without anything."""
+    """Return the bytes of a frame without its body (`strip`), or without all of its content (`forget`)."""
     if forget or not frame.meta:
         return pack_frame(b"", b"")
     if strip:
@@ -399,7 +399,7 @@ class TranscriptWriter:
         return found
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits and end the thread; after `timeout_s` the rest is lost."""
+        """Write the waiting transcripts and end the thread; after `timeout_s` the remaining ones are lost."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -454,7 +454,7 @@ class TranscriptWriter:
             self._is_losing = False
 
     def _compress(self, bodies: Sequence[bytes]) -> list[bytes]:
-        """Compress all bodies in one call, which lets go of the interpreter once instead of once a body."""
+        """Compress all bodies in one call, which releases the interpreter lock once instead of once per body."""
         done = self._compressor.multi_compress_to_buffer(list(bodies))
         return [done[number].tobytes() for number in range(len(bodies))]
 

@@ -62,7 +62,7 @@ from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_e
 PROXY_START_S = 240.0
 """Seconds a proxy may take to listen on its port."""
 OLD_CONSUMERS_S = 240.0
-"""Seconds to wait for consumers of the run's previous life at a private RabbitMQ; 90 s were observed."""
+"""Seconds to wait for consumers of the run's previous start at a private RabbitMQ; 90 s were observed."""
 PROBE_S = 0.1
 ALARM_EVERY_S = 5.0
 
@@ -258,9 +258,9 @@ async def check_run_is_down(
     """Raise SwarmqError if parts of a run with this name, started without `swarmq up`, use the broker: both runs would share
     their queues.
 
-    `forget_s` is how long consumers of the run's previous life may take to disappear. A broker that was killed together with
-    its clients may restore their consumers with its queues and notice after 90 s that they are gone; and parts that lost
-    `swarmq up` first finish their work.
+    `forget_s`: seconds that consumers of the run's previous start may take to disappear. A broker that was killed together
+    with its clients may restore their consumers with its queues, and notice after 90 s that they are gone. Parts that lost
+    their `swarmq up` first finish their work.
     """
     inbox, until, is_reported = topology.inbox(run), time.monotonic() + forget_s, False
     while (depth := (await broker.depths([inbox])).get(inbox)) and depth.consumers:

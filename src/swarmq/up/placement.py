@@ -32,7 +32,7 @@ ENGINE_OVERHEAD_BYTES = 4 * GIB
 SLEEPING_ENGINE_BYTES = 2 * GIB
 """Memory that a sleeping engine keeps."""
 DRIVER_BYTES = 2 * GIB
-"""Memory that a GPU may lack although no process uses it: the driver's."""
+"""Memory of a GPU that its driver uses although no process is listed."""
 MIN_CACHED_REQUESTS = 8
 """Longest requests that the KV cache of an engine must hold at the same time."""
 MIN_CONTEXT = 2048

@@ -42,7 +42,8 @@ def metrics_names(job: SwarmJob) -> list[str]:
 
 
 def assign_metrics_ports(job: SwarmJob, engines: Iterable[str]) -> MetricsSettings:
-    """Return the settings with a port for the metrics of the collector and of each learner, or free ones. `engines` as for proxies."""
+    """Return the settings with a port for the metrics of the collector and each learner: the configured one, or else a free
+    one. `engines` is as in `assign_proxy_ports`."""
     ports = assign_ports(job, [*engines, *proxy_names(job), *metrics_names(job)])
     learners = {policy: job.metrics.learner_ports.get(policy) or ports[f"learner.{policy}"] for policy in job.trained}
     collector = job.metrics.collector_port or ports["collector"]

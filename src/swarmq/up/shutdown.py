@@ -18,7 +18,7 @@ from swarmq.up.supervision import Daemon
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
 """Seconds to stop, by role; a learner gets the time for its checkpoints in addition."""
 SLOW_DISK_BYTES_PER_S = 100e6
-"""Write speed of the slowest disk that a checkpoint must fit into the stop time on."""
+"""Write speed of the slowest disk for which the time to stop allows a checkpoint."""
 MAX_DRAIN_S = 1800.0
 
 

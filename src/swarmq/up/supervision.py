@@ -25,7 +25,8 @@ CHECK_EVERY_S = 2.0
 MAX_FAILED_CHECKS = 15
 """Failed checks in a row after which a broker that refuses connections is restarted."""
 FULL_BYTES = 10_000_000
-"""Free disk space below which a broker is stopped: parts of a broker that cannot write end for good, while its process lives."""
+"""Free disk space below which a broker is stopped. Otherwise parts of it that cannot write would end for good, while its
+process lives on."""
 START_BYTES = 100_000_000
 """Free disk space that a broker needs to start."""
 

@@ -210,7 +210,7 @@ async def test_what_the_run_refuses_changes_nothing(operated):
             ({"action": "set", "settings": {"policies.main.model": "other"}}, "policies.main.model"),
             ({"action": "set", "settings": {RATE: "fast"}}, RATE),
             ({"action": "set"}, "name at least one setting"),
-            ({"action": "stop", "policy": "critic"}, "'critic' is no trained policy"),
+            ({"action": "stop", "policy": "critic"}, "'critic' is not a trained policy"),
             ({"action": "revoke", "client": "nobody"}, "no client 'nobody'"),
         ):
             async with run.http.post(address, json=body, headers=HEADERS) as answer:

@@ -184,10 +184,10 @@ INTERNAL = ("Expected", "`", "$", "http", "Struct", "Validation", "msgspec")
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("episodes?reward_min=low", "reward_min: 'low' is no number"),
-        ("episodes?reward_below=nan", "reward_below: 'nan' is no number"),
-        ("episodes?step=-1", "step: '-1' is no number of a step"),
-        ("episodes?foo=1", "foo: no filter of episodes; the filters are state, reason"),
+        ("episodes?reward_min=low", "reward_min: 'low' is not a number"),
+        ("episodes?reward_below=nan", "reward_below: 'nan' is not a number"),
+        ("episodes?step=-1", "step: '-1' is not a step number"),
+        ("episodes?foo=1", "foo: not a filter of episodes; the filters are state, reason"),
         ("episodes?state=gone", "state: 'gone' is not one of open"),
         ("episodes?kind=maths", "kind: 'maths' is unknown in this run; it has"),
         ("episodes?reason=stal", "reason: 'stal' is unknown in this run; it has stale"),
@@ -195,10 +195,10 @@ INTERNAL = ("Expected", "`", "$", "http", "Struct", "Validation", "msgspec")
         ("episodes?policy=critic", "policy: 'critic' is unknown in this run; it has main"),
         ("episodes/histogram?kind=maths", "kind: 'maths' is unknown"),
         ("episodes/histogram?of=age", "of: 'age' is neither reward nor staleness"),
-        ("episodes?limit=x", "limit: 'x' is no whole number"),
-        ("episodes/x/tokens?from=-3", "from: '-3' is no whole number"),
-        ("logs/proxy.log?lines=many", "lines: 'many' is no whole number"),
-        ("steps?policy=critic", "policy 'critic': no trained policy of the run; it has main"),
+        ("episodes?limit=x", "limit: 'x' is not a whole number"),
+        ("episodes/x/tokens?from=-3", "from: '-3' is not a whole number"),
+        ("logs/proxy.log?lines=many", "lines: 'many' is not a whole number"),
+        ("steps?policy=critic", "policy 'critic': not a trained policy of the run; it has main"),
     ],
 )
 async def test_a_wrong_parameter_is_answered_in_plain_words(browser, path, text):
@@ -216,8 +216,8 @@ async def test_a_wrong_parameter_is_answered_in_plain_words(browser, path, text)
         ({"action": "format"}, "action: 'format' is not one of pause, resume, drain, checkpoint, set, stop, revoke"),
         ({}, "action: missing"),
         ({"action": "pause", "force": True}, "force: unknown; a request has action, settings, policy, client"),
-        ({"action": "set", "settings": 3}, "settings: '3' is no object"),
-        ([], "the request's body is no JSON object"),
+        ({"action": "set", "settings": 3}, "settings: '3' is not an object"),
+        ([], "the request's body is not a JSON object"),
     ],
 )
 async def test_a_wrong_body_is_answered_in_plain_words(browser, body, text):

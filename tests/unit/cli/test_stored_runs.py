@@ -120,7 +120,7 @@ def test_wrong_options_are_refused_with_what_to_do(whole):
     assert "give a range such as" in inspect(run, "--reward", "cheap", status=1)
     assert "cannot be combined with options that list" in inspect(run, ids["open"], "--failed", status=1)
     assert "no episode of the run begins or ends with" in inspect(run, "zzz", status=1)
-    assert "is no id" in inspect(run, "../secret", status=1)
+    assert "is not an episode id" in inspect(run, "../secret", status=1)
     assert "a REASON finds failed episodes" in inspect(run, "--dropped", "stale", "--failed", status=1)
     assert "kind: 'maths' is unknown in this run; it has math" in inspect(run, "--kind", "maths", status=1)
     assert "reason: 'stal' is unknown in this run; it has stale" in inspect(run, "--dropped", "stal", status=1)

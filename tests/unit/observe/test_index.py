@@ -248,7 +248,7 @@ def test_histograms_count_every_value_once(whole, tmp_path):
 @pytest.mark.parametrize("part", ["", "..", "../secret", "a/b", "a\\b", "\0"])
 def test_an_id_with_parts_of_a_path_is_refused(whole, tmp_path, part):
     run, _ = whole
-    with pytest.raises(EpisodeError, match="is no id"):
+    with pytest.raises(EpisodeError, match="is not an episode id"):
         index_of(run.folder, tmp_path).find(part)
 
 

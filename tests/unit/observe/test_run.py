@@ -150,9 +150,9 @@ def test_wrong_names_are_answered_with_the_right_ones(opened, tmp_path):
 
 def test_a_step_that_no_run_can_reach_is_refused(opened):
     _, _, seen = opened
-    with pytest.raises(ConfigError, match="step: 1000.* is no number of a step"):
+    with pytest.raises(ConfigError, match="step: 1000.* is not a step number"):
         seen.episodes(step=10**30)
-    with pytest.raises(ConfigError, match="reward_min: nan is no number"):
+    with pytest.raises(ConfigError, match="reward_min: nan is not a number"):
         seen.episodes(reward_min=float("nan"))
-    with pytest.raises(ConfigError, match="kind: 3 is no text"):
+    with pytest.raises(ConfigError, match="kind: 3 is not text"):
         seen.episodes(kind=3)

@@ -84,7 +84,7 @@ def test_only_tasks_that_code_can_check_and_the_teacher_solves_again_are_written
         "near duplicate 1",
         "check cannot be built 1",
         "teacher does not find the answer again 1",
-        "skipped scan.pdf: no text document",
+        "skipped scan.pdf: not a text document",
     ):
         assert reason in said
     fed = list(read_tasks(str(folder.parent / "tasks.jsonl"), require=["question", "check"]))

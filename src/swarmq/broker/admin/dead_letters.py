@@ -58,7 +58,7 @@ class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
 
     sent: int
     left: dict[str, str]
-    """Letters that stay dead: id -> reason."""
+    """Letters that stay in the dead-letter queue: id -> reason."""
 
 
 async def find_letter(url: str, wanted: str) -> DeadLetter:
@@ -80,7 +80,7 @@ def format_letter(letter: DeadLetter) -> str:
         record = msgspec.msgpack.decode(letter.body)
         content = json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=str), indent=2)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        content = f"{len(letter.body)} bytes that are no record: {letter.body[:SHOWN_BYTES]!r}"
+        content = f"{len(letter.body)} bytes that cannot be decoded: {letter.body[:SHOWN_BYTES]!r}"
     head = {name: getattr(letter, name) for name in ("id", "key", "kind", "queue", "sender", "reason")}
     return "\n".join([*(f"{name}: {value}" for name, value in head.items()), content])
 

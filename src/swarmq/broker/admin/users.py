@@ -36,11 +36,11 @@ invite."""
 
 
 class QueueFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the management API knows of a queue, some seconds late."""
+    """Figures of a queue from the management API, which reports them some seconds late."""
 
     ready: int
     published: int
-    """Messages that were ever published to the queue since the broker has started."""
+    """Messages published to the queue since the broker started."""
     in_per_s: float
     out_per_s: float
 

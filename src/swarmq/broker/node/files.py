@@ -50,7 +50,7 @@ disk_free_limit.absolute = {disk_limit}
 ADVANCED_CONFIG = (
     f'[{{rabbit, [{{server_properties, [{{<<"{topology.ACK_TIMEOUT_PROPERTY}">>, signedint, {ACK_TIMEOUT_MS}}}]}}]}}].'
 )
-"""Makes the node state its `consumer_timeout` to clients, which RabbitMQ does not do by itself."""
+"""Erlang configuration with which the node states its `consumer_timeout` to clients; RabbitMQ does not do so by itself."""
 
 TLS_CONFIG = """\
 listeners.ssl.1 = 0.0.0.0:{port}

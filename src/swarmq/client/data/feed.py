@@ -65,14 +65,14 @@ async def feed(
     """
     bodies = [(make_queue_id(task, kind, source), _encode_payload(task)) for task in tasks]
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
-        raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} comes more than once: ids must differ")
+        raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} occurs more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
         raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
     data = _hash_feed(bodies, kind, repeats, seed)
     total = len(bodies) * repeats * epochs
     queue = topology.tasks(run, kind)
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
-        start = _read_progress(progress_file, data) if resume else 0  # now that no other feed of it runs
+        start = _read_progress(progress_file, data) if resume else 0  # the receipts exclude other feeds of this data
         if start >= total:
             log.info("nothing_left_to_feed", confirmed=start, action="raise epochs to feed more of it")
         report(min(start, total), total)

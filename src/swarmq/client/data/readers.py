@@ -26,7 +26,7 @@ from swarmq.client.data.tasks import MAX_ID, SwarmTask, as_task
 from swarmq.errors import MissingExtraError, TaskError
 
 Row = tuple[str, Any]
-"""A row's place, for error messages, and its value."""
+"""(place of a row, for error messages; the row's value)"""
 
 ID_FIELDS = ("id", "task_id")
 
@@ -34,7 +34,8 @@ ID_FIELDS = ("id", "task_id")
 def read_tasks(
     source: str, *, require: Sequence[str] = (), limit: int | None = None, rows: Iterable[Any] | None = None
 ) -> Iterator[SwarmTask]:
-    """Yield the tasks of a data set in its own order, each read when it is needed. With `rows`, `source` is only their name.
+    """Yield the tasks of a data set in its own order, each read when it is needed. With `rows`, `source` is only the name of
+    the data set.
 
     A row is identified by its `id` or `task_id`; if no row has one, by the source's name and the row's number. `require`:
     fields that every row must have. Raises TaskError for a row without an id or a required field, for an id that occurs twice
@@ -50,14 +51,14 @@ def read_tasks(
         has_ids = named if has_ids is None else has_ids
         if named != has_ids:
             odd, before = ("no `id` (or `task_id`)", "one") if has_ids else ("an `id`", "none")
-            raise TaskError(f"{where}: {odd}, though the rows before have {before}: name all of them, or none")
+            raise TaskError(f"{where}: {odd}, though the rows before have {before}: give every row an id, or none")
         task = as_task(row) if named else SwarmTask(f"{name}-{number}", payload=row)
         if task.id in seen:
-            raise TaskError(f"{where}: the id {task.id!r} is that of {seen[task.id]} too")
+            raise TaskError(f"{where}: the id {task.id!r} is already that of {seen[task.id]}")
         seen[task.id] = where
         yield task
     if not seen:
-        raise TaskError(f"{source}: there is no task in it")
+        raise TaskError(f"{source}: contains no task")
 
 
 def _read_rows(source: str) -> Iterator[Row]:
@@ -76,7 +77,7 @@ def _read_rows(source: str) -> Iterator[Row]:
     if colon and scheme not in {*_SCHEMES, *_ENVIRONMENTS}:
         return _call_function(source)
     raise TaskError(
-        f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
+        f"{source!r} is not a data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
         "reasoning-gym:NAME?size=N&seed=S or module:function"
     )
 
@@ -194,7 +195,7 @@ def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
             msgspec.convert(value, types[key])
         except msgspec.ValidationError as error:
             return f"{key} is {value!r}: {error}"
-        except TypeError:  # a type that is no data
+        except TypeError:  # msgspec cannot check this type
             continue
     return ""
 
@@ -214,12 +215,12 @@ def _check_no_arguments(target: str, function: Callable[..., Any]) -> None:
     """Raise TaskError for a function that cannot be called without arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # one in C that does not say
+    except ValueError:  # a C function without a signature
         return
     try:
         signature.bind()
     except TypeError as error:
-        raise TaskError(f"{target}: must be callable without arguments ({error}), and give an iterable") from error
+        raise TaskError(f"{target}: must be callable without arguments ({error}) and return an iterable") from error
 
 
 def _check_fields(where: str, row: Any, require: Sequence[str]) -> None:

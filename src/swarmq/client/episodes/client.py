@@ -295,7 +295,7 @@ class EpisodeClient:
         await self._finish(record, make_unfinished_end(record.begin, "aborted", reason, final=record.last_attempt))
 
     async def fail_episode(self, episode: Handle | str, reason: str) -> None:
-        """Report that something broke: the episode is never trained, and gets no reward rather than 0."""
+        """Report that something broke: the episode is never trained, and has no reward (which is not a reward of 0)."""
         record = self._find(episode)
         await self._finish(record, make_unfinished_end(record.begin, "failed", reason, final=record.last_attempt))
 
@@ -334,8 +334,8 @@ class EpisodeClient:
             )
 
     def _warn_without_calls(self, record: EpisodeRecord) -> None:
-        """Warn of a finished training episode without a model call, which trains nothing. The client sees no calls, but each
-        needs the key."""
+        """Warn of a finished training episode that has certainly made no model call, because the agent never read the key;
+        such an episode is not trained."""
         now = self.loop.time()
         if record.key_was_read or record.end or record.begin.mode == "eval" or now < self._warn_of_no_calls_at:
             return

@@ -167,7 +167,7 @@ class AsyncEpisode(Handle):
         await self._await(lambda: self._client.abort_episode(self, reason))
 
     async def fail(self, reason: str) -> None:
-        """Report that something broke: the episode is never trained, and gets no reward rather than 0."""
+        """Report that something broke: the episode is never trained, and has no reward (which is not a reward of 0)."""
         await self._await(lambda: self._client.fail_episode(self, reason))
 
 

@@ -145,7 +145,8 @@ class HttpTransport:
         return (home, *(url for url in urls if url != home))
 
     def _read_answer(self, kind: str, answer: Any) -> None:
-        """Take the proxies and the group size from the answer to a begin; answers of older proxies have fewer fields."""
+        """Store the proxies and the group size that the answer to a begin contains; answers of older proxies have fewer
+        fields."""
         self._proxies = tuple(answer.get("proxies", ())) or self._proxies
         if size := answer.get("group_size"):
             self._group_sizes[kind] = size

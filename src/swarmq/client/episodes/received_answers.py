@@ -70,7 +70,7 @@ class ReceivedAnswers:
         self._calls.difference_update(calls)
 
     def add_when(self, calls: tuple[str, ...], is_read: Callable[[], bool]) -> None:
-        """Add the calls if `is_read` returns true by the time the calls are read out."""
+        """Add the calls as soon as `is_read` returns true; it is asked whenever the received calls are listed."""
         self._collect_read()
         self._unread.append((calls, is_read))
 

@@ -38,7 +38,7 @@ class ServedAgent(Protocol):
     async def __call__(self, ep: AsyncEpisode) -> Returned: ...
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Keep it running inside the block; enter it on the loop on which the agent is called."""
+        """Run what the agent needs while the context is open; enter it on the loop on which the agent is called."""
         ...
 
 
@@ -207,7 +207,7 @@ async def _abort_within_limit(client: EpisodeClient, ep: AsyncEpisode, error: Ba
         async with asyncio.timeout(client.limits.abort_timeout_s):
             await client.end_after_error(ep, error)
     except TimeoutError:
-        return  # it is in the spool
+        return  # the end is in the spool
 
 
 def _make_result(ep: AsyncEpisode, error: BaseException | None, seconds: float) -> AttemptResult:

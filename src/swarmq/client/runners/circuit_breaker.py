@@ -40,7 +40,7 @@ class CircuitBreaker:
         returns whether the proxy serves at present."""
         self._least = max(MIN_FAILURES, 2 * lanes)
         self._usual = 0.0
-        """Moving average of the number of failures before a success, outages left out."""
+        """Moving average of the number of failures before a success, without outages."""
         self._first_pause_s = self._pause_s = pause_s
         self._serves, self._was_away = serves, False
         self._in_a_row = 0
@@ -55,7 +55,7 @@ class CircuitBreaker:
         return max(self._least, math.ceil(UNUSUAL * self._usual))
 
     async def wait_for_turn(self) -> None:
-        """Return at once, or during an outage when this attempt may begin."""
+        """Return when this attempt may begin: at once, or during an outage when it is its turn."""
         while self.is_open:
             async with self._next:
                 if self.is_open:

@@ -111,7 +111,7 @@ def _skip_swarmq_frames(error: BaseException) -> TracebackType | None:
     while trace is not None and _is_swarmq_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if trace is None and not isinstance(error, SwarmqError):
-        return error.__traceback__  # ours alone: a defect of swarmq
+        return error.__traceback__  # only swarmq's own frames: a defect of swarmq
     return trace
 
 

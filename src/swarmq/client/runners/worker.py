@@ -113,7 +113,7 @@ class Worker:
             sources = [await stack.enter_async_context(consume(self._queue, prefetch=self._options.concurrency))]
             if self._retry_queue:
                 lanes = max(1, self._options.concurrency // RETRY_SHARE)
-                with contextlib.suppress(UnroutableError):  # a run that an older version has begun
+                with contextlib.suppress(UnroutableError):  # the run was begun by an older version, without this queue
                     sources.append(await stack.enter_async_context(consume(self._retry_queue, prefetch=lanes)))
             if sources[0].recycle_s < self._options.attempt_timeout_s:
                 log.warning(
@@ -189,7 +189,7 @@ class Worker:
             await self._client.broker.publish(topology.inbox(begin.run), piece)
 
     async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
-        with contextlib.suppress(BrokerLostError):  # it comes again, and is buried twice
+        with contextlib.suppress(BrokerLostError):  # it is redelivered and dead-lettered again
             await self._client.broker.dead_letter(delivery, reason)
 
     async def _begin(self, task: Task) -> AsyncEpisode:
@@ -237,7 +237,7 @@ def load_target(target: str) -> AgentFunction:
 
 
 async def _ack(delivery: Delivery) -> None:
-    with contextlib.suppress(BrokerLostError):  # it comes again, and is recognised
+    with contextlib.suppress(BrokerLostError):  # it is redelivered, and recognised
         await delivery.ack()
 
 

@@ -90,7 +90,7 @@ def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions 
 
 @contextlib.asynccontextmanager
 async def keep_serving(loop: LoopThread, functions: Iterable[AgentFunction]) -> AsyncIterator[None]:
-    """Keep everything that the agents need running on their loop; one task enters and leaves each of it."""
+    """Run what the agents need, on their loop, while the context is open. One task enters and leaves all of their contexts."""
     served = [function for function in dict.fromkeys(functions) if isinstance(function, ServedAgent)]
     if not served:
         yield
@@ -183,7 +183,7 @@ def _wait_for_all(children: Sequence[BaseProcess], stopping: list[int]) -> int:
 
 
 def _run_child(invite: str, targets: Targets, options: RunnerOptions, parent: int) -> None:
-    die_with_parent()  # in a session of its own: Ctrl-C reaches the parent, which passes it on, once
+    die_with_parent()  # in a session of its own: Ctrl-C reaches only the parent, which forwards it once
     if os.getppid() != parent:
         return
     write_lines_whole()

@@ -46,7 +46,7 @@ class ReceivedCalls(msgspec.Struct, frozen=True, kw_only=True):
     kept: set[str]
     """Calls whose answers the agent received."""
     awaited: set[str]
-    """Calls without proof or report so far; they count as not received if none ever arrives."""
+    """Calls without proof or report so far. They count as not received if no report arrives in time."""
 
 
 def decide_received(
@@ -57,8 +57,8 @@ def decide_received(
     sent: AbstractSet[str] = frozenset(),
     withdrawn: AbstractSet[str] = frozenset(),
 ) -> ReceivedCalls:
-    """Decide which calls were received. `named`, `received`: the fields `calls` and `received` of the end; `sent`, `withdrawn`:
-    call ids from delivery reports."""
+    """Decide which calls were received. `named` and `received` are the fields `calls` and `received` of the end; `sent` and
+    `withdrawn` are the call ids of delivery reports."""
     if named is not None:
         return ReceivedCalls(kept=set(named) & calls.keys(), awaited=set())
     continued = {
@@ -78,7 +78,8 @@ def decide_received(
 
 
 def find_flaw(calls: Mapping[str, TurnMeta], kept: Collection[str]) -> Literal["incomplete", "unresolvable"] | None:
-    """Return why a kept prompt cannot be assembled from `calls` (a turn is missing, or references contradict), or None."""
+    """Return why a kept prompt cannot be assembled from `calls`: a turn is missing (`incomplete`), or references contradict
+    each other (`unresolvable`). Return None if it can."""
     sound: set[str] = set()
     for call_id in kept:
         path: set[str] = set()
@@ -107,8 +108,8 @@ def fits_message(calls: Mapping[str, TurnMeta], kept: Collection[str], end_bytes
 def find_uncredited_rewards(
     calls: Mapping[str, TurnMeta], end: EpisodeEnd, kept: AbstractSet[str]
 ) -> dict[tuple[str, str], str]:
-    """Return (policy, agent tag) -> warning for every reward that credits no call. Rewards by call are combined under the first
-    such id, with no policy."""
+    """Return (policy, agent tag) -> warning for every reward that credits no call. All rewards by call share one warning,
+    under the first such call id and no policy."""
     found = {}
     if lost := sorted((end.call_rewards.keys() & calls.keys()) - kept):
         found["", lost[0]] = (
@@ -119,15 +120,15 @@ def find_uncredited_rewards(
         example = f", e.g. {next(iter(calls))!r}" if calls else ""
         found["", unknown[0]] = (
             f"call_rewards of episode {end.episode_id} names {_some(unknown)}, an id that no call of it has: give the `id` of the answer "
-            f"(header x-swarmq-call-id){example}. Calls without a reward by call get their tag's or the episode's"
+            f"(header x-swarmq-call-id){example}. Calls without a reward of their own get their tag's or the episode's"
         )
     for policy, rewards in end.agent_rewards.items():
         tags = sorted({call.agent for call in calls.values() if call.policy == policy and call.agent})
         for agent in rewards.keys() - tags:
             known = f"its calls are tagged {', '.join(tags)}" if tags else "none of its calls has a tag"
             found[policy, agent] = (
-                f"agent_rewards of {policy} names {agent!r}, as which no call of episode {end.episode_id} is tagged "
-                f"(header x-swarmq-agent); {known}. Calls without a reward by tag get the episode's"
+                f"agent_rewards of {policy} names {agent!r}, but no call of episode {end.episode_id} has this tag "
+                f"(header x-swarmq-agent); {known}. Calls without a reward for their tag get the episode's"
             )
     return found
 
@@ -183,8 +184,8 @@ def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Tur
 
 
 def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
-    """Return the requests that were sent several times: for each, its repetitions in order of arrival, and for each repetition
-    its choices."""
+    """Return the requests that were sent several times: for each request its repetitions in order of arrival, and for each
+    repetition its choices."""
     equal: dict[tuple[str, str, str | None], dict[str, list[TurnMeta]]] = defaultdict(dict)
     for call in calls:
         if call.request_digest:
@@ -196,7 +197,8 @@ def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
 def _repeated(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[TurnMeta]:
-    """Return the calls whose answers were lost, as repetitions of their requests reveal; `known`: calls known as lost anyway."""
+    """Return the calls whose answers were lost, as the repetitions of a request reveal. `known`: calls whose answers are
+    already known as lost."""
     lost = _retried(requests, continued, known, proven)
     lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
     return [call for choices in lost for call in choices]
@@ -205,7 +207,7 @@ def _repeated(
 def _retried(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[list[TurnMeta]]:
-    """Apply rule (e) of this module: return the turns of a request that a later retry replaced. The last retry replaces all before it."""
+    """Apply rule (e): return the repetitions of a request that a later retry replaced. The last retry replaces all before it."""
     lost: set[int] = set()
     for last in sorted(range(len(requests)), key=lambda n: -requests[n][0].retry):
         if last in lost:
@@ -225,7 +227,8 @@ def _retried(
 def _abandoned(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[list[TurnMeta]]:
-    """Apply rule (f): return repetitions that no turn continues, although an equal one with the same retry number is continued."""
+    """Apply rule (f): return the repetitions that no turn continues, although an equal repetition with the same retry number
+    is continued."""
     live = {choices[0].retry for choices in requests if _has(choices, continued)}
     return [
         choices

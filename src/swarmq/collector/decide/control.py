@@ -22,9 +22,9 @@ PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "run
 
 
 LOOK_BACK, TEACHES = 4, 2
-"""Factors for kinds with uninformative groups. A flat kind is checked again after LOOK_BACK times `uninformative_groups` of its
-groups, and gets its share back once TEACHES of every `uninformative_groups` groups were informative: with one, it would be flat
-again at once."""
+"""Factors for flat kinds, whose groups teach nothing. The share of a flat kind is decided again after LOOK_BACK times
+`uninformative_groups` of its groups; the kind gets its share back if at least TEACHES of every `uninformative_groups` groups
+were informative. With only one, the kind would be flat again at once."""
 
 
 class KindSignal(msgspec.Struct):
@@ -50,7 +50,7 @@ class RunControl:
         self._signals: dict[tuple[str, str], KindSignal] = {}
         """(policy, kind) -> groups received."""
         self._reported_flat: set[str] = set()
-        """Kinds already reported as only occasionally informative."""
+        """Flat kinds that were already reported, and are not reported again while informative groups stay rare."""
         self.adopt(state)
 
     def adopt(self, state: Control) -> None:
@@ -108,7 +108,7 @@ class RunControl:
         return state, {"state": "accepted", "number": number, **reply}
 
     def heard(self, policy: str, *, taught: Mapping[str, int], equal: Mapping[str, int]) -> None:
-        """Take a learner's report: kind -> trained groups, and kind -> groups dropped for equal rewards."""
+        """Count a learner's report: kind -> trained groups, and kind -> groups dropped for equal rewards."""
         for kind in taught.keys() | equal.keys():
             if kind in taught and kind not in self.state.lent:
                 self._signals[policy, kind] = KindSignal()
@@ -125,9 +125,9 @@ class RunControl:
         learning: Collection[str],
         now: float,
     ) -> tuple[Control | None, list[str]]:
-        """Return the next control state if a kind ran dry or came back, else None, and warnings.
+        """Return the next control state, or None if no kind ran dry or came back, and warnings.
 
-        `shares`: the newest mix. `learning`: policies with steps to go.
+        `out`: kind -> its tickets that are out. `shares`: the mix of the newest batch. `learning`: policies with steps to go.
         """
         rules = self.rules
         for kind, tickets in out.items():
@@ -160,7 +160,7 @@ class RunControl:
         return state, texts
 
     def _teaching_nothing(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
-        """Return the kinds whose groups teach nothing, so that a learner waits, or would wait, for them in vain."""
+        """Return the flat kinds: their groups teach nothing, so a learner would wait for them in vain."""
         uninformative_groups = self.rules.uninformative_groups
         for (policy, kind), signal in self._signals.items():
             groups = signal.equal + signal.taught
@@ -174,14 +174,16 @@ class RunControl:
         return {kind for (policy, kind), signal in self._signals.items() if signal.is_flat and policy in learning}
 
     def _too_many(self, kind: str, shares: Mapping[str, float]) -> int:
-        """Return the number of groups with equal rewards in a row after which a kind is flat."""
+        """Return how many groups with equal rewards in a row make a kind flat."""
         return round(self.rules.uninformative_groups * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
 
     def _then(self, lent: bool) -> str:
         if lent:
-            return "its share is lent to the others until it is back"
+            return "its share is lent to the other kinds until it is back"
         hint = (
-            " (groups.when_dry = 'lend' would let the others have its share)" if self.rules.when_dry == "wait" else ""
+            " (groups.when_dry = 'lend' would lend its share to the other kinds)"
+            if self.rules.when_dry == "wait"
+            else ""
         )
         return f"batches wait for it{hint}"
 
@@ -197,17 +199,17 @@ def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[s
         present = versions.get(policy, 0)
         if isinstance(after, int) and after <= present:
             raise ConfigError(
-                f"--after {after}: {policy} has made {present} steps; name a later one, or leave --after out to end after the present one"
+                f"--after {after}: {policy} has made {present} steps; name a later one, or leave --after out to end after the present step"
             )
         if after is None and not present:
             raise ConfigError(
-                f"{policy} has made no step yet: --after 1 ends it after the first, and Ctrl-C at once, with nothing to keep"
+                f"{policy} has made no step yet: --after 1 ends it after its first step; Ctrl-C ends it at once, without a checkpoint"
             )
         settings[f"policies.{policy}.train.max_steps"] = present if after is None else after
     return settings
 
 
 def _learners(settings: Mapping[str, Any], versions: Mapping[str, int]) -> set[str]:
-    """Return the policies whose learners will report from which step on a change holds."""
+    """Return the policies whose learners will report the step from which a change of these settings holds."""
     concerned = {live_settings.policy_of_path(path) for path in settings}
     return {policy for policy in versions if None in concerned or policy in concerned}

@@ -27,7 +27,7 @@ ticket_unknown     a ticket that is not out (used twice): the episode is accepte
 orphan_turns       answers that no agent received: never trained (`assemble.py`)
 rewards_uncredited rewards by call for a missing or untrained call: stored with the episode, with a warning
 consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
-sent_again         a queue was deleted or emptied: its possible content is sent again, and receivers recognise duplicates by id
+sent_again         a queue was deleted or emptied: all that it may have held is sent again, and receivers drop duplicates by id
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Core:
     def __init__(
         self, rules: Rules, past: PastEpisodes, snapshot: Snapshot, *, now: float, job: SwarmJob | None = None
     ) -> None:
-        """With a `job`, commands can change it during the run, and `rules` are the initial rules."""
+        """With a `job`, commands can change the settings during the run, and `rules` are the initial rules."""
         state = snapshot.control or Control(run=rules.run, number=0)
         self.control = RunControl(job, state) if job else None
         rules = self.control.rules if self.control else rules
@@ -124,7 +124,7 @@ class Core:
             case Task():
                 return self.evals.add_task(message)
             case _:
-                return [do.SendDeadLetter(f"the collector has no use for {type(message).__name__}")]
+                return [do.SendDeadLetter(f"the collector takes no message of type {type(message).__name__}")]
 
     def tick(self, now: float) -> list[do.Effect]:
         """Advance time: expire silent episodes, give up incomplete ones, and send overdue groups on."""
@@ -163,8 +163,8 @@ class Core:
         return [do.TicketSent(ticket_id)]
 
     def resend_lost(self, queues: Collection[str]) -> list[do.Effect]:
-        """Schedule again what deleted or emptied queues may have held. With the inbox, begins of tickets are lost; learners
-        repeat the reports that were in it."""
+        """Schedule sending again of everything that deleted or emptied queues may have held. If the inbox is among them,
+        begins with tickets are lost; learners repeat their own reports."""
         run, is_inbox_lost = self.rules.run, topology.inbox(self.rules.run) in queues
         effects: list[do.Effect] = []
         for kind in self.tickets.out:
@@ -182,8 +182,8 @@ class Core:
         return effects
 
     def check_tickets(self, waiting: Mapping[str, int], now: float) -> list[do.Effect]:
-        """Compare issued tickets with the queues' depths (kind -> tickets), while nothing is in flight, and issue lost ones
-        again."""
+        """Compare the tickets that are out with the queues' depths (`waiting`: kind -> tickets), while nothing is in flight,
+        and issue lost tickets again."""
         effects: list[do.Effect] = []
         for kind in self.tickets.find_lost(waiting, now):
             effects += self.resend_lost({topology.tickets(self.rules.run, kind)})
@@ -222,7 +222,7 @@ class Core:
         return effects + decided
 
     def _obey(self, command: Command) -> list[do.Effect]:
-        """Obey a command once; a repeated command gets the same answer."""
+        """Carry out a command once; a repeated command gets the same reply."""
         reply = self.run.past.reply(command.command_id)
         effects: list[do.Effect] = []
         if reply is None:

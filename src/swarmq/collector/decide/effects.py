@@ -48,7 +48,7 @@ class SaveEnd(Effect, frozen=True):
 
 
 class Seal(Effect, frozen=True):
-    """Mark an end as decided, and keep what later duplicates are compared with."""
+    """Mark an end as decided, and store what is needed to recognise later duplicates."""
 
     slot_id: str
     kind: str
@@ -82,9 +82,9 @@ class Close(Effect, frozen=True):
     reason: str
     episode_id: str
     end: bytes = b""
-    """The end's message, if it was not stored before; for the episode's transcript alone, as the next field."""
+    """The end's message if it is not in the store; only used for the episode's transcript, like `outcomes`."""
     outcomes: tuple[tuple[str, str, int, str], ...] = ()
-    """(policy, state, version, reason) if the episode was given to one learner; for several they are in the store."""
+    """(policy, state, version, reason) if the episode was given to one learner; if to several, they are in the store."""
 
 
 class ForgetTurns(Effect, frozen=True):
@@ -155,7 +155,7 @@ class ForwardSent(Effect, frozen=True):
 
 
 class IssueTicket(Effect, frozen=True):
-    """Publish a ticket; unsent until confirmed, out until a begin carries it."""
+    """Publish a ticket. It is unsent until the broker confirms it, and out until a begin carries it."""
 
     ticket_id: str
     kind: str
@@ -191,7 +191,7 @@ class SaveReply(Effect, frozen=True):
 
 
 class SendControl(Effect, frozen=True):
-    """Publish the control state to a learner; an outbox row until it, or a later one, is confirmed."""
+    """Publish the control state to a learner; an outbox row until this or a later state is confirmed."""
 
     policy: str
     number: int

@@ -31,7 +31,7 @@ from swarmq.collector.decide.tickets import TicketWindow
 from swarmq.messages import DeliveryReport, EpisodeBegin, EpisodeEnd, RefusedTurn, Turn, encode
 
 MAX_UNCREDITED_WARNINGS = 100
-"""Most warnings about uncredited rewards, in case every episode has others."""
+"""Most warnings about uncredited rewards, in case every episode has different ones."""
 
 
 class OpenEpisodes:
@@ -51,7 +51,7 @@ class OpenEpisodes:
         self._warned_uncredited: set[tuple[str, str]] = set()
 
     def restore(self, episodes: Iterable[OpenEpisode], now: float) -> None:
-        """Take stored episodes back. Their idle time starts anew."""
+        """Restore stored episodes. Their idle time starts anew."""
         for episode in episodes:
             self.open[episode.episode_id] = episode
             episode.heard_at = episode.held_since = now
@@ -68,8 +68,8 @@ class OpenEpisodes:
         return {begin.slot.id for begin in begins if begin and begin.mode == "eval"}
 
     def expire(self, now: float, *, asleep_s: float) -> list[do.Effect]:
-        """Drop silent episodes, and decide ended ones that have waited long enough. `asleep_s`: seconds without a tick, which do not
-        count as waiting."""
+        """Drop silent episodes, and decide ended ones that have waited long enough. `asleep_s`: seconds in which the
+        collector was stopped, which do not count as waiting."""
         effects: list[do.Effect] = []
         for episode in list(self.open.values()):
             if episode.end is not None:
@@ -318,7 +318,7 @@ class OpenEpisodes:
         return episode, [do.Open(episode_id, now)]
 
     def _seal(self, episode: OpenEpisode, now: float) -> list[do.Effect]:
-        """Remove an episode from the open ones, keeping what late duplicates are compared with."""
+        """Remove an episode from the open ones, and store what is needed to recognise late duplicates."""
         del self.open[episode.episode_id]
         begin = episode.begin
         slot_id, kind, client_id = (begin.slot.id, begin.kind, begin.client_id) if begin else ("", "", "")
@@ -338,7 +338,7 @@ class OpenEpisodes:
         return self.run.rules.idle_timeout_s if requested_s is None else min(requested_s, MAX_SILENCE_S)
 
     def _is_awaited(self, episode: OpenEpisode, call: TurnMeta) -> bool:
-        """Return whether a held end waits for this turn: the end names it, or a turn that arrived builds on it."""
+        """Return whether a held end waits for this turn, because the end names it or a turn that has arrived builds on it."""
         end = episode.end
         if end is None or episode.begin is None or end.calls is None:
             return True
@@ -365,7 +365,7 @@ class OpenEpisodes:
 
 
 def _taint(episode: OpenEpisode, taint: str) -> list[do.Effect]:
-    """Mark an episode as tainted; the first reason stays."""
+    """Mark an episode as tainted. The first reason is kept."""
     if episode.taint:
         return []
     episode.taint = taint

@@ -5,7 +5,7 @@
   ends ──> results, or given up ──> nothing more will come, or the deadline ──> pass@k by kind, with intervals
 
 There is one round at a time: the next one begins when the present one is closed, so evaluations never pile up. A round is
-closed when each attempt has a result or is given up and nobody works on it. Results that come before count, also for given-up
+closed when each attempt has a result or is given up and nobody works on it. Results that come before that count, also for given-up
 attempts.
 """
 
@@ -27,7 +27,7 @@ EVAL_ROUND = "eval_round"
 """Name of the counter that holds the weight version of the newest evaluation round plus one; 0 before the first round."""
 
 RIGHT = 1.0
-"""Reward from which an attempt counts as a success if the agent does not say."""
+"""Least reward that counts as a success if the agent does not say whether it succeeded."""
 
 
 class EvalTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Evals:
         self.tasks = {task.task_id: task for task in tasks}
         self.slots = {one.slot.id: one for one in slots}
         self._warned: set[str] = set()
-        """Kinds of which it was said that they report too many metrics."""
+        """Kinds that were already warned of because they report too many metrics."""
 
     def add_task(self, task: Task) -> list[do.Effect]:
         """Store a task, used from the next round on."""
@@ -155,8 +155,8 @@ class Evals:
         )
 
     def close(self, now: float, ks: Sequence[int]) -> dict[str, Any]:
-        """Close the round and return its results. `given_up` and `missing` count attempts without a result: those given up, and
-        those that had not come by the deadline."""
+        """Close the round and return its results. Attempts without a result are counted as `given_up` or, if they had not
+        ended by the deadline, as `missing`."""
         slots = list(self.slots.values())
         self.slots = {}
         return {
@@ -170,7 +170,7 @@ class Evals:
         }
 
     def _warn_of_metrics(self) -> Iterable[do.Effect]:
-        """Yield a warning about each kind with more metrics than are shown, once a kind."""
+        """Yield a warning for each kind that reports more metrics than are shown, once per kind."""
         for kind in sorted({one.kind for one in self.slots.values()} - self._warned):
             sums = sum_metrics(one.metrics for one in self.slots.values() if one.kind == kind)
             if left_out := [name for name in sums if name not in keep_most_reported(sums)]:
@@ -183,8 +183,8 @@ def _issue(one: EvalSlot) -> do.IssueEval:
 
 
 def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
-    """Return mean reward, pass@k with 95 % intervals, and means of the agents' metrics, of one kind. Attempts without a result are left out, never counted as
-    0."""
+    """Return the mean reward, pass@k with 95 % intervals, and the means of the agents' metrics of one kind. Attempts without
+    a result are left out, not counted as 0."""
     tasks: dict[str, list[bool]] = defaultdict(list)
     rewards = [one.reward for one in slots if one.reward is not None]
     for one in slots:
@@ -207,6 +207,6 @@ def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Return the unbiased estimate of the chance that at least one of k attempts is right, from n with `right` successes
-    (2107.03374)."""
+    """Return the unbiased estimate of the chance that at least one of k attempts succeeds, given `right` successes in n
+    attempts (2107.03374)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)

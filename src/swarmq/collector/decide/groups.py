@@ -58,20 +58,21 @@ class Groups:
         self.ready: Counter[str] = Counter()
         """Policy -> number of groups that its learner was sent and has not completely reported on."""
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
-        """Policy -> kind -> number of groups as in `ready`."""
+        """Policy -> kind -> number of such groups (see `ready`)."""
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
         """Policy -> kind -> groups of the next batch, under the rules for which they were computed."""
 
     def join(self, begin: EpisodeBegin) -> None:
-        """Count a running episode in its group. A published group was charged for all of its episodes already."""
+        """Count a running episode in its group, unless the group is published: then all of its episodes are charged already."""
         group_id = begin.slot.group_id
         if group_id in self.open or not self.run.past.group_closed(group_id):
             group = self.open.setdefault(group_id, OpenGroup(kind=begin.kind, size=begin.group_size))
             group.running[begin.episode_id] = begin.slot.id
 
     def drop(self, begin: EpisodeBegin, end: EpisodeEnd | None, now: float) -> list[do.Effect]:
-        """Remove a dropped episode from its group. If it was finished, or the last attempt, its slot is given up."""
+        """Remove a dropped episode from its group. Its slot is given up if the episode was finished or its client sends no
+        further attempt."""
         slot = begin.slot
         is_last = end is not None and (end.final or end.status == "finished")
         effects = self._give_up(slot.group_id, slot.id, now) if is_last else []
@@ -97,7 +98,7 @@ class Groups:
         return effects
 
     def _leave(self, group_id: str, episode_id: str) -> None:
-        """Remove a running episode; a group of which nothing else is known is forgotten."""
+        """Remove a running episode. A group without other episodes and given-up slots is forgotten."""
         if group := self.open.get(group_id):
             group.running.pop(episode_id, None)
             if not group.running and not group.winners and not group.given_up:
@@ -181,11 +182,11 @@ class Groups:
         ]
 
     def need(self, group: OpenGroup) -> int:
-        """Return the number of finished members with which the group is published without the others."""
+        """Return the number of finished members that the group needs to be published."""
         return min(self.run.rules.min_group, group.size)
 
     def _shares(self, group: OpenGroup) -> dict[str, list[str]]:
-        """Return policy -> members with turns of that policy, for policies with enough such members to compare."""
+        """Return policy -> episodes of the group with turns of that policy, for policies with enough episodes to compare."""
         members: dict[str, list[str]] = {}
         for member in group.winners.values():
             for policy in member.policies:
@@ -193,7 +194,7 @@ class Groups:
         return {policy: ids for policy, ids in members.items() if len(ids) >= self.need(group)}
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
-        """Take stored groups back, with their members and given-up slots."""
+        """Restore stored groups with their members and given-up slots."""
         for group_id, (kind, size, since) in snapshot.groups.items():
             for member in snapshot.waiting.get(group_id, ()):
                 self.win(group_id, kind, size, member, min(since, now))
@@ -211,7 +212,7 @@ class Groups:
             self.place[episode_id] = group_id
 
     def take_report(self, report: StepReport) -> tuple[list[do.Effect], Counter[str], Counter[str]]:
-        """Take a learner's report; returns effects, kind -> trained groups, and kind -> groups dropped for equal rewards."""
+        """Take a learner's report. Return effects, kind -> trained groups, and kind -> groups dropped for equal rewards."""
         fates = [(episode_id, "trained", "") for episode_id in report.trained]
         fates += [(episode_id, "dropped", reason) for episode_id, reason in report.dropped.items()]
         effects: list[do.Effect] = []
@@ -240,7 +241,8 @@ class Groups:
         ]
 
     def _mark_reported(self, episode_id: str, policy: str, *, is_trained: bool) -> bool:
-        """Take a learner's report on an episode. Returns False if it had reported before or was never given the episode."""
+        """Record a learner's report on an episode. Return False if the learner had reported on it before or was never given
+        it."""
         group = self.published.get(self.place.get(episode_id, ""))
         if group is None or episode_id not in group.pending.get(policy, ()):
             return False
@@ -254,7 +256,8 @@ class Groups:
         return True
 
     def _settle(self, episode_id: str, group_id: str, outcome: tuple[str, str, int, str]) -> list[do.Effect]:
-        """Settle an episode after a learner's report: forget its bodies, and free its group's credit with the last member."""
+        """Settle an episode after a learner's report and forget its messages. The group's last member frees the group's
+        credit."""
         group = self.published[group_id]
         _, state, _, reason = outcome
         effects: list[do.Effect] = []
@@ -286,7 +289,8 @@ class Groups:
         return kinds
 
     def lacking(self) -> dict[str, int]:
-        """Return kind -> slots that its most complete group with a finished member lacks and may still get."""
+        """Return kind -> number of slots that may still get a winner in the kind's most complete group with a finished
+        member."""
         least: dict[str, int] = {}
         for group in self.open.values():
             if group.winners:
@@ -298,12 +302,12 @@ class Groups:
         return sum(group.pending.keys().isdisjoint(policies) for group in self.published.values())
 
     def starved(self, policies: Iterable[str]) -> bool:
-        """Return whether no learner has enough groups for a batch waiting."""
+        """Return whether every learner lacks a batch: none has `groups_per_batch` groups waiting."""
         return all(self.ready[policy] < self.run.rules.groups_per_batch for policy in policies)
 
     def short_of(self, *, owed: int = 0) -> set[str]:
-        """Return the kinds without which no learner can fill its next batch. `owed`: extra groups of each kind that rounding
-        may owe, at most one."""
+        """Return the kinds that learners lack for their next batch, or an empty set if one learner lacks none. `owed`: extra
+        groups of each kind, at most one, that rounding may owe."""
         rules, lent = self.run.rules, self.tickets.lent
         steps = {policy: self.run.versions[policy] + 1 for policy in self.run.learning()}
         if self._wanted_for != (rules, lent, steps):
@@ -315,10 +319,10 @@ class Groups:
         return self._short_of(self._wanted, owed=owed)
 
     def _short_of(self, wanted: Mapping[str, Mapping[str, float]], *, owed: int = 0) -> set[str]:
-        """Return the kinds that keep learners waiting, or an empty set if one has the groups of its batch.
+        """Return the kinds that learners lack, or an empty set if one learner has all groups of its batch. A learner with
+        many groups of one kind may lack another kind.
 
-        `wanted`: policy -> kind -> groups of the next batch before rounding, which may owe one more if there are several kinds.
-        A learner with many groups of one kind may lack another.
+        `wanted`: policy -> kind -> groups of the next batch before rounding. With several kinds, rounding may owe one more.
         """
         short = [
             {

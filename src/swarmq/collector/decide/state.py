@@ -14,8 +14,8 @@ from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, T
 from swarmq.task_mix import Stretch, kinds_of, shares
 
 HOLD_S = 30.0
-"""Seconds that an end waits for its begin or for turns that it names, before the episode counts as incomplete; and for delivery
-reports, before answers count as not received."""
+"""Seconds that an end waits for its begin and for the turns that it names, before the episode counts as incomplete. As long
+it waits for delivery reports, before answers count as not received."""
 
 MAX_SILENCE_S = 24 * 3600.0
 """Longest idle timeout that a begin can ask for, so that nothing waits forever."""
@@ -30,7 +30,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     known: tuple[str, ...]
     """All policies of the job, including frozen ones."""
     mix: dict[str, float]
-    """The mix at the beginning of the run; it stays unless there are `stretches`."""
+    """The mix at the beginning of the run, which holds unless there are `stretches`."""
     stretches: tuple[Stretch, ...] = ()
     group_size: int = 8
     group_sizes: dict[str, int] = {}
@@ -78,7 +78,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         return kinds_of(self._stretches)
 
     def shares(self, step: int, lent: Collection[str] = ()) -> dict[str, float]:
-        """Return the mix of the batch that makes the weights of `step`."""
+        """Return the mix (kind -> share) of the batch that makes the weights of `step`. `lent`: dry kinds, whose shares go to
+        the other kinds."""
         return shares(self._stretches, step, lent)
 
     def size_of(self, kind: str) -> int:
@@ -130,7 +131,7 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 TAINTS = ("", "two_clients", "refused_turn")
 """Reasons why the recorded turns of an episode may differ from the answers that its agent received: turns of two clients are
-mixed, or a turn is missing. The store keeps the index. If the end names its calls, the named calls decide instead."""
+mixed, or a turn is missing. The store keeps the index of the reason. A taint has no effect if the end names its calls."""
 
 
 class OpenEpisode(msgspec.Struct, kw_only=True):
@@ -145,14 +146,14 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     held_since: float = 0.0
     calls: dict[str, TurnMeta] = {}
     sent: set[str] = set()
-    """Call ids whose answers were sent to the last byte, by delivery reports; their turns may not have arrived yet."""
+    """Call ids whose answers were sent to the last byte, according to delivery reports; their turns may arrive later."""
     withdrawn: set[str] = set()
-    """Call ids that were never answered, by delivery reports; their turns may never arrive."""
+    """Call ids whose answers were never sent, according to delivery reports; their turns may never arrive."""
     taint: str = ""
     """One of `TAINTS`."""
 
     def hear(self, report: DeliveryReport) -> tuple[list[str], list[str]]:
-        """Remember a delivery report on this episode, and return the newly sent and the newly withdrawn calls."""
+        """Record a delivery report on this episode, and return the newly sent and the newly withdrawn calls."""
         sent = [call for call in report.sent.get(self.episode_id, ()) if call not in self.sent]
         withdrawn = [call for call in report.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]
         self.sent.update(sent)
@@ -161,7 +162,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):
-    """Facts kept of an episode after its end was decided, to recognise duplicates."""
+    """Facts that are kept about an episode after its end was decided, to recognise duplicates."""
 
     state: str
     reason: str
@@ -202,13 +203,13 @@ class RunState(msgspec.Struct, kw_only=True):
         return {policy: self.versions[policy] for policy in self.rules.trained}
 
     def learning(self) -> tuple[str, ...]:
-        """Return the trained policies with steps to go. Groups held for other policies are kept and block nothing."""
+        """Return the trained policies with steps to go. Groups that wait for other policies stay published and block nothing."""
         last = self.rules.last_steps
         return tuple(policy for policy in self.rules.trained if not 0 < last.get(policy, 0) <= self.versions[policy])
 
 
 class KindWindow(msgspec.Struct, kw_only=True):
-    """Credit granted to one kind; its use follows from groups and tickets."""
+    """Credit granted to one kind. How much of it is used follows from groups and tickets."""
 
     allocated: int = 0
     """Number of groups granted to this kind since the run began."""
@@ -234,7 +235,7 @@ class PublishedGroup(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Slots of one kind in use, without tickets."""
+    """Slots of one kind in use. Tickets that are out are not included."""
 
     running: int = 0
     waiting: int = 0

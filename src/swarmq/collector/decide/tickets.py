@@ -3,7 +3,7 @@
 The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted batch by batch in
 the shares that hold at the batch's step (largest remainder, carried over), as the learner will take them, so a batch of 8
 groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A dry kind whose share is lent is granted nothing; it keeps its groups, which do not
-count. Within a kind, a slot of credit is always in exactly one place:
+count in the window. Within a kind, a slot of credit is always in exactly one place:
 
   ticket out -> running -> waiting in its group -> published (the whole group at once) -> trained
        ^___________|_______________|____________________________|   dropped: back to the same kind
@@ -19,8 +19,8 @@ that kind has no ticket out and nothing running,
   the kind more than its share, because only the learner knows what rounding owes its batch;
 * if no kind has anything out or running, one more group is granted, to be paid back by the next that is trained.
 
-A learner that certainly has a batch waiting stops both, so staleness grows only while learners starve. A policy at its last
-step trains no more: the window is wider by the groups that wait for such learners alone.
+A learner that certainly has a batch waiting stops both, so staleness grows only while learners starve. A policy that has
+made its last step trains nothing more, so the window grows by the groups that wait only for such policies.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class TicketWindow:
         self.serial = serial
         """Number of tickets ever issued; names the next one."""
         self.lent: frozenset[str] = frozenset()
-        """Dry kinds whose share goes to the other kinds for now."""
+        """Dry kinds whose share goes to the other kinds at present."""
         self.is_open = True
         """Whether tickets are issued; False while the run is paused or drained."""
         self._unaccounted: dict[str, tuple[frozenset[str], float]] = {}
-        """Kind -> (tickets that are out while its queue is empty, time since when they are the same)."""
+        """Kind -> (tickets that are out while its queue is empty, time since when this set has not changed)."""
         self._stored = {name: self._row(name) for name in kinds}
         for ticket_id, kind in tickets.items():
             self.out.setdefault(kind, set()).add(ticket_id)
@@ -68,8 +68,8 @@ class TicketWindow:
         return self.kinds.setdefault(kind, KindWindow())
 
     def use(self, kind: str, ticket_id: str) -> list[Effect]:
-        """Use the ticket that a begin carries. Returns no effects if the ticket is not out: it was used before, or a store that
-        is gone issued it."""
+        """Use the ticket that a begin carries. Return no effects if the ticket is not out, because it was used before or was
+        issued by a store that is gone."""
         if ticket_id not in self.out.get(kind, ()):
             return []
         self.out[kind].remove(ticket_id)
@@ -107,14 +107,14 @@ class TicketWindow:
         return (credit.allocated - credit.trained) * self.rules.size_of(kind)
 
     def is_quiet(self, usage: Mapping[str, Usage]) -> bool:
-        """Return whether some kind has nobody at work, so that learners may starve; only then are they checked."""
+        """Return whether a kind has no running episode, so that learners may starve. Only then are the learners checked."""
         return any(
             kind in self.lent or not (self.out[kind] or (kind in usage and usage[kind].running)) for kind in self._kinds
         )
 
     @property
     def next_batch(self) -> int:
-        """Step of the first batch of which nothing is granted yet."""
+        """Step of the first batch for which nothing is granted yet."""
         return -(-self._ever() // self.rules.groups_per_batch) + 1
 
     def settle(
@@ -174,13 +174,14 @@ class TicketWindow:
             credit.due, credit.debt = dealt.counts.get(kind, 0), dealt.carry.get(kind, 0.0)
 
     def lend(self, kinds: Iterable[str]) -> None:
-        """Give the shares of dry kinds to the others; groups still due to dry kinds go to the others in the next batches."""
+        """Give the shares of dry kinds to the other kinds. Groups of the present batch that are still due to dry kinds go to
+        the others in the next batches."""
         self.lent = frozenset(kinds)
         for kind in self.lent:
             self.of(kind).due = 0
 
     def _reclaim(self) -> None:
-        """Take back untrained credit from kinds that are in no mix any more."""
+        """Take back untrained credit from kinds that are no longer in any mix."""
         for kind in self.kinds.keys() - set(self._kinds):
             self.kinds[kind].allocated = self.kinds[kind].trained
             self.kinds[kind].debt, self.kinds[kind].due = 0.0, 0

@@ -207,7 +207,7 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
 
 
 def build_view(episode: Rollout, step: int, seen: EpisodeTrace | None, decode: Decode) -> EpisodeView:
-    """Build the view of an episode; `seen`: what training recorded of it, if anything."""
+    """Build the view of an episode. `seen`: what training recorded of its tokens, if anything."""
     drift = Drift.of(episode.turns)
     return EpisodeView(
         episode_id=episode.episode_id,
@@ -271,10 +271,11 @@ def _decoder_of(tokenizer: Tokenizer) -> Decode:
 
 
 class Decoders:
-    """The tokenizers of a run's policies: of the model, or else of the newest checkpoint in the folder, or else from the hub.
+    """The tokenizers of a run's policies: that of the model on this machine, else of the newest checkpoint in the folder,
+    else from the hub.
 
-    Files of this machine come first. A download goes on in the background when it takes longer than `patience_s`, so that a reader
-    without a network does not wait for it.
+    A download that takes longer than `patience_s` goes on in the background, so that a reader without a network does not wait
+    for it.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class Decoders:
         try:
             return future.result(self._patience_s)
         except TimeoutError:
-            self._patience_s = 0.0  # it goes on in the background, and nobody waits for it again
+            self._patience_s = 0.0  # the download goes on in the background, and later calls do not wait for it
             return f"{model}: its tokenizer is not on this machine, and the hub has not sent it yet"
         except EpisodeError:
             return f"{model}: its tokenizer is not on this machine, and the hub cannot be reached or does not have it"

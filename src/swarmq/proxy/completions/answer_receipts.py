@@ -4,8 +4,8 @@ is no proof.
   turn confirmed ──> last byte written ──> left for the agent's host ──> sent ──────┐
        └──refused, cut, or the agent disconnected ──> withdrawn ─────────┴──> DeliveryReport ──> in
 
-Nobody waits for this: reports follow the answers, many at a time, until the broker has confirmed them. Answers that a killed
-proxy did not report count as not received, so nothing but their own turns depends on the reports.
+No call waits for its report. One report covers many answers, and is published again until the broker has confirmed it. Answers
+that a killed proxy did not report count as not received.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.recorder import TurnPublisher
 
 HAS_LEFT = "swarmq.has_left"
-"""Key in a request's scope of a function that says whether its answer has left for the agent's host; None: not known yet."""
+"""Key, in a request's scope, of a function that returns whether the answer has left for the agent's host; None: not known
+yet."""
 
 PAUSE_S = 0.05
 """Seconds over which answers are collected into one report."""
 LONGEST_PAUSE_S = 5.0
-"""Longest seconds between two checks of an answer that does not leave, because its agent does not read."""
+"""Most seconds between two checks whether an answer has left, while its agent does not read it."""
 RETRY_S = 1.0
 DRAIN_S = 5.0
 """Seconds that a stopping proxy waits for the broker to confirm the last reports."""
@@ -42,7 +43,7 @@ log = structlog.get_logger()
 
 
 class WrittenAnswer(msgspec.Struct):
-    """An answer that was written and may not have left."""
+    """An answer that was written to its connection and may not have left yet."""
 
     episode_id: str
     calls: tuple[str, ...]
@@ -52,7 +53,7 @@ class WrittenAnswer(msgspec.Struct):
 
 
 class AnswerReceipts:
-    """The delivery reports of one proxy. `report` must run."""
+    """The delivery reports of one proxy. `report` must run as a task."""
 
     def __init__(self, run: str, broker: TurnPublisher, *, pause_s: float = PAUSE_S) -> None:
         self._run = run
@@ -65,8 +66,9 @@ class AnswerReceipts:
 
     @contextmanager
     def answering(self, begun: ActiveCall, scope: Mapping[str, Any]) -> Iterator[None]:
-        """Observe the block that answers a call. An exception in the block, or `begun.failed`, withdraws the call; but an agent
-        that disconnects from a stream after the end of every choice has received all it wanted."""
+        """Answer a call within this context, which then queues its delivery report. An exception in the context, or
+        `begun.failed`, withdraws the answer. An agent that disconnects from a stream after the end of every choice has
+        received the whole answer."""
         has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
         is_whole = False
         try:
@@ -104,8 +106,8 @@ class AnswerReceipts:
         self._wake.set()
 
     def _look(self, *, every: bool = False) -> None:
-        """Move the written answers that have left, or cannot leave any more, to those to report. `every`: check answers that
-        are not due, too."""
+        """Queue reports for the written answers that have left, and for those that can no longer leave. `every`: also check
+        answers that are not due."""
         now = asyncio.get_running_loop().time()
         written, self._written = self._written, []
         for answer in written:
@@ -119,7 +121,7 @@ class AnswerReceipts:
             self._written.append(answer)
 
     async def _publish(self) -> None:
-        """Publish what is to be reported and return when the broker has confirmed it."""
+        """Publish one report of the queued answers, and return when the broker has confirmed it."""
         told, self._known = self._known[:MOST_CALLS], self._known[MOST_CALLS:]
         sent, withdrawn = defaultdict[str, tuple[str, ...]](tuple), defaultdict[str, tuple[str, ...]](tuple)
         for episode_id, calls, is_sent in told:
@@ -129,7 +131,7 @@ class AnswerReceipts:
             try:
                 await self._broker.publish(topology.inbox(self._run), served)
                 return
-            except BrokerError as error:  # the collector makes a queue again that somebody deleted
+            except BrokerError as error:  # if the queue was deleted, the collector declares it again
                 log.warning("answers_not_told", error=str(error), answers=len(told), retry_s=RETRY_S)
             except BaseException:
                 self._known = told + self._known

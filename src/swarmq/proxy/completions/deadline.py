@@ -10,10 +10,10 @@ from swarmq.proxy.http_errors import DeadlineError
 
 
 class Deadline:
-    """Time limit for the waits of the task that created it: `with deadline:` around every wait; raises DeadlineError when it is
-    over.
+    """Time limit of a call in the task that created it. Put `with deadline:` around every wait: it raises DeadlineError when
+    the time is over.
 
-    Between two waits nothing is cancelled, so an async generator may yield there. Close it at the end.
+    Nothing is cancelled between two waits, so an async generator may yield there. Call `close` at the end.
     """
 
     def __init__(self, began: float, timeout_s: float) -> None:
@@ -33,7 +33,7 @@ class Deadline:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._waiting = False
-        # As in asyncio.timeout: who else has cancelled the task gets their own CancelledError.
+        # As in asyncio.timeout: if another party cancelled the task as well, CancelledError is raised.
         if self._passed and not self._task.uncancel() and kind is asyncio.CancelledError:
             raise self._error() from error
 

@@ -1,4 +1,4 @@
-"""Bounded queueing of calls: a limited number run, a limited number wait, and all others are refused with a time to retry."""
+"""Bounded queueing of calls: a limited number runs, a limited number waits, and further calls are refused with `Retry-After`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CallLimiter:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.leave()  # it was our turn at the same moment
+                self.leave()  # the slot was granted before the cancellation: pass it on
             else:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(turn)
@@ -57,7 +57,7 @@ class CallLimiter:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_result(None)  # our place is theirs
+                turn.set_result(None)  # passes the slot on, so `open` stays the same
                 return
         self.open -= 1
 

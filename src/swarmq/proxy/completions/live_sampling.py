@@ -1,7 +1,7 @@
 """Sampling settings of a policy at present: the job's settings with the changes made while the run is up.
 
 The collector repeats the changes in its `state` event, so a proxy that missed one, or has just started, learns them within
-seconds. Nothing depends on the moment, because every turn records its sampling parameters.
+seconds. A delay does no harm, because every turn records its sampling parameters.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class LiveSampling:
         self.number = 0
 
     def sampling(self, policy: str, kind: str) -> SamplingDefaults:
-        """Return the sampling settings of an episode of this kind; "": the client did not name a kind."""
+        """Return the sampling settings of an episode of this kind; an empty kind means that the client named none."""
         setting, own = self.job.policies[policy].sampling, self.job.kinds.get(kind)
         limit = _least(setting.max_tokens, own.max_tokens if own else None)
         return msgspec.structs.replace(setting, max_tokens=limit or None)
 
     def episode_tokens(self, claims: Claims) -> int:
-        """Return the most tokens that the episode may sample, the lower limit of its key and its kind; 0: no limit."""
+        """Return the most tokens that the episode may sample: the lower limit of its key and of its kind; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_tokens, own.episode_tokens if own else None)
 
     def episode_calls(self, claims: Claims) -> int:
-        """Return the most calls that the episode may make, the lower limit of its key and its kind; 0: no limit."""
+        """Return the most calls that the episode may make: the lower limit of its key and of its kind; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_calls, own.episode_calls if own else None)
 
     def hear(self, event: Event) -> None:
-        """Take an event of the run, which may contain changes."""
+        """Apply the changes of settings in an event of the run, if there are any."""
         if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
             return
         changes = msgspec.convert(event.fields.get("changes", []), list[Change])

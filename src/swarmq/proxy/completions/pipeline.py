@@ -1,7 +1,7 @@
 """The path of every call: render -> stitch -> generate -> derender -> record -> answer.
 
 begin()     renders, stitches and waits for the first token; until then a failed engine is replaced by another
-stream()    yields what each choice gains; the end of a choice only when its turn is confirmed
+stream()    yields the deltas of each choice, and a complete choice when its turn is confirmed
 whole()     returns the complete choices, all confirmed
 
 A dialect translates a request into a `RequestContext`, and these results into its own form.
@@ -54,7 +54,7 @@ log = structlog.get_logger()
 
 
 class Completions:
-    """The calls of one run."""
+    """Pipeline for the model calls of one run."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Completions:
                     elif begun.rendered.needs_parsing:
                         gain = await _parse_delta(begun, choice, delta)
                         extend(choice.message, gain)
-                        gain.pop("tool_calls", None)  # they come at the end: what is begun cannot be taken back
+                        gain.pop("tool_calls", None)  # sent at the end: a call sent in part could not be taken back
                     else:
                         gain = {"content": delta.text} if delta.text else {}
                         choice.message["content"] += delta.text
@@ -164,7 +164,7 @@ class Completions:
                 first, *others = ordered
                 ended = await self._finish_choice(
                     begun, first
-                )  # before the others, which then need not carry the prompt again
+                )  # first, so that the turns of the other choices can refer to its prompt
                 return [ended, *await asyncio.gather(*(self._finish_choice(begun, choice) for choice in others))]
 
     async def count(self, request: RequestContext) -> int:
@@ -265,7 +265,7 @@ class Completions:
 
     @contextmanager
     def _use_lane(self, lane: EngineLane, policy: str) -> Iterator[None]:
-        """Mark the lane as busy; an engine with an unusable answer is reported and avoided for a while."""
+        """Mark the lane as busy. If the engine gives an unusable answer, count that and avoid the engine for a while."""
         try:
             with lane.occupied():
                 yield
@@ -275,14 +275,15 @@ class Completions:
             raise
 
     def _counted_kind(self, request: RequestContext) -> str:
-        """Return the kind under which a call is counted; a key may name any kind."""
+        """Return the kind under which a call is counted: its key's kind, or "" for a kind that the job does not have."""
         return request.claims.kind if request.claims.kind in self._tuning.job.task_kinds else ""
 
     def _keep_image_positions(self, request: RequestContext, rendered: RenderedPrompt, stitched: Stitched) -> Stitched:
-        """Return the prompt as rendered, because the engine finds images by their places in it. Raises RefusedError."""
+        """Return the prompt as rendered instead of repaired, because the engine finds images by their positions in the
+        rendering. Raises RefusedError in training."""
         if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
             raise RefusedError(
-                "images are for evaluation and for policies that are not trained: learners read tokens alone",
+                "images are only served in evaluation and for policies that are not trained, because learners read only tokens",
                 code="unsupported_parameter", param="messages",
             )  # fmt: skip
         return Stitched(prompt=pack_ids(rendered.token_ids), branch="drift") if stitched.repaired else stitched
@@ -349,7 +350,7 @@ async def _closing(begun: ActiveCall) -> AsyncIterator[None]:
 
 
 async def _parse_delta(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
-    """Return the engine parsers' delta for a delta of tokens."""
+    """Parse a delta of tokens with the engine's parsers and return the delta of the message."""
     with begun.pace.work():
         gain, choice.state = await begun.lane.engine.derender_delta(
             begun.chat,

@@ -52,12 +52,12 @@ class Recorder:
         sampled_at = time.monotonic()
         await self._broker.publish(topology.inbox(request.claims.run), turn, deadline_s=self._confirm_timeout_s)
         node = build_node(request, choice, turn, origin)
-        graph.add(node, request.stitched, request.history)  # only now: a parent must exist for the collector
+        graph.add(node, request.stitched, request.history)  # the collector must have a turn before others refer to it
         self._meter.take(turn, time.monotonic() - sampled_at, kind=kind)
 
 
 def _check(turn: Turn) -> None:
-    """Check that the queue's readers will accept the turn, while the agent can still be told. Raises EngineAnswerError."""
+    """Raise EngineAnswerError if the queue's readers would refuse the turn, while the agent can still get an error."""
     if not turn.sampled_ids:
         raise EngineAnswerError("empty", f"turn {turn.call_id} was ended without a single token")
     try:

@@ -100,7 +100,7 @@ class Messages:
         named_already = refusal.param is None or refusal.param in refusal.message
         message = refusal.message if named_already else f"{refusal.param}: {refusal.message}"
         if refusal.code == "context_length_exceeded":
-            message = f"prompt is too long: {refusal.message}"  # by which Anthropic's clients know it
+            message = f"prompt is too long: {refusal.message}"  # Anthropic's clients look for this beginning
         return {"type": "error", "error": {"type": ERRORS.get(refusal.status, fallback), "message": message}}
 
 
@@ -203,7 +203,7 @@ def prompt_of(body: Json) -> Json:
     edits = objects(options(body, "context_management").get("edits") or [], "context_management")
     if any(edit not in KEEPING for edit in edits):
         raise RefusedError(
-            "context_management is not served: what is sent is the conversation",
+            "context_management is not served: the conversation is used as it was sent",
             code="unsupported_parameter", param="context_management",
         )  # fmt: skip
     chat: Json = {"messages": [*_system(body.get("system")), *_conversation(body.get("messages"))]}
@@ -226,7 +226,7 @@ def prompt_of(body: Json) -> Json:
         chat["reasoning_effort"] = "none"
     if not chat["messages"]:
         raise RefusedError("messages is empty: send at least one message with content", param="messages")
-    if chat["messages"][-1]["role"] == "assistant":  # words put into the model's mouth
+    if chat["messages"][-1]["role"] == "assistant":  # the model continues the given beginning of its answer
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
 
@@ -265,7 +265,7 @@ def _spoken(blocks: Sequence[Json], where: str) -> Json:
             case "thinking":
                 message["reasoning"] = message.get("reasoning", "") + str(block.get("thinking", ""))
             case "redacted_thinking":
-                pass  # nobody here can read it
+                pass  # encrypted, so nothing of it can be shown to the model
             case "tool_use":
                 arguments = msgspec.json.encode(options(block, "input")).decode()
                 function = {"name": string(block, "name", where), "arguments": arguments}
@@ -364,9 +364,7 @@ def _usage(begun: ActiveCall, sampled: int) -> Json:
 def _ending(begun: ActiveCall, ended: ChoiceResult) -> Json:
     met = ended.stop_reason if isinstance(ended.stop_reason, str) else None
     if ended.finish_reason == "length":
-        ours = (
-            "max_tokens" in begun.request.overridden
-        )  # clients say of `max_tokens` that the agent's own limit was reached
+        ours = "max_tokens" in begun.request.overridden  # clients take `max_tokens` for the limit that the agent set
         return {"stop_reason": "model_context_window_exceeded" if ours else "max_tokens", "stop_sequence": None}
     if ended.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}

@@ -175,7 +175,7 @@ class AnswerStreams(Protocol):
     """Source of streamed answers."""
 
     def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
-        """Yield what each choice gains, and each complete choice."""
+        """Yield the deltas of each choice, and each choice when it is complete."""
         ...
 
 
@@ -204,12 +204,12 @@ async def stream_events(
 
 
 def data_event(value: Json) -> bytes:
-    """Return an event without a name."""
+    """Return a server-sent event without a name."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def named_event(value: Json) -> bytes:
-    """Return an event named by the value's `type`."""
+    """Return a server-sent event named by the value's `type`."""
     return f"event: {value['type']}\n".encode() + data_event(value)
 
 

@@ -33,7 +33,7 @@ def decode_object(raw: bytes) -> Json:
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object", code="invalid_json")
     if _deeper(body, MAX_DEPTH):
-        raise RefusedError(f"the body has more than {MAX_DEPTH} brackets within each other", code="invalid_json")
+        raise RefusedError(f"the body has more than {MAX_DEPTH} levels of nested brackets", code="invalid_json")
     return body
 
 
@@ -73,7 +73,7 @@ def _is_deep(text: str) -> bool:
     except RecursionError:
         return True
     except (msgspec.MsgspecError, UnicodeError):
-        return False  # no JSON: the engine says so
+        return False  # not JSON: the engine refuses it
 
 
 def _containers(raw: bytes) -> int:

@@ -36,7 +36,7 @@ class TextCompletions:
         prompt = _prompt(body)
         if options(body, "stream_options") and not flag(body, "stream"):
             raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
-        refuse_fields(body, "suffix", why="the model does not fill in")
+        refuse_fields(body, "suffix", why="the model writes no text before a given suffix")
         if (count(body, "best_of") or 1) > (count(body, "n") or 1):
             raise RefusedError(
                 "best_of above n is not supported: request n choices instead",
@@ -102,7 +102,7 @@ def _prompt(body: Json) -> Prompt:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and all(isinstance(p, (str, list)) for p in prompt):
-        raise RefusedError("one request completes one prompt: send the others apart", param="prompt")
+        raise RefusedError("one request completes one prompt: send each prompt in its own request", param="prompt")
     if isinstance(prompt, list) and prompt and all(type(p) is int and 0 <= p < 2**31 for p in prompt):
         return prompt
     if isinstance(prompt, str) and prompt:

@@ -44,7 +44,7 @@ def check_schemas(chat: Json) -> None:
     if (held := _num_held_tools(chat)) > MAX_HELD_TOOLS:
         raise _refused(
             "tools",
-            f"{held} tools are strict or forced, {MAX_HELD_TOOLS} may be: their grammar is made while others wait",
+            f"{held} tools are strict or forced, but at most {MAX_HELD_TOOLS} may be: compiling their grammar delays all calls",
         )
     parts, enforced = 0, _is_enforced(chat)
     for where, schema in _schemas(chat):
@@ -60,7 +60,7 @@ def check_schemas(chat: Json) -> None:
                 raise _refused(where, f"an object in the JSON schema has more than {MAX_PROPERTIES} properties")
             if parts > MAX_PARTS or depth > MAX_STEPS:
                 raise _refused(
-                    where, f"JSON schemas may have {MAX_PARTS} parts and lead {MAX_STEPS} steps down, no more"
+                    where, f"JSON schemas may have at most {MAX_PARTS} parts and be at most {MAX_STEPS} steps deep"
                 )
             if any(len(pattern) > MAX_PATTERN for pattern in _patterns(node)):
                 raise _refused(where, f"a pattern in the JSON schema has more than {MAX_PATTERN} characters")
@@ -134,13 +134,14 @@ def _tagged(tag: Any) -> Iterator[Any]:
         return
     for node, depth, _ in _descent(tag, _inner, set()):
         if depth > MAX_STEPS:
-            raise _refused("structural_tag", f"a structural tag may lead {MAX_STEPS} steps down, no more")
+            raise _refused("structural_tag", f"a structural tag may be at most {MAX_STEPS} steps deep")
         if isinstance(node, dict):
             yield from (node[name] for name in ("schema", "json_schema") if name in node)
 
 
 def _descent(start: Node, steps: Callable[[Node], Iterator[Node]], done: set[int]) -> Iterator[tuple[Node, int, bool]]:
-    """Yield (node, depth, whether it is its own ancestor) depth first, every node once. `done`: ids of finished nodes."""
+    """Yield every node once, depth first, as (node, depth, whether the node is its own ancestor). `done`: ids of finished
+    nodes."""
     if id(start) in done:
         return
     way, within = [(start, steps(start))], {id(start)}
@@ -166,7 +167,7 @@ def _steps(node: Node, root: Node) -> Iterator[Node]:
 
 
 def _silent_steps(node: Node, root: Node) -> Iterator[Node]:
-    """Yield references and alternatives, which stand for the node with nothing written in between."""
+    """Yield the node's references and alternatives, which produce no text of their own: a cycle of them never ends."""
     yield from _referred(node, root)
     if isinstance(node, dict):
         for inner in map(node.get, ALTERNATIVES):

@@ -1,7 +1,7 @@
-"""Parameters of OpenAI's dialects: those that OpenAI documents, and those that only vLLM knows. Any other is an agent's
-mistake.
+"""Parameters of OpenAI's dialects: those that OpenAI documents, and those that only vLLM knows. Any other parameter is a
+mistake of the agent.
 
-Anthropic's messages are not among them, because its clients send undocumented fields of betas.
+Anthropic's messages have no such list, because Anthropic's clients send undocumented parameters of betas.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Json = dict[str, Any]
 
 
 def check_media(chat: Json, *, remote: bool) -> None:
-    """Raise RefusedError for a URL that is neither the content itself (`data:`) nor, with `remote`, https; for an image that is
-    not base64; and for a name under which an engine would find other agents' content."""
+    """Raise RefusedError for a URL that is neither the content itself (`data:`) nor https (allowed with `remote`), for an
+    image that is not base64, and for a name under which an engine would find content of other agents."""
     served = ("data:", "https:") if remote else ("data:",)
     for at, message in enumerate(chat.get("messages") or ()):
         content = message.get("content")

@@ -79,8 +79,8 @@ class Responses:
     fields: frozenset[str] | None = known_parameters.RESPONSE
 
     def ask(self, body: Json, told: Conversations) -> DialectRequest:
-        refuse_fields(body, "background", why="an answer is waited for or streamed")
-        refuse_fields(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
+        refuse_fields(body, "background", why="an answer is returned or streamed by the request that asks for it")
+        refuse_fields(body, "conversation", "prompt", why="only responses are stored; send the input itself")
         chat = {key: body[key] for key in SAME if body.get(key) is not None}
         messages = [*_before(body, told), *_items_to_messages(body.get("input"), told)]
         chat["messages"] = _with_instructions(body, messages)
@@ -158,7 +158,7 @@ class Items:
             self._call(call.get("index", position), call.get("id"), call.get("function") or {})
 
     def finish(self, *, cut: bool) -> None:
-        """End the last item; there is at least one."""
+        """End the last item. There must be at least one."""
         if not self.items:
             self._opened("message")
         self._close("incomplete" if cut else "completed")
@@ -289,7 +289,7 @@ def response(
         "output": output,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "truncation": "disabled",  # whatever was asked: a conversation without its beginning is another one
+        "truncation": "disabled",  # also if `auto` was requested: a truncated conversation could not be continued
         "usage": usage,
         **{key: default if body.get(key) is None else body[key] for key, default in REPEATED.items()},
     }
@@ -315,14 +315,14 @@ def _text(text: str) -> Json:
 
 
 def _with_instructions(body: Json, messages: list[Json]) -> list[Json]:
-    """Return the messages with the request's instructions first, which later responses do not inherit."""
+    """Return the messages with the request's instructions first. Later responses do not inherit the instructions."""
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise RefusedError("instructions must be text", param="instructions")
     if instructions:
         first = messages[0] if messages else {}
         if first.get("role") == "system" and isinstance(first["content"], str):
-            # Many templates know one system message, the first.
+            # Many chat templates accept only one system message, at the beginning.
             return [{"role": "system", "content": f"{instructions}\n\n{first['content']}"}, *messages[1:]]
         messages = [{"role": "system", "content": instructions}, *messages]
     if not messages:
@@ -338,7 +338,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     messages = told.recall(name.removeprefix(RESPONSE_ID_PREFIX)) if isinstance(name, str) else None
     if messages is None:
         raise RefusedError(
-            f"response {name!r:.100} is not known here: send the whole input instead",
+            f"response {name!r:.100} is not known to this proxy: send the whole input instead",
             code="previous_response_not_found", param="previous_response_id",
         )  # fmt: skip
     return messages
@@ -378,7 +378,7 @@ def _recall_item(item: Json, told: Conversations) -> Json:
     message = told.recall_part(name) if isinstance(name, str) else None
     if message is None:
         raise RefusedError(
-            f"Item with id {name!r:.100} not found: the episode has no answer with it that was stored; send the item itself",
+            f"Item with id {name!r:.100} not found: no stored answer of the episode has it; send the item itself",
             status=404, code=None, param="input",
         )  # fmt: skip
     return message
@@ -450,7 +450,7 @@ def _functions(tools: Sequence[Json]) -> Iterator[tuple[str, Json]]:
 
 
 def _functions_by_flat_name(body: Json) -> dict[str, Json]:
-    """Return flat name -> fields by which the agent knows the function, for functions in namespaces."""
+    """Return the functions in namespaces: flat name -> fields by which the agent knows the function."""
     named = _functions([tool for tool in body.get("tools") or () if tool.get("type") == "namespace"])
     return {_flat_name(space, tool["name"]): {"namespace": space, "name": tool["name"]} for space, tool in named}
 

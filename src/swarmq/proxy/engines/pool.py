@@ -1,12 +1,13 @@
-"""The engines of one policy, and the choice of an engine for each call. Probes measure health; failing calls reveal it sooner.
+"""The engines of one policy, and the choice of an engine for each call. Probes measure health; failing calls reveal it
+sooner.
 
 An episode stays with the engine that has its prefix cached, unless far more calls are open there than elsewhere. New episodes
 go to the engine with the fewest open calls; among equals, every proxy makes the same choice for an episode. A draining engine
-gets nothing new; one that failed, or serves weights too old for training, is tried last.
+gets no new calls. An engine that failed, or has weights too old for training, is tried last.
 
-Calls wait when they would be in vain: while no engine answers (a dead one is being restarted), and while all that answer have
-weights too old for training. A restarted engine has the initial model until the learner has pushed to it, as all engines have
-when a run resumes; what they sample before would be dropped as stale.
+Calls wait while no engine answers (a dead engine is being restarted), and while all engines that answer have weights too old
+for training: a restarted engine has the initial model until the learner has pushed to it, and so have all engines when a run
+resumes. Answers that such an engine sampled would be dropped as stale.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 SHUN_S = 5.0
 """Seconds for which an engine that failed is tried last."""
 PORTION_S = 0.03
-"""Time between two tokens below which a stream brings several tokens at a time: agents do not notice, and each portion costs
-the engine's server and this one as much as a token."""
+"""Seconds between two tokens below which a stream brings several tokens at a time. Agents do not notice it, and it is
+cheaper: a portion of several tokens costs engine and proxy as much as one token."""
 MOST_TOGETHER = 8
-"""Most tokens of a portion."""
+"""Most tokens in a portion."""
 MOST_TEXTS = 4096
 """Number of texts whose tokens are cached."""
 LATELY = 0.2
@@ -56,7 +57,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool
     draining: bool
     version: int | None
-    """Version of its weights; None if it does not say."""
+    """Version of its weights; None if the engine does not report it."""
     open_calls: int
     """Number of this proxy's open calls."""
 
@@ -103,7 +104,7 @@ class EngineLane:
         return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
 
     async def finds_calls(self) -> bool:
-        """Return whether the engine's parsers accept streams in large portions; found out on first use."""
+        """Return whether the engine's parsers accept streams in large portions. Measured at the first call."""
         async with self._rehearsing:
             if self._finds_calls is None:
                 self._finds_calls = await finds_tool_calls(self.engine)
@@ -120,12 +121,12 @@ class EngineLane:
     def fail(self) -> None:
         self.failed_at = time.monotonic()
         self._is_token.clear()
-        self._finds_calls = None  # what comes up again may have other parsers
+        self._finds_calls = None  # a restarted engine may have other parsers
 
     async def probe(self) -> None:
         self.healthy = await self.engine.is_healthy()
         if self.healthy:
-            with contextlib.suppress(EngineError):  # in the middle of an update, say
+            with contextlib.suppress(EngineError):  # for example during a weight update
                 self.version = await self.engine.weight_version()
 
     @property
@@ -148,7 +149,7 @@ class EnginePool:
         self.lanes = [EngineLane(engine) for engine in engines]
         self._max_behind = max_behind
         self._oldest = resumed_at
-        """First version that can be trained from."""
+        """Oldest weight version whose turns can be trained."""
         self._wait_s = wait_s
         self._out_since = time.monotonic()
         """Begin of the present outage, or of the newest one."""
@@ -184,7 +185,7 @@ class EnginePool:
         return sum(lane.healthy and not lane.draining for lane in self.lanes)
 
     async def ready(self) -> bool:
-        """Return whether an engine with weights for training answers, after waiting in an outage for up to `wait_s` in all."""
+        """Wait during an outage, for up to `wait_s` in all, and return whether an engine with weights for training answers."""
         if not self._ready.is_set():
             self._waiting += 1
             try:
@@ -197,7 +198,7 @@ class EnginePool:
         return self._ready.is_set()
 
     async def out(self) -> bool:
-        """Return whether there is an outage at present: probes the engines, once for all concurrent callers."""
+        """Probe the engines, once for all concurrent callers, and return whether there is an outage."""
         asked_at = time.monotonic()
         async with self._probing:
             if self._probed_at < asked_at:
@@ -225,4 +226,6 @@ class EnginePool:
             return ""
         self._told = True
         why = f"has weights of version {self._oldest} or later yet" if self.num_healthy else "answers"
-        return f"no engine {why}: calls wait for one, at most {self._wait_s:.0f} s in all ({self._waiting} do)"
+        return (
+            f"no engine {why}: calls wait for one, at most {self._wait_s:.0f} s in all ({self._waiting} calls wait now)"
+        )

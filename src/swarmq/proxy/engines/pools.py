@@ -38,8 +38,8 @@ class EnginePools:
         resumed_at: Mapping[str, int] | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """`engines` are opened and closed by the caller, later ones with `opener`. `resumed_at`: policy -> version at which it
-        resumes. `wait_s`: seconds that calls wait for an engine in an outage."""
+        """`engines` are opened and closed by the caller; engines that are added later are opened with `opener`. `resumed_at`:
+        policy -> version at which it resumes. `wait_s`: seconds that calls wait for an engine in an outage."""
         versions = resumed_at or {}
         self.pools = {
             name: EnginePool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
@@ -61,7 +61,7 @@ class EnginePools:
                 keeper.cancel()
                 for pool in self.pools.values():
                     for lane in pool.lanes:
-                        lane.idle.set()  # who drains need not wait
+                        lane.idle.set()  # ends the waits of draining lanes
 
     def views(self) -> dict[str, list[EngineView]]:
         return {name: [lane.view for lane in pool.lanes] for name, pool in self.pools.items()}
@@ -72,12 +72,12 @@ class EnginePools:
 
     async def follow(self) -> None:
         """Update the pools from the registry. Raises EngineError if the registry cannot be read."""
-        async with self._following:  # one after another: to open an engine takes a while
+        async with self._following:  # one update at a time, because opening an engine takes a while
             for policy, urls in self.roster.urls().items():
                 pool = self.pools[policy]
                 present = {lane.engine.url: lane for lane in pool.lanes if not lane.draining}
                 if not urls:
-                    continue  # engines that were given, not named: they are not the roster's
+                    continue  # the caller gave these engines: the registry does not list them
                 for url in urls:
                     if url.rstrip("/") not in present and self._opener:
                         await self._add(policy, url)

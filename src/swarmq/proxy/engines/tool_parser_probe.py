@@ -1,7 +1,7 @@
 """Probe whether an engine's tool parsers accept a stream in large portions, tried once on tool calls in the model's own format.
 
-Most parsers find the same calls however a stream is cut. Some look for one thing in each portion and lose the rest (vLLM's
-`llama3_json`); their streams must stay as they were sampled.
+Most parsers find the same calls however a stream is cut. Some find at most one thing in each portion and lose the rest
+(vLLM's `llama3_json`); their streams must be parsed token by token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUTS = (1000, 16, 5)
 
 
 async def finds_tool_calls(engine: Engine) -> bool:
-    """Return whether the parsers find all calls; False also if the model's template does not show how two calls are written."""
+    """Return whether the parsers find all calls; also False if the model's template does not show how two calls are written."""
     chat = {"messages": [_ASKED], "tools": _TOOLS}
     try:
         prompt = (await engine.render(chat)).token_ids

@@ -106,7 +106,7 @@ class EpisodeCache:
         clock: Callable[[], float] = time.monotonic,
         is_home: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_home`: returns whether an episode's first call was sent here, while this proxy was up."""
+        """`is_home`: returns whether all calls of an episode come to this proxy, from the first one on."""
         self._idle_s = idle_s
         self._limit_bytes = limit_bytes
         self._max_calls = max_calls
@@ -156,7 +156,8 @@ class EpisodeCache:
         return memory
 
     def open_call(self, episode_id: str, client: str = "") -> EpisodeState:
-        """Return the state, protected from eviction until `close_call` while its episode goes on. Raises RefusedError."""
+        """Count an open call and return the episode's state, which is not evicted before `close_call` unless the episode
+        ends. Raises RefusedError."""
         memory = self.of(episode_id, client)
         if memory.open_calls >= self._max_calls:
             raise RefusedError(
@@ -179,10 +180,10 @@ class EpisodeCache:
         try:
             yield memory
         finally:
-            memory.open_calls -= 1  # and no room is made yet: the call goes on in a moment
+            memory.open_calls -= 1  # evicts nothing, because the call itself opens next
 
     def hear(self, event: Event) -> None:
-        """Take an event of the run about ended episodes and undelivered turns."""
+        """Apply an event of the run: forget ended episodes, and keep the counts of undelivered turns."""
         if event.name == "state" and event.source == "collector":
             self.not_received = {name: event.fields.get(name, 0) for name in NOT_RECEIVED}
         if event.name in ENDINGS and event.source == "collector":
@@ -221,7 +222,7 @@ class EpisodeCache:
         return {"episodes": len(self), "memory_bytes": self.size_bytes, "forgotten": dict(self.counts)}
 
     def views(self, limit: int) -> list[OpenEpisodeView]:
-        """Return the episodes, the most recently used first."""
+        """Return at most `limit` episodes, the most recently used first."""
         return [self._view(name, memory) for name, memory in islice(reversed(self._memories.items()), limit)]
 
     def view(self, episode_id: str) -> OpenEpisodeView | None:

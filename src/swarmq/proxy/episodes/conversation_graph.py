@@ -62,7 +62,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[bytes, ...]
     """Keys; keys[i] identifies messages 0..i."""
     answered: int
-    """Number of messages through the assistant's last one; 0 without one."""
+    """Number of messages up to and including the assistant's last one; 0 if there is none."""
     answers: tuple[bytes, ...]
     """Hashes of the assistant's messages with content, whatever precedes them."""
 
@@ -214,7 +214,8 @@ class Graph:
         near = self._newest.get(history.keys[0]) or self._newest.get(b"")
         if stitched.parent or near is None:
             return Origin(node=stitched.parent, shared=stitched.shared, depth=stitched.depth)
-        shared = common_tokens(near.tokens(near.prompt_tokens), stitched.prompt)  # an answer would count as continued
+        # Only the prompt of the other turn: with its answer, that turn would count as continued.
+        shared = common_tokens(near.tokens(near.prompt_tokens), stitched.prompt)
         return Origin(node=near, shared=shared, begins=begins) if shared >= WORTH_TOKENS else Origin()
 
     def add(self, node: Node, stitched: Stitched, history: History) -> None:
@@ -270,7 +271,7 @@ def canonical(message: dict[str, Any]) -> list[Any]:
 
 
 def continue_node(node: Node, fresh: bytes) -> Stitched | None:
-    """Continue after the node's answer if tokens alone show that the rendering spells the same text, else return None."""
+    """Continue after the node's answer if the tokens alone show that the rendering spells the same text; else return None."""
     rest = fresh[node.fresh_bytes :]
     if not rest.startswith(node.sampled) or not node.begins_rendering(fresh):
         return None

@@ -82,7 +82,7 @@ async def _continuation(
                 graph.claim(node, request_id)
                 return found
         for node in some:
-            graph.claim(node, request_id)  # before anything is awaited: a request beside this one is to take the twin
+            graph.claim(node, request_id)  # before the first await, so that a concurrent request takes another twin
             by_text = await _by_text(node, history, fresh, engine, messages)
             if isinstance(by_text, Stitched):
                 return by_text
@@ -131,7 +131,7 @@ async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stit
 
 
 def _shown(text: str) -> str:
-    """Return the part of a text that a message has: no special tokens, no partial characters."""
+    """Return the part of a text that a message shows: no special tokens, no partial characters."""
     return MARKUP.sub("", text).replace(REPLACED, "")
 
 

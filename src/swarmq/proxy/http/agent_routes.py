@@ -54,9 +54,9 @@ STATUSES = {
     404: "The model is not one of the key's policies.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "The proxy has as many calls as it takes; again after `Retry-After` seconds.",
+    429: "The proxy has as many calls as it takes; retry after `Retry-After` seconds.",
     504: "The answer took longer than calls may.",
-    503: "The engine or the broker is away; again after `Retry-After` seconds.",
+    503: "The engine or the broker does not answer; retry after `Retry-After` seconds.",
 }
 
 
@@ -96,7 +96,7 @@ class AgentRoutes:
             *map(self._dialect_handler, DIALECTS),
             post(CountTokens.path, status_code=200, operation_class=counting)(self.count_tokens),
             get(MODELS, operation_class=listing)(self.models),
-            get(MODELS + "/{model:path}", operation_class=_operation("One of them"))(self.model),
+            get(MODELS + "/{model:path}", operation_class=_operation("A policy that the key may call"))(self.model),
         ]
 
     def _dialect_handler(self, dialect: Dialect) -> HTTPRouteHandler:
@@ -149,7 +149,7 @@ class AgentRoutes:
                         body = dialect.answer(begun, await self._completions.whole(begun))
                         await _whole(request, body, response_headers(begun))(scope, receive, send)
             finally:
-                await begun.close()  # where the agent was gone before the first event
+                await begun.close()  # if the agent disconnected before the first event
 
         return self._watch(respond)
 
@@ -187,7 +187,7 @@ class AgentRoutes:
         return [name for name in self._authority.verify_agent(request).policies if name in self._pools]
 
     def _watch(self, respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> ASGIApp:
-        """Return a response that counts as open, and that is cancelled when the agent disconnects."""
+        """Return a response that counts as an open call and is cancelled when the agent disconnects."""
 
         async def respond_unless_gone(scope: Scope, receive: Receive, send: Send) -> None:
             self._meter.open_calls += 1
@@ -225,7 +225,7 @@ async def cancel_if_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         try:
             outcome.append(await work)
         except Exception as error:
-            failure.append(error)  # as itself, not in a group
+            failure.append(error)  # raised below without an ExceptionGroup around it
         finally:
             watcher.cancel()
 
@@ -267,7 +267,7 @@ def _no_model(name: str, served: Iterable[str]) -> RefusedError:
 
 
 def _operation(told: str, body: Json | None = None) -> type[Operation]:
-    """Return the OpenAPI operation of a route. Bodies are read by the routes, because errors have the dialect's form."""
+    """Return the OpenAPI operation of a route. Routes read their bodies themselves, so that errors have the dialect's form."""
 
     class Documented(Operation):
         def __init__(self, **facts: Any) -> None:

@@ -68,11 +68,11 @@ def create_app(
 ) -> Litestar:
     """Create the proxy of a run.
 
-    `engines`: policy -> its engines, opened and closed by the caller, like the broker. `number`: index among the run's proxies.
-    `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's events to them
-    (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every confirmed turn and the
-    seconds of its confirm. `engine_wait_s`: seconds that calls wait while no engine can answer.
-    `pages`: what is served beside the proxy's own routes, with an authorization of its own.
+    `engines`: policy -> its engines; the caller opens and closes them and the broker. `number`: index among the run's
+    proxies. `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's
+    events to them (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every
+    confirmed turn and the seconds that its confirm took. `engine_wait_s`: seconds that calls wait while no engine can answer.
+    `pages`: further routes, which have an authorization of their own.
     """
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     episodes = EpisodeCache.of_job(job, number=number, now=now) if episodes is None else episodes
@@ -152,8 +152,8 @@ def create_app(
 
 
 class RefusalEvents:
-    """Queue of `refused` events: the first refused call of each episode, which the collector gives as the reason if the
-    episode ends without a turn."""
+    """Queue of `refused` events: the first refused call of each episode. If the episode ends without a turn, the collector
+    gives it as the reason."""
 
     def __init__(self) -> None:
         self._reported: OrderedDict[str, None] = OrderedDict()

@@ -4,8 +4,8 @@
     ▲ └──late──> 408, closed  └──late──> closed           └──late──> closed    │
     └──────────────────────────────── kept open for the next one ──────────────┘
 
-Above the largest number of connections, the one that has waited longest for a request is closed for the newest; if each has a
-request in work, the newest is told to come back.
+Above the largest number of connections, the one that has waited longest for a request is closed to admit the newest; if each
+has a request in work, the newest gets a 503.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ConnectionLimits:
     """The connections of a proxy and their limits."""
 
     def __init__(self, *, most: int, receive_s: float, keep_s: float, read_s: float) -> None:
-        """`receive_s`: seconds for a head to arrive, and for a body; `keep_s`: until the next request; `read_s`: without
-        reading."""
+        """`receive_s`: seconds in which a head must arrive, and then a body. `keep_s`: seconds that a connection may wait for
+        its next request. `read_s`: seconds that a client may go without reading."""
         self.most = most
         self.receive_s, self.keep_s, self.read_s = receive_s, keep_s, read_s
         self.inside: set[Connection] = set()
@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
         if self in self.door.waiting and self._begun:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                why = f"the head of a request may have {MAX_HEAD_BYTES} bytes"
+                why = f"the head of a request may have at most {MAX_HEAD_BYTES} bytes"
                 self._refuse(431, "Request Header Fields Too Large", why, "headers_too_large")
 
     def on_message_begin(self) -> None:
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else the next one is here already
+        if self.cycle.response_complete:  # otherwise the next request has already begun
             self._await_request(self.door.keep_s + self.door.receive_s)
 
     def pause_writing(self) -> None:
@@ -170,7 +170,7 @@ class Connection(HttpToolsProtocol):
     def _has_left(self, cycle: RequestResponseCycle) -> bool | None:
         """Return whether the whole answer has left for the agent's host; None while it is on its way."""
         if self.cycle is not cycle:
-            return True  # nobody asks again on a connection before the answer is there
+            return True  # the agent has sent its next request, so it has this answer
         if self._broken or not cycle.response_complete:
             return False
         if self._lost:
@@ -208,5 +208,5 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
 
 
 def max_connections(files: int, *, calls: int) -> int:
-    """Return the number of connections for so many open files and calls, each of which has a connection to an engine, too."""
+    """Return how many client connections fit into `files` open files if each of `calls` also has a connection to an engine."""
     return min(calls + SPARE, max((files - OWN_FILES) // 2, 1))

@@ -38,7 +38,7 @@ EPISODES = PATH + "/episodes"
 EPISODE_BY_ID = EPISODES + "/{episode_id:str}"
 
 NO_END, NO_REASON = EndRequest(), AbortRequest()
-"""The requests that empty bodies stand for."""
+"""Requests for which an empty body stands."""
 
 EpisodeId = Annotated[str, Parameter(pattern=r"^[0-9A-Za-z._:-]{1,64}$")]
 
@@ -57,7 +57,7 @@ class FaultBody(msgspec.Struct):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine of a policy. The learner on its host must reach it as well, to push weights."""
+    """An engine of a policy. The learner must be able to reach it, to push weights."""
 
     policy: str
     url: Annotated[str, Meta(pattern=r"^[a-z]+://[^\s]{1,200}$")]
@@ -177,7 +177,7 @@ class ControlRoutes:
         return Response(None, status_code=204, headers={"allow": "GET, OPTIONS, POST"})
 
     async def begin(self, data: Annotated[BeginRequest, Body()], request: Request[Any, Any, Any]) -> BegunEpisode:
-        """Begin an episode; answered when the broker has confirmed it. Repeatable with an `episode_id`."""
+        """Begin an episode; the answer comes when the broker has confirmed the begin. Repeatable with an `episode_id`."""
         _check_name(request, data.client_id)
         base_url = str(request.base_url).rstrip("/") + "/v1"
         by_client = bool(request.state[BY_CLIENT])
@@ -186,7 +186,7 @@ class ControlRoutes:
     async def end(
         self, episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[EndRequest, Body()] = NO_END
     ) -> EndResponse:
-        """End an episode with its reward; answered when the broker has confirmed it. Repeatable."""
+        """End an episode with its reward; the answer comes when the broker has confirmed the end. Repeatable."""
         return await self._control.end(episode_id, data, client_id=_client_id(request))
 
     async def abort(
@@ -211,7 +211,8 @@ def _operator(request: Request[Any, Any, Any]) -> str:
 
 
 def _client_id(request: Request[Any, Any, Any]) -> str:
-    """Return the client that an end belongs to; an operator's is marked as such."""
+    """Return the client that an end belongs to: the client of the token, or the operator's name with a prefix that no client
+    has."""
     return _operator(request) if request.state[BY_CLIENT] else NAME_SEPARATOR + _operator(request)
 
 

@@ -28,7 +28,7 @@ from swarmq.proxy.episodes.idempotency import EpisodeEntry, IdempotencyStore, Re
 from swarmq.proxy.http_errors import RefusedError, foreign_episode_error
 
 OPERATORS = NAME_SEPARATOR + "http"
-"""Client name in the keys of episodes that operators begin; no client can have it."""
+"""Client name in the keys of episodes that operators begin. No client can have this name."""
 MAX_WAIT_S = 120.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -113,11 +113,12 @@ class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     calls: tuple[str, ...] | None = None
     """Call ids whose answers the agent received, if it knows all of them; no other call is trained."""
     received: tuple[str, ...] | None = None
-    """Call ids with the header `x-swarmq-observed` whose answers the agent received; no other call with it is trained."""
+    """Call ids with the header `x-swarmq-observed` whose answers the agent received; no other call with this header is
+    trained."""
     policies: tuple[str, ...] | None = None
     """Policies as `begin` returned them; needed beside `reward` if another proxy began the episode."""
     outcome_id: Annotated[str, Meta(max_length=128)] | None = None
-    """Id of the outcome: two ends with one id are the same end; a digest of the content by default."""
+    """Id of the outcome: two ends with the same id are the same end. By default a digest of the content."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,7 +248,7 @@ class EpisodeControl:
                 asyncio.timeout(wait_s) as limit,
                 self._desks[begin.kind].ticket(first=begin.attempt > 0) as ticket,
             ):
-                limit.reschedule(None)  # from here on the broker's own deadline holds
+                limit.reschedule(None)  # the ticket is here: from now on the broker's own deadline holds
                 self._proxies = ticket.proxies
                 begin = msgspec.structs.replace(begin, ticket_id=ticket.ticket_id)
                 await self._publish(begin)
@@ -310,8 +311,8 @@ class EpisodeControl:
         return self._desks[kind].group_size or self._job.group_size(kind)
 
     def _ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
-        """Return the episode of an end. The result must not depend on the proxy, or a repeated end would count as a different
-        one."""
+        """Return the episode that a request ends. It must be the same at every proxy, or a repeated end would count as a
+        different one."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
         policies = entry.begin.policies if entry.begin else asked.policies or policies
         if policies is None and asked.rewards is not None:
@@ -329,7 +330,7 @@ def _conflict(message: str) -> RefusedError:
 
 
 def _same(one: EpisodeBegin, other: EpisodeBegin, *, sized: bool) -> bool:
-    """Return whether two begins are equal; `sized`: including the group size, if that was requested."""
+    """Return whether two begins are equal. `sized`: whether to compare their group sizes, too."""
     size = other.group_size if sized else one.group_size
     return msgspec.structs.replace(one, ticket_id=None) == msgspec.structs.replace(
         other, ticket_id=None, group_size=size

@@ -15,9 +15,9 @@ from swarmq.proxy.engines.pools import EnginePools
 from swarmq.proxy.episodes.cache import EpisodeCache
 
 NOT_RECEIVED = {
-    "orphan_turns": "Recorded turns that are not trained: their agents did not receive the answers. Of the whole run.",
-    "unseen_turns": "Those of them whose proxy was killed before it could say so. Of the whole run.",
-    "rewards_uncredited": "Rewards by call for calls that are not trained. Of the whole run.",
+    "orphan_turns": "Recorded turns of the whole run that are not trained, because their agents did not receive the answers.",
+    "unseen_turns": "Orphan turns of the whole run whose proxy was killed before it could report on them.",
+    "rewards_uncredited": "Rewards of the whole run for single calls that are not trained.",
 }
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -65,10 +65,10 @@ class Metrics(Collector):
         for name, text, count in (
             *((name, text, self._episodes.not_received[name]) for name, text in NOT_RECEIVED.items()),
             ("errors", "Calls that were answered with an error.", meter.errors),
-            ("turns_continued", "Turns that had an earlier one to continue.", meter.drift.continued),
+            ("turns_continued", "Turns with an earlier turn to continue.", meter.drift.continued),
             (
                 "turns_repaired",
-                "Turns whose prompt keeps recorded tokens where a rendering has others.",
+                "Turns whose prompt keeps recorded tokens where a fresh rendering has other tokens.",
                 meter.drift.repaired,
             ),
         ):
@@ -86,31 +86,33 @@ class Metrics(Collector):
             unusable.add_metric([reason], count)
         yield unusable
         left_out = CounterMetricFamily(
-            "swarmq_left_out", "Requests that something was left out of, by what it was.", labels=["what"]
+            "swarmq_left_out", "Requests from which a tool or parameter was left out, by its name.", labels=["what"]
         )
         for what, count in meter.left_out.items():
             left_out.add_metric([what], count)
         yield left_out
         forgotten = CounterMetricFamily(
-            "swarmq_episodes_forgotten", "Episodes whose memory went, by reason.", labels=["reason"]
+            "swarmq_episodes_forgotten", "Episodes that the proxy has forgotten, by reason.", labels=["reason"]
         )
         for reason, count in self._episodes.counts.items():
             forgotten.add_metric([reason], count)
         yield forgotten
         for name, text, level in (
-            ("open_calls", "Calls that are rendered or sampled now.", self._gate.open),
-            ("waiting_calls", "Calls that wait for their turn.", self._gate.waiting),
-            ("episodes_remembered", "Episodes that are remembered.", len(self._episodes)),
-            ("memory_bytes", "What their conversations take.", self._episodes.size_bytes),
+            ("open_calls", "Calls that are being rendered or sampled.", self._gate.open),
+            ("waiting_calls", "Calls that wait for a slot.", self._gate.waiting),
+            ("episodes_remembered", "Episodes that the proxy remembers.", len(self._episodes)),
+            ("memory_bytes", "Bytes of memory for the conversations of these episodes.", self._episodes.size_bytes),
         ):
             yield GaugeMetricFamily(f"swarmq_{name}", text, value=level)
         yield from self._engines()
 
     def _engines(self) -> Iterator[Metric]:
         labels = ["policy", "engine"]
-        up = GaugeMetricFamily("swarmq_engine_up", "1 where the last probe was answered.", labels=labels)
+        up = GaugeMetricFamily("swarmq_engine_up", "1 if the engine answered the last probe, else 0.", labels=labels)
         open_calls = GaugeMetricFamily("swarmq_engine_open_calls", "Calls of this proxy at an engine.", labels=labels)
-        version = GaugeMetricFamily("swarmq_engine_weight_version", "Weights that an engine serves.", labels=labels)
+        version = GaugeMetricFamily(
+            "swarmq_engine_weight_version", "Version of the weights that an engine serves.", labels=labels
+        )
         for policy, views in self._fleet.views().items():
             for view in views:
                 up.add_metric([policy, view.url], int(view.healthy))

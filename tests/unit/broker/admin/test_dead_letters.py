@@ -14,7 +14,7 @@ def letter(body: bytes) -> DeadLetter:
 
 @pytest.mark.parametrize("body", [b"\xff\xfe garbage", b"\x91" * 100_000, b""], ids=["garbage", "deep", "empty"])
 def test_a_letter_that_is_no_record_is_shown_as_bytes(body: bytes) -> None:
-    assert f"{len(body)} bytes that are no record" in format_letter(letter(body))
+    assert f"{len(body)} bytes that cannot be decoded" in format_letter(letter(body))
 
 
 def test_a_letter_is_shown_as_its_record() -> None:

@@ -186,7 +186,7 @@ def test_an_id_is_given_back_as_it_was():
 async def test_a_task_of_another_kind_or_with_a_taken_id_feeds_nothing(swarm, progress):
     for wrong, says in (
         (SwarmTask("x", "code"), "task 'x' is of kind 'code' by its own field, and is fed as 'math'"),
-        (SwarmTask("0"), "the id '0' comes more than once"),
+        (SwarmTask("0"), "the id '0' occurs more than once"),
     ):
         with pytest.raises(TaskError, match=says):
             await feed(swarm.broker, RUN, [*data(2), wrong], "math", repeats=1, progress_file=progress)

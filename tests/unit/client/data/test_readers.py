@@ -51,7 +51,7 @@ def test_a_limit_reads_no_further(file):
     [
         ("a.jsonl", '{"id": 1}\n{"id": 2\n', "line 2: not JSON"),
         ("a.jsonl", '{"id": 1}\n[1]\n', "line 2: a list, not an object"),
-        ("a.jsonl", '{"id": 1}\n{"id": 2}\n{"id": 1}\n', r"line 3: the id '1' is that of .*line 1 too"),
+        ("a.jsonl", '{"id": 1}\n{"id": 2}\n{"id": 1}\n', r"line 3: the id '1' is already that of .*line 1"),
         ("a.jsonl", '{"id": 1}\n{"q": 2}\n', "line 2: no `id`"),
         ("a.jsonl", '{"q": 1}\n{"id": 2}\n', "line 2: an `id`"),
         ("a.jsonl", b'{"id": "\xff"}\n', "not UTF-8"),
@@ -59,8 +59,8 @@ def test_a_limit_reads_no_further(file):
         ("a.csv", "id,q\n1,2,3\n", "line 2: more values than the 2 columns"),
         ("a.csv", "id,q\n1,2\n3\n", "line 3: no value for q"),
         ("a.csv", 'id,q\n1,"2\n', "not CSV"),
-        ("a.jsonl", "\n", "a.jsonl: there is no task in it"),
-        ("a.csv", "id,q\n", "a.csv: there is no task in it"),
+        ("a.jsonl", "\n", "a.jsonl: contains no task"),
+        ("a.csv", "id,q\n", "a.csv: contains no task"),
     ],
 )
 def test_what_is_wrong_names_its_line(file, name, text, says):
@@ -76,7 +76,7 @@ def test_a_required_field_that_is_missing_names_line_and_field(file):
 
 def test_a_source_that_is_none_says_what_would_be_one(tmp_path):
     for source in ("questions.txt", "", "hf:", "reasoning-gym:", "verifiers:"):
-        with pytest.raises(TaskError, match=f"'{source}' is no data set: give a .jsonl"):
+        with pytest.raises(TaskError, match=f"'{source}' is not a data set: give a .jsonl"):
             read(source)
     with pytest.raises(TaskError, match="cannot be read"):
         read(str(tmp_path / "none.jsonl"))
@@ -168,7 +168,9 @@ def test_environments_are_read_elsewhere():
             read(source)
     rows = ({"id": name} for name in "ab")
     assert [task.id for task in read("verifiers:sums", rows=rows)] == ["a", "b"]
-    with pytest.raises(TaskError, match="verifiers:sums number 1: the id 'a' is that of verifiers:sums number 0 too"):
+    with pytest.raises(
+        TaskError, match="verifiers:sums number 1: the id 'a' is already that of verifiers:sums number 0"
+    ):
         read("verifiers:sums", rows=[{"id": "a"}, {"id": "a"}])
 
 

@@ -332,7 +332,7 @@ def test_a_reward_for_a_tag_that_no_call_has_is_told_of_once_with_the_tags_there
         bench.take(say.begin(name, name), say.turn("c1", name, agent="writer"), say.turn("c2", name, agent="tester"))
         bench.take(say.end(name, agent_rewards=rewards))
     [warning] = bench.events("warning")
-    assert "agent_rewards of main names 'tster', as which no call of episode a is tagged" in warning["text"]
+    assert "agent_rewards of main names 'tster', but no call of episode a has this tag" in warning["text"]
     assert "its calls are tagged tester, writer" in warning["text"]
     bench.take(say.begin("c", "c"), say.turn("c1", "c"), say.end("c", agent_rewards={"main": {"writer": 1.0}}))
     assert "none of its calls has a tag" in bench.events("warning")[-1]["text"]

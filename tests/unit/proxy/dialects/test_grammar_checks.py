@@ -59,7 +59,7 @@ def test_a_schema_whose_expansion_never_ends_is_refused(schema):
 
 
 @pytest.mark.parametrize(
-    ("schema", "why"), [(CHAIN, "steps down"), (NESTED, "steps down"), (WIDE, "parts"), (PATTERN, "pattern")]
+    ("schema", "why"), [(CHAIN, "steps deep"), (NESTED, "steps deep"), (WIDE, "parts"), (PATTERN, "pattern")]
 )
 def test_what_would_take_an_engine_with_it_is_refused(schema, why, monkeypatch):
     if schema is WIDE:
