@@ -249,7 +249,8 @@ def _fill_pattern(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -
 
 
 def _concrete(complaint: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> list[str]:
-    """Replace each `[...]` in `steps` by the name of the entry that alone raises the same complaint."""
+    """Replace each `[...]` in `steps` by the name of the entry that raises the same complaint when it is converted on its
+    own."""
     whole: Any = tree
     found: list[str] = []
     for step in steps:

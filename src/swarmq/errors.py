@@ -58,7 +58,7 @@ class EngineAnswerError(EngineError):
 
 
 def drop_traceback(error: BaseException) -> BaseException:
-    """Return the error, without its traceback if it is a SwarmqError, whose message says everything."""
+    """Return the error. A SwarmqError is returned without its traceback, because its message is enough."""
     return error.with_traceback(None) if isinstance(error, SwarmqError) else error
 
 

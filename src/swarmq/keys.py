@@ -4,7 +4,7 @@ One root secret per run gives every client its own secret, HMAC(root, client nam
 
     root ──HMAC(name)──> client secret ──HMAC(claims)──> sq1.<claims>.<mac>
 
-A leaked client secret is revoked by the client's name, and a proxy needs the root secret alone.
+A leaked client secret is revoked by the client's name, and a proxy needs only the root secret.
 
 Operator tokens (sqt1.<operator>.<mac>) open the control routes in the same way. The holder of the root signs them with any
 roles. A client signs them with its own secret, and only with the role `rollout`.

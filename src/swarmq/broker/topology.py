@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from typing import Any
 
 DEAD = "swarmq.dead"
-"""Fanout exchange for messages that no process can use, and the queue behind it."""
+"""Fanout exchange for messages that no process can use, and the queue that is bound to it."""
 
 CLIENTS = "swarmq.clients"
 """Topic exchange that invited clients publish to.
@@ -103,7 +103,8 @@ def evals(run: str, kind: str) -> str:
 
 
 def returned_tasks(run: str) -> str:
-    """Return the queue of tasks that invited clients give back; the collector puts those that were fed on their queues again."""
+    """Return the queue of tasks that invited clients give back. The collector returns tasks that were really fed to their
+    queues."""
     return f"swarmq.{run}.returned"
 
 

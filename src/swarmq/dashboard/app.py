@@ -3,7 +3,7 @@
     browser ── cookie ──> ASGI: security headers ──> litestar ──> a thread of a few ──> views, overview, observe ──> files
        ^────────────────── server-sent events ── what changed ── OpenRun (shelf.py) ── sizes and times of files ───────┘
 
-`swarmq dashboard` serves it at its own address; a proxy passes on what comes under /dashboard (`behind_proxy.py`).
+`swarmq dashboard` serves it at its own address; a proxy forwards requests under /dashboard to it (`behind_proxy.py`).
 """
 
 from __future__ import annotations

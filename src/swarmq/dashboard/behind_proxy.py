@@ -1,4 +1,4 @@
-"""The dashboard under /dashboard of a proxy: a mount that passes requests on to a process that is started by the first of them.
+"""The dashboard under /dashboard of a proxy: a mount that forwards requests to a process, which the first request starts.
 
     browser ──> proxy: /dashboard/... ── bytes ──> socket file ──> python -m swarmq.dashboard.serving (low priority)
 
@@ -30,7 +30,7 @@ from swarmq.dashboard.access import HEADERS
 from swarmq.dashboard.process_settings import BASE, READY, Settings
 
 NEEDED = ("numpy", "tokenizers", "zstandard")
-"""Packages beyond those of a proxy."""
+"""Packages that the dashboard needs beyond those of a proxy."""
 START_S = 30.0
 STOP_S = 3.0
 MOST_BODY = 64 * 1024
@@ -167,7 +167,7 @@ class AnswerBegunError(Exception):
 async def open_pages(
     job: SwarmJob, *, installed: Callable[[str], object] = importlib.util.find_spec
 ) -> AsyncIterator[DashboardMount]:
-    """Open the dashboard's mount for a proxy; the process behind it ends with the block."""
+    """Open the dashboard's mount for a proxy. Its process ends with the context."""
     with tempfile.TemporaryDirectory(prefix="swarmq-dashboard-") as folder:
         mount = DashboardMount(job, Path(folder), installed=installed)
         try:

@@ -39,7 +39,7 @@ VIEWS: dict[Kind, tuple[str, str]] = {
     "group": ("groups", "group"),
     "report": ("overview", "overview"),
 }
-"""Kind -> part of the API's path behind the run, and the view of the front end that shows it."""
+"""Kind -> part of the API's path after the run's id, and the view of the front end that shows it."""
 
 SAFE = {
     b"<": b"\\u003c",

@@ -95,7 +95,7 @@ def _describe(of: type[msgspec.Struct]) -> Iterator[tuple[str, type]]:
 
 
 def flatten(row: msgspec.Struct) -> dict[str, Any]:
-    """Return a record as a flat dictionary; the fields of `values` stand beside the others."""
+    """Return a record as a flat dictionary, with the entries of its field `values` beside its other fields."""
     flat: dict[str, Any] = {}
     for name, value in msgspec.structs.asdict(row).items():
         _flatten_into(flat, "" if name == "values" else name, value)

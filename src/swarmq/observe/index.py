@@ -5,9 +5,10 @@
   <policy>/batches  rewards, turns, steps of trained episodes ──────────────┤                                             counts
   collector.sqlite  every episode ever, and its state ──────────────────────┘
 
-`RunIndex.update` reads what is new, in portions: each is one transaction with the places up to which it has read, so an update can be
-interrupted and repeated, and several processes may update one index. The ledger is read last and decides on the state. Short read
-transactions never block the collector. A folder that was replaced by another run is recognised, and its index is built anew.
+`RunIndex.update` reads what is new, in portions. Each portion is one transaction, which also stores how far it has read, so an
+update can be interrupted and repeated, and several processes may update one index. The ledger is read last and decides on the
+state. Short read transactions never block the collector. A folder that was replaced by another run is recognised, and its index
+is built anew.
 """
 
 # ruff: noqa: S608 - statements are put together from constants of this module, never from input
@@ -516,8 +517,8 @@ class RunIndex:
             yield 1.0
 
     def _catch_up(self, db: sqlite3.Connection, ledger: sqlite3.Connection) -> bool:
-        """Read new, live and just settled episodes and the counters in one short transaction. Return whether no further ones
-        are left."""
+        """Read new, live and just settled episodes and the counters in one short transaction. Return whether the whole ledger
+        is read then."""
         last = _get(db, "ledger") or ""
         known_live = {row[0] for row in db.execute(f"SELECT id FROM episodes WHERE state IN {LIVE}")}
         ledger.execute("BEGIN")

@@ -368,7 +368,8 @@ def describe_sample(board: Board, sources: Sources, *, now: float) -> dict[str, 
 
 
 def thin_lines(path: Path, max_bytes: int) -> None:
-    """Remove every second line of a file that is larger than `max_bytes`. Its only writer calls this. Raises OSError."""
+    """Remove every second line of a file that is larger than `max_bytes`. Only the file's writer may call this. Raises
+    OSError."""
     if path.stat().st_size <= max_bytes:
         return
     part = path.with_suffix(".thin")

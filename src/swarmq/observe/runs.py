@@ -1,4 +1,4 @@
-"""The list of runs in a folder, with state, progress and age. Reads files alone."""
+"""The list of runs in a folder, with state, progress and age. Only reads files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     folder: str
     state: str
-    """`up` or `stopped`, followed by `paused`, `draining` or `ended`; or what cannot be read of the run."""
+    """`up` or `stopped`, followed by `paused`, `draining` or `ended`; or a message about what cannot be read."""
     policies: dict[str, PolicyProgress] = {}
     at: float
     """Unix time of the newest step, or of the newest start if there is no step yet."""

@@ -69,8 +69,8 @@ class StopTrim:
 
 
 class LeadingBlanks:
-    """Filter that holds back white space at the beginning of parsed content until text follows: before tool calls alone it
-    means nothing."""
+    """Filter that holds back white space at the beginning of parsed content until text follows. White space that only tool
+    calls follow means nothing."""
 
     def __init__(self) -> None:
         self._held: str | None = ""

@@ -19,7 +19,7 @@ from swarmq.errors import (
 )
 
 RETRY_AFTER_S = 2
-"""Seconds that agents' client libraries are told to wait when the engine or the broker is away."""
+"""Seconds that agents' client libraries are told to wait if the engine or the broker does not answer."""
 
 
 class RefusedError(SwarmqError):

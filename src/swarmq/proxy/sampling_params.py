@@ -59,7 +59,7 @@ MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 102
 """Most entries of a parameter that the engine applies to every sampled token."""
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = 2**24
-"""Most tokens of an answer, whatever the model: more is a mistake, less is cut to the available room."""
+"""Largest `max_tokens` of any request. A larger value is a mistake; smaller values are cut to the available room."""
 MAX_WORD = 1024
 """Most characters of an entry that is text."""
 OWN = frozenset({"temperature", "max_tokens"})

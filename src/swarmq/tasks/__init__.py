@@ -1,4 +1,4 @@
-"""Tasks that are made from what people have: documents, and traces of an agent in production. `swarmq tasks` runs it.
+"""Making of tasks from documents, and from traces of an agent in production. `swarmq tasks` runs it.
 
     from swarmq.tasks import score      # the reward of a task that was made from a document
 

@@ -65,7 +65,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def extract_answer(text: str) -> str:
-    """Return what follows the last `Answer:` in a text, or the text's last line without it."""
+    """Return the text after the last `Answer:`, or the last line if there is none."""
     if found := _ANSWER_LINE.findall(text):
         return str(found[-1])
     return (text.strip().splitlines() or [""])[-1].strip()

@@ -73,7 +73,7 @@ class MadeTask(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     question: str
-    """What the agent asks the model, with the form of the answer."""
+    """Question for the model, with the required form of the answer."""
     answer: str
     check: Check
     source: str
@@ -172,7 +172,7 @@ def write(passage: Passage, teacher: ChatEndpoint, plan: MakePlan) -> list[Draft
 
 
 def examine(draft: Draft, passage: Passage) -> Check | str:
-    """Return the draft's check, or why it is dropped: what code can see without solving it."""
+    """Return the draft's check, or why the draft is dropped, as far as code can judge it without solving it."""
     answer = str(draft.answer).strip()
     if not draft.question.strip() or not answer:
         return "empty question or answer"

@@ -1,6 +1,6 @@
 """Tasks from traces of an agent in production: what users asked, and what the agent answered.
 
-Read are files of JSON or JSON lines with
+Files are JSON or JSON lines, with
 - logged OpenAI calls: {"request": {"messages": [...]}, "response": {"choices": [...]}}, or the fields of both in one object,
 - OpenTelemetry spans in OTLP's JSON form ({"resourceSpans": [...]}) with the conventions of generative AI:
   `gen_ai.input.messages` and `gen_ai.output.messages`, or the older `gen_ai.prompt.N.*` and `gen_ai.completion.N.*`.

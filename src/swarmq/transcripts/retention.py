@@ -30,7 +30,7 @@ ORDINARY = frozenset(
 
 
 class SegmentIndex(msgspec.Struct, kw_only=True):
-    """What retention knows of one segment; a frame is named by its place in the arrays."""
+    """Facts about one segment. A frame is identified by its index in the arrays."""
 
     number: int
     generation: int = 0

@@ -148,7 +148,7 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
 
 
 def _some(entries: dict[str, float]) -> dict[str, float]:
-    """Return the mapping, or its first entries: metas are kept in large numbers."""
+    """Return the first entries of a mapping, because metas are kept in large numbers."""
     return entries if len(entries) <= MAX_ENTRIES else dict(list(entries.items())[:MAX_ENTRIES])
 
 

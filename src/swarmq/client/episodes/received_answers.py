@@ -55,7 +55,8 @@ class ReceivedAnswers:
         return tuple(sorted(self._calls)) if self._is_marked else None
 
     def mark_request(self, url: str) -> bool:
-        """Return whether a request to this URL is watched and must be marked, and remember that one was.
+        """Return whether a request to this URL is watched and must be marked. If so, `calls` counts the episode as watched
+        from now on.
 
         Requests of forked processes are not watched, because they could not report to this one.
         """

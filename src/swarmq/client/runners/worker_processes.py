@@ -4,8 +4,8 @@
 
   parent ──spawn──> 4 processes, each with a client of its own ──> one Worker per kind ──> tasks.<kind>
 
-Whatever an agent needs beside it (`ServedAgent`: an environment's tool servers) is started first, so that what cannot start is an
-error before any episode begins.
+What an agent needs beside it (`ServedAgent`: an environment's tool servers) is started first, so that a failed start is an error
+before any episode begins.
 
 If a process dies, no task is lost: RabbitMQ gives its tasks to the other processes, which continue.
 """
@@ -62,7 +62,7 @@ def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None
 
 
 def split_kind(text: str) -> tuple[str | None, str]:
-    """Split `kind=target`; the kind is None if the text has none. A target may have `=` itself, behind `?`."""
+    """Split `kind=target`; the kind is None if the text has none. A target may contain `=` itself, after `?`."""
     kind, equals, target = text.partition("=")
     return (None, text) if not equals or set(kind) & set(":?/") else (kind, target)
 

@@ -205,7 +205,7 @@ class OpenEpisodes:
     def _decide_if_complete(self, episode: OpenEpisode, now: float, *, waited: bool = False) -> list[do.Effect]:
         """Decide an episode if everything needed is there; otherwise it stays open or held.
 
-        `waited`: calls without any delivery report count as not received.
+        `waited`: whether the time for delivery reports is over, so that calls without a report count as not received.
         """
         begin, end = episode.begin, episode.end
         if begin is None or end is None:

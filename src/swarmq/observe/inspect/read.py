@@ -232,7 +232,7 @@ def build_view(episode: Rollout, step: int, seen: EpisodeTrace | None, decode: D
 def decode_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
     """Return the text of each token; a character that is spread over several tokens goes to the last of them.
 
-    Each token is decoded behind its predecessor, because some tokenizers drop a space at the beginning of a text.
+    Each token is decoded together with its predecessor, because some tokenizers drop a space at the beginning of a text.
     """
     texts: list[str] = []
     before, known, open_ids = list[int](), "", list[int]()

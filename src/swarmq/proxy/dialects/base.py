@@ -263,7 +263,7 @@ def objects(value: Any, param: str) -> list[Json]:
 
 
 def split_server_tools(tools: Sequence[Json]) -> tuple[list[Json], tuple[str, ...]]:
-    """Return the tools without those that a provider would run, and the types of the latter."""
+    """Return the tools that the agent runs itself, and the types of the tools that a provider would run."""
     theirs = [SERVER_TOOLS.match(str(tool.get("type"))) for tool in tools]
     left_out = dict.fromkeys(match[0] for match in theirs if match)
     return [tool for tool, match in zip(tools, theirs, strict=True) if not match], tuple(left_out)

@@ -200,8 +200,8 @@ class Graph:
         return history.keys[0] in self._seen or not self._given.isdisjoint(history.answers)
 
     def origin(self, stitched: Stitched, history: History, request_id: str) -> Origin:
-        """Return the confirmed turn with most of the prompt's tokens: an equal request, the continued turn, or one that begins
-        alike.
+        """Return the confirmed turn with most of the prompt's tokens: that of an equal request, the continued turn, or a turn
+        with the same beginning.
 
         An equal request counts only if both continue the same turn, so that every continued turn is recognised as such. Only
         another choice of the same request also covers the messages: an earlier sending may be dropped as lost.

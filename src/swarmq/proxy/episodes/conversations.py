@@ -56,7 +56,7 @@ class Conversations:
             self.size_bytes += len(part) + 200
 
     def recall_part(self, name: str) -> Json | None:
-        """Return the message with the named part alone, or None."""
+        """Return a message that has only the named part, or None."""
         if name not in self._parts:
             return None
         key, field, at = self._parts[name]

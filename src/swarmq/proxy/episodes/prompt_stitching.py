@@ -47,8 +47,8 @@ async def stitch(
 ) -> Stitched:
     """Build the prompt of a request from recorded tokens where they fit, and from `fresh_ids`, the rendered prompt, elsewhere.
 
-    `lost`: whether earlier answers of this episode may be unknown here. `messages`: those of the history. Raises EngineError if
-    the engine does not tokenize or detokenize a text.
+    `lost`: whether earlier answers of this episode may be unknown here. `messages`: the messages of `history`. Raises
+    EngineError if the engine does not tokenize or detokenize a text.
     """
     fresh = pack_ids(fresh_ids)
     known = graph.known(history)
@@ -70,9 +70,9 @@ async def _continuation(
     request_id: str,
     messages: Sequence[Json],
 ) -> Stitched | Reason:
-    """Return what continues the first of the twins that can be continued, or why the first cannot.
+    """Return a prompt that continues one of the twins, or why the first of them cannot be continued.
 
-    Twins that no other request continues come first: of answers in the same words, each is continued once.
+    Twins that no other request continues are tried first, so that each of several equal answers is continued once.
     """
     reasons: list[Reason] = []
     taken = [node for node in twins if graph.is_claimed(node, request_id)]

@@ -34,7 +34,7 @@ class TokenBudget:
         self.calls -= 1
 
     def room(self, max_tokens: int, choices: int) -> int | None:
-        """Return the tokens available for each of so many choices; None: no limit. Raises RefusedError if there are none."""
+        """Return the tokens available for each of `choices` choices; None: no limit. Raises RefusedError if there are none."""
         if not max_tokens:
             return None
         room = (max_tokens - self.sampled_tokens - self.reserved_tokens) // choices

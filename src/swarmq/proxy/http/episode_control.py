@@ -72,7 +72,7 @@ class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent, and later `end`, needs of the episode."""
+    """A begun episode: what an agent needs to know of it, and later the request to end it."""
 
     episode_id: str
     slot_id: str
