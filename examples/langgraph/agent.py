@@ -7,16 +7,19 @@ START -> model -> tools -> model ... -> check -> END
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from examples.langgraph.environment import ACTIONS, Desk, answer_of, build, score
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.tools import BaseTool, tool
+from langchain_core.runnables import Runnable
+from langchain_core.tools import tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode
+from langgraph.prebuilt import ToolNode, ToolRuntime
+from langgraph.runtime import Runtime
 from pydantic import SecretStr
 
 from swarmq import Episode, Outcome
@@ -40,55 +43,69 @@ class State(MessagesState):
     reminded: bool
 
 
-def make_tools(desk: Desk) -> list[BaseTool]:
-    @tool
-    def lookup(order: str) -> str:
-        """Return an order by its number."""
-        return desk.lookup(order)
+class Context(NamedTuple):
+    """What differs from episode to episode; the graph is built once for all of them."""
 
-    @tool
-    def customer(name: str) -> str:
-        """Return whether a customer is a gold member."""
-        return desk.customer(name)
-
-    @tool
-    def policy(status: str) -> str:
-        """Return the rule for orders of a status."""
-        return desk.policy(status)
-
-    return [lookup, customer, policy]
+    chat_model: Runnable[Any, AIMessage]
+    desk: Desk
 
 
-def make_graph(chat_model: ChatOpenAI, desk: Desk) -> Any:
-    """Return the compiled graph for one desk."""
-    tools = make_tools(desk)
-    with_tools = chat_model.bind_tools(tools)
+@tool
+def lookup(order: str, runtime: ToolRuntime[Context]) -> str:
+    """Return an order by its number."""
+    return runtime.context.desk.lookup(order)
 
-    def ask_model(state: State) -> dict[str, Any]:
-        return {"messages": [with_tools.invoke(state["messages"])]}
 
-    def check(state: State) -> dict[str, Any]:
-        """Ask once more if the answer is no action."""
-        if state["reminded"] or answer_of(state["messages"][-1].text) in ACTIONS:
-            return {}
-        return {"messages": [HumanMessage(REMINDER)], "reminded": True}
+@tool
+def customer(name: str, runtime: ToolRuntime[Context]) -> str:
+    """Return whether a customer is a gold member."""
+    return runtime.context.desk.customer(name)
 
-    def after_model(state: State) -> str:
-        last = state["messages"][-1]
-        return "tools" if isinstance(last, AIMessage) and last.tool_calls else "check"
 
-    def after_check(state: State) -> str:
-        return "model" if isinstance(state["messages"][-1], HumanMessage) else END
+@tool
+def policy(status: str, runtime: ToolRuntime[Context]) -> str:
+    """Return the rule for orders of a status."""
+    return runtime.context.desk.policy(status)
 
-    graph = StateGraph(State)
+
+TOOLS = [lookup, customer, policy]
+OFFERED = [convert_to_openai_tool(one) for one in TOOLS]
+"""The tools as the model is told of them."""
+
+
+def ask_model(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
+    return {"messages": [runtime.context.chat_model.invoke(state["messages"])]}
+
+
+def check(state: State) -> dict[str, Any]:
+    """Ask once more if the answer is no action."""
+    if state["reminded"] or answer_of(state["messages"][-1].text) in ACTIONS:
+        return {}
+    return {"messages": [HumanMessage(REMINDER)], "reminded": True}
+
+
+def after_model(state: State) -> str:
+    last = state["messages"][-1]
+    return "tools" if isinstance(last, AIMessage) and last.tool_calls else "check"
+
+
+def after_check(state: State) -> str:
+    return "model" if isinstance(state["messages"][-1], HumanMessage) else END
+
+
+def build_graph() -> Any:
+    graph = StateGraph(State, context_schema=Context)
     graph.add_node("model", ask_model)
-    graph.add_node("tools", ToolNode(tools))
+    graph.add_node("tools", ToolNode(TOOLS))
     graph.add_node("check", check)
     graph.add_edge(START, "model")
     graph.add_conditional_edges("model", after_model, ["tools", "check"])
     graph.add_edge("tools", "model")
     graph.add_conditional_edges("check", after_check, ["model", END])
     return graph.compile()
+
+
+GRAPH = build_graph()
 
 
 def attempt(ep: Episode) -> Outcome:
@@ -103,8 +120,10 @@ def attempt(ep: Episode) -> Outcome:
     )
     opening = [SystemMessage(SYSTEM[size]), HumanMessage(desk.question)]
     try:
-        end = make_graph(chat_model, desk).invoke(
-            {"messages": opening, "reminded": False}, {"recursion_limit": MAX_NODES[size]}
+        end = GRAPH.invoke(
+            {"messages": opening, "reminded": False},
+            {"recursion_limit": MAX_NODES[size]},
+            context=Context(chat_model.bind_tools(OFFERED), desk),
         )
     except GraphRecursionError:  # the model never stopped calling tools
         return Outcome(0.0, success=False)

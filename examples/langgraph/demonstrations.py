@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from examples.langgraph import environment
-from examples.langgraph.agent import SYSTEM, make_tools
+from examples.langgraph.agent import OFFERED, SYSTEM
 from examples.langgraph.environment import ACTIONS, Desk
-from langchain_core.utils.function_calling import convert_to_openai_tool
 
 WAYS = ("obey", "look up", "guess")
-TOOLS = [convert_to_openai_tool(tool) for tool in make_tools(environment.build({"size": "toy", "seed": 0}))]
+TOOLS = OFFERED
 
 
 def demonstrations(dice: random.Random) -> Iterator[list[dict[str, Any]]]:
