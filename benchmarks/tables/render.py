@@ -348,6 +348,13 @@ def dashboard_block(known: dict[str, Any]) -> Iterator[str]:
     )
     yield from table(("what", "figure"), rows)
     yield "\n"
+    if "dashboard_calls" in known:
+        record, figures = known["dashboard_calls"], known["dashboard_calls"]["figures"]
+        yield (
+            f"\nThe proxy does nothing for transcripts, the collector beside it does. {_origin(record)}: an agent's call took "
+            f"{figures['call_ms_with']:.0f} ms with transcripts, {figures['call_ms_without']:.0f} ms without (medians of "
+            f"{len(record['detail']['seconds'])} rounds in turns; median ratio {figures['call_ratio_transcripts']:.2f}).\n\n"
+        )
 
 
 def derender_block(known: dict[str, Any]) -> Iterator[str]:
