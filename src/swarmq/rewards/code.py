@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from swarmq.errors import RewardError, SandboxError
 from swarmq.rewards.sandbox import ProgramRun, Sandbox
@@ -79,25 +80,20 @@ def asserts_pass(sandbox: Sandbox, answer: str, tests: str, *, all_or_nothing: b
         compile(code, "solution.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return wrong(f"the code cannot be compiled: {error}"[:200])
-    ran, solution = _run_both(sandbox, code, tests)
-    cases, lost, ended = [], "", False
-    for line in ran.stdout.splitlines():
-        said = json.loads(line)
-        lost, ended = said.get("lost", lost), ended or "ended" in said
-        if "case" in said:
-            cases.append(said)
+    ran, said, solution = _run_both(sandbox, code, tests)
+    cases, end = [line for line in said if "case" in line], next((line for line in said if "ended" in line), {})
     passed = sum(not case["problem"] for case in cases)
-    if ended and passed == number == len(cases):
+    if end and not end["broken"] and passed == number == len(cases):
         return RIGHT
-    first = next((f"{case['case']}: {case['problem']}" for case in cases if case["problem"]), "")
-    if lost or "the solution ended" in first:
-        first = f"{first or lost} ({solution.problem})" if solution.problem else first or lost
-    first = first or f"the tests {ran.problem or 'ended early'}"
-    return Score(0.0 if all_or_nothing else min(passed, number) / number, first[:300])
+    case, first = next(((f"{case['case']}: ", case["problem"]) for case in cases if case["problem"]), ("", ""))
+    first = first or (end["broken"] if end else f"the tests {ran.problem or 'ended early'}")
+    if end and end["solution_ended"] and first == end["broken"] and solution.problem:
+        first = f"the solution {solution.problem}" if solution.stopped else f"{first}: {solution.problem}"
+    return Score(0.0 if all_or_nothing else min(passed, number) / number, f"{case}{first}"[:300])
 
 
-def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, ProgramRun]:
-    """Return what became of the tests and of the solution."""
+def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, list[dict[str, Any]], ProgramRun]:
+    """Return what became of the tests, what they said, and what became of the solution."""
     program = PROCESS.read_text()
     to_solution, from_tests = os.pipe()
     to_tests, from_solution = os.pipe()
@@ -111,7 +107,8 @@ def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, Prog
                 files={"process.py": program, "solution.py": code},
                 keep_fds=[to_solution, from_solution],
             ) as solution,
-            sandbox.start(
+            # Tests may wait for the solution as long as it may run.
+            sandbox.with_limits(wall_s=2 * sandbox.limits.wall_s).start(
                 ["python", "-I", "-B", "process.py", "tests", str(to_tests), str(from_tests)],
                 files={"process.py": program, "tests.py": tests},
                 keep_fds=[to_tests, from_tests],
@@ -129,17 +126,20 @@ def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, Prog
 
             thread = threading.Thread(target=wait_for_solution, name="swarmq-sandbox")
             thread.start()
+            said: list[dict[str, Any]] = []
             try:
                 ran = tested.wait()
+                said = [json.loads(line) for line in ran.stdout.splitlines()]
             finally:
-                solution.stop()
+                if not (said and said[-1].get("solution_ended")):  # then its pipes are closed, and its error is to come
+                    solution.stop()
                 thread.join()
     finally:
         for fd in ours:
             os.close(fd)
     if failed:
         raise failed[0]
-    return ran, ended[0]
+    return ran, said, ended[0]
 
 
 def _lines(text: str) -> list[str]:

@@ -24,11 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MESSAGE = 8_000_000
+"""Bytes of a message."""
 PLAIN = (type(None), bool, str)
 
 
-class PeerError(Exception):
-    """The other side is gone or sent no message."""
+class PeerError(BaseException):
+    """The other side is gone or sent no message; no `except Exception` of a test catches it."""
 
 
 class Peer:
@@ -38,9 +39,12 @@ class Peer:
         self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
         self._mine: dict[int, Any] = {}
         self._is_solution = is_solution
+        self.broken = ""
+        """Why the other side cannot be asked any more."""
+        self.has_ended = False
 
     def ask(self, *request: Any) -> Any:
-        self._send(request)
+        self._send(dump(request))
         while True:
             kind, *rest = self._receive()
             if kind == "value":
@@ -59,41 +63,48 @@ class Peer:
             if kind == "call":
                 target, arguments, named = self._mine[rest[0]], self.decode(rest[1]), self.decode(rest[2])
                 value = target(*arguments, **named)
-                reply = ["value", self.encode((value, arguments))]  # with what it changed in the arguments
+                reply = dump(["value", self.encode((value, arguments))])  # with what it changed in the arguments
             elif not self._is_solution:
                 # The solution may call the functions that it was given. Attributes would lead it from those to everything else.
-                raise PeerError(f"the solution asked for {kind!r}")
+                raise self.fail(f"the solution asked for {kind!r}")
             elif kind == "get":
-                reply = ["value", self.encode(getattr(self._mine[rest[0]], str(rest[1])))]
+                reply = dump(["value", self.encode(getattr(self._mine[rest[0]], str(rest[1])))])
             elif kind == "operate":
-                reply = ["value", self.encode(OPERATIONS[rest[0]](*self.decode(rest[1])))]
+                reply = dump(["value", self.encode(OPERATIONS[rest[0]](*self.decode(rest[1])))])
             elif kind == "names":
-                reply = ["value", self.encode([name for name in vars(self._mine[0]) if not name.startswith("_")])]
+                names = [name for name in vars(self._mine[0]) if not name.startswith("_")]
+                reply = dump(["value", self.encode(names)])
             else:
-                raise PeerError(f"no request: {kind!r}")
+                raise self.fail(f"no request: {kind!r}")
         except (PeerError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            reply = ["error", type(error).__name__, str(error)[:500]]
+            reply = dump(["error", type(error).__name__, str(error)[:500]])
         self._send(reply)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, line: bytes) -> None:
         try:
-            line = json.dumps(message).encode() + b"\n"
             self._write.write(line)
             self._write.flush()
-        except (OSError, ValueError, RecursionError) as error:
-            raise PeerError(str(error)) from None
+        except (OSError, ValueError):
+            self.has_ended = True
+            raise self.fail("the solution ended") from None
 
     def _receive(self) -> list[Any]:
         try:
-            line = self._read.readline(MAX_MESSAGE)
+            line = self._read.readline(MAX_MESSAGE + 1)
+            self.has_ended = not line
             message = json.loads(line)
-        except (OSError, ValueError, RecursionError) as error:
-            raise PeerError(f"the solution ended or sent no message: {type(error).__name__}") from None
+        except (OSError, ValueError, RecursionError):
+            raise self.fail("the solution ended" if self.has_ended else "the solution sent no message") from None
         if not isinstance(message, list) or not message:
-            raise PeerError("the solution sent no message")
+            raise self.fail("the solution sent no message")
         return message
+
+    def fail(self, why: str) -> PeerError:
+        """Return the error that ends the conversation."""
+        self.broken = self.broken or why
+        return PeerError(self.broken)
 
     def encode(self, value: Any) -> Any:
         if isinstance(value, Reference) and value.__dict__["_peer"] is self:
@@ -123,7 +134,7 @@ class Peer:
         if type(value) in PLAIN:
             return value
         if not isinstance(value, dict) or not value:
-            raise PeerError("the solution sent an unknown value")
+            raise self.fail("the solution sent an unknown value")
         kind, content = next(iter(value.items()))
         try:
             if kind == "int":
@@ -146,17 +157,24 @@ class Peer:
                 return Reference(self, int(content))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
             pass
-        raise PeerError("the solution sent an unknown value")
+        raise self.fail("the solution sent an unknown value")
 
     def register(self, value: Any) -> None:
         self._mine[0] = value
+
+
+def dump(message: Any) -> bytes:
+    line = json.dumps(message).encode() + b"\n"
+    if len(line) > MAX_MESSAGE:
+        raise ValueError(f"a value of {len(line)} bytes cannot be passed on (at most {MAX_MESSAGE})")
+    return line
 
 
 def call(reference: Reference, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     peer, number = reference.__dict__["_peer"], reference.__dict__["_number"]
     answer = peer.ask("call", number, peer.encode(arguments), peer.encode(named))
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], tuple):
-        raise PeerError("the solution sent an unknown value")
+        raise peer.fail("the solution sent an unknown value")
     value, changed = answer
     for before, after in zip(arguments, changed, strict=False):
         copy_changes(before, after)
@@ -250,7 +268,7 @@ def run_solution(read: int, write: int) -> None:
 
 
 def run_tests(read: int, write: int) -> None:
-    """Run the cases; write one JSON line for each, and one before the first."""
+    """Run the cases; write one JSON line for each, and one at the end."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print is no result
 
@@ -271,11 +289,10 @@ def run_tests(read: int, write: int) -> None:
         wanted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins))
         for name in wanted & {name for name in names if isinstance(name, str)}:
             scope[name] = get(peer, name)
-    except PeerError as error:
-        say({"lost": str(error)})
-        return
-    say({"started": True})
-    run_cases(tree, scope, say)
+        run_cases(tree, scope, say, peer)
+    except PeerError:
+        pass
+    say({"ended": True, "broken": peer.broken, "solution_ended": peer.has_ended})
 
 
 def get(peer: Peer, name: str) -> Any:
@@ -284,40 +301,39 @@ def get(peer: Peer, name: str) -> Any:
     return peer.ask("get", 0, name)
 
 
-def run_cases(tree: ast.Module, scope: dict[str, Any], say: Callable[[Any], None]) -> None:
+def run_cases(tree: ast.Module, scope: dict[str, Any], say: Callable[[Any], None], peer: Peer) -> None:
+    """Say for each case what is wrong, until the solution cannot be asked any more."""
     has_functions = any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
     whole = not has_functions and not any(isinstance(node, ast.Assert) for node in tree.body)
     broken = ""
     for node in tree.body:
         code = compile(ast.Module([node], []), "tests.py", "exec")
-        problem, is_lost = attempt(lambda code=code: exec(code, scope))  # type: ignore[misc]  # noqa: S102
+        problem = attempt(lambda code=code: exec(code, scope), peer)  # type: ignore[misc]  # noqa: S102
         broken = broken or ("" if isinstance(node, ast.Assert) else problem)
         if isinstance(node, ast.Assert):
             say({"case": f"line {node.lineno}", "problem": broken or problem})
         elif whole and problem:
             break
-        if is_lost:
+        if peer.broken:
             return
     if whole:
         say({"case": "tests", "problem": broken})
     for name, value in list(scope.items()):
         if name.startswith("test_") and isinstance(value, types.FunctionType):
-            problem, is_lost = (broken, False) if broken else attempt(value)
-            say({"case": name, "problem": problem})
-            if is_lost:
+            say({"case": name, "problem": broken or attempt(value, peer)})
+            if peer.broken:
                 return
-    say({"ended": True})
 
 
-def attempt(action: Callable[[], Any]) -> tuple[str, bool]:
-    """Return what is wrong, and whether the solution is gone."""
+def attempt(action: Callable[[], Any], peer: Peer) -> str:
+    """Return what is wrong."""
     try:
         action()
     except PeerError as error:
-        return str(error), True
+        return str(error)
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:200].rstrip(": "), False
-    return "", False
+        return peer.broken or f"{type(error).__name__}: {error}"[:200].rstrip(": ")
+    return peer.broken
 
 
 if __name__ == "__main__":

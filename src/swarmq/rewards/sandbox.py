@@ -3,6 +3,8 @@
     Sandbox.detect() ── tries bubblewrap, then Landlock; each must hold against a hostile probe ──> Sandbox
     sandbox.run(command, files=..., stdin=...) ── a fresh sandbox, watched by this thread ──> ProgramRun
 
+    this process ── sandbox_launch.py, which ends and reaps the program, removes its folder ── (bwrap ──) program
+
 | isolation  | made of                                                        | the program sees                  |
 |------------|----------------------------------------------------------------|-----------------------------------|
 | bubblewrap | own PID, network, IPC, mount (and without root user) namespaces | its folder, Python, system libraries |
@@ -10,12 +12,13 @@
 | rlimits    | limits, seccomp where possible; only with `allow_weak`         | all files that its user may read  |
 
 In every one: a seccomp filter, limits on time, CPU, memory, processes, output, file sizes and disk; an empty environment; no
-process stays behind. What the program prints is data: compute the verdict from it outside of the sandbox.
+process, zombie or folder stays behind, also after a SIGKILL of this process. What the program prints is data: compute the verdict from it outside of the sandbox.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -38,6 +41,7 @@ import structlog
 
 from swarmq.client.episodes.event_loops import run_in_thread
 from swarmq.errors import SandboxError
+from swarmq.rewards.sandbox_launch import remove_folder
 
 log = structlog.get_logger("swarmq.rewards")
 
@@ -47,6 +51,8 @@ STRONG: tuple[Isolation, ...] = ("bubblewrap", "landlock")
 LAUNCH = Path(__file__).with_name("sandbox_launch.py")
 FOLDER = "/work"
 """The program's folder under bubblewrap."""
+PREFIX = "swarmq-sandbox-"
+"""Prefix of the program's folder, in the folder for temporary files, under the other isolations."""
 SYSTEM = (
     "/usr",
     "/bin",
@@ -60,7 +66,7 @@ SYSTEM = (
     "/etc/localtime",
 )
 POLL_S = 0.03
-END_S = 20.0
+END_S = 60.0
 """Seconds in which a killed sandbox must be gone."""
 START_S = 60.0
 """Seconds in which a sandbox must have started, which are not the program's."""
@@ -143,6 +149,7 @@ class Sandbox:
         Raises SandboxError, with what was wrong with each kind, if none holds. `allow_weak`: then use limits alone, which do not
         keep a program from reading files of its user, and log a warning.
         """
+        remove_abandoned_folders()
         kinds: tuple[Isolation, ...] = (*STRONG, "rlimits") if allow_weak else STRONG
         sandbox, problems = find_working(kinds, limits=limits, python=python, readable=readable)
         if sandbox:
@@ -193,21 +200,28 @@ class Sandbox:
             if path.is_absolute() or ".." in path.parts or not path.parts:
                 raise SandboxError(f"files names {name!r}: give a path below the program's folder")
         uid = _pick_uid() if os.geteuid() == 0 else None
-        folder = FOLDER if self.isolation == "bubblewrap" else tempfile.mkdtemp(prefix="swarmq-sandbox-")
-        try:
-            if uid is not None and folder != FOLDER:
-                os.chown(folder, uid, uid)
-            running = Running(self, self._plan(command, files or {}, folder, uid, keep_fds), stdin.encode())
+        with contextlib.ExitStack() as ours:
+            folder, fds = FOLDER, [*keep_fds]
+            if self.isolation != "bubblewrap":
+                folder, lock = _make_folder()
+                ours.callback(os.close, lock)
+                fds.append(lock)
             try:
-                yield running
-            finally:
-                try:
-                    running.end()
-                finally:
-                    running.close()
+                if folder != FOLDER and uid is not None:
+                    os.chown(folder, uid, uid)
+                plan = self._plan(command, files or {}, folder, uid, keep_fds)
+                running = Running(self, plan, stdin.encode(), fds)
+            except BaseException:
+                if folder != FOLDER:
+                    remove_folder(folder)
+                raise
+        try:
+            yield running
         finally:
-            if folder != FOLDER:
-                _remove(folder)
+            try:
+                running.end()
+            finally:
+                running.close()
 
     def _plan(
         self, command: Sequence[str], files: Mapping[str, str], folder: str, uid: int | None, keep_fds: Sequence[int]
@@ -233,10 +247,8 @@ class Sandbox:
             },
         }
 
-    def wrap(self, launch: list[str], uid: int | None, info_fd: int) -> list[str]:
-        """Return the command that starts `launch` in this isolation."""
-        if self.isolation != "bubblewrap":
-            return launch
+    def wrap(self, launch: list[str], uid: int | None) -> list[str]:
+        """Return the command that runs `launch` in namespaces."""
         bwrap = shutil.which("bwrap")
         if not bwrap:
             raise SandboxError("bwrap is not installed")
@@ -248,7 +260,7 @@ class Sandbox:
             "--die-with-parent",
             "--new-session",
         ]
-        options += ["--cap-drop", "ALL", "--info-fd", str(info_fd)]
+        options += ["--cap-drop", "ALL"]
         if uid is None:
             options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
         else:
@@ -273,7 +285,8 @@ class Sandbox:
 class Running:
     """A program in its sandbox, watched by the thread that waits for it."""
 
-    def __init__(self, sandbox: Sandbox, plan: dict[str, Any], stdin: bytes) -> None:
+    def __init__(self, sandbox: Sandbox, plan: dict[str, Any], stdin: bytes, fds: Sequence[int]) -> None:
+        """`fds`: what the launching process inherits."""
         self._limits, self._isolation = sandbox.limits, sandbox.isolation
         self._folder = None if sandbox.isolation == "bubblewrap" else plan["folder"]
         self._stop = threading.Event()
@@ -282,21 +295,21 @@ class Running:
             self._fds, self._control = contextlib.ExitStack(), contextlib.ExitStack()
             try:
                 self._status, status = _make_pipe(self._fds, ours)
-                self._info, info = _make_pipe(self._fds, ours)
                 control, _ = _make_pipe(ours, self._control)
                 plan_fd = os.memfd_create("plan")
                 ours.callback(os.close, plan_fd)
-                plan = {**plan, "status_fd": status, "control_fd": control}
+                launch = [str(sandbox.python), "-I", "-S", "-B", str(LAUNCH), str(plan_fd)]
+                plan = {**plan, "status_fd": status, "control_fd": control, "wrapped": []}
+                if self._isolation == "bubblewrap":
+                    plan["wrapped"] = sandbox.wrap([*launch, "inside"], plan["uid"])
                 with os.fdopen(os.dup(plan_fd), "wb") as file:
                     file.write(json.dumps(plan).encode())
-                os.lseek(plan_fd, 0, os.SEEK_SET)
-                launch = [str(sandbox.python), "-I", "-S", "-B", str(LAUNCH), str(plan_fd)]
                 self._process = subprocess.Popen(
-                    sandbox.wrap(launch, plan["uid"], info),
+                    launch,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=[status, control, info, plan_fd, *plan["keep_fds"]],
+                    pass_fds=[status, control, plan_fd, *fds],
                     env={},
                     cwd="/",
                     start_new_session=True,
@@ -357,6 +370,7 @@ class Running:
                     elif key.data == "status":
                         status += data
                         ready_at = ready_at or time.monotonic()
+                        has_ended = b"\n" in status
                     else:
                         output[key.data].append(data)
                         size += len(data)
@@ -384,16 +398,15 @@ class Running:
         while data := os.read(self._status, 65536):
             status += data
         texts = {name: b"".join(parts)[: self._limits.output_bytes] for name, parts in output.items()}
-        if status != b"ready":
-            said = status.decode(errors="replace").removeprefix("ready: ")
-            words = (
-                said
-                or texts["stderr"].decode(errors="replace").strip()[-500:]
-                or f"exit code {self._process.returncode}"
-            )
+        said, _, exit_code = status.decode(errors="replace").partition("\n")
+        if said != "ready":
+            words = said.removeprefix("ready: ") or texts["stderr"].decode(errors="replace").strip()[-500:]
+            words = words or f"exit code {exit_code or self._process.returncode}"
             raise SandboxError(f"the sandbox ({self._isolation}) did not start the program: {words}")
-        code = self._process.returncode
-        code = code if code >= 0 else 128 - code
+        if not exit_code.isdecimal() or self._process.returncode:
+            words = exit_code if not exit_code.isdecimal() and exit_code else "its watching process was killed"
+            raise SandboxError(f"the sandbox ({self._isolation}) broke: {words}")
+        code = int(exit_code)
         if not stopped and size > self._limits.output_bytes:
             stopped = "output"
         if not stopped and code == 128 + signal.SIGXCPU:
@@ -411,22 +424,15 @@ class Running:
         if self._ended:
             return
         self._ended = True
-        try:
-            self._control.close()
-            if self._isolation == "bubblewrap":
-                self._kill_namespace()
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired as error:
-                self._process.kill()
-                self._process.wait()
-                raise SandboxError(
-                    f"processes of a sandbox were still there {END_S:g} s after they were killed"
-                ) from error
-        finally:
-            if self._process.stdin:
-                with contextlib.suppress(OSError):
-                    self._process.stdin.close()
+        self._control.close()
+        if self._process.stdin:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        exits = select.poll()
+        exits.register(self._exit, select.POLLIN)
+        if not exits.poll(END_S * 1000):
+            raise SandboxError(f"processes of a sandbox were still there {END_S:g} s after they were killed")
+        self._process.wait()
 
     def close(self) -> None:
         """Close the pipes."""
@@ -435,30 +441,10 @@ class Running:
                 pipe.close()
         self._fds.close()
 
-    def _kill_namespace(self) -> None:
-        """Kill the first process of the PID namespace; it counts as dead when the kernel has ended all the others."""
-        said = b""
-        while select.select([self._info], [], [], START_S)[0] and (more := os.read(self._info, 4096)):
-            said += more
-            if b"}" in said:
-                break
-        try:
-            first = os.pidfd_open(json.loads(said)["child-pid"])
-        except (ValueError, KeyError, ProcessLookupError):  # bwrap failed, or all is over
-            self._process.kill()
-            return
-        try:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(first, signal.SIGKILL)
-            if not select.select([first], [], [], END_S)[0]:
-                raise SandboxError(f"processes of a sandbox were still there {END_S:g} s after they were killed")
-        finally:
-            os.close(first)
-
     def _find_excess(self) -> str:
         """Return the limit that the processes together exceed, or ""."""
         pids = _find_descendants(self._process.pid)
-        pids = pids[1:] if self._isolation == "bubblewrap" else pids  # without the first process of the namespace
+        pids = pids[2:] if self._isolation == "bubblewrap" else pids  # without bwrap and its first process
         ticks, memory, threads = 0, 0, 0
         for pid in pids:
             try:
@@ -640,6 +626,37 @@ def _pick_uid() -> int:
     return random.randint(max(first, last - 2**30, 20_000 if last > 40_000 else 1_001), last)
 
 
+def _make_folder() -> tuple[str, int]:
+    """Return a new folder, and a file descriptor that locks it: a folder without a lock is abandoned."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        if (lock := _lock_folder(folder)) is not None:
+            return folder, lock
+
+
+def _lock_folder(folder: str) -> int | None:
+    """Lock a folder; None if it is locked, is gone, or is no folder of ours."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Path(folder).stat()  # it may have been removed before the lock
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def remove_abandoned_folders() -> None:
+    """Remove folders of sandboxes whose launching process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if (lock := _lock_folder(str(folder))) is not None:
+            remove_folder(str(folder))
+            os.close(lock)
+
+
 def _make_pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
     """Return both ends of a pipe, each closed by its stack."""
     read, write = os.pipe()
@@ -681,10 +698,3 @@ def _measure_memory(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder that a hostile program filled; `rm` follows no links and knows no depth that is too great."""
-    for command in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, check=False, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, timeout=END_S)

@@ -1,12 +1,13 @@
 """Program that confines itself and then becomes the untrusted program. Runs as a script, without swarmq.
 
-bubblewrap:         bwrap ─ its first process ─ launch: limits, uid, system calls ─exec─> program
+bubblewrap:         launch, which watches ─fork, exec─> bwrap ─ its first process ─ launch: limits, uid, system calls ─exec─> program
 landlock, rlimits:  launch, which watches ─fork─> launch: limits, uid, files, system calls ─exec─> program
 
-Without a PID namespace the watching process is the parent of every orphan (a subreaper). It kills all that is left when the
-program ends, or when the worker closes the control pipe or dies.
+The watching process is the parent of every orphan (a subreaper). When the program ends, or when the worker closes the control pipe
+or dies, it kills and reaps all that is left, and removes the program's folder.
 
-`ready` on the status pipe says that everything up to here worked; what happens after it is the program's doing.
+On the status pipe: `ready` says that everything up to here worked, and that what follows is the program's doing; the next line is
+the program's exit code, or why there is none.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 import resource
 import select
 import signal
 import struct
 import sys
 import time
-import traceback
-from pathlib import Path
-from typing import Any
+
+TYPE_CHECKING = False  # every import costs each sandbox time
+if TYPE_CHECKING:
+    from typing import Any
 
 OPEN_FILES = 64
-PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
+REAP_MS = 10
+"""Milliseconds between two looks for orphans to reap."""
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 CLONE_NEW = 0x7E020000
 """All flags of clone that make a namespace."""
@@ -72,37 +75,56 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    with os.fdopen(int(sys.argv[1])) as source:
+    plan_fd = int(sys.argv[1])
+    with os.fdopen(plan_fd, closefd=False) as source:
+        source.seek(0)
         plan = json.load(source)
-    if plan["isolation"] == "bubblewrap":
+    if sys.argv[2:] == ["inside"]:
         confine_and_exec(plan)
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
     program = os.fork()
     if not program:
         try:
             os.setsid()
+            if plan["wrapped"]:
+                os.execve(plan["wrapped"][0], plan["wrapped"], {})
             confine_and_exec(plan)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(127)
-    os.close(plan["status_fd"])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end of the worker is the signal
+    nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2, *plan["keep_fds"]):
-        os.close(fd)
-    status = watch(program, plan["control_fd"])
-    kill_descendants(plan["uid"])
-    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+        os.dup2(nowhere, fd)
+    ended = watch(program, plan)
+    try:
+        os.write(plan["status_fd"], f"\n{ended}".encode())
+    except OSError:  # the worker is dead
+        pass
+    kill_descendants(plan["uid"] if plan["isolation"] != "bubblewrap" else None)
+    if plan["isolation"] != "bubblewrap":
+        remove_folder(plan["folder"])
+    os._exit(0)
 
 
-def watch(program: int, control: int) -> int:
-    """Reap orphans until the program ends, or until the worker wants it to."""
+def watch(program: int, plan: dict[str, Any]) -> str:
+    """Reap orphans until the program ends, or until the worker wants it to. Return its exit code."""
+    events = select.poll()
+    for fd in (plan["control_fd"], os.pidfd_open(program)):
+        events.register(fd, select.POLLIN)
     while True:
-        if select.select([control], [], [], 0.01)[0]:
-            return signal.SIGKILL
+        if any(fd == plan["control_fd"] for fd, _ in events.poll(REAP_MS)):
+            return str(128 + signal.SIGKILL)
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == program:
-                return status
+                if plan["wrapped"] and os.WIFSIGNALED(
+                    status
+                ):  # bwrap ends with an exit code, also for a killed program
+                    return f"bwrap was ended by signal {os.WTERMSIG(status)}"
+                return str(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
             if not pid:
                 break
 
@@ -110,16 +132,8 @@ def watch(program: int, control: int) -> int:
 def kill_descendants(uid: int | None) -> None:
     """Kill all processes below this one. Orphans become its children, so the work is done when there are none."""
     while True:
-        if uid is not None and not (killer := os.fork()):
-            try:
-                os.setgroups([])
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
-                os.kill(-1, signal.SIGKILL)  # all that this user may signal, which are the processes of this sandbox
-            finally:
-                os._exit(0)
         if uid is not None:
-            os.waitpid(killer, 0)
+            kill_processes_of(uid)
         else:
             for pid in find_descendants():
                 try:
@@ -135,12 +149,36 @@ def kill_descendants(uid: int | None) -> None:
         time.sleep(0.002)
 
 
+def kill_processes_of(uid: int) -> None:
+    try:
+        killer = os.fork()
+    except OSError:  # no further process for now
+        return
+    if not killer:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)  # all that this user may signal, which are the processes of this sandbox
+        finally:
+            os._exit(0)
+    os.waitpid(killer, 0)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that a hostile program filled; `rm` follows no links and knows no depth that is too great."""
+    modes = [["chmod", "-R", "u+rwX", "--", folder]] if os.geteuid() else []
+    for command in (*modes, ["rm", "-rf", "--", folder]):
+        os.waitpid(os.posix_spawnp(command[0], command, os.environ), 0)
+
+
 def find_descendants() -> list[int]:
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                stat = Path("/proc", entry, "stat").read_bytes()
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    stat = file.read()
             except OSError:
                 continue
             parents[int(entry)] = int(stat[stat.rindex(b")") + 2 :].split()[1])
@@ -164,7 +202,8 @@ def confine_and_exec(plan: dict[str, Any]) -> None:
             except OSError:
                 pass
     try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
     except OSError:
         pass
     processes = limits["processes"]
@@ -185,12 +224,13 @@ def confine_and_exec(plan: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     os.chdir(plan["folder"])
     for name, content in plan["files"].items():
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", newline="", encoding="utf-8", errors="surrogatepass") as file:
+        if parent := os.path.dirname(name):
+            os.makedirs(parent, exist_ok=True)
+        with open(name, "x", newline="", encoding="utf-8", errors="surrogatepass") as file:
             file.write(content)
     if isolation == "landlock":
         restrict_files(plan["readable"], plan["folder"])
@@ -246,7 +286,7 @@ def restrict_files(readable: list[str], writable: str) -> None:
 
 def install_filter(without_namespaces: bool, with_own_uid: bool) -> None:
     """Refuse system calls (seccomp). For other architectures, or without seccomp, raises OSError."""
-    program = build_filter(platform.machine(), without_namespaces, with_own_uid)
+    program = build_filter(os.uname().machine, without_namespaces, with_own_uid)
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     check(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmq.outcome import Outcome
+from swarmq.outcome import Outcome, to_finite_float
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A value and, if it is below 1, the reason. It counts as a number: return it as a reward, or give it to `combine`."""
+    """A value and, if it is below 1, the reason. It counts as a number: return it as a reward, or give it to `combine`.
+
+    Raises OutcomeError for a value that is not a finite number.
+    """
 
     value: float
     """From 0 to 1."""
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        to_finite_float("the value of a Score", self.value)
 
     def __float__(self) -> float:
         return float(self.value)

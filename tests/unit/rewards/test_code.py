@@ -69,6 +69,33 @@ def test_a_wrong_solution_gets_the_share_of_cases_and_the_first_reason(sandbox):
     assert "ZeroDivisionError" in asserts_pass(sandbox, "1 / 0", ASSERTS).reason
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("1 / 0", "the solution ended: exit code 1: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit('no numpy')", "the solution ended: exit code 1: no numpy"),
+        ("import os\nos.closerange(3, 1000)\nimport time\ntime.sleep(0.3)\n1 / 0", "the solution ended: exit code 1: ZeroDivisionError: division by zero"),
+        ("class Odd(Exception): pass\ndef double(x): raise Odd('x = %d' % x)", "line 1: RuntimeError: Odd: x = 2"),
+        ("def double(x): raise BrokenPipeError(32, 'Broken pipe')", "line 1: BrokenPipeError: [Errno 32] Broken pipe"),
+        ("def double(x): raise KeyboardInterrupt", "line 1: the solution ended: exit code 130: KeyboardInterrupt"),
+        ("import os\ndef double(x): os._exit(3)", "line 1: the solution ended: exit code 3"),
+        ("def double(x): os.write(2, b'boom'); os._exit(3)\nimport os", "line 1: the solution ended: exit code 3: boom"),
+        ("def double(x):\n  while True: print('x' * 10000)", "line 1: the solution stopped for its limit of output"),
+        ("def double(x): return 'x' * 9_000_000", "line 1: ValueError: a value of 9000056 bytes cannot be passed on (at most 8000000)"),
+        ("import os\nfor fd in range(3, 1000):\n  try: os.write(fd, b'[]\\n')\n  except OSError: pass", "the solution sent no message"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_error_of_the_solution(sandbox, code, reason):
+    assert asserts_pass(sandbox, code, ASSERTS).reason == reason
+
+
+def test_a_solution_that_ends_is_not_the_exception_that_a_test_waits_for(sandbox):
+    tests = "def test_refuses():\n    try: double(None)\n    except BaseException: return\n    assert False\n"
+    assert asserts_pass(sandbox, "def double(x): raise ValueError", tests).value == 1.0
+    score = asserts_pass(sandbox, "import os\ndef double(x): os._exit(0)", tests)
+    assert (score.value, score.reason) == (0.0, "test_refuses: the solution ended")
+
+
 def test_all_kinds_of_values_classes_iterators_callbacks_and_errors_work(sandbox):
     solution = """
 class Stack:
@@ -125,8 +152,9 @@ ATTACKS = {
     "patched builtins": "import builtins\nbuiltins.AssertionError = None\nbuiltins.len = lambda x: 1\ndef double(x): return 0",
     "patched modules": "import sys, json, ast\njson.dumps = lambda *a, **k: '[]'\nsys.modules['__main__'].attempt = lambda a: ('', False)\ndef double(x): return 0",
     "prints the verdict": 'import sys\nprint(\'{"started": true}\\n{"case": "a", "problem": ""}\\n{"case": "b", "problem": ""}\\n{"ended": true}\', flush=True)\ndef double(x): return 0',
-    "writes into every pipe": 'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'{"case": "a", "problem": ""}\\n{"ended": true}\\n\')\n  except OSError: pass\ndef double(x): return 0',
+    "writes into every pipe": 'import os\nfor fd in range(3, 1000):\n  try: os.write(fd, b\'{"case": "a", "problem": ""}\\n{"ended": true}\\n\')\n  except OSError: pass\ndef double(x): return 0',
     "reads the tests": "import glob\nANSWERS = [open(n, errors='replace').read() for n in glob.glob('**/tests.py', recursive=True) + glob.glob('/tmp/**/tests.py', recursive=True)]\ndef double(x): return 4 if any('double(2) == 4' in a for a in ANSWERS) else 0",
+    "forks without end": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
     "raises an exit": "def double(x): raise SystemExit(0)",
     "raises an interrupt": "def double(x): raise KeyboardInterrupt",
     "sleeps": "import time\ndef double(x): time.sleep(100)",
@@ -139,7 +167,8 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_on_the_verdict_earn_nothing(sandbox, name):
-    score = asserts_pass(sandbox.with_limits(wall_s=4), ATTACKS[name], ASSERTS, all_or_nothing=False)
+    wall_s = 1 if name in ("sleeps", "forks without end") else 10
+    score = asserts_pass(sandbox.with_limits(wall_s=wall_s), ATTACKS[name], ASSERTS, all_or_nothing=False)
     assert score.value == 0.0
     assert score.reason
 

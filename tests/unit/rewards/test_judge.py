@@ -62,7 +62,14 @@ def test_a_judge_that_is_busy_or_babbles_is_asked_again(endpoint, judge):
 
 @pytest.mark.parametrize(
     ("answer", "asked", "says"),
-    [((500, "down"), 3, "answered 500: down"), ((401, "bad key"), 1, "bad key"), ((200, "hm"), 3, "gave no score")],
+    [
+        ((500, "down"), 3, "answered 500: down"),
+        ((401, "bad key"), 1, "bad key"),
+        ((200, "hm"), 3, "gave no score"),
+        ((200, "Score: NaN"), 3, "gave no score from 0 to 10"),
+        ((200, "Score: nine"), 3, "gave no score from 0 to 10"),
+        ((200, "Score: inf"), 3, "gave no score from 0 to 10"),
+    ],
 )
 def test_a_judge_that_does_not_score_raises_and_says_why(endpoint, judge, answer, asked, says):
     endpoint.answers = [answer]

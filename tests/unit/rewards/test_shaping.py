@@ -5,7 +5,7 @@ import math
 import pytest
 
 from swarmq.errors import OutcomeError
-from swarmq.rewards import clip, combine, length_penalty, potential_differences
+from swarmq.rewards import Score, clip, combine, length_penalty, potential_differences
 
 
 def test_parts_are_summed_by_weight_and_kept_as_metrics():
@@ -14,8 +14,15 @@ def test_parts_are_summed_by_weight_and_kept_as_metrics():
 
 
 def test_what_is_no_number_or_no_part_is_refused():
-    with pytest.raises(OutcomeError, match="right is nan"):
-        combine({"right": math.nan})
+    for value, says in (
+        (math.nan, "nan: a reward or metric must be finite"),
+        ("0.9", "'0.9' of type str"),
+        (None, "None: every path"),
+    ):
+        with pytest.raises(OutcomeError, match=f"right is {says}"):
+            combine({"right": value})
+        with pytest.raises(OutcomeError, match=f"the value of a Score is {says}"):
+            Score(value)
     with pytest.raises(OutcomeError, match="weights names wrong; the parts are right"):
         combine({"right": 1.0}, {"wrong": 2.0})
     with pytest.raises(OutcomeError, match="finite"):
