@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,9 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_command(options: CommandOptions) -> None:
-    """Raise TaskError if the command, or the program that starts containers, is not installed."""
+    """Raise TaskError if the command is not installed, or there is no such container image."""
     if options.container:
-        container.find_program()
+        container.provide_image(options.container)
         return
     name = options.argv[0]
     path = dict(options.environment).get("PATH", os.environ.get("PATH"))
@@ -220,12 +220,14 @@ class _Attempt:
             raise AgentCommandError(
                 f"{name} did not end within {options.timeout_s:g} s (--timeout) and was killed{output}"
             )
+        if code in scoring.NOT_RUNNABLE:
+            raise AgentCommandError(f"{name} cannot be run (exit code {code}){output}")
         if not self._relay.num_answered:
             raise AgentCommandError(
                 f"no turn arrived: {name} ended with exit code {code}; {self._explain_silence()}{output}"
             )
-        if code < 0 or code in scoring.NOT_RUNNABLE or KILLED_BY < code <= KILLED_BY + MAX_SIGNAL:
-            raise AgentCommandError(f"{name} {_describe_exit(code)}{output}")
+        if code < 0 or KILLED_BY < code <= KILLED_BY + MAX_SIGNAL:
+            raise AgentCommandError(f"{name} was killed by signal {-code if code < 0 else code - KILLED_BY}{output}")
         if options.scored_exits is not None and code not in options.scored_exits:
             raise AgentCommandError(
                 f"{name} ended with exit code {code}, which is not scored (--scored-exit); {len(calls)} calls{output}"
@@ -237,8 +239,9 @@ class _Attempt:
             )
 
     async def _run(self, argv: Sequence[str], *, stdin: Path | None, timeout_s: float) -> Finished:
-        image, environment = self._options.container, self.environment
-        if image is None:
+        options = self._options
+
+        async def run(argv: Sequence[str], environment: Mapping[str, str]) -> Finished:
             return await run_command(
                 argv,
                 cwd=self.work,
@@ -248,20 +251,22 @@ class _Attempt:
                 log=self._output,
                 timeout_s=timeout_s,
             )
+
+        if options.container is None:
+            return await run(argv, self.environment)
         names = [
-            *cli_settings.variables(self._endpoint, self._home), cli_settings.EPISODE_VARIABLE, "NO_PROXY", "no_proxy",
-            *dict(self._options.environment),
-        ]  # fmt: skip
-        async with container.open_container(image, argv, self._folder, self.work, names, self._ep.episode_id) as outer:
-            return await run_command(
-                outer,
-                cwd=self.work,
-                environment=environment,
-                mark=self._mark,
-                stdin=stdin,
-                log=self._output,
-                timeout_s=timeout_s,
-            )
+            *cli_settings.variables(self._endpoint, self._home, keep_home=options.keep_home),
+            *(cli_settings.EPISODE_VARIABLE, "NO_PROXY", "no_proxy"),
+            *dict(options.environment),
+        ]
+        variables = {name: self.environment[name] for name in names}
+        async with container.open_container(
+            options.container, argv, self._folder, self.work, variables, self._ep.episode_id
+        ) as outer:
+            done = await run(outer, {**self.environment, **container.find_homes()})
+        if done.exit_code == container.FAILED:
+            raise AgentCommandError(f"no container of {options.container} could be run:\n{done.tail}")
+        return done
 
     def _fill_in(self) -> list[str]:
         """Return the command with its placeholders replaced. Raises AgentCommandError for a prompt that no argument can hold."""
@@ -334,9 +339,3 @@ def _add_facts(outcome: Outcome, done: Finished, relay: EpisodeRelay, path: Path
     metrics = {"calls": float(len(relay.calls)), "command_s": done.seconds, **outcome.metrics}
     metadata = {"exit_code": done.exit_code, "log": str(path), **outcome.metadata}
     return msgspec.structs.replace(outcome, metrics=metrics, metadata=metadata)
-
-
-def _describe_exit(code: int) -> str:
-    if code in scoring.NOT_RUNNABLE:
-        return f"cannot be run (exit code {code})"
-    return f"was killed by signal {-code if code < 0 else code - KILLED_BY}"

@@ -22,6 +22,14 @@ import tomli_w
 KEY_VARIABLE = "SWARMQ_EPISODE_KEY"
 EPISODE_VARIABLE = "SWARMQ_EPISODE"
 """Variable by which the processes that a command has started are found, also in other sessions."""
+HOMES = {
+    "HOME": "",
+    "XDG_CONFIG_HOME": ".config",
+    "XDG_DATA_HOME": ".local/share",
+    "XDG_CACHE_HOME": ".cache",
+    "XDG_STATE_HOME": ".local/state",
+}
+"""Variables of folders -> the folder in the attempt's home."""
 SECRETS = ("SWARMQ_",)
 """Prefixes of variables that commands never see: an invite would let an agent end its own episodes."""
 ELSEWHERE = frozenset(
@@ -74,10 +82,8 @@ def build_environment(
 def variables(endpoint: Endpoint, home: Path, *, keep_home: bool = False) -> dict[str, str]:
     """Return the variables that this module sets, apart from those of the user."""
     model, anthropic_url = endpoint.model, endpoint.base_url.removesuffix("/v1")
-    homes = {"HOME": home, "XDG_CONFIG_HOME": home / ".config", "XDG_DATA_HOME": home / ".local/share"}
-    homes |= {"XDG_CACHE_HOME": home / ".cache", "XDG_STATE_HOME": home / ".local/state"}
     return {
-        **({} if keep_home else {name: str(path) for name, path in homes.items()}),
+        **({} if keep_home else {name: str(home / path) for name, path in HOMES.items()}),
         KEY_VARIABLE: endpoint.api_key,
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_BASE": endpoint.base_url,

@@ -10,12 +10,16 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
+from swarmq.black_box.cli_settings import HOMES
 from swarmq.errors import TaskError
 
 PROGRAMS = ("docker", "podman")
+FAILED = 125
+"""Exit code with which these programs report that they could not run a container."""
 
 
 def find_program() -> str:
@@ -26,20 +30,40 @@ def find_program() -> str:
     raise TaskError(f"--container needs {' or '.join(PROGRAMS)}, and neither is installed or on PATH")
 
 
+def provide_image(image: str) -> None:
+    """Pull an image that is not on this machine. Raises TaskError if it cannot be pulled."""
+    program = find_program()
+    for action in (["image", "inspect"], ["pull", "--quiet"]):
+        done = subprocess.run([program, *action, image], capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return
+    raise TaskError(
+        f"--container {image}: not on this machine, and {Path(program).name} pull failed: {done.stderr.strip()}"
+    )
+
+
+def find_homes() -> dict[str, str]:
+    """Return this user's variables of folders: docker finds its logins by them, and podman its images."""
+    return {name: os.environ[name] for name in HOMES if name in os.environ}
+
+
 @contextlib.asynccontextmanager
 async def open_container(
-    image: str, argv: Sequence[str], folder: Path, work: Path, variables: Sequence[str], name: str
+    image: str, argv: Sequence[str], folder: Path, work: Path, variables: Mapping[str, str], name: str
 ) -> AsyncIterator[list[str]]:
     """Yield the command that runs `argv` in a container; remove the container at the end.
 
-    `variables`: names of variables that the container gets, with this process's child's values.
+    The command reads the values of `variables` from its own environment, where they are no argument that other users see;
+    those of `find_homes` differ there and are arguments.
     """
     program, name = find_program(), f"swarmq-{name}"
-    passed = [part for variable in dict.fromkeys(variables) for part in ("-e", variable)]
+    is_rootless = Path(program).name == "podman" and os.getuid() != 0
+    passed = [f"{key}={value}" if key in HOMES else key for key, value in variables.items()]
     command = [
         *(program, "run", "--rm", "-i", "--init", "--name", name, "--network", "host"),
+        *(("--userns", "keep-id") if is_rootless else ()),  # else the user in the container is another one outside
         *("--user", f"{os.getuid()}:{os.getgid()}", "-v", f"{folder}:{folder}", "-w", str(work)),
-        *passed,
+        *(part for variable in passed for part in ("-e", variable)),
         image,
         *argv,
     ]

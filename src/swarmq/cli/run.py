@@ -150,7 +150,11 @@ def run(
     check_command(chosen)
     agent = CommandAgent(chosen, score)
     client = AsyncSwarmClient(invite, code_version=hash_code(chosen, score))
-    limits = {"concurrency": concurrency, "max_attempts": max_attempts, "attempt_timeout_s": chosen.attempt_timeout_s}
+    limits: Any = {
+        "concurrency": concurrency,
+        "max_attempts": max_attempts,
+        "attempt_timeout_s": chosen.attempt_timeout_s,
+    }
     if queue:
         for name, summary in run_workers(client, {kind: agent}, RunnerOptions(**limits)).items():
             click.echo(f"{name}: {summary}")
@@ -164,12 +168,21 @@ def run(
             tasks = list(read_tasks(data, limit=limit))
         async with client:
             if for_eval:
-                click.echo(await client.evaluate(tasks, agent, repeats=repeats or 1, kind=kind, **limits))
+                evaluated = await client.evaluate(tasks, agent, repeats=repeats or 1, kind=kind, **limits)
+                click.echo(evaluated)
+                given_up, slots, failures = evaluated.failed, evaluated.n + evaluated.failed, evaluated.failures
             else:
-                click.echo(
-                    await client.run_episodes_until_all_complete(tasks, agent, repeats=repeats, kind=kind, **limits)
+                summary = await client.run_episodes_until_all_complete(
+                    tasks, agent, repeats=repeats, kind=kind, **limits
                 )
+                click.echo(summary)
+                given_up, slots, failures = summary.given_up, summary.slots, summary.failures
         click.echo(f"output of the attempts: {chosen.logs}")
+        if given_up:
+            reasons = "".join(f"\n{number} x {line}" for line, number in failures.items())
+            raise TaskError(
+                f"{given_up} of {slots} slots were given up (--max-attempts {max_attempts}); failed attempts:{reasons}"
+            )
 
     run_until_signalled(attempt_all())
 

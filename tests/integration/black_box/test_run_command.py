@@ -158,6 +158,34 @@ async def test_tasks_of_the_queue_are_attempted_until_ctrl_c(far):
     assert b"3 episodes finished" in output
 
 
+DOCKER = f"""#!{sys.executable}
+import os, sys
+if sys.argv[1] == "run":
+    image = sys.argv.index("agents:1")
+    os.environ.update(part.split("=", 1) for part in sys.argv[:image] if part.startswith(("HOME=", "XDG_")))
+    if sys.argv[image + 1] == "sh":
+        sys.exit(125)
+    os.execvp(sys.argv[image + 1], sys.argv[image + 1 :])
+"""
+"""A docker that runs agents where it is, and fails to start a container for their test."""
+
+
+async def test_slots_that_are_given_up_are_an_error_that_says_why(far, tmp_path, monkeypatch):
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    async with far() as run:
+        status, output = await run.run(
+            "--prompt", "What is 6 * 7?", "--container", "agents:1", "--max-attempts", "1", *COMMAND
+        )
+        ends, turns = await run.ends(2)
+    assert status == 1
+    assert "2 of 2 slots were given up (--max-attempts 1)" in output
+    assert "2 x AgentCommandError: no container of agents:1 could be run" in output
+    assert len(turns) == 2, "the agents were well"
+    assert {end.status for end in ends} == {"failed"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

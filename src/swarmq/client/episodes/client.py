@@ -119,7 +119,9 @@ class EpisodeClient:
         self._code_version = code_version
         self._spool_root = spool or spool_root(self.invite)
         self._open_broker = open_broker
-        self._warn_of_no_calls_at = self._warn_of_rewards_at = 0.0
+        self._warn_of_no_calls_at: dict[str, float] = {}
+        """Kind -> time of its next warning."""
+        self._warn_of_rewards_at = 0.0
         self._state = "not open: use `async with`"
         self._pid = os.getpid()
         self._broker: Broker | None = None
@@ -297,6 +299,8 @@ class EpisodeClient:
     async def fail_episode(self, episode: Handle | str, reason: str) -> None:
         """Report that something broke: the episode is never trained, and has no reward (which is not a reward of 0)."""
         record = self._find(episode)
+        if record.received.other_host:
+            self._warn_without_calls(record)
         await self._finish(record, make_unfinished_end(record.begin, "failed", reason, final=record.last_attempt))
 
     @contextlib.asynccontextmanager
@@ -334,17 +338,29 @@ class EpisodeClient:
             )
 
     def _warn_without_calls(self, record: EpisodeRecord) -> None:
-        """Warn of a finished training episode that has certainly made no model call, because the agent never read the key;
-        such an episode is not trained."""
-        now = self.loop.time()
-        if record.key_was_read or record.end or record.begin.mode == "eval" or now < self._warn_of_no_calls_at:
+        """Warn, for each kind at most once per interval, of a training episode that did not call the proxy as far as the client
+        can tell. The collector warns of all such episodes."""
+        begin, received = record.begin, record.received
+        if record.end or begin.mode == "eval" or received.calls() is not None:
             return
-        self._warn_of_no_calls_at = now + WARNING_INTERVAL_S
+        if received.other_host:
+            seen = f"the agent sent ep.api_key to {received.other_host} instead of ep.base_url"
+        elif unread := [f"ep.{name}" for name in ("base_url", "api_key") if not record.was_read[name]]:
+            seen = f"the agent did not read {' and '.join(unread)}"
+        else:
+            return
+        now = self.loop.time()
+        if now < self._warn_of_no_calls_at.get(begin.kind, 0.0):
+            return
+        self._warn_of_no_calls_at[begin.kind] = now + WARNING_INTERVAL_S
         log.warning(
             "episode_without_a_model_call",
-            episode=record.begin.episode_id,
+            episode=begin.episode_id,
             task=record.task.id,
-            meaning="the episode will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
+            kind=begin.kind,
+            seen=seen,
+            meaning="an episode without a model call is not trained (no_turns)",
+            action=f"give the agent's model client base_url=ep.base_url ({record.base_url}) and api_key=ep.api_key",
         )
 
     def _warn_of_unreceived_rewards(self, end: EpisodeEnd) -> None:

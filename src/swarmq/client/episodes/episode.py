@@ -33,8 +33,8 @@ class EpisodeRecord:
         """Calls whose answers this process received."""
         self.end: EpisodeEnd | None = None
         self.sending: asyncio.Task[SwarmqError | None] | None = None
-        self.key_was_read = False
-        """Whether the agent has read the key, which every model call needs. Set once, by the agent's thread."""
+        self.was_read = {"base_url": False, "api_key": False}
+        """Whether the agent has read what its model calls need. Set by the agent's thread."""
 
 
 class Handle:
@@ -64,12 +64,13 @@ class Handle:
     @property
     def base_url(self) -> str:
         """URL of the run's proxy for any OpenAI client; ends in `/v1`."""
+        self._record.was_read["base_url"] = True
         return self._record.base_url
 
     @property
     def api_key(self) -> str:
         """API key for any OpenAI client; valid for this episode only."""
-        self._record.key_was_read = True
+        self._record.was_read["api_key"] = True
         received_answers.watch_libraries()  # by now the agent has loaded its HTTP library
         return self._record.api_key
 

@@ -48,6 +48,8 @@ class ReceivedAnswers:
         self._calls: set[str] = set()
         self._unread: list[tuple[tuple[str, ...], Callable[[], bool]]] = []
         self._is_marked = False
+        self.other_host = ""
+        """Host to which the episode's key was sent instead of the proxy."""
 
     def calls(self) -> tuple[str, ...] | None:
         """Return the ids of the answered calls, or None if no call was watched."""
@@ -60,7 +62,10 @@ class ReceivedAnswers:
 
         Requests of forked processes are not watched, because they could not report to this one.
         """
-        is_watched = urlsplit(url).netloc == self._host and os.getpid() == self._pid
+        host = urlsplit(url).netloc
+        if host != self._host:
+            self.other_host = host
+        is_watched = host == self._host and os.getpid() == self._pid
         self._is_marked |= is_watched
         return is_watched
 

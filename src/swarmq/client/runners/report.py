@@ -62,6 +62,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     success_rate      share of successes; None if no episode reports success or failure
     success_interval  95 % interval like reward_interval; Wilson's if every task was attempted once
     reward_by_kind    kind -> mean reward
+    failures          `ErrorType: message` -> number of failed attempts
     seconds           time from the first attempt's begin to the last attempt's end
     """
 
@@ -74,6 +75,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     success_rate: float | None
     success_interval: tuple[float, float] | None
     reward_by_kind: dict[str, float]
+    failures: dict[str, int]
     seconds: float
 
     def __str__(self) -> str:
@@ -108,6 +110,11 @@ class Tally:
             self._succeeded += attempted.success
 
     @property
+    def most_failures(self) -> dict[str, int]:
+        """The most frequent failures and their numbers."""
+        return dict(self.failures.most_common(20))
+
+    @property
     def reward_mean(self) -> float | None:
         return self._reward_sum / self.finished if self.finished else None
 
@@ -120,12 +127,14 @@ class Tally:
             given_up=self.given_up,
             reward_mean=self.reward_mean,
             success_rate=self._succeeded / self._judged if self._judged else None,
-            failures=dict(self.failures.most_common(20)),
+            failures=self.most_failures,
             seconds=seconds,
         )
 
 
-def make_eval_report(attempts: Iterable[AttemptResult], *, failed: int, seconds: float) -> EvalReport:
+def make_eval_report(
+    attempts: Iterable[AttemptResult], *, failed: int, failures: dict[str, int], seconds: float
+) -> EvalReport:
     """Return the report on the finished attempts; attempts with the same task_id are repeats of one task."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     successes: defaultdict[str, list[float]] = defaultdict(list)
@@ -153,6 +162,7 @@ def make_eval_report(attempts: Iterable[AttemptResult], *, failed: int, seconds:
         if once and rate is not None
         else _normal_interval(rate, rate_error),
         reward_by_kind={kind: fmean(values) for kind, values in sorted(kinds.items())},
+        failures=failures,
         seconds=seconds,
     )
 

@@ -88,7 +88,8 @@ async def evaluate_tasks(
     with Display("evaluation", total=total, shown=options.progress, interval_s=interval_s) as display:
         slots = plan_slots(tasks, repeats=repeats, epochs=1, numbering=client.numbering)
         await runner.run(slots, keep)
-    return make_eval_report(finished, failed=runner.tally.given_up, seconds=runner.seconds)
+    tally = runner.tally
+    return make_eval_report(finished, failed=tally.given_up, failures=tally.most_failures, seconds=runner.seconds)
 
 
 async def plan_slots(

@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
@@ -469,7 +470,7 @@ async def test_an_outcome_may_be_given_whole(swarm, client):
     assert swarm.ends[0].success is False
 
 
-async def test_an_agent_that_never_reads_its_key_is_told_so_once(swarm, client):
+async def test_an_agent_that_never_reads_its_key_is_told_so_once_for_its_kind(swarm, client):
     with capture_logs() as told:
         for task in ("a", "b"):
             async with client.episode({"id": task}) as ep:
@@ -478,7 +479,8 @@ async def test_an_agent_that_never_reads_its_key_is_told_so_once(swarm, client):
             await ep.end(1.0)
     [line] = told
     assert (line["event"], line["task"]) == ("episode_without_a_model_call", "a")
-    assert "does the agent use ep.base_url and ep.api_key?" in line["meaning"]
+    assert line["seen"] == "the agent did not read ep.base_url and ep.api_key"
+    assert line["action"].startswith("give the agent's model client base_url=ep.base_url (http")
     assert len(swarm.ends) == 3, "it is the agent's word all the same"
 
 
@@ -486,8 +488,29 @@ async def test_an_agent_that_has_its_key_is_trusted_to_use_it(client):
     with capture_logs() as told:
         async with client.episode("a") as ep:
             assert ep.blocking().api_key
+            assert ep.base_url
             await ep.end(1.0)
     assert told == []
+
+
+async def test_an_agent_that_never_reads_its_url_is_told_so(client):
+    with capture_logs() as told:
+        async with client.episode("a") as ep:
+            assert ep.api_key
+            await ep.end(1.0)
+    assert [line["seen"] for line in told] == ["the agent did not read ep.base_url"]
+
+
+async def test_an_agent_that_asks_another_server_is_told_which_also_if_it_fails(client):
+    def ask(ep):
+        mine = "http://127.0.0.1:1/v1"
+        assert ep.base_url != mine
+        httpx.post(f"{mine}/chat/completions", headers={"authorization": f"Bearer {ep.api_key}"})
+
+    with capture_logs() as told, pytest.raises(httpx.ConnectError):
+        async with client.episode("a") as ep:
+            await asyncio.to_thread(ask, ep)
+    assert [line["seen"] for line in told] == ["the agent sent ep.api_key to 127.0.0.1:1 instead of ep.base_url"]
 
 
 async def test_a_training_episode_needs_a_policy_that_is_trained(swarm_of):

@@ -11,30 +11,32 @@ def done(reward, *, task="t", success=None, kind="math", error=None):
 
 
 def test_repeats_of_one_task_do_not_make_the_error_smaller():
-    once = make_eval_report([done(0.0, task="a"), done(1.0, task="b")], failed=0, seconds=1)
-    often = make_eval_report([done(0.0, task="a")] * 50 + [done(1.0, task="b")] * 50, failed=0, seconds=1)
+    once = make_eval_report([done(0.0, task="a"), done(1.0, task="b")], failed=0, failures={}, seconds=1)
+    often = make_eval_report([done(0.0, task="a")] * 50 + [done(1.0, task="b")] * 50, failed=0, failures={}, seconds=1)
     assert once.standard_error == often.standard_error == pytest.approx(0.5)
 
 
 def test_one_task_has_a_mean_but_no_error():
-    report = make_eval_report([done(0.5), done(1.0)], failed=0, seconds=1)
+    report = make_eval_report([done(0.5), done(1.0)], failed=0, failures={}, seconds=1)
     assert (report.mean_reward, report.standard_error, report.reward_interval) == (0.75, None, None)
 
 
 def test_nothing_finished_is_no_mean_of_zero():
-    report = make_eval_report([], failed=3, seconds=1)
+    report = make_eval_report([], failed=3, failures={}, seconds=1)
     assert report.mean_reward is None
     assert str(report) == "no episode finished, 3 failed"
 
 
 def test_success_is_judged_only_where_it_was_said():
-    report = make_eval_report([done(1.0, task="a", success=True), done(0.0, task="b")], failed=0, seconds=1)
+    report = make_eval_report(
+        [done(1.0, task="a", success=True), done(0.0, task="b")], failed=0, failures={}, seconds=1
+    )
     assert report.success_rate == 1.0
-    assert make_eval_report([done(1.0)], failed=0, seconds=1).success_rate is None
+    assert make_eval_report([done(1.0)], failed=0, failures={}, seconds=1).success_rate is None
 
 
 def test_rewards_are_told_apart_by_kind():
-    report = make_eval_report([done(1.0, task="a"), done(0.0, task="b", kind="code")], failed=0, seconds=1)
+    report = make_eval_report([done(1.0, task="a"), done(0.0, task="b", kind="code")], failed=0, failures={}, seconds=1)
     assert report.reward_by_kind == {"code": 0.0, "math": 1.0}
 
 

@@ -7,6 +7,7 @@ import threading
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from swarmq.broker import topology
 from swarmq.client.episodes.client import LIMITS, ClientLimits
@@ -74,6 +75,23 @@ async def test_a_task_is_attempted_with_its_payload_and_then_gone(swarm):
     assert [end.rewards for end in swarm.ends] == [{"main": 0.5}]
     assert swarm.arrived(TASKS) == []
     assert (summary.finished, summary.slots, summary.given_up) == (1, 1, 0)
+
+
+async def test_an_agent_that_ignores_its_url_is_told_once_what_to_set(swarm):
+    async def agent(ep):
+        assert ep.api_key  # and asks whatever its library asks by default
+        return 0.5
+
+    for name in ("a", "b"):
+        await swarm.broker.publish(TASKS, task(name))
+    with capture_logs() as told:
+        async with working(swarm, agent) as worker:
+            await worker.until(lambda: len(swarm.ends) == 2)
+            await worker.drained()
+    [line] = [line for line in told if line["log_level"] == "warning"]
+    assert (line["event"], line["kind"]) == ("episode_without_a_model_call", "math")
+    assert line["seen"] == "the agent did not read ep.base_url"
+    assert "base_url=ep.base_url (http" in line["action"]
 
 
 async def test_a_task_is_held_until_its_end_is_confirmed(swarm):
