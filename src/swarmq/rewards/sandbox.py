@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import marshal
 import os
 import random
 import select
@@ -65,6 +66,8 @@ SYSTEM = (
     "/etc/alternatives",
     "/etc/localtime",
 )
+MARSHAL_VERSION = 2
+"""Format of the plan, which every Python reads."""
 POLL_S = 0.03
 END_S = 60.0
 """Seconds in which a killed sandbox must be gone."""
@@ -303,7 +306,7 @@ class Running:
                 if self._isolation == "bubblewrap":
                     plan["wrapped"] = sandbox.wrap([*launch, "inside"], plan["uid"])
                 with os.fdopen(os.dup(plan_fd), "wb") as file:
-                    file.write(json.dumps(plan).encode())
+                    file.write(marshal.dumps(plan, MARSHAL_VERSION))
                 self._process = subprocess.Popen(
                     launch,
                     stdin=subprocess.PIPE,
@@ -314,14 +317,14 @@ class Running:
                     cwd="/",
                     start_new_session=True,
                 )
+                self._exit = os.pidfd_open(self._process.pid)
+                self._fds.callback(os.close, self._exit)
             except BaseException as error:
                 self._fds.close()
                 self._control.close()
                 if isinstance(error, OSError):
                     raise SandboxError(f"the sandbox cannot be started: {error}") from error
                 raise
-        self._exit = os.pidfd_open(self._process.pid)
-        self._fds.callback(os.close, self._exit)
         self._stdin = stdin
         self._ended = False
 

@@ -132,6 +132,7 @@ def test_one_of_two_tests_fails_until_the_bug_is_mended(task):
         "-q",
         "-p",
         "no:cacheprovider",
+        "--disable-plugin-autoload",  # whose imports take seconds
         "--import-mode=prepend",
         "-c",
         "/dev/null",

@@ -34,6 +34,14 @@ def sandbox(request):
     return found
 
 
+@pytest.fixture(scope="module")
+def weak():
+    """Limits alone."""
+    found, problems = find_working(("rlimits",), limits=LIMITS)
+    assert found, problems
+    return found
+
+
 def run(sandbox, code, stdin="", **limits):
     return sandbox.with_limits(**limits).run(["python", "main.py"], files={"main.py": code}, stdin=stdin)
 
@@ -329,12 +337,11 @@ def test_a_sandbox_that_is_killed_fails_and_leaves_no_process(sandbox, find_new,
     assert find_new() == []
 
 
-def test_folders_of_a_launcher_that_was_killed_are_removed_at_the_next_start(temporary, monkeypatch):
+def test_folders_of_a_launcher_that_was_killed_are_removed_at_the_next_start(weak, temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     abandoned, foreign = temporary / f"{PREFIX}abandoned", temporary / "other"
     for folder in (abandoned, foreign):
         (folder / "deep").mkdir(parents=True)
-    weak, _ = find_working(("rlimits",), limits=LIMITS)
     with weak.start(["python", "-c", "import time; time.sleep(60)"]):
         (used,) = set(temporary.iterdir()) - {abandoned, foreign}
         remove_abandoned_folders()
@@ -349,9 +356,7 @@ def wait_until(fact, deadline_s=60):
         time.sleep(0.05)
 
 
-def test_limits_alone_must_be_allowed_and_then_still_limit():
-    weak, problems = find_working(("rlimits",), limits=LIMITS)
-    assert weak, problems
+def test_limits_alone_still_limit(weak):
     assert run(weak, "print(6 * 7)").stdout == "42\n"
     assert run(weak, "while True: pass", cpu_s=0.5).stopped == "cpu"
     marker = f"weak{os.getpid()}x{time.monotonic_ns()}"
@@ -360,7 +365,7 @@ def test_limits_alone_must_be_allowed_and_then_still_limit():
     assert find_marked(marker) == []
 
 
-def test_detect_names_what_it_chose_and_says_why_there_is_none(sandbox, monkeypatch):
+def test_detect_names_what_it_chose_and_says_why_there_is_none():
     found = Sandbox.detect(allow_weak=True)
     assert found.isolation in ("bubblewrap", "landlock", "rlimits")
     with pytest.raises(SandboxError, match=r"no sandbox holds.*cannot be run.*apt-get install bubblewrap"):

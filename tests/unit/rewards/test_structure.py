@@ -1,7 +1,5 @@
 """Form is checked whole: what stands twice, outside or in another place is wrong, and no answer stalls the check."""
 
-import time
-
 import pytest
 
 from swarmq.errors import RewardError
@@ -53,9 +51,7 @@ def test_text_outside_of_tags_can_be_allowed_and_a_tag_can_be_read():
 def test_a_pattern_must_match_the_whole_answer_and_cannot_be_stalled():
     assert regex_match("A: 42", r"A: \d+").value == 1.0
     assert regex_match("A: 42 or 43", r"A: \d+").value == 0.0
-    began = time.monotonic()
-    assert regex_match("a" * 60 + "!", r"(a+)+", timeout_s=1).reason == "the check took more than 1 s of CPU time"
-    assert time.monotonic() - began < 30
+    assert regex_match("a" * 60 + "!", r"(a+)+", timeout_s=0.1).reason == "the check took more than 0.1 s of CPU time"
     with pytest.raises(RewardError, match="pattern"):
         regex_match("a", "(")
 
@@ -93,7 +89,7 @@ def test_a_wrong_schema_fails_the_episode():
 
 
 def test_a_slow_pattern_in_a_schema_cannot_be_stalled():
-    assert schema_match('"' + "a" * 60 + '!"', {"type": "string", "pattern": "^(a+)+$"}, timeout_s=1).value == 0.0
+    assert schema_match('"' + "a" * 60 + '!"', {"type": "string", "pattern": "^(a+)+$"}, timeout_s=0.1).value == 0.0
 
 
 def test_json_is_returned_to_who_asks():
