@@ -1,4 +1,5 @@
-"""Coding agents, unchanged, by `swarmq run`'s own code: each mends a bug, and summarises its conversation on the way.
+"""Coding agents, unchanged, by `swarmq run`'s own code: each mends a bug, and summarises its conversation on the way. Those that
+have skills also find ours, load it, and run its commands until a job is set up.
 
     python -m benchmarks.coding_agents
     python -m benchmarks.coding_agents --only codex aider --out /tmp/out
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
 import sys
 import tempfile
 import time
@@ -26,8 +29,9 @@ import msgspec
 from benchmarks import report
 from benchmarks.clients.programs import CLIENTS
 from support.clients import install_once
-from support.commands import call, command_world, offered
+from support.commands import CONTEXT, CommandWorld, call, command_world, offered
 from swarmq.black_box.agent import CommandAgent, CommandOptions
+from swarmq.engine.client.protocol import Json
 
 BUGGY = {
     "main.py": "def add(a, b):\n    return a - b\n",
@@ -48,6 +52,14 @@ ASKS_FOR_SUMMARY = (
 )
 FIXES = (("a - b", "a * b"), ("a * b", "a + b"))
 """What aider is told to edit; the first leaves the test failing, so that there is a second round."""
+SKILL = Path(__file__).parents[1] / "skills/swarmq"
+HEAD = re.compile(r"^name: (?P<name>.*)\ndescription: (?P<description>.*)$", re.MULTILINE)
+SET_UP_TASK = {"id": "set-up", "prompt": "Set up a training with swarmq", "folder": "."}
+SET_UP = re.compile(r"^## 2\. .*?^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""The commands of the skill that write a job and check it, which need neither GPU nor broker."""
+SKILL_TOOLS = {"Skill": "skill", "skill": "name"}
+"""Tool that loads a skill -> its argument. opencode's needs ripgrep; where it fails, and in Codex, the model reads the file."""
+EXIT = re.compile(r"EXIT CODE \d+")
 TIMEOUT_S = 300.0
 
 
@@ -69,9 +81,7 @@ class Conversation:
         waiting = [mark for mark in STEPS if mark not in prompt]
         if SUMMARY in prompt or not waiting:
             return "It is mended."
-        command = f"{EDIT}; seq 100000 103500; echo {waiting[0]}"
-        more = {"description": "mend it"} if shell != "exec_command" else {}
-        return call(shell, **{SHELLS[shell]: command}, **more)
+        return _run_in(shell, f"{EDIT}; seq 100000 103500; echo {waiting[0]}")
 
     def _edit(self, prompt: str) -> str:
         """Edit by text, for an agent without tools; any other question of an agent gets a word."""
@@ -83,6 +93,38 @@ class Conversation:
         return "Mended."
 
 
+class SkillReader:
+    """The scripted model of an episode in which a job is set up as the skill says."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: where the agent looks for skills."""
+        self.commands = ""
+        """What the skill told it to run."""
+        self._path = f"{folder}/{SKILL.name}/SKILL.md"
+        self._has_asked = False
+
+    def __call__(self, prompt: str) -> str:
+        tools = offered(prompt)
+        shell = next((name for name in tools if name in SHELLS), None)
+        if shell is None or EXIT.search(prompt):
+            return "It is done."
+        if found := SET_UP.search(prompt):
+            self.commands = found[1]
+            return _run_in(
+                shell, f"(set -e; PATH={Path(sys.executable).parent}:$PATH\n{self.commands}); echo EXIT CODE $?"
+            )
+        tool = next((name for name in tools if name in SKILL_TOOLS), None)
+        if tool and not self._has_asked:
+            self._has_asked = True
+            return call(tool, **{SKILL_TOOLS[tool]: SKILL.name})
+        return _run_in(shell, f"cat {self._path} || echo EXIT CODE $?")
+
+
+def _run_in(shell: str, command: str) -> str:
+    more = {"description": "one step"} if shell != "exec_command" else {}
+    return call(shell, **{SHELLS[shell]: command}, **more)
+
+
 class CodingAgent(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     package: str
@@ -90,6 +132,8 @@ class CodingAgent(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     context: int
     """Tokens of the scripted tokenizer, which leave no room for all of the conversation."""
+    skills: str | None = None
+    """Folder in which it looks for the skills of a project; None if it has none."""
     install: Callable[[], Path]
     """Returns the folder of its program; installs it at the first call."""
 
@@ -124,6 +168,7 @@ AGENTS = (
         protocol="messages",
         argv=("claude", "-p", "{prompt}", "--dangerously-skip-permissions"),
         context=60_000,
+        skills=".claude/skills",
         install=npm("claude"),
     ),
     CodingAgent(
@@ -132,6 +177,7 @@ AGENTS = (
         protocol="responses",
         argv=("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "{prompt}"),
         context=28_000,
+        skills=".agents/skills",
         install=npm("codex"),
     ),
     CodingAgent(
@@ -140,6 +186,7 @@ AGENTS = (
         protocol="chat",
         argv=("opencode", "run", "{prompt}"),
         context=24_000,
+        skills=".claude/skills",
         install=npm("opencode"),
     ),
     CodingAgent(
@@ -173,69 +220,118 @@ def main() -> None:
     chosen = [a for a in AGENTS if not options.only or any(word.lower() in a.name.lower() for word in options.only)]
     rows = []
     for agent in chosen:
-        with tempfile.TemporaryDirectory(prefix="swarmq-agents-") as folder:
-            rows.append(asyncio.run(run_row(agent, Path(folder))))
-        print(f"{agent.name}: {rows[-1]['result']}, {rows[-1]['seconds']} s", flush=True)
-    heads = ("agent", "version", "protocol", "calls", "turns", "received", "summaries", "branches", "seconds", "result")
+        for attempt in (mend_bug, set_up_training) if agent.skills else (mend_bug,):
+            with tempfile.TemporaryDirectory(prefix="swarmq-agents-") as folder:
+                rows.append(asyncio.run(attempt(agent, Path(folder))))
+            print(f"{agent.name}, {rows[-1]['task']}: {rows[-1]['result']}, {rows[-1]['seconds']} s", flush=True)
+    heads = (
+        "agent",
+        "task",
+        "version",
+        "protocol",
+        "calls",
+        "turns",
+        "received",
+        "summaries",
+        "branches",
+        "seconds",
+        "result",
+    )
     print(report.table(heads, [[row[head] for head in heads] for row in rows]))
     figures = {
-        "agents": len(rows),
-        "agents_ok": sum(row["result"] == "ok" for row in rows),
+        "attempts": len(rows),
+        "attempts_ok": sum(row["result"] == "ok" for row in rows),
         **{name: sum(row[name] for row in rows) for name in ("calls", "turns", "received", "summaries")},
         "branches": sum(sum(row["counted"].values()) for row in rows),
     }
     report.save("coding_agents", figures, detail={"rows": rows}, out=options.out, finished=not options.only)
 
 
-async def run_row(agent: CodingAgent, folder: Path) -> dict[str, Any]:
-    """Run one agent as the agent of one episode."""
-    row: dict[str, Any] = {"agent": agent.name, "version": agent.version, "protocol": agent.protocol}
-    program = await asyncio.to_thread(agent.install)
+async def mend_bug(agent: CodingAgent, folder: Path) -> dict[str, Any]:
+    """Run one agent as the agent of an episode in which it mends a bug."""
     source = folder / "source"
     source.mkdir()
     for name, text in BUGGY.items():
         (source / name).write_text(text)
-    options = CommandOptions(
+    conversation = Conversation()
+    options = await _options(agent, folder, test=f"{sys.executable} check.py", context=agent.context)
+    options = msgspec.structs.replace(options, restore=("check.py",))
+    async with command_world(folder, conversation) as world:
+        row, end = await _run(agent, options, TASK, world)
+    row["summaries"] = conversation.summaries
+    return row | {"task": "mend a bug", "result": find_fault(row, end) or find_fault_of_summary(row) or "ok"}
+
+
+async def set_up_training(agent: CodingAgent, folder: Path) -> dict[str, Any]:
+    """Run one agent as the agent of an episode in which it follows the skill of swarmq."""
+    assert agent.skills
+    shutil.copytree(SKILL, folder / "source" / agent.skills / SKILL.name)
+    reader = SkillReader(agent.skills)
+    test = f"cd math && test -f agent.py && {sys.executable} -m swarmq up job.toml --show"
+    options = await _options(agent, folder, test=test, context=CONTEXT)
+    async with command_world(folder, reader) as world:
+        row, end = await _run(agent, options, SET_UP_TASK, world)
+        prompts = world.engine.prompts
+    row |= {"summaries": 0, "commands": reader.commands}
+    head = HEAD.search((SKILL / "SKILL.md").read_text())
+    assert head
+    unread = [prompt for prompt in prompts if not SET_UP.search(prompt)]
+    is_offered = any(all(field in prompt for field in head.groups()) for prompt in unread)
+    fault = find_fault(row, end) or ("" if is_offered else "it did not tell the model of the skill")
+    return row | {"task": "set up a training", "result": fault or "ok"}
+
+
+async def _options(agent: CodingAgent, folder: Path, *, test: str, context: int) -> CommandOptions:
+    program = await asyncio.to_thread(agent.install)
+    return CommandOptions(
         argv=agent.argv,
-        test=f"{sys.executable} check.py",
-        folder=source,
-        restore=("check.py",),
+        test=test,
+        folder=folder / "source",
         timeout_s=TIMEOUT_S,
-        context=agent.context,
+        context=context,
         environment=(("PATH", f"{program}:{os.environ['PATH']}"), ("IS_SANDBOX", "1")),
         logs=folder / "logs",
     )
-    conversation, began = Conversation(), time.monotonic()
-    async with command_world(folder, conversation) as world:
-        await world.client.run_episodes_until_all_complete(
-            [TASK], CommandAgent(options), max_attempts=1, progress=False
-        )
-        (end,), turns = world.ends, world.stage.turns()
+
+
+async def _run(
+    agent: CodingAgent, options: CommandOptions, task: Json, world: CommandWorld
+) -> tuple[dict[str, Any], Any]:
+    """Run one episode; returns what there is to count, and the episode's end."""
+    began = time.monotonic()
+    await world.client.run_episodes_until_all_complete([task], CommandAgent(options), max_attempts=1, progress=False)
+    (end,), turns = world.ends, world.stage.turns()
     counted = Counter(turn.branch for turn in turns if turn.branch)
-    row |= {
+    row = {
+        "agent": agent.name,
+        "version": agent.version,
+        "protocol": agent.protocol,
         "calls": int(end.metrics.get("calls", 0)),
         "turns": len(turns),
         "received": len(end.received or ()),
-        "summaries": conversation.summaries,
         "branches": ", ".join(f"{count} {reason}" for reason, count in sorted(counted.items())),
         "counted": dict(counted),
         "seconds": round(time.monotonic() - began, 1),
-        "output": "".join(path.read_text(errors="replace")[-4000:] for path in (folder / "logs").iterdir()),
+        "output": "".join(path.read_text(errors="replace")[-4000:] for path in options.logs.iterdir()),
     }
-    return row | {"result": verdict(row, end)}
+    return row, end
 
 
-def verdict(row: dict[str, Any], end: Any) -> str:
-    """`ok`, or what went wrong, in words."""
+def find_fault(row: dict[str, Any], end: Any) -> str:
+    """Return what went wrong in an episode, or "" if its work is done and every call was recorded and received."""
     if end.status != "finished":
         return f"{end.status}: {end.reason.strip().splitlines()[-1][:200]}"
     if set(end.rewards.values()) != {1.0}:
-        return "the bug is still there"
+        return "its work does not pass the test"
     if not row["calls"] == row["turns"] == row["received"]:
         return f"{row['calls']} calls, {row['turns']} turns recorded, {row['received']} received"
+    return ""
+
+
+def find_fault_of_summary(row: dict[str, Any]) -> str:
     if not row["summaries"]:
         return "it did not summarise its conversation"
-    return "ok" if row["counted"] else "no branch was counted"
+    return "" if row["counted"] else "no branch was counted"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Menu        the list of links in an `index.md` becomes the menu below it; a page that no index names fails the build
 Reference   `<!-- generated: NAME -->` is replaced by what `docs.generator.reference` makes of the code
+Programs    `llms.txt`, and beside each page its Markdown, to which `llms.txt` leads
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from docs.generator import llms
 from docs.generator.reference import GENERATED
 from sphinx.application import Sphinx
 
@@ -31,14 +33,18 @@ REDIRECT = """<!doctype html>
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", complete)
-    app.connect("build-finished", write_first_page)
+    app.connect("build-finished", write_files_of_the_site)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def complete(app: Sphinx, page: str, source: list[str]) -> None:
-    """Fill in the generated parts of a page and its menu. Links to folders, which the site has no page for, become plain text."""
+    """Fill in the generated parts of a page and its menu, and keep its Markdown. Links to folders, which the site has no page for,
+    become plain text."""
     folder = (Path(app.srcdir) / page).parent
     text = GENERATED_HERE.sub(lambda found: GENERATED[found[1]](), source[0])
+    copy = Path(app.outdir, f"{page}.md")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(text)
     text = LINK.sub(lambda found: found[1] if (folder / found[2]).is_dir() else found[0], text)
     text = CURVE.sub(lambda found: found[0] if (folder / found[1]).exists() else NO_CURVE.format(folder.name), text)
     if page in NO_MENU:
@@ -64,7 +70,8 @@ def linked_pages(page: str, text: str) -> Iterator[str]:
         yield "/".join(parts)
 
 
-def write_first_page(app: Sphinx, error: Exception | None) -> None:
-    """Lead from the folder of the site to its home page."""
+def write_files_of_the_site(app: Sphinx, error: Exception | None) -> None:
+    """Lead from the folder of the site to its home page, and tell programs of all pages."""
     if error is None:
         Path(app.outdir, "index.html").write_text(REDIRECT.format(home=app.config.root_doc))
+        Path(app.outdir, "llms.txt").write_text(llms.page())

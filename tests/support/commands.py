@@ -40,7 +40,7 @@ class ConversingEngine(ScriptedEngine):
             yield deltas
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
@@ -284,10 +285,10 @@ def _parse_message(text: str) -> Json:
     if calls:
         message["tool_calls"] = [
             {
-                "id": f"call-{i}",
+                "id": f"call-{uuid.uuid4().hex}",  # clients drop a call whose id an earlier answer had
                 "type": "function",
                 "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
             }
-            for i, call in enumerate(calls)
+            for call in calls
         ]
     return message

@@ -25,9 +25,10 @@ from swarmq.cli import main
 from swarmq.config import SwarmJob
 
 ROOT = Path(__file__).parents[3]
+SKILL = ROOT / "skills/swarmq"
 PAGES = (
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted(SKILL.rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 )

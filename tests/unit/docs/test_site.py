@@ -84,6 +84,12 @@ def test_the_folder_of_the_site_leads_to_the_home_page_and_the_search_knows_the_
         assert name in index or name.lower() in index, name
 
 
+def test_programs_find_the_markdown_of_every_page_through_llms_txt(site):
+    linked = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text())
+    assert [page for page in linked if not (site / page).is_file()] == []
+    assert "policies.POLICY.train.learning_rate" in (site / "docs/reference/settings.md").read_text()
+
+
 def test_links_that_lead_nowhere_and_forgotten_pages_fail_the_build(tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 PATH = re.compile(r"(?:src/swarmq|tests|benchmarks|scripts|examples|requirements)/[\w./-]*\w/?|`((?:\w+/)+\w+\.py)`")
 HEADING_OR_ROW = re.compile(r"^### (?:`(\w+/)`)?|^\| (`[^|]*`) \|", re.MULTILINE)
 FOLDERS = (ROOT, ROOT / "src/swarmq", *(folder for folder in (ROOT / "src/swarmq").iterdir() if folder.is_dir()))
