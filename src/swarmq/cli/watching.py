@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from swarmq.cli.common import RUN, check_up, load_live_run, main, open_broker, run_until_signalled
+from swarmq.cli.common import RUN, check_up, load_live_run, main, open_broker, print_warnings, run_until_signalled
 from swarmq.config import SwarmJob
 
 LOOK_EVERY_S = 1.0
@@ -19,6 +19,7 @@ LOOK_EVERY_S = 1.0
 @main.command()
 @RUN
 @click.option("--once", is_flag=True, help="Print the state once and exit.")
+@print_warnings()
 def watch(run: Path, once: bool) -> None:
     """Follow a run in the terminal: steps, rewards, warnings.
 
@@ -31,6 +32,7 @@ def watch(run: Path, once: bool) -> None:
 @main.command()
 @RUN
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@print_warnings()
 def status(run: Path, *, as_json: bool) -> None:
     """Show the present state of a run.
 
@@ -72,6 +74,7 @@ async def _until_ended(job: SwarmJob) -> None:
 @main.command()
 @click.argument("folder", default="runs", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one run per line.")
+@print_warnings()
 def runs(folder: Path, *, as_json: bool) -> None:
     """List the runs in a folder.
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from swarmq import cli
+from swarmq import cli, config
 from swarmq.broker import amqp
 from swarmq.broker.node.files import NodeIdentity
 from swarmq.config import RunFolder, SwarmJob
@@ -97,8 +97,24 @@ def test_the_status_is_one_json_object(run: RunFolder, monkeypatch: pytest.Monke
         yield MemoryBroker()
 
     (run.broker / "node.json").unlink()
+    write_as_an_older_release(run)
     monkeypatch.setattr(amqp.AmqpBroker, "open", serve)
     told = swarmq("status", run.path, "--json")
-    assert (told.exit_code, told.stderr) == (0, "")
+    assert (told.exit_code, told.stderr) == (0, RENAMED)
     data = msgspec.json.decode(told.stdout)
     assert (data["run"], data["warnings"][0]["text"]) == ("math", "broker lost")
+
+
+def test_listed_runs_are_json_alone(run: RunFolder) -> None:
+    write_as_an_older_release(run)
+    told = swarmq("runs", run.path.parent, "--json")
+    assert (msgspec.json.decode(told.stdout)["run"], told.stderr) == ("math", RENAMED)
+
+
+RENAMED = "warning: setting renamed: setting groups.silence_s, action write groups.idle_timeout_s in its place; the value is used\n"
+
+
+def write_as_an_older_release(run: RunFolder) -> None:
+    """Give a setting its former name, which is warned of once in a process."""
+    run.resolved.write_text(run.resolved.read_text().replace("idle_timeout_s", "silence_s"))
+    config._warn_of_former.cache_clear()
