@@ -236,7 +236,7 @@ def _parse_drafts(text: str) -> list[Draft]:
         try:
             drafts.append(msgspec.json.decode(json.dumps(entry), type=Draft))
         except msgspec.ValidationError:
-            continue  # one spoilt entry does not spoil the others
+            continue  # leaves out a malformed entry
     if not drafts:
         raise ValueError("no entry with question, answer, type and quote")
     return drafts

@@ -125,7 +125,7 @@ class MemoryBroker:
         if (listed := self._queues.get(queue)) is None or listed.up.is_set():
             return False
         self.delete(queue)
-        listed.up.set()  # its publishers look for another one
+        listed.up.set()  # wakes its publishers, which then look up the queue again
         return True
 
     def interrupt(self) -> None:

@@ -289,7 +289,8 @@ class Segments:
                 self._total = sum(one.size for one in self._all)
 
     def _rewrite(self, index: SegmentIndex, strip: frozenset[int], forget: frozenset[int]) -> None:
-        """Write the next generation of a segment, without the bodies of `strip` and without all content of `forget`."""
+        """Write the next generation of a segment, without the bodies of the frames `strip` and without any content of the
+        frames `forget`."""
         path = segment_path(self._folder, index.number)
 
         def parts() -> Iterable[bytes]:
@@ -329,7 +330,7 @@ class Segments:
 
 
 def _thinned(file: Any, frame: Frame, *, strip: bool, forget: bool) -> bytes:
-    """Return the bytes of a frame without its body (`strip`), or without all of its content (`forget`)."""
+    """Return the bytes of a frame without its body (`strip`), or without any content (`forget`)."""
     if forget or not frame.meta:
         return pack_frame(b"", b"")
     if strip:

@@ -71,7 +71,7 @@ class RunControl:
             else:
                 settings = dict(command.settings)
                 if "mix" in settings:
-                    settings.setdefault("mix_schedule", None)  # constant from then on
+                    settings.setdefault("mix_schedule", None)  # the mix is constant from then on
                 after = live_settings.validate_changes(before, settings, versions)
             ahead = before.groups.max_staleness + 2
             changes = live_settings.diff_settings(

@@ -326,7 +326,7 @@ class Decoders:
 
         try:
             cached = try_to_load_from_cache(model, "tokenizer.json")
-        except HFValidationError:  # a folder that is not here
+        except HFValidationError:  # a folder that is not on this machine
             return None
         return Path(cached) if isinstance(cached, str) else None
 

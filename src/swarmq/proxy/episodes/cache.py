@@ -106,7 +106,7 @@ class EpisodeCache:
         clock: Callable[[], float] = time.monotonic,
         is_home: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_home`: returns whether all calls of an episode come to this proxy, from the first one on."""
+        """`is_home`: returns whether this proxy is the episode's own, and was up when the episode was created."""
         self._idle_s = idle_s
         self._limit_bytes = limit_bytes
         self._max_calls = max_calls

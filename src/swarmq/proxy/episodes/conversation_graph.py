@@ -266,7 +266,7 @@ def canonical(message: dict[str, Any]) -> list[Any]:
     calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
     content = _canonical_content(message.get("content"))
     if calls and isinstance(content, str) and not content.strip():
-        content = ""  # the line break between a thought and a call, which comes and goes
+        content = ""  # white space between a thought and a call, which templates add or drop
     return [message.get("role"), message.get("name"), content, calls]
 
 

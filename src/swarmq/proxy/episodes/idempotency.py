@@ -30,7 +30,7 @@ class EpisodeEntry:
         """Recorded ends, at most one per client, because this proxy may not know whose episode it is."""
 
     def end_of(self, client_id: str) -> RecordedEnd | None:
-        """Return the recorded end that is not another client's: this client's own, or one whose client is not known."""
+        """Return the recorded end of this client or of an operator (asked by an operator: of any client), or None."""
         return next((one for one in self.ends if not is_foreign(client_id, one.end.client_id)), None)
 
 
