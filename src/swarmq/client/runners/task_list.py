@@ -168,7 +168,7 @@ class TaskListRunner:
     async def _fill(self, planned: PlannedSlot, report: Callable[[Tally, AttemptResult], None]) -> None:
         for number in range(self._options.max_attempts):
             if number:
-                await asyncio.sleep(self._options.retry_pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.5))
+                await asyncio.sleep(self._breaker.retry_pause_s(number) * random.uniform(0.5, 1.5))
             await self._breaker.wait_for_turn()
             is_last = number + 1 == self._options.max_attempts
             options = msgspec.structs.replace(

@@ -44,8 +44,6 @@ LOCAL_ATTEMPTS = 2
 """Attempts at a task before it goes back to its queue."""
 EVAL_SHARE = 4
 """Number of training lanes for which a worker has one evaluation lane, so that neither mode keeps the other waiting."""
-MAX_DOUBLINGS = 6
-"""Largest number of times that the pause before an attempt is doubled; the number of attempts comes from other clients."""
 RETRY_SHARE = 4
 """Number of lanes for which a worker has one further lane for returned tasks."""
 MAX_SETTLED = 10_000
@@ -144,7 +142,7 @@ class Worker:
         try:
             for left_here in reversed(range(LOCAL_ATTEMPTS)):
                 if task.attempt:
-                    await asyncio.sleep(self._options.retry_pause_s * 2 ** min(task.attempt - 1, MAX_DOUBLINGS))
+                    await asyncio.sleep(self._breaker.retry_pause_s(task.attempt))
                 await self._breaker.wait_for_turn()
                 try:
                     ep = await self._begin(task)
