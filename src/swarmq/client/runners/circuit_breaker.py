@@ -5,7 +5,7 @@ tasks.
      ^──────────────────────── the first one that is finished ────────────────────────┘
 
 How many are too many depends on how often attempts usually fail: with an environment that fails nine times in ten, twenty
-failures in a row are no outage, and ten attempts at a task are no reason to wait longer before the next. Most often the run itself is down, which can be detected: a pause ends as soon as the proxy serves again.
+failures in a row are no outage, and ten attempts at one task are no reason to wait before the next. Most often the run itself is down, which can be detected: a pause ends as soon as the proxy serves again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ UNUSUAL = 10
 independently, as many failures in a row happen once in ten thousand times."""
 RECENT = 0.1
 """Weight of the newest success in the usual number of failures before one."""
+PATIENCE = 4
+"""Multiple of the usual number of failures before a success that one task may have by chance. If nine attempts in ten fail
+independently, one task in fifty has more."""
 MAX_PAUSE_S = 60.0
 MAX_DOUBLINGS = 6
 """Largest number of times that the pause before a repeated attempt is doubled; the number of attempts comes from other clients."""
@@ -56,11 +59,16 @@ class CircuitBreaker:
     def _enough(self) -> int:
         return max(self._least, math.ceil(UNUSUAL * self._usual))
 
+    @property
+    def patience(self) -> int:
+        """Number of failures that nothing but chance may have brought on one task, as often as attempts usually fail."""
+        return int(PATIENCE * self._usual)
+
     def retry_pause_s(self, attempt: int) -> float:
         """Return the seconds to pause before a repeated attempt at a task, so that a short outage does not use up all of its attempts:
-        doubled for each attempt before, except for as many as usually fail."""
-        unusual = attempt - 1 - int(UNUSUAL * self._usual)
-        return self._first_pause_s * 2.0 ** min(max(unusual, 0), MAX_DOUBLINGS)
+        none within `patience`, then doubled for each further attempt."""
+        unusual = attempt - self.patience
+        return self._first_pause_s * 2.0 ** min(unusual - 1, MAX_DOUBLINGS) if unusual > 0 else 0.0
 
     async def wait_for_turn(self) -> None:
         """Return when this attempt may begin: at once, or during an outage when it is its turn."""

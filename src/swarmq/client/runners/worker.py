@@ -7,7 +7,8 @@
                                               └── cannot be attempted: given up, then parked
 
 A group waits for its failed slots and meanwhile fills the window of its kind, so a first failure is attempted again at once. A
-second failure may be this worker's fault, so another worker should try: the task goes to a separate queue of returned tasks.
+second failure may be this worker's fault, so another worker should try: the task goes to a separate queue of returned tasks. A
+task stays for as many attempts as may fail by chance, judged by how often attempts usually fail.
 All workers take from that queue in lanes of its own, beside the thousands of tasks that have not been attempted.
 
 A task is held unacknowledged for as long as its episode takes. If the session is renewed meanwhile (the broker came back, or
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import time
 from collections import OrderedDict
@@ -41,7 +43,8 @@ from swarmq.outcome import make_unfinished_end
 from swarmq.runtime.logs import log
 
 LOCAL_ATTEMPTS = 2
-"""Attempts at a task before it goes back to its queue."""
+"""Attempts at a task before it goes back to its queue, beside those that may fail by chance. Tasks of an environment that fails often would
+otherwise go back one after the other, and their groups would wait for each other."""
 EVAL_SHARE = 4
 """Number of training lanes for which a worker has one evaluation lane, so that neither mode keeps the other waiting."""
 RETRY_SHARE = 4
@@ -140,7 +143,7 @@ class Worker:
         this = asyncio.current_task()
         assert this is not None
         try:
-            for left_here in reversed(range(LOCAL_ATTEMPTS)):
+            for made_here in itertools.count(1):
                 if task.attempt:
                     await asyncio.sleep(self._breaker.retry_pause_s(task.attempt))
                 await self._breaker.wait_for_turn()
@@ -157,7 +160,8 @@ class Worker:
                 self._breaker.record(finished=done.finished)
                 following = msgspec.structs.replace(task, attempt=task.attempt + 1)
                 again = not done.finished and following.attempt < self._options.max_attempts
-                if not (again and left_here) or self._stop.is_set():
+                is_patient = made_here < LOCAL_ATTEMPTS + self._breaker.patience
+                if not (again and is_patient) or self._stop.is_set():
                     await self._settle(key, task, done, following if again else None)
                     return
                 self._tally.add(done)

@@ -76,16 +76,17 @@ def test_an_environment_that_fails_nine_times_in_ten_is_not_held_up():
     assert held < 200, "twenty failures in a row are usual here"
 
 
-def test_pauses_before_further_attempts_grow_unless_as_many_usually_fail():
+def test_pauses_before_further_attempts_grow_once_more_have_failed_than_may_by_chance():
     dice, breaker = random.Random(0), CircuitBreaker(lanes=4, pause_s=1.0)
     assert [breaker.retry_pause_s(attempt) for attempt in (1, 2, 3, 7, 100)] == [1.0, 2.0, 4.0, 64.0, 64.0]
     for _ in range(1000):
         breaker.record(finished=dice.random() > 0.9)
-    assert [breaker.retry_pause_s(attempt) for attempt in (1, 10, 40)] == [1.0] * 3
-    assert breaker.retry_pause_s(1000) == 64.0
+    assert 20 < breaker.patience < 60
+    assert {breaker.retry_pause_s(attempt) for attempt in range(1, breaker.patience + 1)} == {0.0}
+    assert [breaker.retry_pause_s(breaker.patience + more) for more in (1, 2, 3, 1000)] == [1.0, 2.0, 4.0, 64.0]
     for _ in range(100):
         breaker.record(finished=True)
-    assert [breaker.retry_pause_s(attempt) for attempt in (1, 2, 3)] == [1.0, 2.0, 4.0]
+    assert breaker.patience == 0
 
 
 def test_an_outage_is_noticed_as_soon_after_other_outages():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import sys
 import threading
 
@@ -120,6 +121,28 @@ def _only_begins(real):
         await real(queue, message, deadline_s=deadline_s)
 
     return publish
+
+
+async def test_tasks_stay_in_their_lanes_where_nine_attempts_in_ten_fail(swarm):
+    """Otherwise each lane takes a new task after two failures, more and more groups are open, and none becomes complete."""
+    dice, enough = random.Random(0), asyncio.Event()
+    begun, unfinished = set(), []
+
+    async def agent(ep):
+        begun.add(ep.task.id)
+        if dice.random() < 0.9:
+            raise ConnectionError("no sandbox")
+        unfinished.append(len(begun) - len(unfinished) - 1)
+        if len(unfinished) == 60:
+            enough.set()
+        return 1.0
+
+    for number in range(300):
+        await swarm.broker.publish(TASKS, task(f"t{number}"))
+    async with working(swarm, agent, concurrency=4, max_attempts=1000) as worker:
+        await enough.wait()
+        await worker.drained()
+    assert unfinished[-1] < 40, unfinished
 
 
 async def test_a_task_that_fails_is_attempted_again_before_those_that_wait(swarm):
