@@ -76,7 +76,7 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     """The proxies of the run: address, limits, timeouts and how requests are treated."""
 
     host: str = "127.0.0.1"
-    """Address on which the proxies listen, and name by which clients reach them."""
+    """Address on which the proxies listen, and host name by which clients reach them."""
     port: Port = 0
     """Port of the first proxy, further proxies take the following ports; 0 picks free ports."""
     certificate: str | None = None
@@ -90,19 +90,20 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     request_timeout_s: Positive = 600.0
     """Seconds from a call's arrival to its last byte, after which it is answered 504."""
     receive_timeout_s: Positive = 60.0
-    """Seconds for the head of a request to arrive, and again for its body, after which it is answered 408."""
+    """Seconds within which the head of a request must arrive, and then its body; otherwise it is answered 408."""
     max_body_bytes: Count = 10 * 1024 * 1024
     """Size of the largest request body; larger ones are answered 413."""
     confirm_timeout_s: Positive = 15.0
-    """Seconds that an answer waits for the broker's confirm before the agent gets a 503."""
+    """Seconds that an answer waits for the broker's confirmation before the agent gets a 503."""
     max_open_calls: Count = 4096
-    """Most calls of one proxy that are rendered or sampled at the same time; further calls wait."""
+    """Maximum number of calls that one proxy renders or samples at the same time; further calls wait."""
     max_waiting_calls: Whole = 4096
     """Maximum number of calls that may wait in one proxy; further calls are answered 429 with `Retry-After`."""
     max_memory_bytes: Count = 512 * 1024 * 1024
-    """Memory of one proxy for the conversations of open episodes; beyond it, the least recently used are forgotten."""
+    """Memory of one proxy in bytes for the conversations of open episodes; beyond it, the least recently used conversations are
+    forgotten."""
     max_episode_calls: Count = 256
-    """Most calls of one episode at the same time, so that no key uses up a proxy; further calls are answered 429."""
+    """Maximum number of open calls of one episode, so that no episode uses up a proxy; further calls are answered 429."""
     remote_images: bool = False
     """Let engines fetch images from https URLs in requests, with the network access of the engine's host."""
     server_tools: Literal["leave_out", "refuse"] = "leave_out"
@@ -112,15 +113,15 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     """Treatment of request parameters that neither OpenAI nor vLLM has: answered 400, as OpenAI does, or left out of the request and
     named in the header `x-swarmq-overridden`."""
     special_tokens: Literal["keep", "escape"] = "keep"
-    """Treatment of a special token's text (`<|im_end|>`) in agents' messages: kept as the token, as in vLLM, or escaped to plain text
-    that cannot forge a turn. Escape where agents read text from strangers."""
+    """Treatment of a special token's text (`<|im_end|>`) in agents' messages: kept as the token, as in vLLM, or escaped to plain
+    text that cannot forge a turn. Use `escape` if agents read text from strangers."""
     probe_every_s: Positive = 2.0
     """Seconds between two probes of an engine's health and weight version."""
     traces: bool = False
     """Send an OpenTelemetry span for each call, configured by OpenTelemetry's environment variables; needs `swarmq[traces]`."""
     drift_alert: Share = 0.05
-    """Share of turns that cannot continue their conversation token by token above which a warning is given. Turns whose history the
-    agent edited do not count, and cause a warning only above one half. 1 never warns."""
+    """Warn if more than this share of turns cannot continue their conversation token by token. Turns with a history that the
+    agent edited do not count; they cause a warning of their own only above one half. 1 never warns."""
     drift_window: Count = 100
     """Number of a policy's newest turns to which `drift_alert` applies."""
 
@@ -141,28 +142,29 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
     groups_per_batch: Count = 8
     """Number of groups in an optimizer batch."""
     min_group: Count = 2
-    """Fewest members with which an incomplete group is trained."""
+    """Minimum number of members with which an incomplete group is trained."""
     deadline_s: Positive = 600.0
-    """Seconds that a group waits for its other members after the first has finished."""
+    """Seconds that a group waits for its other members after the first member has finished."""
     max_staleness: Whole = 4
-    """Most weight versions between the sampling of a rollout's oldest token and its training."""
+    """Maximum number of weight versions between the sampling of a rollout's oldest token and its training."""
     idle_timeout_s: Positive = 600.0
     """Seconds without a sign of life after which an episode expires."""
     when_dry: Literal["wait", "lend"] = "wait"
-    """What batches do when a kind of the mix runs dry: wait for it, or lend its share to the other kinds until it is back. Lent
-    shares are not paid back."""
+    """What happens if a kind of the mix runs dry: batches wait for it, or its share goes to the other kinds until it is back
+    (`lend`). Lent shares are not paid back."""
     dry_after_s: Positive = 120.0
-    """Seconds for which a kind's tickets lie untouched, with none of its episodes running, until the kind counts as dry."""
+    """Seconds after which a kind counts as dry, if nobody takes its tickets and none of its episodes runs."""
     uninformative_groups: Count = 16
-    """Groups with equal rewards in a row, per group that a batch wants of the kind, after which a kind counts as dry, too."""
+    """A kind also counts as dry after this number of groups in a row with equal rewards, times the number of its groups in a
+    batch."""
 
 
 class TranscriptSettings(Settings, frozen=True, kw_only=True):
     """Transcripts: every closed episode, kept readable in the run folder. Losing them loses no training."""
 
     size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 2.0
-    """Most gigabytes of a run's transcripts, beyond which the oldest, least interesting conversations are removed; 0 keeps no
-    transcripts. The newest 32 of every kind and reason always stay."""
+    """Maximum size of a run's transcripts in gigabytes, beyond which the oldest, least interesting conversations are removed; 0
+    keeps no transcripts. The newest 32 of every kind and reason are always kept."""
     age_days: Factor = 30.0
     """Days after which a conversation is removed, except for the newest 32 of every kind and reason."""
 
@@ -175,8 +177,8 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     count: Count = 1
     """Number of engines that `swarmq up` starts."""
     max_model_len: Count | None = None
-    """Most tokens of prompt and answer together; a model with a smaller limit keeps its own. None: the largest number that the
-    model, the learner's micro-batches and GPU memory allow, which `swarmq up` reports with its cause."""
+    """Maximum number of tokens of prompt and answer together; a model with a smaller limit keeps its own. None: the largest
+    number that the model, the learner's micro-batches and GPU memory allow, which `swarmq up` reports with its cause."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the served weights, as vLLM's `--dtype`."""
     gpu_memory_utilization: Share | None = None
@@ -186,7 +188,7 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     """Further command-line arguments of the vLLM server."""
     start_timeout_s: Positive = 600.0
-    """Seconds for an engine to start."""
+    """Seconds within which an engine must have started."""
 
 
 TEACHER_TEMPERATURE = 1.0
@@ -201,10 +203,10 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
     temperature: Factor = 1.0
     """Sampling temperature."""
     max_tokens: Count | None = None
-    """Most tokens of one answer; None: as many as the agent asks for and the engine has room for."""
+    """Maximum number of tokens of one answer; None: as many as the agent asks for and the engine's context allows."""
     conflicts: Literal["override", "refuse"] = "override"
-    """Treatment of a training call that asks for other sampling: sampled as the run samples, with a header that names the overridden
-    parameters, or refused with 400."""
+    """Treatment of a training call that asks for other sampling parameters: sampled with the run's parameters, with a header that
+    names the overridden ones, or refused with 400."""
 
 
 LOSSES_BY_CONSTANT = {
@@ -223,7 +225,7 @@ class Loss(Settings, frozen=True, kw_only=True):
     name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
     """Name of the policy loss."""
     ratio_cap: Positive = 20.0
-    """Largest importance ratio that weights a token."""
+    """Upper bound of the importance ratio that weights a token."""
     mask_delta: Positive = 0.2
     """Change of a token's probability, in the direction of its advantage, beyond which `tis_mask` masks it."""
     logratio_penalty: Weight = 1e-3
@@ -251,15 +253,15 @@ class LengthPenalty(Settings, frozen=True, kw_only=True):
     """Penalty subtracted from an episode's reward: 0 up to `free` sampled tokens, `weight` from `full` on, linear in between."""
 
     free: Whole
-    """Most sampled tokens without a penalty."""
+    """Number of sampled tokens up to which there is no penalty."""
     full: Count
-    """Sampled tokens from which on the whole penalty is subtracted."""
+    """Number of sampled tokens from which on the whole penalty is subtracted."""
     weight: Factor = 1.0
-    """The whole penalty."""
+    """Size of the whole penalty."""
 
     def __post_init__(self) -> None:
         if self.full <= self.free:
-            raise ValueError(f"full: {self.full} tokens are not more than the {self.free} that are free")
+            raise ValueError(f"full: must be more than free ({self.free} tokens), but is {self.full}")
 
 
 class Lora(Settings, frozen=True, kw_only=True):
@@ -279,11 +281,12 @@ class Train(Settings, frozen=True, kw_only=True):
     advantage: Advantage = "rloo"
     """Advantage estimator."""
     advantages: dict[str, Advantage] = field(default_factory=dict)
-    """Task kind -> advantage estimator, for kinds with another one; filled in from `kinds.X.advantage`."""
+    """Task kind -> advantage estimator, for kinds that use another one; filled in from `kinds.X.advantage`."""
     ema_decay: Decay = 0.95
     """Decay (alpha) of the `ema` baseline at every episode."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Discount (gamma) of rewards by call: calls are credited with the return G_k = r_k + gamma G_(k+1); None: with r_k."""
+    """Discount (gamma) of rewards by call: a call is credited with the return G_k = r_k + gamma G_(k+1); None: with its own
+    reward r_k."""
     length_penalty: LengthPenalty | None = None
     """Penalty for long episodes; None: no penalty."""
     overlong: Literal["keep", "drop"] = "keep"
@@ -291,22 +294,23 @@ class Train(Settings, frozen=True, kw_only=True):
     loss: Loss = field(default_factory=Loss)
     """The policy loss."""
     reference: str | None = None
-    """Model folder or name of the reference policy of `loss.kl`; None: the policy's initial model, which LoRA training has
-    loaded anyway."""
+    """Model folder or name of the reference policy of `loss.kl`; None: the policy's initial model, which takes no further memory
+    in LoRA training."""
     teacher: str | None = None
-    """Teacher of the `distill` loss, with the policy's vocabulary: a model folder or name, which the learner loads; or, for policies
-    sampled at temperature 1, a served one: the URL of a vLLM server, or `policies.X`, a policy of this job with `trained = false`."""
+    """Teacher of the `distill` loss, which must have the policy's vocabulary: a model folder or name, which the learner loads; or, for
+    policies sampled at temperature 1, a served teacher: the URL of a vLLM server, or `policies.X`, a policy of this job with
+    `trained = false`."""
     steps_per_batch: Count = 1
-    """Optimizer steps per batch. Its groups are divided among the steps, and from the second step on the loss is corrected for the
-    steps before."""
+    """Optimizer steps per batch. A batch's groups are divided among the steps, and from the second step on the loss is corrected
+    for the previous steps."""
     normalisation: Literal["token", "episode", "constant"] = "token"
     """Denominator of the loss: trained tokens, episodes, or episodes times `constant_length`."""
     constant_length: Count = 1024
     """Length L_max of the `constant` normalisation, in tokens."""
     row_k3_max: NonNegative = 0.0
-    """Largest mean k3 mismatch with the engine at which a model call is trained; 0 trains all."""
+    """Largest mean k3 mismatch between engine and learner at which a model call is trained; 0 trains all calls."""
     ratio_band: tuple[Positive, Positive] | None = None
-    """Range of the probability ratio to the engine within which a token is trained, e.g. [0.5, 2.0]; None: any ratio."""
+    """Range of the ratio of learner to engine probability within which a token is trained, e.g. [0.5, 2.0]; None: any ratio."""
     engine_gap_max: NonNegative | None = None
     """Largest mean difference, in nats, between engine and learner log-probabilities of sampled tokens under the same weights. Above
     it, the learner stops before it trains. None: 0.005 if both compute in FP32, else 0.1. 0 never stops."""
@@ -323,19 +327,19 @@ class Train(Settings, frozen=True, kw_only=True):
     max_steps: Whole = 0
     """Last step; 0: train until stopped."""
     micro_batch_tokens: Count = 16384
-    """Most tokens of one forward and backward pass. An episode with a longer call is dropped and counted."""
+    """Maximum number of tokens of one forward and backward pass. An episode with a longer call is dropped and counted."""
     layout: Literal["auto", "rows", "tree"] = "auto"
     """Layout of micro-batches: packed rows, or trees that compute shared beginnings once; `auto` takes the cheaper one. The
     gradient is the same."""
     gradient_checkpointing: bool = True
-    """Recompute as many layers in the backward pass as GPU memory does not hold (without a GPU: all of them)."""
+    """In the backward pass, recompute the layers whose activations GPU memory does not hold (without a GPU: all layers)."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """Precision of the layers: BF16 with FP32 master weights, or FP32 (`no`); `auto`: BF16 on a GPU, else FP32."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """Whether ranks shard parameters, gradients and optimizer state (FSDP2, `full`) or each hold the whole model (`none`); `auto`
     shards if the whole model does not fit a GPU."""
     cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory between uses; needs full sharding."""
+    """Keep parameters and optimizer state in host memory while they are not used; needs sharding = 'full'."""
     context_parallel: Count = 1
     """Number of ranks that share the tokens of each micro-batch, for calls that are too long for one GPU; `micro_batch_tokens` counts
     the tokens of the whole micro-batch. The number of ranks must be a multiple of it."""
@@ -348,7 +352,8 @@ class Train(Settings, frozen=True, kw_only=True):
     keep_batches: bool = True
     """Keep the whole batch log; false removes batches that no kept checkpoint needs."""
     token_log: bool = True
-    """Record the learner's view of every trained token for `swarmq inspect`: 6 bytes a sampled token before compression."""
+    """Record log-probability, entropy and advantage of every trained token for `swarmq inspect`; takes 6 bytes per sampled token
+    before compression."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
     """Trackers that get the metrics of every step; their files are in `<run>/<policy>/trackers`."""
     tracker_samples: Whole = 8
@@ -356,14 +361,14 @@ class Train(Settings, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     """Seed of the learner's random numbers."""
     deterministic: bool = False
-    """Make a repeated step equal bit for bit on the same kind of machine. Slower on a GPU."""
+    """Make a step that is repeated on the same kind of machine equal bit for bit. Slower on a GPU."""
 
     def __post_init__(self) -> None:
         if self.cpu_offload and self.sharding != "full":
             raise ValueError("cpu_offload: only has an effect with sharding = 'full'")
         if self.loss.name == "distill" and self.teacher is None:
             raise ValueError(
-                "teacher: loss.name = 'distill' needs one: a model folder or name, the url of a server, or policies.X"
+                "teacher: loss.name = 'distill' needs a teacher: a model folder or name, the url of a server, or policies.X"
             )
         if self.loss.name != "distill" and self.teacher is not None:
             raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
@@ -410,18 +415,18 @@ class MixPoint(Settings, frozen=True, kw_only=True):
     """The mix at one step of a schedule."""
 
     step: Count
-    """Step from which the point holds."""
+    """Step at which this mix is reached."""
     mix: dict[str, Share]
     """Task kind -> share of the groups of a batch; the shares sum to 1."""
 
 
 class MixSchedule(Settings, frozen=True, kw_only=True):
-    """Schedule of the mix, starting from `mix` at step 0. A kind that a point leaves out has no share there."""
+    """Schedule of the mix, starting from `mix` at step 0. A kind that a point leaves out has share 0 there."""
 
     shape: Literal["linear", "cosine", "table"] = "linear"
     """Interpolation between two points: linear, half a cosine, or the earlier point's mix until the later point (`table`)."""
     points: tuple[MixPoint, ...]
-    """Points of the schedule, by rising step."""
+    """Points of the schedule, in order of rising steps."""
 
 
 class Kind(Settings, frozen=True, kw_only=True):
@@ -432,11 +437,12 @@ class Kind(Settings, frozen=True, kw_only=True):
     advantage: Advantage | None = None
     """Advantage estimator in place of `policies.X.train.advantage`."""
     max_tokens: Count | None = None
-    """Most tokens of one answer, if fewer than `policies.X.sampling.max_tokens` allows."""
+    """Maximum number of tokens of one answer, if smaller than `policies.X.sampling.max_tokens`."""
     episode_tokens: Count | None = None
-    """Most tokens that the calls of one episode may sample together: the last call is cut, later ones are refused."""
+    """Maximum number of tokens that all calls of one episode may sample: the last call is cut off there, and later calls are
+    refused."""
     episode_calls: Count | None = None
-    """Most model calls of one episode; later ones are refused."""
+    """Maximum number of model calls of one episode; later calls are refused."""
 
 
 class Eval(Settings, frozen=True, kw_only=True):
@@ -456,20 +462,21 @@ class MetricsSettings(Settings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address on which collector and learners serve `/metrics`, without any password."""
     collector_port: Port = 0
-    """Port of the collector's metrics; 0: a free one under `swarmq up`, else none."""
+    """Port of the collector's metrics; 0: a free port under `swarmq up`, otherwise no metrics."""
     learner_ports: dict[str, Port] = field(default_factory=dict)
-    """Policy -> port of its learner's metrics; absent: a free one under `swarmq up`, else none."""
+    """Policy -> port of its learner's metrics; a policy without a port: a free port under `swarmq up`, otherwise no metrics."""
 
 
 class AlertSettings(Settings, frozen=True, kw_only=True):
     """Alerts on warnings, standstills and the end of training (docs/how-to/monitoring.md)."""
 
     command: str = ""
-    """Program with its arguments that is run for each alert, with the alert as JSON on its standard input; no shell reads it."""
+    """Program with arguments that is run for each alert, with the alert as JSON on its standard input; it is run without a
+    shell."""
     url: str = ""
     """http(s) URL to which each alert is posted as JSON."""
     interval_s: Factor = 600.0
-    """Least seconds between two alerts with the same wording."""
+    """Minimum number of seconds between two alerts with the same wording."""
 
     def __post_init__(self) -> None:
         try:
@@ -489,7 +496,7 @@ class Policy(Settings, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     """Further model names by which agents may request the policy, e.g. ["gpt-4o", "claude-*"], for agents with a fixed model name."""
     trained: bool = True
-    """Whether the policy has a learner; false: it is served frozen."""
+    """Whether the policy has a learner; if false, it is served frozen."""
     placement: Literal["auto", "shared", "split"] = "auto"
     """Whether learner and engines share the host's GPUs (`shared`) or get separate ones (`split`); `auto` decides by memory."""
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -502,8 +509,8 @@ class Policy(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.train.has_served_teacher and self.sampling.temperature != TEACHER_TEMPERATURE:
             raise ValueError(
-                f"sampling.temperature: a teacher that a server has (train.teacher) judges what was sampled at temperature "
-                f"{TEACHER_TEMPERATURE:g} alone, not at {self.sampling.temperature:g}; or name the teacher's model folder, for the learner to load"
+                f"sampling.temperature: a served teacher (train.teacher) can only score tokens sampled at temperature "
+                f"{TEACHER_TEMPERATURE:g}, not at {self.sampling.temperature:g}; or set train.teacher to a model folder, which the learner loads"
             )
 
 
@@ -517,9 +524,9 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     mix: dict[str, Share] = field(default_factory=lambda: {"default": 1.0})
     """Task kind -> share of the groups of every batch; the shares sum to 1."""
     mix_schedule: MixSchedule | None = None
-    """Change of the mix over the steps; None: the mix stays."""
+    """Change of the mix over the steps; None: the mix is constant."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Kind -> its own settings. Kinds outside the mix get queues, too, and can be mixed in later."""
+    """Kind -> its own settings. Kinds that are not in the mix also get queues, and can be added to the mix later."""
     eval: Eval = field(default_factory=Eval)
     """Evaluation during training."""
     policies: dict[str, Policy]
@@ -555,10 +562,10 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
             if other := next((other for other in self.policies if other in policy.aliases), None):
                 raise ValueError(f"policies.{name}.aliases: {other!r} is a policy's own name")
         if not any(policy.trained for policy in self.policies.values()):
-            raise ValueError("policies: none is trained; leave `trained` out of at least one")
+            raise ValueError("policies: no policy is trained; remove trained = false from at least one")
         for name in self.metrics.learner_ports:
             if name not in self.trained:
-                raise ValueError(f"metrics.learner_ports: {name!r} is no policy that is trained here")
+                raise ValueError(f"metrics.learner_ports: {name!r} is not a trained policy of this job")
         _check_shares("mix", self.mix)
         if self.mix_schedule:
             _check_points(self.mix_schedule.points)
@@ -570,7 +577,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         for name, policy in self.policies.items():
             if policy.train.steps_per_batch > self.groups.groups_per_batch:
                 raise ValueError(
-                    f"policies.{name}.train.steps_per_batch: {policy.train.steps_per_batch} steps share out the groups of a batch, and "
+                    f"policies.{name}.train.steps_per_batch: {policy.train.steps_per_batch} steps need as many groups in a batch, but "
                     f"groups.groups_per_batch is {self.groups.groups_per_batch}"
                 )
             if (teacher := policy.train.teacher_policy) is not None and teacher not in self.frozen:
@@ -614,7 +621,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, policies={**self.policies, policy: taught})
 
     def train_of(self, policy: str) -> Train:
-        """Return the policy's training settings with the kinds' own advantages filled in."""
+        """Return the policy's training settings, with the kinds' own advantage estimators filled in."""
         train = self.policies[policy].train
         own = {name: kind.advantage for name, kind in self.kinds.items() if kind.advantage}
         return msgspec.structs.replace(train, advantages={**own, **train.advantages})
@@ -772,7 +779,7 @@ def make_folder(path: Path) -> None:
     except OSError as error:
         writable, reason = False, error.strerror or str(error)
     if not writable:
-        raise ConfigError(f"{path}: nothing can be written there ({reason}): choose another `folder`")
+        raise ConfigError(f"{path}: cannot be written to ({reason}): choose another `folder`")
 
 
 def _check_shares(where: str, mix: dict[str, float]) -> None:
@@ -782,10 +789,10 @@ def _check_shares(where: str, mix: dict[str, float]) -> None:
 
 def _check_points(points: Sequence[MixPoint]) -> None:
     if not points:
-        raise ValueError("mix_schedule.points: at least one is needed")
+        raise ValueError("mix_schedule.points: at least one point is needed")
     steps = [point.step for point in points]
     if steps != sorted(set(steps)):
-        raise ValueError(f"mix_schedule.points: their steps must rise, these are {', '.join(map(str, steps))}")
+        raise ValueError(f"mix_schedule.points: steps must rise, but are {', '.join(map(str, steps))}")
     for number, point in enumerate(points):
         _check_shares(f"mix_schedule.points[{number}].mix", point.mix)
 
@@ -811,7 +818,7 @@ def _assignment(text: str, where: str) -> tuple[str, Any]:
     try:
         msgspec.msgpack.encode(value)  # commands carry the value as msgpack
     except OverflowError as error:
-        raise ConfigError(f"{where}: a whole number of more than 64 bits") from error
+        raise ConfigError(f"{where}: the whole number has more than 64 bits") from error
     return path.strip(), value
 
 
@@ -822,7 +829,7 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
     *sections, key = present.split(".")
     node = tree
     for depth, section in enumerate(sections):
-        if node.get(section) is None:  # so that a section which is off can be set, too
+        if node.get(section) is None:  # also creates a section that is None by default
             node[section] = {}
         node = node[section]
         if not isinstance(node, dict):
@@ -831,7 +838,7 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
 
 
 def present_path(path: str) -> str:
-    """Return the present path of a setting that `path` may call by a former name."""
+    """Return the present path of the setting at `path`, which may be a former path."""
     steps = path.split(".")
     for former, present in RENAMED.items():
         if len(steps) == former.count(".") + 1 and fnmatch.fnmatchcase(path, former):
@@ -854,7 +861,7 @@ def rename_former(tree: dict[str, Any], section: str = "") -> None:
             if old not in node:
                 continue
             if new in node:
-                raise ConfigError(f"{where}: {old} is the former name of {new}, and both are set; remove {old}")
+                raise ConfigError(f"{where}: {old} is the former name of {new}, but both are set; remove {old}")
             node[new] = node.pop(old)
             _warn_of_former(f"{where}.{old}", f"{where}.{new}")
 
@@ -877,7 +884,7 @@ def _warn_of_former(former: str, present: str) -> None:
 
 
 def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[str]) -> None:
-    """Raise ConfigError for a setting of a policy that is neither in the file nor given a model."""
+    """Raise ConfigError if `sets` name a policy that is not in the file and gets no model by `sets`."""
     known = tree.get("policies")
     for text in sets:
         sections = _path(text)
@@ -887,7 +894,7 @@ def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[
 
 
 def _find_blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[str]:
-    """Return the `sets` that caused msgspec's complaint, or none if the file alone causes the same complaint."""
+    """Return the `sets` that caused msgspec's complaint, or [] if the file alone causes it."""
     try:
         msgspec.convert(tree, SwarmJob)
     except msgspec.ValidationError as error:

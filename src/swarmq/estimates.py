@@ -1,7 +1,6 @@
 """Intervals and means that clients, collector and learner compute alike: Wilson's interval, and means of users' metrics. Pure.
 
-Names of metrics are users' strings and their values any finite numbers, so that both are bounded here before they reach logs,
-events, screens and trackers.
+Users choose names and values of metrics freely, so both are bounded here before they reach logs, events, screens and trackers.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
 MAX_METRICS = 64
-"""Most names of metrics that are shown of a task kind; further names stay with their episodes only."""
+"""Maximum number of metrics that are shown per task kind; further metrics are kept with their episodes only."""
 MAX_METRIC_NAME = 80
-"""Most characters of a shown name of a metric."""
+"""Maximum number of characters of a metric's shown name."""
 MAX_METRIC = 1e100
-"""Values beyond it count as this much, so that no sum of values overflows."""
+"""Largest absolute value of a metric; larger values are clipped, so that no sum of values overflows."""
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
@@ -57,8 +56,8 @@ def shorten_name(name: str) -> str:
 
 
 def sum_metrics(episodes: Iterable[Mapping[str, float]]) -> dict[str, MetricSum]:
-    """Return shown name -> number and sum of the values, over the metrics of many episodes. The number of names is
-    not bounded yet, except that an episode adds at most twice MAX_METRICS."""
+    """Return shown name -> number and sum of the values, over the metrics of many episodes. The number of names is only bounded
+    per episode, to twice MAX_METRICS."""
     sums: dict[str, MetricSum] = {}
     for metrics in episodes:
         for name, value in islice(metrics.items(), 2 * MAX_METRICS):
@@ -79,20 +78,23 @@ def add_metrics(one: Mapping[str, MetricSum], other: Mapping[str, MetricSum]) ->
 
 
 def keep_most_reported(sums: Mapping[str, MetricSum]) -> dict[str, MetricSum]:
-    """Return the MAX_METRICS metrics that most episodes report, of equally many the first by name, ordered by name."""
+    """Return the MAX_METRICS metrics that most episodes report, ordered by name. Among metrics with equally many episodes, the
+    first by name are taken."""
     most = sorted(sums, key=lambda name: (-sums[name].count, name))[:MAX_METRICS]
     return {name: sums[name] for name in sorted(most)}
 
 
 class MetricNames:
-    """The names of metrics that a run shows: of each kind the first MAX_METRICS, so that they stay the same from step to step."""
+    """Names of the metrics that a run shows: for each kind, the first MAX_METRICS names reported, so that they stay the same from
+    step to step."""
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, None]] = {}
         self._refused: set[str] = set()
 
     def admit(self, kind: str, sums: Mapping[str, MetricSum]) -> tuple[dict[str, MetricSum], str]:
-        """Return the sums whose names are shown, and a warning at the first refused name of the kind, else ""."""
+        """Return the sums of metrics that are shown, and a warning when a metric of the kind is refused for the first time, else
+        ""."""
         names = self._names.setdefault(kind, {})
         for name in sums:
             if len(names) < MAX_METRICS:
@@ -108,6 +110,6 @@ class MetricNames:
 def warn_of_many(kind: str, name: str) -> str:
     """Return the warning about a kind whose agents report more metrics than are shown."""
     return (
-        f"episodes of kind {kind} report more than {MAX_METRICS} different metrics: the others (the first of them: {name!r}) are "
-        "not shown in steps, evaluations and trackers; put what differs from episode to episode into metadata, not into names"
+        f"episodes of kind {kind} report more than {MAX_METRICS} different metrics: further ones (the first: {name!r}) are "
+        "not shown in steps, evaluations and trackers; put values that differ from episode to episode into metadata, not into names of metrics"
     )

@@ -49,7 +49,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 """Pattern of the names of runs, policies and kinds, which become parts of queue names."""
 
 EQUAL_REWARDS = "equal_rewards"
-"""Reason for which a learner drops a group whose rewards are all equal. The collector counts these groups."""
+"""Reason with which a learner drops a group of equal rewards. The collector counts these groups."""
 
 RESPONSE_ID_PREFIX = "resp_"
 """Prefix of call ids in objects of the Responses API."""
@@ -159,11 +159,12 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     counts_retries: bool = False
     """Whether the client library counts retries in every request, so that an equal request with retry 0 is a new request."""
     receipt: bool = False
-    """Whether the proxy will report in a `DeliveryReport` if the answer was sent; False from proxies that report nothing."""
+    """Whether the proxy will say in a `DeliveryReport` whether the answer was sent; False if the proxy sends no reports."""
     observed: bool = False
     """Whether the client watches its agent's calls and lists this one in `EpisodeEnd.received` if its answer arrives."""
     request_digest: str = ""
-    """Digest of the request, equal for two transmissions of it, by which the orphan turn of a retry is recognised."""
+    """Digest of the request, equal for all transmissions of it. It serves to recognise the orphan turn of a request that was
+    retried."""
     parent: str | None = None
     """Call id of the turn that holds the first tokens of the prompt: the turn that is continued, another choice or transmission
     of the same request, or a turn whose prompt has the same beginning."""
@@ -183,8 +184,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     client_id: str = ""
     """Client whose API key the request carried."""
     branch: str | None = None
-    """Reason for which no earlier turn could be continued although a continuation was expected (`history_edited`, `drift`,
-    ...)."""
+    """Reason why no earlier turn could be continued although a continuation was expected (`history_edited`, `drift`, ...)."""
     repaired: bool = False
     """Whether a fresh rendering would have given other tokens than the recorded ones, which were kept."""
     timings: Timings = Timings()
@@ -240,8 +240,8 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     """Call ids whose answers the client saw arrive, among the turns marked `observed`; None if the client did not watch."""
     reason: str = ""
     final: bool = False
-    """Whether no further attempt at the slot will come although this one has no reward, so that the group does not wait for the
-    slot any longer."""
+    """Whether no further attempt at the slot will come although this one has no reward, so that the group stops waiting for the
+    slot."""
     client_id: str = ""
 
 
@@ -270,13 +270,13 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     orphan_turns: int = 0
     """Number of recorded answers that the agent did not receive; they are not among the turns."""
     uncredited: dict[str, float] = {}
-    """Rewards that the end gave to calls on which no policy is trained."""
+    """Rewards in the end record for calls that are not trained."""
     turns: tuple[Turn, ...]
 
 
 class StepReport(Record, frozen=True, kw_only=True, tag="consumed"):
     """learner -> in: what the learner did with the rollouts of one batch-log record. A report without rollouts says that the
-    learner waits in vain and that unreported rollouts must be published again."""
+    learner waits and gets no rollouts, so the collector must publish unreported rollouts again."""
 
     policy: str
     record: int = 0
@@ -354,7 +354,7 @@ class Control(Record, frozen=True, kw_only=True, tag="control"):
     checkpoints: int = 0
     """Number of checkpoints requested since the run began."""
     command_id: str = ""
-    """Id of the command behind this number; empty where the collector decided by itself."""
+    """Id of the command behind this number; empty if the collector decided without a command."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):

@@ -69,7 +69,7 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
         (["policies.main.sampling.temperature=inf"], ["policies.main.sampling.temperature"]),
         (["policies.main.train.learning_rate=inf"], ["policies.main.train.learning_rate"]),
         (["policies.main.train.seed=-1"], ["policies.main.train.seed", ">= 0"]),
-        (["policies.main.train.loss.name=distill"], ["policies.main.train: teacher", "needs one"]),
+        (["policies.main.train.loss.name=distill"], ["policies.main.train: teacher", "needs a teacher"]),
         (
             [
                 "policies.main.train={loss={name='distill'}, teacher='http://t'}",

@@ -87,7 +87,7 @@ def test_whole_groups_follow_the_mix_within_one_group_and_carry_the_rest(parts, 
         ({"mix_schedule": {"shape": "square", "points": [{"step": 5, "mix": {"a": 1.0}}]}}, "mix_schedule.shape"),
         ({"kinds": {"a": {"group_size": 1}}}, "min_group: 2 is more than kinds.a.group_size 1"),
         ({"kinds": {"a": {"advantage": "best"}}}, "kinds"),
-        ({"policies": {"judge": {"model": "m", "trained": False}}}, "none is trained"),
+        ({"policies": {"judge": {"model": "m", "trained": False}}}, "no policy is trained"),
     ],
 )
 def test_a_wrong_mix_is_refused_with_its_place(settings, words):

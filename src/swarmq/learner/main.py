@@ -33,9 +33,9 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
     if policy not in job.policies:
         raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
     if not job.policies[policy].trained:
-        raise ConfigError(f"policies.{policy}.trained is false: it is served, not trained")
+        raise ConfigError(f"policies.{policy}.trained is false: the policy is served, not trained")
     if job.policies[policy].train.teacher_policy:
-        os.environ[KEY_ENV] = EngineRegistry(job).secret()  # its ranks inherit it
+        os.environ[KEY_ENV] = EngineRegistry(job).secret()  # the ranks inherit it
         job = job.find_teacher(policy)
     logs.configure(role=f"learner.{policy}", run=job.run)
     with contextlib.ExitStack() as stack:
@@ -51,8 +51,8 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """Run the loop of one rank, while the caller holds lock and collector."""
-    from swarmq.learner.distributed.accelerator import leave_group  # noqa: PLC0415  (torch comes with the loop, only where it trains)
+    """Run the loop of one rank. The caller holds the lock and keeps the collector running."""
+    from swarmq.learner.distributed.accelerator import leave_group  # noqa: PLC0415  (torch is imported only in processes that train)
 
     _train(job, policy, is_main=is_main, no_push=no_push)
     leave_group()

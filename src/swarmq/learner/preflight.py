@@ -1,5 +1,4 @@
-"""Preflight checks shared by `swarmq up` and the learner: settings that a learner refuses, checked before anything starts.
-Without torch."""
+"""Preflight checks shared by `swarmq up` and the learner: refuse settings before anything starts. Without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from swarmq.learner.train.tracker_packages import check_trackers
 
 
 def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
-    """Raise LearnerError for any setting that the policy's learner with this number of ranks would refuse. References and
-    teachers are compared by their tokenizers, which needs transformers."""
+    """Raise LearnerError for any setting that the policy's learner with this number of ranks would refuse. Also compares the
+    tokenizers of reference and teacher with the policy's, which needs transformers."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
     if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
@@ -25,7 +24,7 @@ def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
 
 
 def check_settings(train: Train, ranks: int) -> None:
-    """Raise LearnerError for settings that are wrong whatever the model."""
+    """Raise LearnerError for settings that are wrong for any model."""
     check_trackers(train.trackers)
     check_rank_count(train, ranks)
     check_offload(train, ranks)

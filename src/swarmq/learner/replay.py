@@ -46,7 +46,7 @@ def replay(
     wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(
-            f"the batch log goes on with version {wanted[0].index.version}, not {trainer.version + 1}: "
+            f"the batch log continues with version {wanted[0].index.version}, not {trainer.version + 1}: "
             f"name a checkpoint of version {wanted[0].index.version - 1} or later"
         )
     for place in wanted:
@@ -55,9 +55,8 @@ def replay(
         fields = trainer.step(batch_log.read_record(place))
         report({"version": trainer.version, **fields})
         log.info("replayed", version=trainer.version, loss=fields["loss"])
-    tokenizer = (
-        str(start.path) if start else settings.model
-    )  # the first model's folder need not exist where the run was copied to
+    # the initial model's folder may not exist on the host to which the run was copied
+    tokenizer = str(start.path) if start else settings.model
     save_load.save_checkpoint(to_folder, trainer, identity, model=tokenizer, keep=1)
     return trainer.version
 
@@ -66,7 +65,7 @@ def _sound(path: Path, identity: RunIdentity) -> discovery.Checkpoint:
     try:
         manifest = discovery.verify(path)
     except discovery.DamagedError as error:
-        raise LearnerError(f"{path}: not a sound checkpoint: {error}") from error
+        raise LearnerError(f"{path}: not a valid checkpoint: {error}") from error
     if difference := identity.difference(manifest.identity):
-        raise LearnerError(f"{path}: the checkpoint belongs to something else: {difference}")
+        raise LearnerError(f"{path}: the checkpoint is of another run, policy or model: {difference}")
     return discovery.Checkpoint(path=path, version=manifest.version)

@@ -3,8 +3,8 @@
   demonstrations (JSON lines of chats) --template--> turns --fold, pack--> the trainer's own steps with the `sft` loss --> folder
 
 The assistant's messages are trained as if the model had sampled them after the prompt that the chat template renders from the
-messages before. Everything that holds for training therefore holds here: folding, sharding, accumulation, memory. Under
-`accelerate launch` every process is a rank.
+messages before. Folding, sharding, accumulation and memory limits therefore work as in training. Under `accelerate launch` every
+process is a rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ gradient."""
 ADAPTERS_RATE = 2e-4
 """Learning rate of a warm start with adapters, which tolerate still larger steps."""
 RISE = 10
-"""Inverse of the largest share of the steps over which the learning rate warms up."""
+"""The learning rate warms up over at most 1 / RISE of the steps."""
 ROLES = {"system", "user", "assistant", "tool"}
 """Roles that chat templates know."""
 
@@ -79,11 +79,11 @@ class WarmStartProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
-    """Train and write `out`; the first rank reports. Raises TaskError for unusable demonstrations; LearnerError for an unusable
-    model, for a step that is skipped, and if `out` cannot be written."""
+    """Train the model and write `out`; rank 0 calls `report` after every step. Raises TaskError for unusable demonstrations, and
+    LearnerError for an unusable model, a skipped step, or if `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
-    config = load_config(plan.model)  # has the clearest error for an unusable model
+    config = load_config(plan.model)  # checked first, because it gives the clearest error for an unusable model
     tokenizer = _tokenizer(plan.model)
     episodes = list(read_demonstrations(plan.demonstrations, tokenizer, ends=_ends(plan.model, config)))
     if not episodes:
@@ -112,7 +112,7 @@ def _draft(out: Path) -> Iterator[Path]:
         return
     with hold_lock(workshop / "lock"):
         with map_os_errors(draft):
-            shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
+            shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left it
             draft.mkdir()
         try:
             yield draft
@@ -130,7 +130,7 @@ def _check_room(folder: Path, needed: int) -> None:
     """Raise LearnerError if the disk has less than `needed` bytes free, before anything is trained."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise LearnerError(
-            f"{folder}: {free / 1e9:.3g} GB are free, and the model takes {needed / 1e9:.3g} GB: free space, or name another folder"
+            f"{folder}: {free / 1e9:.3g} GB are free, but the model takes {needed / 1e9:.3g} GB: free space, or name another folder"
         )
 
 
@@ -140,8 +140,8 @@ def _train(
     short = [episode for episode in episodes if longest_call(episode) <= trainer.max_length]
     if not short:
         raise TaskError(
-            f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens, which the model was made for "
-            "and train.micro_batch_tokens lets a pass have"
+            f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens, the limit set by the model's "
+            "context and by train.micro_batch_tokens"
         )
     batches = list(_batches(short, plan, seed=trainer.train.seed))
     rise = min(trainer.train.warmup_steps, len(batches) // RISE)
@@ -192,8 +192,7 @@ def read_demonstrations(path: Path, tokenizer: Any, *, ends: Collection[int] = (
 
 
 def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Rollout:
-    """Return an episode with one turn per message of the assistant, whose prompt is what the chat template renders before the
-    message.
+    """Return an episode with one turn per assistant message; its prompt is what the chat template renders before that message.
 
     `ends`: tokens that end an answer, besides the tokenizer's end token. Raises TaskError, which begins with `where`.
     """
@@ -205,13 +204,13 @@ def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collecti
     turns: list[Turn] = []
     for at, message in enumerate(chat.messages):
         if (role := message.get("role")) not in ROLES and spelling.leaves_out(at):
-            raise TaskError(f"{where}: the chat template leaves message {at} out, whose role is {role!r}")
+            raise TaskError(f"{where}: the chat template ignores message {at}, because its role is {role!r}")
         if role == "assistant":
             asked, said = _split(tokenizer, *spelling.around(at))
             answer = _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
             turns.append(_turn(where, len(turns), asked, answer))
     if not turns:
-        raise TaskError(f"{where}: there is no message of the assistant")
+        raise TaskError(f"{where}: it has no message of the assistant")
     return Rollout(
         run=NOBODY,
         policy=NOBODY,
@@ -238,7 +237,7 @@ class _Spelling:
         prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
         if not whole.startswith(prompt):
             raise TaskError(
-                f"{self._where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"
+                f"{self._where}: the chat template renders message {at} not as a continuation of its generation prompt: {whole[-80:]!r}"
             )
         return prompt, whole
 
@@ -248,7 +247,7 @@ class _Spelling:
         rest = messages[:at] + messages[at + 1 :]
         try:
             return self._spelled(messages, prompt=False) == self._spelled(rest, prompt=False)
-        except TaskError:  # the template fails without the message, so it reads it
+        except TaskError:  # the template fails without the message, so it does not ignore it
             return False
 
     def _spelled(self, some: list[dict[str, Any]], *, prompt: bool) -> str:
@@ -281,8 +280,8 @@ def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
 
 
 def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of the prompt and of the text after it. Both are encoded as one text, because some tokenizers put a
-    space before the first word of a text."""
+    """Return the tokens of the prompt and of the text after it. Both are encoded together, because some tokenizers put a space
+    before the first word of a text."""
     asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, whole)
     if ids[: len(asked)] == asked:
         return asked, ids[len(asked) :]
@@ -290,7 +289,7 @@ def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int
 
 
 def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
-    """Return the tokens up to the end of the turn, without what the template writes after it, which a model never samples."""
+    """Return the tokens up to and including the end of the turn; a model never samples what the template writes after it."""
     if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
         return said[:end]
     # a base model names no end-of-turn token, but its template writes one, followed by white space

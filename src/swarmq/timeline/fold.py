@@ -1,10 +1,11 @@
 """Fold the turns of an episode into the fewest token sequences that train every sampled token exactly once.
 
 A row may train two turns if the later one's prompt begins with all of the earlier one (its prompt and its sampled tokens),
-because both then see exactly the context in which they were sampled. Rows are chains of that order, so the fewest chains have
-the most turns with a successor. The turns that turn j can continue are those that end on the path to j's prompt, nested like
-the path itself, so letting every turn continue the deepest free one is optimal in the number of rows and of tokens. Two turns
-that sampled the same tokens after the same prompt overlap and cannot share a row, so both are trained.
+because both then see exactly the context in which they were sampled. A row is a chain of turns, each continuing the one before,
+so the number of rows is least if as many turns as possible continue another one. Turn j can continue the turns that end on the
+path to j's prompt, and each of these contains the ones before it. So it is optimal, in the number of rows and of tokens, to let
+every turn continue the deepest turn that no other turn continues yet (a free turn). Two turns that sampled the same tokens after
+the same prompt overlap and cannot share a row, so both are trained.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One token sequence to train on; every array has length T."""
 
     token_ids: IntArray  # [T]
-    trained: NDArray[np.bool_]  # [T] True where the policy sampled the token and this row trains it
+    trained: NDArray[np.bool_]  # [T] True where the policy sampled the token and this timeline trains it
     logprobs: FloatArray  # [T] natural log under the weights that sampled; 0 where not trained
     versions: IntArray  # [T] weight version that sampled the token; -1 where not trained
     turns: IntArray  # [T] index of the turn that sampled the token; -1 where not trained
@@ -48,12 +49,12 @@ def fold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
 
 
 def unfold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
-    """Return every turn as its own timeline: the reference for tests."""
+    """Return every turn as its own timeline. Tests compare `fold` with it."""
     return [_build_row(turns, [i]) for i in range(len(turns))]
 
 
 def _find_successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
-    """Return turn -> the turn that continues it in its row."""
+    """Return turn -> the turn that continues it in the same row."""
     trie = Trie()
     ends = trie.insert_turns(turns)
     free: dict[int, list[int]] = {}
@@ -72,8 +73,8 @@ def _find_successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
 
 
 def _find_free_ancestor(node: int, free: dict[int, list[int]], above: list[int]) -> int:
-    """Return the deepest node, from `node` up to the root, that has a free turn, or the root. Later searches skip the nodes
-    that this one passed."""
+    """Return the deepest node, from `node` up to the root, that has a free turn, or the root. Later searches skip nodes without a
+    free turn that this search has passed."""
     skipped = []
     while node != ROOT and not free.get(node):
         skipped.append(node)

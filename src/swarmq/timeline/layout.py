@@ -24,10 +24,10 @@ from swarmq.timeline.turns import FloatArray, IntArray
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """T tokens in N nodes with S sampled tokens to train; a token sampled by two turns is there twice."""
+    """T tokens in N nodes with S sampled tokens to train; a token sampled by two turns counts twice."""
 
     token_ids: IntArray  # [T]
-    positions: IntArray  # [T] how many tokens precede it in its own sequence
+    positions: IntArray  # [T] number of tokens before it in its own sequence
     exits: IntArray  # [T] one past the last token that sees it
     node_starts: IntArray  # [N] ascending; node n is tokens node_starts[n] up to the next node's start
     node_parents: IntArray  # [N] index of the node it continues; -1 at a root
@@ -38,7 +38,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     versions: IntArray  # [S] weight version that sampled it
     episodes: IntArray  # [S] index of its episode
     turns: IntArray  # [S] index of its turn in the episode
-    offsets: IntArray  # [S] which of the turn's sampled tokens it is
+    offsets: IntArray  # [S] its index among the turn's sampled tokens
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +50,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
-    """Lay out packed rows, at least one, given as (index of the episode, timeline); rows do not see each other."""
+    """Lay out timelines, at least one, as packed rows that do not see each other. `rows`: (index of the episode, timeline)
+    pairs."""
     lengths = [len(row) for _, row in rows]
     starts = np.cumsum([0, *lengths])
     trained = [np.flatnonzero(row.trained) for _, row in rows]
@@ -99,8 +100,8 @@ def count_pairs(layout: Layout, window: int | None = None) -> int:
 
 
 def build_mask(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
-    """Return the attention mask [T, T], True where a query (row) sees a key (column). It defines visibility, for tests and
-    small cases."""
+    """Return the attention mask [T, T], True where a query (row) sees a key (column). This definition of visibility is for tests
+    and small cases."""
     index = np.arange(layout.num_tokens)
     mask = (index[None, :] <= index[:, None]) & (index[:, None] < layout.exits[None, :])
     if window is not None:
@@ -111,11 +112,11 @@ def build_mask(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
 def map_blocks(
     exits: IntArray, positions: IntArray, block: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return two arrays [T/block, T/block]: which blocks of `block` queries x `block` keys are partly visible, and which
-    wholly.
+    """Return two masks [T/block, T/block] of blocks of `block` queries x `block` keys: partly visible blocks, and wholly visible
+    ones.
 
-    The length must be a multiple of `block`. A block with a visible pair is never reported as empty, nor one with an invisible
-    pair as whole. Costs (T / block)^2 instead of T^2.
+    The length must be a multiple of `block`. A block with a visible pair is always in one of the masks, and a block with an
+    invisible pair is never in the second. Takes (T / block)^2 operations instead of T^2.
     """
     num = len(exits) // block
     exits, positions = exits.reshape(num, block), positions.reshape(num, block)

@@ -1,8 +1,8 @@
-"""Choice of how to compute a batch: packed rows, or trees where sharing pays for their overhead.
+"""Chooses how to compute a batch: as packed rows, or as trees if sharing saves more than their overhead.
 
-Both give the same log-probabilities and the same gradient, so the choice affects only time. Modelled time is a price per token
-(all matrix products whose size does not depend on the context) plus a price per visible pair of tokens (attention, less in
-layers with a window). Rows are kept unless the tree is clearly cheaper.
+Both give the same log-probabilities and the same gradient, so the choice affects only time. Time is modelled as a cost per token
+(matrix products that do not depend on the context) plus a cost per visible pair of tokens (attention; fewer pairs in layers with
+a window). Rows are kept unless the tree is clearly cheaper.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
     token: float
     pair: float
-    """Cost of a visible (query, key) pair in all layers with full attention."""
+    """Cost of one visible (query, key) pair, summed over all layers with full attention."""
     windowed: dict[int, float] = {}
-    """Attention window -> cost of a visible pair in all layers with that window."""
+    """Attention window -> cost of one visible pair, summed over all layers with that window."""
     frozen: float = 0.0
     """Part of `token` for products with frozen weights."""
 
@@ -61,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoldedEpisodes:
-    """Resolved episodes with their timelines and tree, computed once for any number of budgets."""
+    """Resolved episodes with their timelines and tree, computed once and used with several budgets."""
 
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
         self.episodes = episodes
@@ -87,9 +87,9 @@ def plan_layouts(
 ) -> Plan:
     """Return layouts of at most `budget` tokens that train every sampled token once.
 
-    `only`: use rows or trees whatever they cost, for the reason `because`. `row_pass`: size of packed rows' passes, if larger
-    passes are not faster on this processor; a tree always fills the budget, because it shares more the more it holds. Raises
-    TimelineError (`over_budget`) for a turn longer than `budget`.
+    `only`: use rows or trees whatever they cost, for the reason `because`. `row_pass`: tokens per pass of packed rows, if larger
+    passes are not faster on this device; trees always fill the budget, because larger trees share more. Raises TimelineError
+    (`over_budget`) for a turn longer than `budget`.
     """
     lengths = [len(turn) for turns in folded.episodes for turn in turns]
     unfolded, longest = sum(lengths), max(lengths, default=0)

@@ -8,7 +8,8 @@ from swarmq.errors import TimelineError
 
 
 class Bins:
-    """Bins of a token budget. Every item goes into the first bin with room, found in logarithmic time by a tree of free room."""
+    """Bins of a token budget. Every item goes into the first bin that has room for it, found in logarithmic time by a tree of
+    free room."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -16,11 +17,12 @@ class Bins:
         """Bin -> its items."""
         self._leaves = 1
         self._room = [0, 0]
-        """Tree node -> most free room among the bins below it. Node n has children 2n and 2n + 1; the second half of the list
-        are the bins, used ones first."""
+        """Tree node -> largest free room of a bin below it. Node n has children 2n and 2n + 1; the second half of the list are
+        the bins, used ones first."""
 
     def add(self, items: Sequence[int], size: int, opening: int = 0) -> None:
-        """Put `items`, which take `size` tokens together, into a bin. A new bin also holds `opening` tokens of its own."""
+        """Put `items`, which take `size` tokens in total, into one bin. If the bin is new, it also holds `opening` tokens of its
+        own."""
         if self._room[1] < size:
             self._open(self.budget - opening)
         at = 1

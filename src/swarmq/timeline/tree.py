@@ -1,4 +1,4 @@
-"""A prefix tree over the turns of one or several episodes, in which shared beginnings are computed once.
+"""A prefix tree over the turns of one or several episodes, with which shared beginnings are computed once.
 
 After a fork, timelines repeat their common beginning; the tree has one node for each shared run of tokens. A tree too large for
 one pass is split (swarmq.timeline.tree_split): every pass repeats the tokens from the root to its own nodes.
@@ -54,7 +54,8 @@ class PrefixTree:
         return layouts
 
     def lay(self, nodes: Iterable[int], *, training: set[int]) -> Layout:
-        """Lay out `nodes`, which include their parents, and train the turns that end in the nodes `training`."""
+        """Lay out `nodes`, a set that contains the parents of all its nodes, and train the turns that end in the nodes
+        `training`."""
         trie, order = self.trie, sorted(nodes, key=self._rank.__getitem__)
         place = {node: i for i, node in enumerate(order)}
         lengths = np.array([len(trie.labels[node]) for node in order], np.int32)

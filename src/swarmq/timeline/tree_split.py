@@ -1,13 +1,13 @@
 """Split a tree that is too large for one pass into passes that repeat as few tokens as possible.
 
-A pass computes the path from the root to each of its nodes, so a node whose subtree is spread over several passes is repeated
-in each of them. The optimum is a bin packing problem, too slow to solve. Three splits are found in about linear time, and the
-one with the fewest tokens is taken:
+A pass computes the path from the root to each of its nodes, so a node whose subtree is spread over several passes is repeated in
+each of them. To find the optimum is a bin-packing problem and too slow. Three splits are computed in about linear time, and the
+one with the fewest tokens is used:
 
 - the cheapest of all cuts in depth-first order, with the parts packed;
 - first-fit decreasing from the leaves up: subtrees below a node that do not fit one pass are packed by the tokens that they add to
   the node, so that few passes repeat the node, and free room is filled further up;
-- the same, but every short node is counted with each of its children, so that short common beginnings do not leave passes half empty.
+- the same, but a short node is merged into each of its children, so that short common beginnings do not leave passes half empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORT_SHARE = 1 / 256
 """Share of the budget below which a node counts as short and may be repeated freely."""
 
 TOP = -1
-"""The node above all others, without tokens; as an index it is the last element."""
+"""The node above all roots, without tokens. As an index it is the last element of each list."""
 
 
 class Tree:
@@ -62,8 +62,8 @@ class Tree:
 
 
 def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[set[int]]:
-    """Return passes of at most `budget` tokens as sets of nodes, which include their parents; every node is in at least one
-    pass.
+    """Return passes of at most `budget` tokens, each a set of nodes that contains the parents of all its nodes; every node is in
+    at least one pass.
 
     `lengths`, `parents`: tokens and parent (-1 at a root) of every node in depth-first order. Raises TimelineError
     (`over_budget`) if a single sequence is too long.
@@ -81,15 +81,14 @@ def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
     """Split by first-fit decreasing from the leaves up; nodes of at most `short` tokens are repeated for every child."""
     small, whom = _merge_short_nodes(tree, short)
     passes: dict[int, Bins] = {}
-    """Node whose subtree is split -> passes that hold whole subtrees below it and the path from the root to it."""
+    """Node with a split subtree -> passes, each with whole subtrees below the node and the path from the root to the node."""
     for node in range(len(small.parents) - 1, TOP - 1, -1):
         way, children = small.ends[node], small.children[node]
         if node != TOP and way - small.lengths[node] + small.sizes[node] <= budget:
             continue
         divided = sorted((passes.pop(child) for child in children if child in passes), key=lambda each: len(each.items))
-        bins = (
-            divided.pop() if divided else Bins(budget)
-        )  # those of most passes stay as they are: what joins them is less
+        # the child with the most passes keeps its bins, so that fewer items have to be packed again
+        bins = divided.pop() if divided else Bins(budget)
         items = [(small.sizes[child], [whom[child]]) for child in children if way + small.sizes[child] <= budget]
         items += [(each.get_size(i) - way, tops) for each in divided for i, tops in enumerate(each.items)]
         for size, tops in sorted(items, key=lambda item: -item[0]):
@@ -99,7 +98,8 @@ def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
 
 
 def _merge_short_nodes(tree: Tree, short: int) -> tuple[Tree, list[int]]:
-    """Return the tree with short and single-child nodes merged into their children, and the original node of each node."""
+    """Return the tree with short nodes and nodes with one child merged into their children, and, for each of its nodes, the
+    original node."""
     lengths: list[int] = []
     parents: list[int] = []
     whom: list[int] = []
@@ -119,7 +119,8 @@ def _merge_short_nodes(tree: Tree, short: int) -> tuple[Tree, list[int]]:
 
 
 def cut(tree: Tree, budget: int) -> list[set[int]]:
-    """Split by the cheapest cuts in depth-first order. A cut before a leaf repeats what the leaf shares with its predecessor."""
+    """Split by the cheapest cuts in depth-first order. A cut before a leaf repeats the tokens that the leaf shares with the leaf
+    before it."""
     leaves = [node for node in range(len(tree.parents)) if not tree.children[node]]
     depths = [tree.ends[leaf] for leaf in leaves]
     if depths and max(depths) > budget:
@@ -146,8 +147,8 @@ def _measure_shared_prefixes(tree: Tree, leaves: Sequence[int]) -> list[int]:
 def _find_cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
     """Return ranges of leaves, each within `budget`, with the least sum of `shared` at the ranges' starts.
 
-    A range from i to j has depths[i] + sum of (depth - shared) of the leaves after i tokens, which falls as i grows; so the
-    possible starts for j form a window, whose cheapest element is the front of a monotone queue: linear time.
+    A range from leaf i to leaf j has depths[i] + sum of (depth - shared) over the leaves after i tokens, which falls as i grows.
+    So the possible starts for j form a sliding window, and a monotone queue gives its cheapest element in linear time.
     """
     added = np.concatenate([[0], np.cumsum(np.subtract(depths, shared))]).tolist()
     price = [0] * (len(depths) + 1)

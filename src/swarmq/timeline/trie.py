@@ -1,9 +1,9 @@
 """A radix trie over token ids, which finds the beginnings that sequences share.
 
-Every node is a run of tokens and stands for the sequence that ends with the node. Node numbers stay valid: splitting a node
-gives its upper part a new number, so a number returned by `insert` always means the end of the inserted sequence. Comparisons
-are vectorised. Inserting takes as many steps as there are tokens not known to be shared; finding where those begin takes the
-square of the logarithm of the number of nodes above.
+Every node is a run of tokens and stands for the sequence that ends with the node. Node numbers stay valid: splitting a node gives
+its upper part a new number, so a number returned by `insert` always means the end of the inserted sequence. Comparisons are
+vectorised. Inserting takes one step per token that is not known to be shared; to find the first such token takes log^2(n) steps
+for n nodes above it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trie:
         return self.starts[node] + len(self.labels[node])
 
     def insert(self, tokens: IntArray, *, near: int = ROOT, known: int = 0) -> int:
-        """Return the node that ends where `tokens` end; `tokens[:known]` must equal the path to `near`."""
+        """Insert a sequence and return the node that ends where `tokens` end. `tokens[:known]` must equal the path to `near`."""
         node, depth = self._find_ancestor(near, known), known
         while True:
             rest = self.labels[node][depth - self.starts[node] :]
@@ -96,10 +96,10 @@ class Trie:
 
 
 class Trail:
-    """A chain of nodes, each continuing the one before; and the trail from which the chain's first node branches off.
+    """A chain of nodes, each continuing the one before, with a reference to the trail from which its first node branches off.
 
-    Splitting a node extends a trail and changes nothing else. Jumps (by skew-binary numbers) lead from a trail to distant ones
-    above, and bisection finds a node within a trail.
+    Splitting a node extends a trail and changes nothing else. Jump pointers (by skew-binary numbers) lead from a trail to distant
+    trails above it, and bisection finds a node within a trail.
     """
 
     def __init__(self, start: int, above: Trail | None = None) -> None:
@@ -125,7 +125,7 @@ class Trail:
         return trail.nodes[bisect_left(trail.ends, depth)]
 
     def jump(self) -> Trail:
-        """Return the trail to which trails that branch off here jump."""
+        """Return the target of the jump pointer of a trail that branches off this one."""
         near, far = self.far, self.far.far
         return far if self.level - near.level == near.level - far.level else self
 

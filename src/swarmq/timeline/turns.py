@@ -1,8 +1,8 @@
-"""Resolution of turns into whole token sequences; a turn is sent with its new tokens only.
+"""Resolves turns into whole token sequences, because a turn is sent with its new tokens only.
 
-A turn carries the tokens that its prompt added and the number of tokens that it shares with its parent. A chat that only grows
-is one buffer, of which its turns are prefixes, so memory and time grow with the episode's tokens and not with turns x tokens; a
-fork copies the tokens that it shares.
+A turn carries the tokens that its prompt added and the number of tokens that it shares with its parent. The turns of a chat that
+only grows are prefixes of one buffer, so memory and time grow with the episode's tokens and not with turns x tokens. A fork
+copies the tokens that it shares.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def make_resolved_turn(
     logprobs: Sequence[float] | FloatArray,
     version: int = 0,
 ) -> ResolvedTurn:
-    """Return a turn built from whole token sequences, for data that was never sent as messages (benchmarks, replays of plain
-    text)."""
+    """Build a turn from whole token sequences, for data that was never sent as messages (benchmarks, replays of plain text)."""
     prompt, sampled = np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)
     return ResolvedTurn(
         token_ids=np.concatenate([prompt, sampled]),
@@ -89,7 +88,7 @@ def _find_parents(turns: Sequence[Turn]) -> list[int]:
     index: dict[str, int] = {}
     for i, turn in enumerate(turns):
         if turn.call_id in index:
-            raise _make_error("duplicate_call", turn, "the episode has two turns of this call id")
+            raise _make_error("duplicate_call", turn, "the episode has two turns with this call id")
         index[turn.call_id] = i
     for turn in turns:
         if turn.parent is not None and turn.parent not in index:
@@ -109,19 +108,19 @@ def _measure_lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: 
             raise _make_error("nothing_sampled", turn, "no sampled tokens, so nothing to learn from")
         if length == turn.num_sampled:
             raise _make_error(
-                "empty_prompt", turn, "nothing precedes its first sampled token, which nothing can predict"
+                "empty_prompt", turn, "its prompt is empty, so its first sampled token cannot be predicted"
             )
         if max_length is not None and length > max_length:
             raise _make_error(
                 "over_budget",
                 turn,
-                f"{length} tokens are more than the {max_length} that fit one pass: train.micro_batch_tokens, or what the model was made for",
+                f"{length} tokens are more than the {max_length} of one pass, the limit set by train.micro_batch_tokens and the model's context",
             )
     return lengths
 
 
 def _build_sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
-    """Return whole sequences; the first turn that extends all of its parent shares the parent's buffer."""
+    """Return the whole token sequences. The first turn that continues its parent's whole sequence shares the parent's buffer."""
     heirs: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for i, (turn, parent) in enumerate(zip(turns, parents, strict=True)):

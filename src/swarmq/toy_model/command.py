@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def ensure_toy_model(lessons: Lessons, cache: Path) -> Path:
-    """Return the folder of a model, making it unless it is in `cache`; progress goes to stdout."""
+    """Return the folder of the model, which is made unless it is in `cache`; progress is printed to stdout."""
     folder = lessons.folder(cache)
     if is_complete(folder):
         return folder
@@ -60,4 +60,4 @@ def link(made: Path, place: Path) -> None:
     try:
         place.symlink_to(made.absolute())
     except FileExistsError as error:
-        raise ConfigError(f"{place}: exists and is no link; move it away or choose another folder") from error
+        raise ConfigError(f"{place}: exists and is not a link; move it away or choose another folder") from error

@@ -1,9 +1,9 @@
-"""Demonstrations of a task as chats: loading a tutorial's module of them, and splitting a rendered chat. Loads no torch.
+"""Demonstrations of a task as chats: loads a tutorial's module of demonstrations, and splits rendered chats. Loads no torch.
 
 The module has `demonstrations(dice)`, an endless iterator of chats (OpenAI messages, with `tool_calls` where tools are used), and
 may have:
 
-  copying(dice)   chats of the first steps instead, for what takes longest to learn
+  copying(dice)   an iterator of chats for the first steps, in place of these, with what takes longest to learn
   TOOLS           the tools that the agent offers in its requests
   RECIPE          fields of `Recipe` that differ from the defaults
 """
@@ -27,7 +27,7 @@ from swarmq.toy_model.recipe import Recipe, digest_sources
 
 Message = dict[str, Any]
 Chat = list[Message] | dict[str, Any]
-"""One conversation as OpenAI messages, or `{"messages": ..., "tools": ...}` if it offers other tools than most."""
+"""One conversation as OpenAI messages, or `{"messages": ..., "tools": ...}` if its tools differ from `TOOLS`."""
 
 ASSISTANT = "<|im_start|>assistant\n"
 END = "<|im_end|>"
@@ -35,7 +35,7 @@ SPOKEN = re.compile(f"(?<={re.escape(ASSISTANT)}).*?{re.escape(END)}", re.DOTALL
 
 
 class Lessons(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a toy model is made from."""
+    """Everything that determines a toy model: recipe and demonstrations."""
 
     module: str
     recipe: Recipe
@@ -57,7 +57,7 @@ class Lessons(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_lessons(name: str, *, overrides: Mapping[str, Any] | None = None) -> Lessons:
-    """Load the lessons of a module of demonstrations, also from the working directory.
+    """Load the lessons from a module of demonstrations, which may be in the working directory.
 
     `overrides`: fields of the recipe that replace those of the module. Raises ConfigError if the module cannot be imported, has no
     `demonstrations`, or has a recipe with a wrong field.
@@ -80,10 +80,11 @@ def load_lessons(name: str, *, overrides: Mapping[str, Any] | None = None) -> Le
 
 
 def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Split a rendered chat into alternating stretches of given and assistant text; the assistant's end with the end of turn.
+    """Split a rendered chat into alternating stretches of given text and assistant text; an assistant stretch ends with the
+    end-of-turn token.
 
-    Text after the last assistant message is left out. Raises ValueError if the chat has no assistant message, or has the
-    template's markers in a content.
+    Text after the last assistant message is left out. Raises ValueError if the chat has no assistant message, or if the content
+    of a message contains the template's markers.
     """
     stretches, at = [], 0
     for found in SPOKEN.finditer(text):
@@ -98,8 +99,8 @@ def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sources(module: ModuleType) -> list[Path]:
-    """Return the source files that demonstrations come from: imported files beside the module's, its own among them, and modules
-    of the same top package that these refer to, such as those of other tutorials."""
+    """Return the source files of the demonstrations: the module's own, other imported modules in its folder, and modules of the
+    same top package that these use, such as those of other tutorials."""
     assert module.__file__ is not None
     folder = Path(module.__file__).parent
     top = module.__name__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Recipe of a toy model, and the place where made models are kept. Loads no torch."""
+"""Recipe of a toy model, and the folder in which finished models are kept. Loads no torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that determines a warmed-up model, besides its demonstrations and the code of this package."""
+    """Settings of a warm-up. With the demonstrations and the code of this package, they determine the model."""
 
     seed: int = 0
     architecture: Architecture = Architecture()
     steps: int = 280
-    """Steps on the first chats, which mostly show what takes longest to learn, such as copying an expression into a tool call."""
+    """Number of steps on the first chats, most of which show what takes longest to learn, such as copying an expression into a
+    tool call."""
     settling_steps: int = 60
-    """Further steps on the final mix of chats."""
+    """Number of further steps on the final mix of chats."""
     batch: int = 32
     similar: int = 8
     """Number of demonstrations of similar length that are padded together."""
@@ -42,7 +43,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rise: int = 30
     """Steps of the linear rise of the learning rate, before it falls."""
     tokenizer_chats: int = 2000
-    """Number of chats, before those of the first step, from which the tokenizer is learned."""
+    """Number of chats from which the tokenizer is learned, taken before those of the first step."""
     vocabulary: int = 768
 
     @property
@@ -59,7 +60,7 @@ class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def user_cache_folder(name: str = "toy-models") -> Path:
-    """Return a folder for made models in the user's cache."""
+    """Return a folder for finished models in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "swarmq" / name
 

@@ -1,8 +1,8 @@
 """Tokenizer of toy models: byte-level BPE with a chat template for roles and Hermes tool calls.
 
-Any text can be encoded, because bytes are the alphabet. Digits stay single tokens, so that a number is copied digit by digit;
-so do line breaks, which separate template from content. Merges may cross words, so that the fixed phrases of a task become
-few tokens: on two cores, the number of sampled tokens determines the time.
+Any text can be encoded, because bytes are the alphabet. Digits stay single tokens, so that a number is copied digit by digit.
+Line breaks stay single tokens, too, because they separate template from content. Merges may cross words, so that the fixed
+phrases of a task become few tokens: on two cores, the number of sampled tokens determines the time.
 
 The template is prefix-stable: each message is rendered from itself alone, so appending a message never changes earlier text.
 """
@@ -59,7 +59,7 @@ TOOL_LIST_MACRO = """\
 
 
 def build_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Learn merges from `texts`; the same texts give the same tokenizer."""
+    """Build a tokenizer with merges learned from `texts`; the same texts give the same tokenizer."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +75,7 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> Pr
         show_progress=False,
     )
     bpe.train_from_iterator(_without_markers(texts), trainer)
-    # Not special: vLLM drops special tokens from the text in which its tool parser looks for these.
+    # These tokens are not special: vLLM drops special tokens from the text in which its tool parser looks for these markers.
     bpe.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in TOOL_CALL])
     return add_chat_template(bpe)
 

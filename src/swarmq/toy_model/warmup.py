@@ -1,7 +1,7 @@
-"""Supervised warm-up of a toy model on demonstrations: assistant tokens are learned, everything else is given.
+"""Supervised warm-up of a toy model on demonstrations: only assistant tokens are trained.
 
-Chats are rendered by the tokenizer's own template, so the model learns from the text that vLLM and the proxy will render. After
-warm-up a toy model copies, and picks among the phrases that it has seen; it does not compute.
+Chats are rendered by the tokenizer's own template, so the model learns from the text that vLLM and the proxy will render. A
+warmed-up toy model can copy, and choose among the phrases that it has seen; it cannot calculate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WarmupMicroBatch(NamedTuple):
 
     ids: torch.Tensor
     labels: torch.Tensor
-    """Target token ids, IGNORED where no loss is taken."""
+    """Target token ids; IGNORED at tokens without a loss."""
 
 
 def make_toy_model(
@@ -48,7 +48,7 @@ def make_toy_model(
     tools: Sequence[Mapping[str, Any]] = (),
     report: Callable[[WarmupProgress], None],
 ) -> Path:
-    """Return `folder` with a warmed-up model, made unless it is there. A making that was cut off leaves nothing behind."""
+    """Return `folder`, after a warmed-up model is made there unless it exists. An interrupted call leaves nothing behind."""
     if not is_complete(folder):
         words, model = warm_up(chats, recipe, tools=tools, report=report)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +66,10 @@ def warm_up(
     tools: Sequence[Mapping[str, Any]] = (),
     report: Callable[[WarmupProgress], None],
 ) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
-    """Return tokenizer and model after all steps; on one machine, the same for the same recipe and chats.
+    """Train and return tokenizer and model; on the same machine, the same recipe and chats give the same model.
 
-    `chats`: those of the tokenizer, then a batch per step. Operations use one thread each, because they are too small for two; the
-    cores share the parts of a batch.
+    `chats`: first the chats for the tokenizer, then a batch per step. Operations are too small for several threads, so each uses
+    one thread, and each core computes some parts of a batch.
     """
     torch.set_num_threads(1)
     stream = render_chats(chats, tools)
@@ -100,7 +100,7 @@ def warm_up(
 def render_chats(chats: Iterable[Chat], tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[Stretches]:
     """Render chats with the template of every toy model, as vLLM does, and split them into stretches.
 
-    `tools`: those of all chats that do not name their own.
+    `tools`: tools of chats that do not name their own.
     """
     blank = add_chat_template(Tokenizer(models.BPE()))
     for chat in chats:
@@ -111,7 +111,7 @@ def render_chats(chats: Iterable[Chat], tools: Sequence[Mapping[str, Any]] = ())
 
 
 def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as objects, which is what vLLM gives to the template."""
+    """Return a message with the arguments of its tool calls parsed to objects, as vLLM passes them to the template."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -151,4 +151,4 @@ def test_a_vllm_that_reads_otherwise_keeps_its_own_way(monkeypatch):
     assert same(sent(message(of_step(1).slice_request(0, 1)))[0].outputs[0].new_logprobs, of_step(1))
     [(text, error)] = told
     assert "one request at a time" in text
-    assert "was read where" in str(error)
+    assert "but read" in str(error)

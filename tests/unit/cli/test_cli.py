@@ -169,7 +169,7 @@ def test_a_run_folder_that_cannot_be_is_named_before_anything_starts(tmp_path, m
     folder = ["--folder", "job.toml"] if command == "demo" else [job, "--set", "folder=job.toml"]
     result = swarmq(command, *folder)
     assert (result.exit_code, "job.toml" in result.output) == (1, True), result.output
-    assert "nothing can be written there (" in result.output
+    assert "cannot be written to (" in result.output
     assert "choose another `folder`" in result.output
 
 

@@ -143,5 +143,5 @@ def test_a_link_is_renewed_and_a_folder_is_left_alone(tmp_path: Path):
         (tmp_path / name).mkdir()
         link(tmp_path / name, tmp_path / "runs" / "model")
     assert (tmp_path / "runs" / "model").resolve() == tmp_path / "new"
-    with pytest.raises(ConfigError, match="is no link"):
+    with pytest.raises(ConfigError, match="is not a link"):
         link(tmp_path / "old", tmp_path / "new")

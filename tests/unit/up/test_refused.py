@@ -107,7 +107,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     checkpoint(job := training(tmp_path), Lora())
     other = msgspec.structs.replace(job.policies["main"], model="n")
     error = refused(msgspec.structs.replace(job, policies={"main": other}))
-    assert "belongs to something else: model is 'm' there and 'n' here" in str(error)
+    assert "is of another run, policy or model: model is 'm' there and 'n' here" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a vLLM server does at present, from its `/metrics`: running and waiting requests, and the use of its KV cache.
+"""The load of a vLLM server, read from its `/metrics`: running and waiting requests, and KV cache use.
 
 Only the standard library is needed, because the process that records a run may have no other HTTP client.
 """
@@ -28,11 +28,11 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one engine, summed over its replicas."""
 
     running: int
-    """Requests that are sampled now."""
+    """Number of requests that are being sampled."""
     waiting: int
-    """Requests in the engine's queue."""
+    """Number of requests in the engine's queue."""
     kv: float | None
-    """Used share of the KV cache, 0 to 1, the mean of the replicas; None if the engine does not say."""
+    """Share of the KV cache in use, 0 to 1, averaged over the replicas; None if the engine does not report it."""
 
 
 def read_load(url: str, secret: str) -> EngineLoad:
@@ -47,7 +47,7 @@ def read_load(url: str, secret: str) -> EngineLoad:
 
 
 def parse_load(text: str) -> EngineLoad:
-    """Return the load from a page of metrics. Raises ValueError if the page is not that of a vLLM."""
+    """Parse the text of a `/metrics` page. Raises ValueError if it has no metrics of vLLM."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for name, value in SAMPLE.findall(text):
         found[name].append(float(value))

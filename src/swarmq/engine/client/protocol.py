@@ -2,7 +2,7 @@
 
 A completion takes three calls: `render` turns a chat request into token ids and sampling parameters, `generate` samples from
 exactly the ids it is given, and `derender` parses sampled ids into a message where text alone is not enough (tool calls,
-reasoning). Between `render` and `generate` the caller may replace the ids by others with the same text.
+reasoning). Between `render` and `generate` the caller may replace the ids with other ids of the same text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name under which the engine serves its model."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New output of one choice; without streaming, all of it."""
+    """Output of one choice since its last delta; without streaming, the whole output."""
 
     index: int
     text: str
@@ -58,11 +58,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     entries: list[Logprob] = []
     """Log-probabilities with token text and alternatives, if requested."""
     finish_reason: str | None = None
-    """`stop`, `length` or, if detection is on, `repetition`, in the last delta of a choice."""
+    """Why the choice ended: `stop`, `length` or, if repetition detection is on, `repetition`. Set only in its last delta."""
     stop_reason: str | int | None = None
     """Stop string or stop token that ended the choice; None for the end-of-turn token."""
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions of all tokens of the choice, in its last delta."""
+    """Weight versions of all tokens of the choice. Set only in its last delta."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +113,8 @@ class Engine(Protocol):
         finish_reason: str | None,
         state: Any,
     ) -> tuple[Json, Any]:
-        """Parse the next tokens of one choice. Returns the message delta and the state for the next call; `state` is None in
-        the first."""
+        """Parse the next tokens of one choice. Returns the message delta and the state to pass to the next call; the first call
+        gets None as `state`."""
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of `text`; special tokens are recognised, none are added."""

@@ -50,8 +50,8 @@ async def try_tokenize(engine: Engine, text: str = PROBE_TEXT) -> list[int] | No
 
 
 def check_same_token_ids(url: str, expected: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
-    """Raise EngineError if `ids` of `PROBE_TEXT` differ from those of an engine in `present` (url -> ids). Token ids of markup
-    are compared where the model is loaded (learner/teachers/tokenizer_checks.py)."""
+    """Raise EngineError if the engine at `url` encodes `PROBE_TEXT` differently (to the ids `expected`) than an engine in
+    `present` (url -> ids). Markup tokens are compared later, where the model is loaded (learner/teachers/tokenizer_checks.py)."""
     for other, ids in present.items():
         if (how := describe_difference(expected, ids)) is not None:
             raise EngineError(
@@ -64,4 +64,4 @@ def describe_difference(expected: Sequence[int], ids: Sequence[int]) -> str | No
     if list(expected) == list(ids):
         return None
     at = next((n for n, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
-    return f"its ids of a test text are {list(expected[at : at + 4])} where those are {list(ids[at : at + 4])} (from token {at} on)"
+    return f"a test text differs from token {at} on, {list(expected[at : at + 4])} instead of {list(ids[at : at + 4])}"

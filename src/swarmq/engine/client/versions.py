@@ -8,14 +8,14 @@ from typing import Any
 from swarmq.errors import EngineError
 
 SUPPORTED_VERSIONS = ((0, 30), (0, 34))
-"""First supported version of vLLM, and the first that is not supported any more."""
+"""Oldest supported version of vLLM, and the first later version that is not supported."""
 SUPPORT_HINT = "0.30 to 0.33 are supported: pip install 'vllm>=0.30,<0.34'"
 
 
 def check_installed_version(version: str) -> None:
     """Raise EngineError if the installed vLLM is not supported."""
     if not _is_supported(version):
-        raise EngineError(f"vLLM {version} is installed, {SUPPORT_HINT}")
+        raise EngineError(f"vLLM {version} is installed; {SUPPORT_HINT}")
 
 
 def check_server_version(url: str, reply: Any) -> None:
@@ -23,7 +23,7 @@ def check_server_version(url: str, reply: Any) -> None:
     number passes."""
     version = reply.get("version") if isinstance(reply, dict) else None
     if isinstance(version, str) and re.match(r"\d+\.\d+", version) and not _is_supported(version):
-        raise EngineError(f"the engine at {url} is vLLM {version}, {SUPPORT_HINT} where it runs, and start it again")
+        raise EngineError(f"the engine at {url} runs vLLM {version}; {SUPPORT_HINT} on its host, then restart it")
 
 
 def _is_supported(version: str) -> bool:

@@ -94,16 +94,17 @@ class VllmEngine:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, url: str, *, deadline_s: float | None, secret: str = "") -> AsyncIterator[VllmEngine]:
-        """Open a client of the server at `url`. `deadline_s`: limit for one answer; None: set by the caller. `secret`: the
-        server's secret."""
+        """Open a client of the server at `url`. `deadline_s`: seconds for one answer; None if the caller limits it. `secret`: the
+        secret that the server requires."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         async with aiohttp.ClientSession(connector=connector, headers=make_auth_headers(secret)) as session:
             yield cls(url, session, deadline_s=deadline_s)
 
     async def info(self) -> EngineInfo:
-        """Return the engine's facts, requested once. Raises EngineError, also for an unsupported version of vLLM."""
+        """Return the engine's facts, which are requested only once. Raises EngineError, also for an unsupported version of
+        vLLM."""
         if self._info is None:
-            with contextlib.suppress(EngineRouteError):  # a server without this route passes
+            with contextlib.suppress(EngineRouteError):  # a server without this route is accepted
                 check_server_version(self.url, await self._request_json("GET", "/version", None))
             models = await self._request_json("GET", "/v1/models", None)
             model = models["data"][0]
@@ -129,7 +130,7 @@ class VllmEngine:
             return await self._render(chat)
         except EngineFaultError as error:
             if await self.is_healthy():
-                # A template or parser failed on the messages, and would fail in another engine, too.
+                # A template or parser failed on the messages; it would also fail in another engine.
                 raise EngineRefusedError(f"the engine cannot render this request: {error}", status=400) from error
             raise
 
@@ -172,13 +173,13 @@ class VllmEngine:
                     return
                 rest = b""
                 while block := await response.content.readany():
-                    # All events received so far, so that a slow reader gets fewer, larger portions.
+                    # Yield all events received so far at once, so that a slow reader gets fewer, larger portions.
                     *events, rest = (rest + block).split(b"\n\n")
                     if chunks := [event[6:] for event in events if event.startswith(b"data: {")]:
                         yield _parse_deltas(chunks, detailed=detailed)
         except EngineFaultError as error:
             if rendered.sampling.get("structured_outputs") and await self.is_healthy():
-                # vLLM reports a failure of its grammar compiler as its own; another engine would fail, too.
+                # vLLM reports a failed grammar compilation as an internal failure; another engine would fail, too.
                 raise EngineRefusedError("the engine cannot compile the requested answer format", status=400) from error
             raise
 
@@ -217,7 +218,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _wait_for_parser(self, *, first: bool) -> AsyncIterator[None]:
-        """Let one portion at a time be parsed, because vLLM renders prompts on the same thread.
+        """Allow only one portion of output to be parsed at a time, because vLLM renders prompts on the same thread.
 
         The first portion of an answer is cheap and does not wait.
         """
@@ -288,7 +289,7 @@ class VllmEngine:
             return make_secret_error(self.url)
         if status == 404 and param != "model":
             return EngineRouteError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
-        if status == 501:  # what vLLM does not implement; it answers other requests
+        if status == 501:  # vLLM does not implement this request, but answers others
             return EngineRefusedError(message, status=400, param=param)
         if status >= 500 or status == 404:
             kind = EngineFaultError if status == 500 else EngineError
@@ -300,8 +301,8 @@ class VllmEngine:
 
 
 def make_tools_strict(chat: Json) -> list[Json]:
-    """Return the tools with forced ones marked `strict`, unless the agent set `strict`; otherwise vLLM accepts arguments of any
-    form. Returns [] if nothing changes."""
+    """Return the tools, with tools that the request forces marked `strict` unless the agent set it, because vLLM does not hold
+    the arguments of other tools to their schema. Returns [] if nothing changes."""
     choice, tools = chat.get("tool_choice"), chat.get("tools")
     if not isinstance(tools, list) or not (choice == "required" or isinstance(choice, dict)):
         return []
@@ -311,7 +312,7 @@ def make_tools_strict(chat: Json) -> list[Json]:
 
 
 def _make_tool_strict(tool: Json, name: str | None) -> Json:
-    """Mark one tool `strict`. `name`: name of the only forced tool; None: all are forced."""
+    """Return one tool, marked `strict` if it is forced. `name`: name of the only forced tool; None: all tools are forced."""
     function = tool.get("function")
     if not isinstance(function, dict) or function.get("strict") is not None or name not in (None, function.get("name")):
         return tool
@@ -378,8 +379,8 @@ def _check_image_placeholders(features: Json | None, token_ids: Sequence[int]) -
         for place in places:
             if len(set(token_ids[place["offset"] : place["offset"] + place["length"]])) > 1:
                 raise EngineRefusedError(
-                    "vLLM cannot sample from tokens and images of this model, whose images are of several kinds of tokens: send "
-                    "it text, or take a model whose images are of one kind (LLaVA 1.5, Qwen2.5-VL)",
+                    "vLLM cannot sample from images of this model, because it stands for an image with several different tokens: "
+                    "send text only, or use a model with one image token (LLaVA 1.5, Qwen2.5-VL)",
                     status=400,
                     param="messages",
                 )
@@ -390,15 +391,15 @@ def _parse_spans(spans: Sequence[_VersionSpan]) -> tuple[VersionSpan, ...]:
 
 
 def _parse_version(name: str) -> int:
-    """Return the weight version of a label. Raises EngineError for labels not set by swarmq, whose tokens have no known
-    version."""
+    """Return the weight version of a label. Raises EngineError for a label that swarmq did not set, because the version of its
+    tokens is unknown."""
     if name == INITIAL_LABEL:
         return 0
     try:
         return int(name)
     except ValueError as error:
         raise EngineError(
-            f"the engine's weights are version {name!r}: something other than swarmq has updated it"
+            f"the engine's weights have the label {name!r}, which swarmq did not set: something else updated them"
         ) from error
 
 

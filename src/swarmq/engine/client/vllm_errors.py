@@ -24,8 +24,8 @@ CODES = {"missing": "missing_required_parameter"}
 def make_secret_error(url: str) -> EngineError:
     """Return the error for an engine that rejects the caller's secret."""
     return EngineError(
-        f"the engine at {url} requires another secret than this run's: start it with ${SECRET_ENV} as "
-        "`swarmq engine secret RUN` prints it"
+        f"the engine at {url} requires another secret than this run's: start it with ${SECRET_ENV} set to what "
+        "`swarmq engine secret RUN` prints"
     )
 
 

@@ -15,8 +15,8 @@ def check_arguments(policy: Policy) -> None:
     """Raise ConfigError if the engine of a trained policy has one of `RESERVED_FLAGS`."""
     if policy.trained and (given := find_reserved(policy.engine.arguments)):
         raise ConfigError(
-            f"policies.*.engine.arguments of {policy.model}: {', '.join(given)} would have the engine sample from, or report, "
-            "another distribution than the one that is trained: take it out; requests say the temperature and the like"
+            f"policies.*.engine.arguments of {policy.model}: {', '.join(given)} would make the engine sample from, or report, "
+            "a distribution other than the trained one: remove it; requests set temperature and other sampling parameters"
         )
 
 

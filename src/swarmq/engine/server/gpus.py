@@ -29,8 +29,8 @@ class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
 def find_visible_gpus() -> list[GpuCapacity]:
     """Return the visible GPUs in the order of `$CUDA_VISIBLE_DEVICES`; none without a driver.
 
-    GPUs of unknown memory are left out, and `$CUDA_VISIBLE_DEVICES` is set to the others, so that child processes number them
-    like this list. Child processes order GPUs like nvidia-smi unless `$CUDA_DEVICE_ORDER` is set.
+    GPUs of unknown memory are left out. `$CUDA_VISIBLE_DEVICES` is then set to the returned GPUs, so that child processes number
+    GPUs as in the returned list. Child processes order GPUs like nvidia-smi unless `$CUDA_DEVICE_ORDER` is set.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -40,7 +40,7 @@ HOST = "127.0.0.1"
 DEFAULT_GPU_SHARE = 0.45
 """Default share of a GPU's memory for an engine."""
 DEFAULT_CONTEXT = 4096
-"""Default context length in tokens, and that without a GPU."""
+"""Default context length in tokens."""
 POLL_S = 0.2
 PAUSE_CHECK_S = 15.0
 LIVENESS_CHECK_S = 1.0
@@ -54,23 +54,27 @@ STOP_GRACE_S = 10.0
 CPU_CACHE_ENV = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable with the KV cache size in GiB of an engine without a GPU."""
 MAX_CPU_CACHE_GIB = 8
-"""Largest default of that size. vLLM refuses a cache larger than the free memory of its first core's NUMA node, which on a large host
-is a fraction of all memory. 8 GiB hold 37,000 tokens of Qwen3-0.6B in FP32, more than cores serve at a time."""
+"""Largest default size of that cache in GiB. vLLM refuses a cache larger than the free memory of its first core's NUMA node,
+which on a large host is a fraction of all memory. 8 GiB hold 37,000 tokens of Qwen3-0.6B in FP32, more than cores serve at a
+time."""
 
 MAX_API_SERVERS = 8
-"""Most API server processes of one engine core. An API server spends 0.14 to 0.21 ms per token (`benchmarks/proxy_h200.py`),
-and a GPU samples 30,000 tokens a second with a small model. All state is in the core, so any API server can pause it or update
-its weights."""
+"""Maximum number of API server processes per engine core. An API server spends 0.14 to 0.21 ms per token
+(`benchmarks/proxy_h200.py`), and a GPU samples 30,000 tokens a second with a small model. All state is in the core, so any API
+server can pause it or update its weights."""
 CORES_PER_API_SERVER = 2
 """Cores per API server; the remaining ones are for the engine core, proxies and agents."""
 
 SINGLE_THREAD_BELOW = 1024
-"""Hidden size below which a model runs as fast on one thread, and much faster than on several if cores are shared."""
+"""Hidden size below which a model gets one thread: it then runs as fast as on several threads, and much faster if cores are
+shared."""
 
 CPU_PREFILL_TOKENS = 512
-"""Prompt tokens per step of larger models on a CPU. During a step the engine samples nothing and answers no request."""
+"""Maximum number of prompt tokens per step of a larger model on a CPU. During a step the engine samples nothing and answers no
+request."""
 CPU_SHARED_PREFILL_TOKENS = 256
-"""Most tokens of one prompt per step on a CPU while other calls are open, which would otherwise wait for the whole prompt."""
+"""Maximum number of tokens of one prompt per step on a CPU while other calls are open: with more, those calls would wait for the
+whole prompt."""
 
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
@@ -139,7 +143,7 @@ class EngineProcess:
         while True:  # vLLM sends no notice
             await asyncio.sleep(LIVENESS_CHECK_S)
             if lost := next((title for pid, title in self._children.items() if not is_alive(pid)), None):
-                return f"lost its {lost} (killed for want of memory?)"
+                return f"lost its {lost} (killed because memory ran out?)"
             if await self._refuses_connections():
                 return "accepts no connections, though its process lives"
 
@@ -288,7 +292,7 @@ def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, c
             "--model",
             model.name,
         ]  # `vllm serve` cannot start the CPU build
-        # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
+        # A separate worker process would cost 8 s at the start and a hop per step; compiling would cost minutes.
         options["--distributed-executor-backend"] = "uni"
         flags.append("--enforce-eager")
         options["--long-prefill-token-threshold"] = str(min(CPU_SHARED_PREFILL_TOKENS, int(options["--max-model-len"])))
@@ -310,13 +314,13 @@ def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]
     if not cuda:
         wanted |= {
             "OMP_NUM_THREADS": str(1 if model.hidden_size < SINGLE_THREAD_BELOW else _count_cores()),
-            "TORCHDYNAMO_DISABLE": "1",  # sampling would be compiled inside the first request: 3 s
+            "TORCHDYNAMO_DISABLE": "1",  # otherwise sampling is compiled during the first request, which takes 3 s
             CPU_CACHE_ENV: str(choose_cpu_cache_gib(_measure_host_memory())),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
         }
     chosen = {key: given.get(key, value) for key, value in wanted.items()}
-    # vLLM's own API key, set for the user's other servers, would reject callers that send the secret
+    # an API key that the user has set for other vLLM servers would reject callers that send the secret
     return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1", "VLLM_API_KEY": ""}
 
 
@@ -338,7 +342,8 @@ def get_cpu_cache_bytes(given: Mapping[str, str]) -> int:
 
 
 def choose_cpu_cache_gib(host_memory_bytes: int) -> int:
-    """Return a twelfth of the host's memory in GiB, at least 1, at most MAX_CPU_CACHE_GIB; pages are allocated as they are used."""
+    """Return a twelfth of the host's memory in GiB, at least 1 and at most MAX_CPU_CACHE_GIB. The system allocates pages only
+    when they are used."""
     return min(max(1, host_memory_bytes // (12 << 30)), MAX_CPU_CACHE_GIB)
 
 
@@ -347,7 +352,7 @@ def _measure_host_memory() -> int:
 
 
 def _find_stages(log_path: Path, begin_at: int) -> list[str]:
-    """Return the stages that the server has entered; short stages may be over before they are seen."""
+    """Return all stages that the server has entered, because a short stage may begin and end between two checks."""
     with log_path.open("rb") as source:
         source.seek(begin_at)
         text = source.read().decode(errors="replace")

@@ -112,10 +112,10 @@ async def _wait_until_drained(process: EngineProcess, probe_every_s: float, repo
     await asyncio.sleep(2 * probe_every_s)
     try:
         async with asyncio.timeout(DRAIN_S), EngineControl(process.url, secret=process.secret) as engine:
-            while await engine.count_open_requests():  # noqa: ASYNC110 - a server tells nobody that it is idle
+            while await engine.count_open_requests():  # noqa: ASYNC110 - vLLM sends no notice when it is idle
                 await asyncio.sleep(POLL_S)
     except (TimeoutError, EngineError):
-        return  # it is stopped in any case
+        return  # the caller stops the engine in any case
 
 
 async def _describe_engine(policy: str, url: str, secret: str) -> EngineListing:

@@ -18,10 +18,10 @@ from swarmq.weights.format.safetensors_files import check_weight_files
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 MULTIMODAL_SUFFIX = "ForConditionalGeneration"
-"""Suffix of models that take images and have a `vision_config`; encoder-decoders have it too."""
+"""Suffix of the architecture of models that take images; encoder-decoders have it, too, but no `vision_config`."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""Vocabulary files; a tokenizer has one of them."""
+"""Patterns of vocabulary files, of which every tokenizer has at least one."""
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """Tool-call marker in a chat template -> vLLM's parser."""
 
@@ -30,7 +30,7 @@ REASONING_PARSERS = (
     (("[gMASK]", "<think>", "enable_thinking"), "glm45"),
     (("<think>", "enable_thinking"), "qwen3"),
 )
-"""Markers that a chat template must all have -> vLLM's reasoning parser; the first match is used."""
+"""Markers -> vLLM's reasoning parser. The first parser is used for which the chat template has all markers."""
 PROMPT_OPENS_REASONING = re.compile(r"<think>(\\n|\s)*['\"]?\s*-?}}[^<]*\Z")
 """Pattern of a template whose generation prompt ends with an opening tag, as DeepSeek-R1's."""
 
@@ -46,7 +46,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Model's context length in tokens; None if its config does not say."""
     layers: int = 0
     parameters: int = 0
-    """Estimated number of parameters; missing fields of a config are taken as in a Llama."""
+    """Estimated number of parameters; fields that config.json lacks are assumed to be as in Llama."""
     fans: int = 0
     """Estimated sum of inputs and outputs of every matrix in the layers."""
     kv_values_per_token: int = 0
@@ -107,14 +107,14 @@ def _check_architecture(name: str, config: Mapping[str, Any], architectures: Seq
         )
     if takes_images and trained:
         raise EngineError(
-            f"{name} is a model that takes images ({written}), and a learner reads tokens alone: serve it untrained "
+            f"{name} is a model that takes images ({written}), but a learner trains on text only: serve it untrained "
             "(policies.*.trained = false), or train a text model, whose architecture ends in ForCausalLM"
         )
 
 
 def fetch_num_parameters(name: str) -> int:
-    """Return the number of parameters of a model folder or hub name, by its configuration. Raises EngineError without a
-    configuration."""
+    """Return the number of parameters of a model folder or hub name, computed from its configuration. Raises EngineError without
+    a configuration."""
     folder = Path(name) if Path(name).is_dir() else _fetch_small_files(name)
     return count_parameters(_read_json(folder / "config.json", f"{name} is not a Hugging Face model folder"))
 
@@ -218,7 +218,7 @@ def _fetch_small_files(name: str) -> Path:
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
-    except Exception as error:  # the hub's errors are many, and each means that there is no model
+    except Exception as error:  # the hub raises many kinds of errors; each means that the model is not available
         raise EngineError(
             f"model {name!r} is neither a local folder nor available on the hub ({type(error).__name__}: {error})"
         ) from error

@@ -1,7 +1,7 @@
-"""Watchdog for engines left paused: vLLM has no lease on a pause, so a learner that dies in a push leaves its agents waiting.
+"""Watchdog for engines left paused: vLLM never ends a pause by itself, so if a learner dies during a push, agents keep waiting.
 
-A restarted learner repairs the engine within seconds (`WeightPusher.ensure`). The watchdog covers learners that do not come
-back, condemned engines, and servers that do not answer.
+A restarted learner repairs the engine within seconds (`WeightPusher.ensure`). The watchdog handles learners that do not come
+back, engines that a learner marked for a restart (condemned), and servers that do not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarmq.weights.push.engine_control import EngineControl
 log = structlog.get_logger()
 
 UNRESPONSIVE_S = 300.0
-"""Seconds without an answer or computed step after which a server does not recover."""
+"""Seconds without an answer and without a computed step after which a server counts as stuck."""
 
 
 class PauseWatchdog:
@@ -33,7 +33,7 @@ class PauseWatchdog:
         try:
             status = await self._engine.status()
         except EngineError:
-            return await self._check_silence(now)  # dead (seen by the process's owner), busy, or stuck
+            return await self._check_silence(now)  # the server is dead (which its owner notices), busy, or stuck
         self._silent_since = None
         if status.is_condemned:
             return self._require_restart(f"was condemned by its learner ({status.label})")

@@ -1,10 +1,10 @@
-"""Advantages: from the rewards of a group to one advantage per turn. Without torch, because the batch feeder uses it, too.
+"""Computes one advantage per turn from the rewards of a group. Without torch, because the batch feeder uses it, too.
 
-A turn is credited with the narrowest reward that it has: its call's, else its agent tag's, else its episode's. Values are
-compared within the group and the same tag, and only with values of other episodes, because an episode's later calls depend on
-its earlier ones. Fewer than two episodes give no baseline, and equal values give nothing to learn: such turns have no advantage
-(None) and are left out of every mean. `ema` has a baseline for every turn, from the kind's rewards so far. Losses without a
-baseline leave no turn out.
+A turn is credited with the most specific reward that there is: that of its call, else of its agent tag, else of its episode.
+Values are compared within the group and the same tag, and only with values of other episodes, because an episode's later calls
+depend on its earlier ones. Fewer than two episodes give no baseline, and equal values give nothing to learn: such turns have no
+advantage (None) and are left out of every mean. `ema` has a baseline for every turn, from the kind's rewards so far. A loss that
+needs no baseline leaves no turn out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TurnAdvantages = Mapping[str, Sequence[float | None]]
 
 
 def leave_one_out(rewards: EpisodeValues) -> EpisodeValues:
-    """Return the difference to the mean of the other episodes' values; unbiased for two or more episodes (2402.14740)."""
+    """Return each value minus the mean of the other episodes' values; unbiased for two or more episodes (2402.14740)."""
     own = {episode: math.fsum(of.values()) for episode, of in rewards.items()}
     total, count = math.fsum(own.values()), sum(map(len, rewards.values()))
     others = {episode: (total - own[episode]) / (count - len(of)) for episode, of in rewards.items()}
@@ -42,7 +42,8 @@ def leave_one_out(rewards: EpisodeValues) -> EpisodeValues:
 
 
 def center(rewards: EpisodeValues) -> EpisodeValues:
-    """Return (k - 1)/k of `leave_one_out` for k episodes: with one value each, the difference to the mean of all (2503.20783)."""
+    """Return `leave_one_out` times (k - 1)/k for k episodes; with one value per episode, each value minus the mean of all
+    (2503.20783)."""
     return _scale(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
 
 
@@ -111,12 +112,13 @@ def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[R
 
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
-    """Return whether any turn of the group would get an advantage other than 0, or needs none."""
+    """Return whether any turn of the group would be trained: with an advantage other than 0, or by a loss that needs no
+    baseline."""
     return not train.needs_baseline or any(_compare(of, center) for of in _collect_rewards(group, train).values())
 
 
 def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Return the groups of a batch, whose members are next to each other."""
+    """Split a batch into its groups; members of a group are adjacent in `episodes`."""
     return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
 
@@ -134,7 +136,7 @@ def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
 
 
 def _compare(of: EpisodeValues, within: Callable[[EpisodeValues], EpisodeValues]) -> EpisodeValues:
-    """Apply a method within the group; empty if only one episode has such rewards or all are equal."""
+    """Return the group's values by the method `within`; empty if only one episode has such rewards or all are equal."""
     rewards = _flatten(of)
     return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL_WITHIN else {}
 
@@ -155,8 +157,8 @@ def _compute_deviation(values: Sequence[TagValues]) -> float:
 def _subtract_baselines(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
 ) -> list[TagValues]:
-    """Return the differences to the baselines. Values without a baseline yet are centred within the batch, because A = R would
-    teach only to be rewarded."""
+    """Return rewards minus their baselines. Rewards that have no baseline yet are centred within the batch, because with A = R
+    every positive reward would reinforce its turn, even the worst one."""
     first = {
         name: _compare(of, center) for name, of in _group_by_baseline(groups, rewards).items() if name not in baselines
     }
@@ -175,14 +177,14 @@ def _subtract_baselines(
 def _add_new_baselines(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
 ) -> Baselines:
-    """Return the baselines. A new baseline starts at the batch's own mean."""
+    """Return the baselines with those that the batch adds, each of which starts at the mean of the batch's rewards."""
     return {name: statistics.fmean(_flatten(of)) for name, of in _group_by_baseline(groups, rewards).items()} | dict(
         baselines
     )
 
 
 def _group_by_baseline(groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]) -> dict[str, EpisodeValues]:
-    """Return all rewards of the batch that share an `ema` baseline."""
+    """Return the rewards of the batch by the name of their `ema` baseline."""
     together: dict[str, dict[str, dict[str, float]]] = {}
     for group, by_tag in zip(groups, rewards, strict=True):
         for tag, of in by_tag.items():
@@ -226,11 +228,11 @@ def _find_discounted(group: Sequence[Rollout], train: Train) -> list[str | None]
 
 
 def _discount_returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
-    """Yield G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
+    """Yield G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request to its first.
 
     The choices of one request are one step: each has its own reward, and the G of a request is the mean over its choices.
     """
-    # the last calls answer for how things ended, unless they have a reward of their own
+    # a call of the last request gets the agent's or episode's reward, unless it has a reward of its own
     unrated, later = (
         episode.agent_rewards.get(agent or "", episode.reward - compute_length_penalty(episode, train)),
         0.0,
@@ -252,7 +254,7 @@ def _group_by_request(episode: Rollout, agent: str | None) -> list[list[Turn]]:
 
 
 def _find_credits(group: Sequence[Rollout], train: Train) -> list[tuple[Rollout, list[tuple[Tag, str]]]]:
-    """Return for each turn the tag and call under which its reward is found."""
+    """Return, for each turn, the key of the reward that credits it: tag and call id."""
     discounted = _find_discounted(group, train)
     return [(episode, [_find_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
 

@@ -12,18 +12,19 @@ from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, WITHOUT_RATIO, LossI
 
 
 class FilterResult(NamedTuple):
-    tokens: Tensor  # [S] bool, those that are left of `among`
-    calls_out: Tensor  # scalar, model calls left out whole
-    tokens_out: Tensor  # scalar, tokens left out of calls that stay
+    tokens: Tensor  # [S] bool, the tokens of `among` that pass all filters
+    calls_out: Tensor  # scalar, number of model calls that are left out entirely
+    tokens_out: Tensor  # scalar, number of tokens that are left out of other calls
 
 
 def has_filters(train: Train) -> bool:
-    """Return whether any filter applies. None applies to a loss without importance ratios."""
+    """Return whether any filter applies; no filter applies to a loss without importance ratios."""
     return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
 
 
 def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResult | None:
-    """Apply the filters to the tokens `among` [S] bool, which are whole model calls. Return None if no filter applies.
+    """Apply the filters to the tokens marked in `among` [S] bool, which marks whole model calls. Return None if no filter
+    applies.
 
     First, calls are judged by their mean k3 = rho - log rho - 1 (the product of ratios would remove all long calls); then
     tokens by the band of rho. The result does not depend on the layout, because every layout holds a call as a whole, unlike a

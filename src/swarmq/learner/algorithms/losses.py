@@ -22,9 +22,10 @@ CISPO_HIGH = 4.0
 PPO_LOW, PPO_HIGH = 0.2, 0.28
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
 MAX_LOG_RATIO = 20.0
-"""Largest log-ratio. exp() of more overflows later computations, and such a token is broken whatever its ratio."""
+"""Limit of log-ratios: exp() of a larger one overflows in later computations, and the token is broken in any case."""
 PENALTY_SQUARE_REACH = 3.0
-"""Log-ratio in nats, where `ratio_cap` is by default, beyond which the penalty of `tis_mask` grows linearly."""
+"""Log-ratio in nats (log of the default `ratio_cap`) beyond which the penalty of `tis_mask` grows linearly instead of
+quadratically."""
 
 
 class LossInputs(NamedTuple):
@@ -39,14 +40,14 @@ class LossInputs(NamedTuple):
     reference: Tensor | None = None  # [S] float32, under the reference model
     teacher: Tensor | None = None  # [S] float32, under the teacher
     held: Tensor | None = (
-        None  # [S] bool, sampled under a grammar: behavior_logprobs is normalised over the tokens that it allowed
+        None  # [S] bool, sampled under a grammar: behavior_logprobs is normalised over the tokens that the grammar allowed
     )
 
 
 class TokenLoss(NamedTuple):
     per_token: Tensor  # [S]
     effects: Tensor  # [S] int64, effect on the policy gradient (loss_effects.py)
-    advantages: Tensor | None  # [S] those that the loss used, constant; None where it uses none
+    advantages: Tensor | None  # [S] advantages that the loss used, detached; None if it uses none
 
 
 def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
@@ -61,9 +62,8 @@ def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
     weight = ratio.clamp(max=loss.ratio_cap) * ~masked
     pull = loss.logratio_penalty * _penalize_log_ratio(tokens.logprobs - tokens.behavior_logprobs)
     if tokens.held is not None:
-        pull = (
-            pull * ~tokens.held
-        )  # behavior_logprobs is another distribution's: to close the gap would raise what the grammar forced
+        # behavior_logprobs is normalised otherwise: closing the gap would raise tokens that the grammar forced
+        pull = pull * ~tokens.held
     effects = ((ratio > loss.ratio_cap) * LossEffect.TRUNCATED).masked_fill(masked, LossEffect.MASKED)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs + pull, effects, tokens.advantages)
 

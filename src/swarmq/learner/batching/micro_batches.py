@@ -44,7 +44,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     cost: Cost
     rows_only: str | None = None
-    """Reason for which the model cannot compute trees; None if it can."""
+    """Reason why the model cannot compute trees; None if it can."""
     row_pass: int | None = None
     """Number of tokens that keep the device busy, if larger micro-batches of packed rows are slower; None if they are not."""
 
@@ -143,7 +143,7 @@ def make_idle_micro_batch() -> MicroBatch:
 
 
 def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
-    """Return the batch reweighted as if each episode had only the number of trained tokens that `tokens` gives."""
+    """Return the batch with token weights as if each episode had only as many trained tokens as `tokens` says."""
     weights = np.array(
         [
             token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
@@ -161,8 +161,8 @@ def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
 
 
 def exclude_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
-    """Return the batch with 0 in place of every weight, advantage and log-probability of the episodes with these indices, so
-    that no number is left that is not finite."""
+    """Return the batch with weights, advantages and log-probabilities of these episodes (indices) set to 0, because some of these
+    numbers are not finite."""
 
     def cleaned(one: MicroBatch) -> MicroBatch:
         out = np.isin(one.layout.episodes, episodes)

@@ -50,11 +50,13 @@ def find_newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> 
         try:
             manifest = verify(path, hashed=hashed)
         except DamagedError as error:
-            log.warning("checkpoint_damaged", path=str(path), reason=str(error), action="the one before is used")
+            log.warning(
+                "checkpoint_damaged", path=str(path), reason=str(error), action="the checkpoint before it is used"
+            )
             continue
         if difference := identity.difference(manifest.identity):
             raise SetUpError(
-                f"{path}: the checkpoint belongs to something else: {difference}; nothing was changed. "
+                f"{path}: the checkpoint is of another run, policy or model: {difference}; nothing was changed. "
                 "Use another run name or folder"
             )
         return Checkpoint(path=path, version=manifest.version)
@@ -93,8 +95,8 @@ def check_continues(folder: Path, lora: Lora | None) -> None:
         was = msgspec.json.decode(told, type=Lora) if told else lora  # older checkpoints do not record it
     if was != lora:
         raise SetUpError(
-            f"{folder}: was trained with {_words(was)}, not with {_words(lora)}: set it as it was, or begin another run "
-            "from these weights: policies.<name>.model = this folder"
+            f"{folder} was trained with {_words(was)}, not with {_words(lora)}: restore that setting, or start another run "
+            "from these weights (policies.<name>.model = this folder)"
         )
 
 

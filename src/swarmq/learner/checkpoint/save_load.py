@@ -8,8 +8,8 @@
                          └──> finish_checkpoint: weights and optimizer, checksums, fsync, rename, prune; beside training
 
 A checkpoint is written under a unique draft name, fsynced, then renamed, so a folder of the final name is complete. The newest
-one with valid checksums is used; damaged ones are skipped with a warning. Complete checkpoints are never replaced, and a
-damaged one goes when a new one takes its place. What cannot be removed stays, with one warning.
+one with valid checksums is used; damaged ones are skipped with a warning. Complete checkpoints are never replaced, and a damaged
+one is removed when a new one takes its place. A folder that cannot be removed is left, with one warning.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ log = structlog.get_logger()
 
 STATE = "state"
 OPTIMIZER = "optimizer.bin"
-"""Name of accelerate's file."""
+"""Name of accelerate's file with the optimizer's state."""
 DRAFT = ".draft-"
 OLD = f"{DRAFT}old-"
 """Prefix of a checkpoint that is being removed."""
 TORCH_CANNOT_WRITE = ("inline_container", "iostream", "Parent directory")
-"""Texts in a RuntimeError of `torch.save` that mean a disk error; nothing else distinguishes it."""
+"""Texts in a RuntimeError of `torch.save` that mean a disk error; only the text distinguishes such an error."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -89,7 +89,7 @@ class TrainerState(Protocol):
         ...
 
     def weights_to_write(self) -> NamedTensors:
-        """Return the weights that `files` writes."""
+        """Return the weights that `files` returns."""
         ...
 
 
@@ -109,7 +109,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     identity: RunIdentity
     version: int
     writing: tuple[Callable[[], None], ...] = ()
-    """Functions that write the missing files; on rank 0 alone."""
+    """Functions that write the missing files; empty on all ranks but rank 0."""
     whole: bool = False
     """Whether a valid checkpoint of this version exists, so that nothing is written."""
 
@@ -123,9 +123,9 @@ def draft_checkpoint(
 ) -> Draft:
     """Draft a checkpoint of the trainer's state, after removing earlier drafts. Every rank calls it.
 
-    With `copies`, training may go on: copied data is written later, and data for which the host has no memory is written now.
-    Raises LearnerError on every rank if it cannot be written, DiskFullError if it can be tried again; earlier checkpoints are
-    then unchanged.
+    With `copies`, training may go on afterwards: data is copied and written later, or written now if the host has no memory for a
+    copy. Raises LearnerError on every rank if it cannot be written, DiskFullError if it can be tried again; earlier checkpoints
+    are then unchanged.
     """
     accelerator = trainer.accelerator
     draft = _begin_draft(folder, trainer.version, identity, accelerator)
@@ -180,12 +180,13 @@ def _write_or_defer_model(
 ) -> list[Callable[[], None]]:
     """Write the weights now, or return the function that writes them. Every rank calls it.
 
-    `before`: functions whose writing is pending; they are called first if they hold the memory.
+    `before`: functions that have yet to write other files; if memory for the weights is short, they are called first, because
+    they hold copies.
     """
     try:
         files = trainer.files(copies)
-    except NotGrantedError as error:  # on the only rank: no other rank waits
-        log.info("checkpoint_waited_for", reason=str(error), action="all of it is written while training waits")
+    except NotGrantedError as error:  # only an unsharded model is copied, so no other rank waits in a collective
+        log.info("checkpoint_waited_for", reason=str(error), action="all files are written while training waits")
         while before:
             before.pop()()
         if (files := trainer.files()) is not None:
@@ -197,7 +198,7 @@ def _write_or_defer_model(
 def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
     """Return a function that allocates memory for the next checkpoint's copies, as far as the host has room, to be called in
     another thread. Rank 0 alone calls it."""
-    if is_sharded(trainer.model):  # its shards are gathered into other memory
+    if is_sharded(trainer.model):  # gathering shards allocates memory of its own
         return lambda: None
     state = trainer.optimizer.state_dict()
     wanted = [] if _short_of_room(copies, state, trainer) else outline_copies(trainer.weights_to_write(), state)
@@ -210,14 +211,15 @@ def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], No
 
 
 def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: TrainerState) -> str | None:
-    """Return why the host has no room for copies of optimizer state and weights with as much again left free, or None."""
+    """Return the reason if the host's free memory is less than twice what copies of optimizer state and weights take, else
+    None."""
     moments = num_bytes(outline_copies((), state))
     gathered = moments if is_sharded(trainer.model) else 0  # memory of the gathered state, allocated by now
     needed = moments + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
     short = next((room for room in host.measure_rooms() if room.free + gathered < 2 * needed), None)
     if short is None:
         return None
-    return f"{(short.free + gathered) / GIB:.1f} GiB are free of {short.source}, and a copy takes {needed / GIB:.1f}"
+    return f"{(short.free + gathered) / GIB:.1f} GiB are free in {short.source}, but a copy takes {needed / GIB:.1f}"
 
 
 def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
@@ -231,7 +233,7 @@ def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = la
             if not draft.whole:
                 _write(draft, check)
     except LearnerError:
-        shutil.rmtree(draft.path, ignore_errors=True)  # it may fill the disk
+        shutil.rmtree(draft.path, ignore_errors=True)  # because it may fill the disk
         raise
     return _prune(draft.path.parent, draft.version, keep)
 
@@ -288,7 +290,7 @@ def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
     if not errors:
         return
     if accelerator.is_main_process:
-        shutil.rmtree(draft.path, ignore_errors=True)  # it may fill the disk
+        shutil.rmtree(draft.path, ignore_errors=True)  # because it may fill the disk
     raise next((error for error in errors if not isinstance(error, DiskFullError)), errors[0])
 
 
@@ -307,13 +309,13 @@ def _explain_write_errors(draft: Draft) -> Iterator[None]:
             if not draft.path.is_dir():
                 raise LearnerError(
                     f"{draft.path}: removed while the checkpoint was written ({error}): leave the folder to this learner and start "
-                    "it again; the checkpoints before it and the batch log are as they were, nothing is lost"
+                    "it again; earlier checkpoints and the batch log are unchanged, nothing is lost"
                 ) from error
             if isinstance(error, OSError):
                 raise
             raise DiskFullError(
-                f"{draft.path.parent}: the checkpoint cannot be written ({error}): free space there; the checkpoints before it "
-                "and the batch log are as they were, nothing is lost"
+                f"{draft.path.parent}: the checkpoint cannot be written ({error}): free space there; earlier checkpoints "
+                "and the batch log are unchanged, nothing is lost"
             ) from error
 
 
@@ -326,7 +328,7 @@ def _is_whole(draft: Draft) -> bool:
 
 
 def _optimizer(trainer: TrainerState) -> Any:
-    """Return the optimizer, whose state is saved as that of one process however many ranks hold it."""
+    """Return an optimizer with the state of a single process, whatever the number of ranks that hold it."""
     if is_sharded(trainer.model):
         return FullOptimizerState(trainer.optimizer, keep=trainer.accelerator.is_main_process)
     return trainer.optimizer
@@ -348,9 +350,8 @@ def _seal(draft: Draft) -> None:
 
 
 def _publish(draft: Draft) -> None:
-    damaged = (
-        _aside(draft.target) if draft.target.exists() else None
-    )  # it is damaged, otherwise nothing would be written
+    # an existing checkpoint of this version is damaged, otherwise nothing would be written
+    damaged = _aside(draft.target) if draft.target.exists() else None
     draft.path.rename(draft.target)
     fsync_folder(draft.path.parent)
     if damaged:
@@ -392,6 +393,4 @@ def _keep_on_failure(path: Path) -> Iterator[None]:
 @cache
 def _warn_not_removed(path: Path, what: str) -> None:
     """Warn once about a path that cannot be removed."""
-    log.warning(
-        "checkpoint_not_removed", path=str(path), reason=what, action="remove it to free the room that it takes"
-    )
+    log.warning("checkpoint_not_removed", path=str(path), reason=what, action="remove it to free disk space")

@@ -46,7 +46,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
     )
     if plan:
-        # set by accelerate; the next accelerator would take it for the launcher's setting
+        # accelerate has set it, and the next accelerator would take it for a setting of the launcher
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         shard_on_cpu(accelerator, plan)
         check_collectives(train, accelerator.device)

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from swarmq.errors import SetUpError
 
 CUTS = {"CP": "context", "SP": "sequence", "TP": "tensor"}
-SHARED_OUT = "ranks share a model out with train.sharding = 'full', and its passes with train.context_parallel"
+SHARED_OUT = "to divide a model among ranks set train.sharding = 'full', to divide its passes train.context_parallel"
 MODES = {
     "ACCELERATE_USE_DEEPSPEED": ("--use_deepspeed", SHARED_OUT),
     "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", SHARED_OUT),
     "ACCELERATE_USE_FSDP": ("--use_fsdp", SHARED_OUT),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", SHARED_OUT),
-    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "layers are compiled without it where that is of use"),
-    "ACCELERATE_FP8_BACKEND": ("--fp8_backend", "train.mixed_precision says what layers compute in"),
+    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "swarmq compiles layers by itself where it helps"),
+    "ACCELERATE_FP8_BACKEND": ("--fp8_backend", "train.mixed_precision sets the precision of layers"),
 }
 """Environment variable of a mode -> its option, and swarmq's alternative."""
 OFF = {"", "0", "false", "no"}
@@ -29,20 +29,20 @@ def refuse_modes(environment: Mapping[str, str], *, cuda: bool) -> None:
     for axis, name in CUTS.items():
         if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
             raise SetUpError(
-                f"accelerate's {name} parallelism is not available, for it needs plain causal attention over one row, and passes "
-                f"hold packed rows and trees: leave --parallelism-config-{axis.lower()}-size out. Ranks share passes of these with "
-                f"train.context_parallel = {ranks}, and the model with train.sharding = 'full'"
+                f"accelerate's {name} parallelism is not supported: it needs plain causal attention over one row, but swarmq "
+                f"computes packed rows and trees. Leave --parallelism-config-{axis.lower()}-size out, and set "
+                f"train.context_parallel = {ranks} to divide passes among ranks, or train.sharding = 'full' to divide the model"
             )
     for variable, (option, instead) in MODES.items():
         if _is_on(environment.get(variable, "")):
             raise SetUpError(
-                f"accelerate launch {option} ({variable}={environment[variable]}) is not available, for it would change what is "
-                f"computed: leave it out of the command and of accelerate's configuration file; {instead}"
+                f"accelerate launch {option} ({variable}={environment[variable]}) is not supported, because it would change the "
+                f"computation: remove it from the command and from accelerate's configuration file; {instead}"
             )
     if cuda and _is_on(environment.get("ACCELERATE_USE_CPU", "")):
         raise SetUpError(
-            "accelerate launch --cpu (ACCELERATE_USE_CPU): there are GPUs here, and precision and memory are planned for them: "
-            "leave it out, or hide them (CUDA_VISIBLE_DEVICES='')"
+            "accelerate launch --cpu (ACCELERATE_USE_CPU) cannot be used where there are GPUs, for which precision and memory "
+            "are planned: leave it out, or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         )
 
 

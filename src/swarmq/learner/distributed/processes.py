@@ -42,7 +42,7 @@ WHY = {
 HEAR_S = 1.0
 """Seconds to wait for the exit of a rank that was killed by a signal. The ranks that its death ended may be noticed first."""
 STEADY_S = 120.0
-"""Seconds that a process must live until its next restart is prompt again."""
+"""Seconds that a process must live before the delay of its next restart is short again."""
 
 
 def own_rank() -> int | None:
@@ -88,10 +88,10 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
             if status:
                 number, status = _find_first_failure(number, status, ended)
                 if status == os.EX_CONFIG:
-                    raise SetUpError(f"rank {number} of {num_ranks} refuses what is set: see its last line above")
+                    raise SetUpError(f"rank {number} of {num_ranks} refuses the settings: see its last line above")
                 raise LearnerError(
-                    f"rank {number} of {num_ranks} {_how(status)}: see its log lines above; nothing is lost, the next start goes "
-                    "on from the newest checkpoint and the batch log"
+                    f"rank {number} of {num_ranks} {_how(status)}: see its log lines above; nothing is lost, the next start "
+                    "resumes from the newest checkpoint and the batch log"
                 )
     finally:
         for rank in ranks:

@@ -3,8 +3,8 @@
   rank 0   loaded, then emptied --FSDP2--> shards without values <--scatter, tensor by tensor-- loaded values
   others   empty from the start --^
 
-accelerate's own method (`cpu_ram_efficient_loading`) fills host memory with zeros on every rank to identify parameters, unties
-weights of wrapped models like these, and ignores saved buffers.
+accelerate's own method (`cpu_ram_efficient_loading`) is not used: it fills host memory with zeros on every rank to identify
+parameters, unties tied weights of wrapped models, and ignores saved buffers.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _named(model: nn.Module, *, once: bool = False) -> Iterable[tuple[str, Tenso
 def _check_alike(ours: dict[str, TensorOutline], outlines: dict[str, TensorOutline]) -> None:
     if different := sorted(ours.keys() ^ outlines.keys()):
         raise LearnerError(
-            f"the model's weights are not those that its config.json describes: {different[0]} (and {len(different) - 1} more) "
-            "is in one of them alone; ranks cannot share it out: set train.sharding = 'none', or mend the model's folder"
+            f"the model's weights differ from those that its config.json describes: only one of them has {different[0]} (and "
+            f"{len(different) - 1} more), so ranks cannot shard the model: set train.sharding = 'none', or repair its folder"
         )
 
 
@@ -118,5 +118,5 @@ def _fill(
 
 
 def _prepare_source(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
-    """Return rank 0's value on the device, and an empty tensor to receive it on other ranks."""
+    """Return a tensor on the device: on rank 0 the value, on other ranks an empty tensor to receive it."""
     return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

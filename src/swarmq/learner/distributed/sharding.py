@@ -50,9 +50,8 @@ AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 def build_fsdp_plugin(train: Train) -> FullyShardedDataParallelPlugin:
     """Return the FSDP plug-in that shards every decoder layer, as named by transformers."""
-    os.environ["FSDP_OFFLOAD_PARAMS"] = str(
-        train.cpu_offload
-    ).lower()  # accelerate creates CPU collectives only if it is set
+    # accelerate creates CPU collectives only if this is set
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(train.cpu_offload).lower()
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -82,7 +81,7 @@ def check_collectives(train: Train, device: torch.device) -> None:
     backends = torch.distributed.get_backend_config()
     if f"{kept_on}:" not in backends:
         raise LearnerError(
-            f"train.cpu_offload: the ranks' process group ({backends}) cannot gather what lies in {kept_on} memory; let "
+            f"train.cpu_offload: the ranks' process group ({backends}) cannot gather tensors in {kept_on} memory; let "
             "swarmq-learner --num-gpus start the ranks, or set FSDP_OFFLOAD_PARAMS=true for your launcher"
         )
 
@@ -129,7 +128,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def prepare_frozen_model(model: nn.Module, accelerator: Accelerator) -> Any:
     """Return a model that is never trained, on the accelerator's device, sharded if the policy is."""
     if is_sharding(accelerator):
-        plan = accelerator.state.fsdp_plugin  # with the policy's layers, set by now
+        plan = accelerator.state.fsdp_plugin  # it names the policy's layers, because the policy was prepared first
         plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
         plan.reshard_after_forward = True
         return shard_from_rank0(model, accelerator).eval()
@@ -172,7 +171,8 @@ def gather_compute_weights(
     def bring(name: str, weight: Weight) -> Weight:
         return _move_to_host(weight, into.get(name))
 
-    saved = lm.state_dict(keep_vars=True)  # taken now: FSDP2 builds state dicts of shards alone
+    # taken before layers are gathered, because FSDP2 builds state dicts of shards only
+    saved = lm.state_dict(keep_vars=True)
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
     weights: dict[str, Weight] = _map_distinct_tensors(dict(as_named(apart)), bring) if keep else {}
     for part in model.modules():

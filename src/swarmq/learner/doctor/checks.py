@@ -22,7 +22,7 @@ LOST_LIMIT = 0.05
 
 
 def checks(policy: Policy, records: Sequence[BatchRecord], traits: ModelProfile, vocab: int) -> Iterator[Finding]:
-    """Yield findings about the batches of one policy. `traits` and `vocab`: of its learner."""
+    """Yield findings about the batches of one policy. `traits`, `vocab`: model profile and vocabulary size of its learner."""
     turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
     yield _engine_arguments(policy)
     yield _sampling(turns)
@@ -37,12 +37,12 @@ def _engine_arguments(policy: Policy) -> Finding:
     given = find_reserved(policy.engine.arguments)
     check, ours = "engine reports what it samples", "engines that swarmq starts report processed log-probabilities"
     if given:
-        text = f"policies.*.engine.arguments changes {', '.join(given)}: take it out"
+        text = f"policies.*.engine.arguments changes {', '.join(given)}: remove it"
         return Finding(level="error", check=check, text=text)
     if policy.engine.urls:
         text = (
             f"{ours}, under vLLM's own sampling defaults. If you started {', '.join(policy.engine.urls)} yourself, see "
-            "`mismatch: arithmetic alone`: its settings are not known here"
+            "`mismatch: arithmetic alone`: their settings are not known here"
         )
         return Finding(level="note", check=check, text=text)
     return Finding(level="ok", check=check, text=f"{ours}, under vLLM's own sampling defaults")
@@ -57,16 +57,16 @@ def _sampling(turns: Sequence[Turn]) -> Finding:
         return Finding(
             level="warning",
             check="whole distribution sampled",
-            text=f"{held} of {len(turns)} turns were held to a grammar: the engine's log-probabilities are those among "
-            "what it allowed, the learner's are not, so their ratios are too small; ask for structured outputs in "
-            "evaluation, or let the reward judge the form",
+            text=f"{held} of {len(turns)} turns were sampled under a grammar: the engine normalises log-probabilities over the "
+            "tokens that the grammar allows, the learner over all, so the ratios are too small; use structured outputs in "
+            "evaluation only, or let the reward judge the format",
         )
     return judge_value(
         "whole distribution sampled",
         bad=bad > 0,
         ok=f"no truncation, penalty or bias in any of {len(turns)} turns; temperatures {dict(temperatures)}",
-        wrong=f"{bad} of {len(turns)} turns were sampled from another distribution than softmax(z / T) "
-        f"({', '.join(found)}): no ratio corrects that",
+        wrong=f"{bad} of {len(turns)} turns were not sampled from softmax(z / T) "
+        f"({', '.join(found)}): no importance ratio corrects this",
     )
 
 
@@ -100,7 +100,7 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
         "same tokens in engine and learner",
         bad=beyond > 0,
         ok=f"all ids are below the learner's {vocab}",
-        wrong=f"{beyond} turns hold ids that the learner's {vocab} tokens do not have: engine and learner load other models",
+        wrong=f"{beyond} turns have token ids beyond the learner's vocabulary of {vocab}: engine and learner load different models",
     )
 
 
@@ -110,10 +110,10 @@ def _drift(turns: Sequence[Turn]) -> Finding:
     return judge_value(
         "conversations go on token by token",
         bad=drift.lost > LOST_LIMIT,
-        ok=f"of {drift.continued} turns with one to continue {drift.repaired} kept its tokens where a rendering has others; "
-        f"branches {drift.branches}",
-        wrong=f"{drift.lost:.1%} of {drift.continued} turns could not continue the one before them though nobody edited it (limit "
-        f"{LOST_LIMIT:.0%}), branches {drift.branches}: they are trained correctly, but compute their whole context again; "
+        ok=f"of {drift.continued} turns that continue an earlier one, {drift.repaired} kept recorded tokens that a fresh rendering "
+        f"would have changed; branches {drift.branches}",
+        wrong=f"{drift.lost:.1%} of {drift.continued} turns could not continue an earlier turn although its history was not "
+        f"edited (limit {LOST_LIMIT:.0%}), branches {drift.branches}: they are trained correctly, but recompute their whole context; "
         "docs/explanation/proxy.md, 'Branches', explains how to avoid it",
         level="warning",
     )
@@ -147,7 +147,7 @@ def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[F
         "weights are set before folding",
         bad=apart > 0,
         ok=f"weight and advantage of all {tokens} tokens are those of their episodes and calls",
-        wrong=f"{apart} of {tokens} tokens weigh otherwise than their episodes say: report it",
+        wrong=f"{apart} of {tokens} tokens have another weight or advantage than their episodes and calls: report it",
     )
 
 

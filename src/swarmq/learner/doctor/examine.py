@@ -26,13 +26,14 @@ from swarmq.messages import Rollout
 from swarmq.timeline import plan_rows, resolve
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
-"""Largest difference of two log-probabilities by rounding, by precision; under autocast, the model's own logits are BF16."""
+"""Precision -> largest difference between two log-probabilities that rounding explains; under autocast, the model's own logits
+are BF16."""
 CHUNKS = 3
-"""Fewest chunks for the comparison of the head with whole logits, so that one chunk has neighbours on both sides."""
+"""Minimum number of chunks when the head is compared with whole logits, so that one chunk has neighbours on both sides."""
 WARM = 0.7
-"""A temperature other than 1, so that code that ignores it is found."""
+"""A temperature other than 1, which reveals code that ignores the temperature."""
 LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
-"""Largest relative difference of two layouts' gradients by rounding, by precision."""
+"""Precision -> largest relative difference between the gradients of two layouts that rounding explains."""
 
 
 def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) -> Iterator[Finding]:
@@ -41,7 +42,7 @@ def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) 
         with map_gpu_errors("the replay"):
             yield from _replay_batches(job, policy, folder, batches)
     except LearnerError as error:
-        aside = "; beside a running engine or learner: --device cpu" if torch.cuda.is_available() else ""
+        aside = "; if an engine or learner uses the GPU, add --device cpu" if torch.cuda.is_available() else ""
         yield Finding(level="error", check="replay", text=f"stored batches could not be examined: {error}{aside}")
 
 
@@ -56,7 +57,7 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
     stored = [batch_log.read_record(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(
-            f"no stored batch goes on from version {trainer.version}: train a few steps more, or keep_batches"
+            f"no stored batch continues from version {trainer.version}: train a few more steps, or set train.keep_batches"
         )
     yield Finding(
         level="note",
@@ -94,7 +95,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if not policy.head_apart:
         return Finding(
-            level="note", check=check, text="this model's head is its own: all logits of a pass exist at once, in FP32"
+            level="note", check=check, text="this model computes its own logits, all logits of a pass at once, in FP32"
         )
     turns = (turn for episode in record.episodes for turn in resolve(episode.turns))
     turn = min(turns, key=lambda turn: (max(CHUNKS - len(turn.logprobs), 0), len(turn)))

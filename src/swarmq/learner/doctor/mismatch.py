@@ -1,8 +1,8 @@
 """Comparison of replayed batches with the engine's log-probabilities, and the causes of differences.
 
-Sampled tokens are grouped by what can make two computations of one probability differ: only arithmetic (same weights), older
-weights, a weight push in the middle of the answer, a repaired prompt. If even the same weights disagree, the usual causes are
-tried.
+Sampled tokens are grouped by the cause that can make engine and learner differ: only arithmetic (same weights), older weights, a
+weight push in the middle of the answer, a repaired prompt. If they differ even under the same weights, the usual causes are
+tested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME_WEIGHTS_LIMIT = 0.01
 BROKEN = 0.1
 HELD = "held to a grammar"
 EXPLAINS = 0.25
-"""Largest share of a mismatch that may remain if a tried cause explains it."""
+"""Largest share of a mismatch that may remain after correcting for a cause that explains it."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """All sampled tokens of a batch, [N] each."""
+    """All N sampled tokens of a batch; every array is [N]."""
 
     logprobs: Floats
     """Log-probability under the weights before the batch's step."""
@@ -86,7 +86,7 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
 
 
 def causes(batches: Sequence[Compared]) -> list[Cause]:
-    """Return statistics of disjoint groups of tokens, least disturbed first."""
+    """Return statistics of disjoint groups of tokens, beginning with tokens sampled under the same weights."""
     logprobs, behavior_logprobs, lag, pushed, repaired, held = (
         np.concatenate([getattr(each, name) for each in batches])
         for name in ("logprobs", "behavior_logprobs", "lag", "pushed", "repaired", "held")
@@ -124,7 +124,7 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
         yield Finding(
             level="note",
             check="mismatch: arithmetic alone (same weights)",
-            text="no stored token was sampled by weights that a checkpoint has: nothing to compare arithmetic with",
+            text="no stored token was sampled with the weights of a checkpoint, so arithmetic cannot be compared",
         )
     elif same.k3 > SAME_WEIGHTS_LIMIT:
         yield from _suspects(batches, same)
@@ -138,19 +138,19 @@ def _suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:
     now = (lag == 0) & ~held
     raw = _cause("", at_one[now] - behavior_logprobs[now])
     if raw.k3 < EXPLAINS * same.k3:
-        text = f"k3 is {raw.k3:.2g} at temperature 1: the engine reports raw log-probabilities; --logprobs-mode processed_logprobs"
+        text = f"k3 is {raw.k3:.2g} at temperature 1: the engine reports raw log-probabilities; start it with --logprobs-mode processed_logprobs"
         yield Finding(level="error", check="cause: temperature", text=text)
     elif np.quantile(logprobs[now] - behavior_logprobs[now], 0.9) < 0:
         text = (
-            "nearly every token is likelier to the engine than to the learner: it samples from a part of the "
-            "vocabulary (top-p, top-k, min-p, penalties); serve with --generation-config vllm and without them"
+            "nearly every token is likelier in the engine than in the learner: the engine samples from a part of the "
+            "vocabulary (top-p, top-k, min-p, penalties); serve with --generation-config vllm and without these parameters"
         )
         yield Finding(level="error", check="cause: truncated support", text=text)
     elif same.k3 > BROKEN:
-        text = "the engine serves other weights than it says, or another model or tokenizer: restart it and compare model folders"
+        text = "the engine serves other weights than its version says, or another model or tokenizer: restart it and compare model folders"
         yield Finding(level="error", check="cause: other weights", text=text)
     else:
-        text = "of the size that BF16 or FP8 in the engine makes: serve in BF16 or FP32, or set ratio_band"
+        text = "BF16 or FP8 in the engine explains a mismatch of this size: serve in BF16 or FP32, or set ratio_band"
         yield Finding(level="warning", check="cause: precision", text=text)
 
 

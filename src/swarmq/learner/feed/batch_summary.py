@@ -43,8 +43,9 @@ def add_sums(tallies: Iterable[dict[str, EpisodeSums]]) -> dict[str, EpisodeSums
 
 
 def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict[str, Any]:
-    """Return the metrics of a trained batch. `since_last`: records of drops since the batch before, whose episodes count for
-    `reward`, `metrics` (means of the agents' own metrics, each over the episodes that report it), `equal_groups` and `dropped`."""
+    """Return the metrics of a trained batch. `since_last`: records of drops since the last batch; their episodes also count in
+    `reward`, `metrics` (means of the agents' own metrics, each over the episodes that report it), `equal_groups` and
+    `dropped`."""
     episodes, indices = record.episodes, [record.index, *since_last]
     sums = add_sums(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())
@@ -94,7 +95,7 @@ def _credit_shares(episodes: Sequence[Rollout], train: Train) -> dict[str, float
 
 
 def _mean_credited_rewards(episodes: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean rewards by agent tag and by call, over rewards that credit a turn."""
+    """Return the mean of all rewards by agent tag, and of all rewards by call, that credit a turn."""
     given: dict[str, list[float]] = {"agent": [], "call": []}
     for episode in episodes:
         agents, calls = {turn.agent for turn in episode.turns}, {turn.call_id for turn in episode.turns}
@@ -109,7 +110,7 @@ def _share(those: Iterable[bool]) -> float:
 
 
 def rollout_s(episode: Rollout) -> float:
-    """Return the seconds from an episode's first call to its last answer, by the proxies' clocks."""
+    """Return the seconds from an episode's first call to its last answer, measured by the proxies' clocks."""
     timings = [turn.timings for turn in episode.turns]
     return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
 

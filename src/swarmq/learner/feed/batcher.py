@@ -4,9 +4,10 @@
      |                    |
      +---- drops ---------+--------------------> next record, batch or not
 
-A batch holds whole groups in exactly the shares of the task mix; what rounding owes a kind is carried over. Within a kind,
-groups with the oldest tokens come first. In the order of completion, slow episodes would wait behind quick ones that began
-later and be dropped as stale more often, so that fewer, and especially fewer long ones, would be trained.
+A batch holds whole groups in the shares of the task mix; the fraction of a group that rounding withholds from a kind is carried
+over to the next batch. Within a kind, groups with the oldest tokens come first. In the order of completion, slow episodes would
+wait behind quick ones that began later, and be dropped as stale more often; fewer episodes, and especially fewer long ones, would
+be trained.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
 
 SMALLEST_GROUP = 2
-"""Fewest members of a group that has a baseline."""
+"""Minimum number of members of a group that has a baseline."""
 
 MIN_KNOWN = 20_000
-"""Fewest ids of logged episodes to keep."""
+"""Minimum number of ids of logged episodes to keep."""
 WINDOWS_KNOWN = 4
-"""Number of collector windows of further ids to keep. A repeated rollout was sent before its report was processed, and until
-then the collector lets at most one window of further episodes finish."""
+"""Number of ids of logged episodes to keep, in collector windows, if that is more. Until the collector has processed the report
+on a rollout, it may send the rollout again, and lets at most one window of other episodes finish."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +55,12 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     stretches: tuple[Stretch, ...] = ()
     """The mix over the run; empty if the mix is constant."""
     lent: tuple[str, ...] = ()
-    """Dry kinds, whose share goes to the other kinds meanwhile."""
+    """Dry kinds, the shares of which go to the other kinds meanwhile."""
     control: int = 0
-    """Number of the control state behind these limits."""
+    """Number of the control state from which these limits follow."""
 
     def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
-        """Return kind -> share at a step. `lent`: kinds without a share, by default the present ones."""
+        """Return kind -> share at a step. `lent`: kinds without a share, by default the kinds in `self.lent`."""
         return shares(self._stretches, step, self.lent if lent is None else lent)
 
     @property
@@ -82,7 +83,8 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete group. Its drops are recorded with its batch, because a redelivered group must be complete again."""
+    """A complete group. Its dropped members are recorded only with its batch: if they were acknowledged earlier, a redelivered
+    group could not be complete again."""
 
     usable: list[Rollout]
     dropped: dict[str, str]
@@ -92,7 +94,7 @@ class PendingGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batcher:
-    """Former of batches, holding the rollouts that are in memory and not in the log yet."""
+    """Forms batches; holds all rollouts that are in memory and not yet in the log."""
 
     def __init__(self, limits: BatchLimits, logged: Iterable[BatchIndex] = ()) -> None:
         """Start without rollouts. `logged`: indices of the batch log, whose episodes are not accepted again."""
@@ -144,8 +146,8 @@ class Batcher:
         return True
 
     def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
-        """Return the batch that turns the weights of `version` into the next version, with all drops so far, or None if too few
-        groups are ready."""
+        """Return the batch that trains the weights of `version` to the next version, with all drops since the last record, or
+        None if too few groups are ready."""
         self._drop_stale(version)
         wanted, carry = self.next_batch(version + 1)
         if any(len(self._ready[kind]) < count for kind, count in wanted.items()):
@@ -171,12 +173,12 @@ class Batcher:
         return self._record(version, at, self.carry) if self._dropped else None
 
     def news(self) -> list[str]:
-        """Return explanations of drop reasons that have not occurred before, one for each reason."""
+        """Return one explanation for each drop reason that occurred for the first time since the last call."""
         news, self._news = self._news, []
         return news
 
     def warnings(self) -> list[str]:
-        """Return warnings about the agents' metrics that were not given before."""
+        """Return new warnings about the agents' metrics."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
@@ -215,7 +217,7 @@ class Batcher:
                 why = (
                     f"{usable[0].episode_id} is alone in its group, and advantage {train.advantage!r} compares attempts"
                 )
-                self._add_news("group_too_small", f"{why}: take larger groups, or 'ema'")
+                self._add_news("group_too_small", f"{why}: use larger groups, or advantage = 'ema'")
         elif not has_signal(usable, train):
             self._groups_equal += 1
             self._tally = add_sums([self._tally, self._sum_shown(usable)])
@@ -225,7 +227,8 @@ class Batcher:
             self._ready[kind].append(PendingGroup(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
     def _min_members(self, usable: list[Rollout]) -> int:
-        """Return the fewest members of a trainable group; smaller if the collector formed the group with fewer."""
+        """Return the minimum number of members for this group to be trained: `min_group`, or less if the collector formed the
+        group with fewer."""
         return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
 
     def _find_fault(self, episode: Rollout) -> tuple[str, str]:
@@ -236,10 +239,10 @@ class Batcher:
             return error.reason, str(error)
         for turn in episode.turns:
             if settings := find_altered_sampling(turn.sampling):
-                why = f"was sampled with {', '.join(settings)}, for which no ratio can correct"
+                why = f"was sampled with {', '.join(settings)}, which no importance ratio corrects"
                 return "truncated_sampling", f"turn {turn.call_id} of {episode.episode_id} {why}"
             if self.limits.train.teacher_url and turn.sampling.temperature != TEACHER_TEMPERATURE:
-                why = f"was sampled at temperature {turn.sampling.temperature:g}, at which no server can judge it"
+                why = f"was sampled at temperature {turn.sampling.temperature:g}, which a served teacher cannot score"
                 return "no_teacher", f"turn {turn.call_id} of {episode.episode_id} {why} (train.teacher)"
             if turn.finish_reason == "length" and self.limits.train.overlong == "drop":
                 why = "was cut off by a token limit, and train.overlong is 'drop'"

@@ -2,10 +2,10 @@
 
 collector ──> <policy>.control ──> this file ──> ack ──> trainer ──> trackers ──> EvaluationLogged ──> marked here
 
-The collector makes the results, and only the learner has the trackers. An event would be lost while this process or the broker
-is away, and a file of the collector may be on another host; the control queue is durable and leads to the learner anyway. The
-results are acknowledged once they are in the file, and offered to every trainer until one of them has logged them. A trainer
-killed between logging a round and saying so is the one case in which the next trainer logs the round again, with the same values
+The collector computes the results, but only the learner has the trackers. Results travel in the control queue, which is durable
+and leads to the learner: an event would be lost while this process or the broker is away, and a file of the collector may be on
+another host. Results are acknowledged once they are in the file, and sent to the trainer until it reports that it has logged
+them. If a trainer is killed between logging a round and reporting it, the next trainer logs the round again, with the same values
 at the same version.
 """
 
@@ -28,7 +28,7 @@ class StoredEvaluations(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: tuple[Evaluation, ...] = ()
     logged: tuple[float, ...] = ()
-    """Beginnings of the rounds that trackers have, oldest first."""
+    """Start times (Unix) of the newest rounds that trackers have, oldest first."""
 
 
 DECODER = msgspec.msgpack.Decoder(StoredEvaluations)
@@ -46,7 +46,7 @@ class WaitingEvaluations:
 
     @property
     def first(self) -> Evaluation | None:
-        """Oldest results that trackers do not have."""
+        """Oldest results that trackers do not have; None if they have all."""
         return self._kept.waiting[0] if self._kept.waiting else None
 
     def add(self, evaluation: Evaluation) -> None:

@@ -1,4 +1,5 @@
-"""Framing of messages between trainer and batch feeder: eight bytes of length, then msgpack; a blocking and an asyncio side."""
+"""Framing of messages between trainer and batch feeder: eight bytes with the length, then msgpack. The trainer's side blocks, the
+feeder's side uses asyncio."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ class StopSignal:
 
 
 class FeederLink:
-    """Link to the batch feeder, used as a context manager. `hello`: returns the trainer's state, at every start of the process."""
+    """Link to the batch feeder, used as a context manager. `hello`: function that returns the trainer's state; called whenever
+    the process starts."""
 
     def __init__(
         self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
@@ -97,9 +98,8 @@ class FeederLink:
         """
         asked: subprocess.Popen[bytes] | None = None
         while not self._stop.asked:
-            if (
-                asked is not self._process
-            ):  # a restarted process has not been asked; it may also have died during `idle`
+            # a restarted process has not got the request yet; the process may also have died during `idle`
+            if asked is not self._process:
                 self._send(records.RequestBatch())
                 asked = self._process
             with selectors.DefaultSelector() as selector:
@@ -166,7 +166,7 @@ class FeederLink:
                 stdin=subprocess.DEVNULL,
                 preexec_fn=die_with_parent,
             )
-        with contextlib.suppress(OSError):  # it is dead already; the next message finds out
+        with contextlib.suppress(OSError):  # the process is already dead, which the next message shows
             frames.send(self._socket, msgspec.structs.replace(self._hello(), again=again))
 
     def _restart(self) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector as Source
 
 PHASE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 STEP_PHASES = {"step": "step_s", "wait": "wait_s", "train": "train_s", "push": "push_s", "pause": "pause_s"}
-"""Label -> field of the step event with its seconds."""
+"""Phase label -> field of the step event with the phase's seconds."""
 LEVELS = {
     "reward": ("reward", "Mean reward of the newest batch."),
     "loss": ("loss", "Loss of the newest step."),
@@ -20,7 +20,7 @@ LEVELS = {
     "kl": ("kl_k3", "KL divergence between sampling and training weights in the newest step."),
     "learning_rate": ("learning_rate", "Learning rate of the newest step."),
 }
-"""Name -> field of the step event, and its meaning."""
+"""Metric name -> field of the step event, and help text."""
 SUMS = {
     "episodes": ("episodes", "Episodes that were trained."),
     "tokens": ("tokens_trained", "Sampled tokens that were trained."),
@@ -70,11 +70,11 @@ class LearnerMetrics(Source):
         return generate_latest(self._registry)
 
     def observe_state(self, fields: Mapping[str, Any], *, waited_s: float) -> None:
-        """Take in the fields of a `state` event, and how long the trainer has waited for a batch."""
+        """Update the metrics from the fields of a `state` event and the seconds that the trainer has waited for a batch."""
         self._state = {**fields, "waited_s": waited_s}
 
     def observe_step(self, fields: Mapping[str, Any]) -> None:
-        """Take in the fields of a `step` event. Figures that are absent or not finite are left out."""
+        """Update the metrics from the fields of a `step` event. Missing and non-finite values are ignored."""
         policy = self._policy
         self._steps.labels(policy).inc()
         for name, (field, _) in LEVELS.items():
@@ -94,8 +94,8 @@ class LearnerMetrics(Source):
     def collect(self) -> Iterator[Metric]:
         state = self._state
         for name, text, value in (
-            ("step", "Steps that the weights have seen.", state.get("version", 0)),
-            ("groups_ready", "Groups that the learner has and not trained.", state.get("groups_ready", 0)),
+            ("step", "Number of steps that the weights have seen.", state.get("version", 0)),
+            ("groups_ready", "Groups that the learner holds and has not trained.", state.get("groups_ready", 0)),
             (
                 "waiting_seconds",
                 "Seconds that the trainer has waited for a batch; 0 while it has one.",

@@ -7,11 +7,11 @@
                    └─> evaluation results on disk ─ ack ─ offered to the trainer until its trackers have them
   trainer: StepDone ──> report ──> StepReport on `in`; step event       tick ──> state event, watchdog
 
-The order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained. A
-record is reported on `in` once its step is done; the number in `reported` says up to which record that is confirmed, so a
-restart repeats at most a few reports and forgets none. Queues may be deleted or emptied: if a trainer waits and nothing comes,
-its last reports are repeated and the collector is asked for what was not reported. When the trainer is gone this process ends;
-what is not in the log was not acknowledged and is redelivered.
+The order is a promise: a record is on disk before its messages are acknowledged, and they are acknowledged before it is trained.
+A record is reported on `in` once its step is done. The file `reported` holds the number up to which reports are confirmed, so a
+restart repeats at most a few reports and forgets none. Queues may be deleted or emptied: if the trainer waits and no rollout
+arrives, the last reports are repeated and the collector is asked to publish unreported rollouts again. This process ends when the
+trainer is gone; rollouts that are not in the log were not acknowledged, so they are redelivered.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ log = structlog.get_logger()
 
 STATE_EVERY_S = 2.0
 STUCK_S = 60.0
-"""Seconds of waiting for a batch after which a warning says what is missing."""
+"""Seconds that the trainer waits for a batch before a warning says what is missing."""
 ASK_S = 20.0
 """Seconds without a rollout after which the collector is asked to repeat lost messages."""
 RETRY_S = 2.0
@@ -76,10 +76,12 @@ T = TypeVar("T")
 
 
 def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
-    """Open the broker. An unreachable broker is waited for, but only shortly at the first start, when its address may be wrong."""
+    """Open the broker, waiting while it is unreachable; at the first start only briefly, because its address may be wrong."""
     url = resolve_amqp_url(hello.job.broker)
     if url is None:
-        raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
+        raise LearnerError(
+            "no broker is configured: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`"
+        )
     name = f"learner {hello.job.run}.{hello.policy}"
     return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else initial_connect_timeout_s())
 
@@ -87,7 +89,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
 def main(open_broker: OpenBroker = open_amqp, *, feeder_type: type[BatchFeeder] | None = None) -> None:
     """Run the process; its last argument is the descriptor of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its death closes the socket
+        signal.signal(number, signal.SIG_IGN)  # the trainer sends Stop, and its death closes the socket
     with contextlib.suppress(EOFError):
         asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, feeder_type or BatchFeeder))
 
@@ -143,7 +145,7 @@ class StoppedError(Exception):
 
 
 class BatchFeeder:
-    """Mover of rollouts from the queue to the log and to the trainer, and of reports to the collector."""
+    """Moves rollouts from the queue to the log and to the trainer, and sends reports to the collector."""
 
     def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
         job, policy = hello.job, hello.policy
@@ -153,7 +155,7 @@ class BatchFeeder:
         self.control = ControlState(folder / "control", job, policy)
         self.evaluations = WaitingEvaluations(folder / "evaluations")
         self.offered: float | None = None
-        """Begin of the round whose results the trainer has been sent and has not logged yet."""
+        """Start time of the evaluation round that was sent to the trainer and is not logged yet; None if there is none."""
         self.steps = StepEvents(job.run_folder.events, broker)
         self.reports = ReportOffsets(folder / "reported", self.log)
         self.version = hello.version
@@ -170,11 +172,12 @@ class BatchFeeder:
         self.wanted_since: float | None = None
         """Time of the trainer's request for a batch; None while it has a batch."""
         self.controls_due = 0
-        """Number of unread control states that were queued when this process began; one of them may raise the last step."""
+        """Number of control states that were queued when this process began and are still unread; one of them may raise the last
+        step."""
         self.heard_at = time.monotonic()
         """Time of the newest new rollout."""
         self.asked_collector = False
-        """Whether the collector was asked since the newest rollout."""
+        """Whether the collector was asked for rollouts since the newest one arrived."""
         self.serving = asyncio.Lock()
         self.reporting = asyncio.Lock()
         self.reports_due = asyncio.Event()
@@ -266,8 +269,8 @@ class BatchFeeder:
                 await self._serve()
 
     async def _offer_evaluation(self) -> None:
-        """Send the trainer the oldest results that trackers do not have, one at a time, so that a trainer in a long step never
-        blocks this process."""
+        """Send the trainer the oldest results that trackers do not have; only one round at a time, so that a trainer in a long
+        step never blocks this process."""
         if self.offered is None and (evaluation := self.evaluations.first):
             self.offered = evaluation.began_at
             await frames.write(self.writer, records.EvaluationReady(evaluation=evaluation))
@@ -281,7 +284,10 @@ class BatchFeeder:
                     await self._accept(delivery)
                 for text in self.intake.news():
                     log.warning("episode_dropped", reason=text)
-                    await self._emit("warning", {"text": f"learner {self.policy}: {text}; others like it are counted"})
+                    await self._emit(
+                        "warning",
+                        {"text": f"learner {self.policy}: {text}; further drops for this reason are only counted"},
+                    )
                 await self._serve()
 
     async def _accept(self, delivery: Delivery) -> None:
@@ -337,7 +343,7 @@ class BatchFeeder:
 
     async def _retry_until_room(self, write: Callable[[], T]) -> T:
         """Return the result of `write`, which is retried, with a warning, until the disk has room. Meanwhile nothing is
-        acknowledged and no batch is trained; a stop need not wait, because the queue still has everything."""
+        acknowledged and no batch is trained. A stop does not wait for room, because the queue still has everything."""
         full = False
         while True:
             try:
@@ -376,7 +382,7 @@ class BatchFeeder:
         if self.metrics:
             self.metrics.observe_step(fields)
         for sign in self.signs.step(fields, self.intake.limits.max_staleness):
-            if not done.fields.get("replayed"):  # reported when the step was first taken
+            if not done.fields.get("replayed"):  # a replayed step was reported when it was first taken
                 log.warning("sign", sign=sign.check, text=sign.text)
                 text = f"step {done.version}: {sign.line}"
                 await self._emit("warning", {"text": text})
@@ -391,7 +397,8 @@ class BatchFeeder:
         async with self.reporting:
             for index in self.reports.due(self.version):
                 await self._publish_report(index)
-                with contextlib.suppress(DiskFullError):  # kept in memory; the next number that is written covers it
+                # the number is kept in memory, and the next one that is written includes it
+                with contextlib.suppress(DiskFullError):
                     self.reports.confirm(index.record)
 
     async def _publish_report(self, index: BatchIndex) -> None:
@@ -418,14 +425,14 @@ class BatchFeeder:
             await asyncio.sleep(RETRY_S)
 
     async def _ask_collector(self) -> None:
-        """Repeat reports and ask the collector for lost rollouts. If reports were lost, it counts their rollouts as still to be
-        reported."""
+        """Ask the collector to publish lost rollouts again. Reports are repeated first, because the collector takes rollouts
+        without a report for lost."""
         self.asked_collector = True
         async with self.reporting:
             for index in self.reports.newest(self.intake.limits.window):
                 await self._publish_report(index)
             await self._to_inbox(StepReport(run=self.job.run, policy=self.policy, version=self.version, trained=()))
-        log.info("asked_again", reason="waiting for a batch, and nothing comes")
+        log.info("asked_again", reason="waiting for a batch, but no rollouts arrive")
 
     async def _tick(self) -> None:
         warned_at = 0.0

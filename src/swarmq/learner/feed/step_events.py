@@ -1,6 +1,6 @@
 """Step events that survive outages: each is retried, in order, until the run's event file has room and the broker is reachable.
 
-The file is written by the batch feeder and not by listeners, because listeners miss events while the broker is away.
+The batch feeder itself writes the file, because listeners miss events while the broker is away.
 """
 
 from __future__ import annotations

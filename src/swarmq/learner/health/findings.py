@@ -15,9 +15,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     check: str
     """Name of the check in a few words."""
     text: str
-    """Observation with numbers; if not `ok`, also the limit and what to do."""
+    """Observation with numbers; if the level is not `ok`, also the limit and what to do."""
     named: bool = True
-    """Whether `check` is printed before the text; the text of a sign that does not show begins with what it measures."""
+    """Whether `check` is printed before the text; false for a sign that does not show, because its text begins with the name of
+    the measured quantity."""
 
     @property
     def line(self) -> str:

@@ -13,7 +13,7 @@ from swarmq.learner.health.findings import Finding, Level
 from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
 
 WINDOW = 10
-"""Number of steps at the beginning, and of newest steps, that are compared."""
+"""Number of first steps, and of newest steps, that are compared."""
 FILTERED = 0.1
 """Largest share of tokens that a filter should remove. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] removes
 3 % at the limit of the mismatch (0.05), 13 % at twice and half at ten times the limit."""
@@ -26,15 +26,15 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the problem."""
     measured: str
     word: str
-    """Adjective for a value beyond the limit."""
+    """Word for a value beyond the limit."""
     measure: Callable[[Steps], float | None]
     """Function that returns the measured value of the steps; None if their metrics lack it."""
     limit: float
     below: bool = False
-    """Whether values below the limit are a sign; otherwise values above it."""
+    """Whether values below the limit are a sign; if false, values above it are."""
     level: Level = "warning"
     alone: bool = True
-    """Whether it is also a sign while the reward rises."""
+    """Whether a value beyond the limit is a sign even while the reward rises."""
     advice: str
 
 
@@ -56,7 +56,7 @@ def over_first(name: str) -> Callable[[Steps], float | None]:
 
 
 def at_bound(steps: Steps) -> float | None:
-    """Return the share of rollouts dropped as stale among all taken."""
+    """Return the share of rollouts that were dropped as stale, among those trained or dropped as stale."""
     stale = sum(step.get("dropped", {}).get("stale", 0) for step in steps[-WINDOW:])
     total = stale + sum(step.get("episodes", 0) for step in steps[-WINDOW:])
     return stale / total if total else None
@@ -87,17 +87,17 @@ SIGNS = (
     Sign(
         name="entropy collapse", measured="entropy over that of the first 10 steps", word="collapse",
         measure=over_first("entropy"), limit=0.2, below=True, alone=False,
-        advice="entropy fell to less than a fifth of where it began, and the reward does not rise any more: raise clip_high, lower the learning rate, or more tasks",
+        advice="entropy fell to less than a fifth of its first values, and the reward no longer rises: raise clip_high, lower the learning rate, or add tasks",
     ),
     Sign(
         name="no entropy left", measured="entropy", word="collapse",
         measure=last("entropy"), limit=0.01, below=True,
-        advice="the policy answers as if greedy: nothing new is tried; go back to an earlier checkpoint",
+        advice="the policy answers as if greedily and tries nothing new: go back to an earlier checkpoint",
     ),
     Sign(
         name="entropy explosion", measured="entropy over that of the first 10 steps", word="explosion",
         measure=over_first("entropy"), limit=3.0,
-        advice="entropy tripled: the policy is being scattered; lower the learning rate, look at kl_k3",
+        advice="entropy tripled, so answers become random: lower the learning rate, look at kl_k3",
     ),
     Sign(
         name="mismatch", measured="kl_k3 of engine and learner", word="mismatch",
@@ -107,7 +107,7 @@ SIGNS = (
     Sign(
         name="broken mismatch", measured="kl_k3 of engine and learner", word="broken",
         measure=last("kl_k3"), limit=0.5, level="error",
-        advice="the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart",
+        advice="the engine does not sample from the trained policy: pause the run, and let swarmq doctor tell the causes apart",
     ),
     Sign(
         name="few effective samples", measured="share of effective samples", word="few",
@@ -117,12 +117,12 @@ SIGNS = (
     Sign(
         name="stale episodes", measured="share of episodes dropped as stale", word="many",
         measure=at_bound, limit=0.1,
-        advice="work is thrown away: fewer workers, shorter episodes, or a larger groups.max_staleness",
+        advice="finished episodes are thrown away: use fewer workers, shorter episodes, or a larger groups.max_staleness",
     ),
     Sign(
         name="staleness near its bound", measured="staleness over groups.max_staleness", word="near its bound",
         measure=near_bound, limit=0.8,
-        advice="rollouts run ahead as far as groups.max_staleness lets them: fewer workers, or lower it; more would be dropped",
+        advice="rollouts are as stale as groups.max_staleness allows, and staler ones would be dropped: use fewer workers, or lower it",
     ),
     Sign(
         name="zero-variance groups", measured="share of groups with equal rewards", word="many",
@@ -132,27 +132,27 @@ SIGNS = (
     Sign(
         name="clipped upwards", measured="share of rewarded tokens masked or clipped", word="many",
         measure=cut("positive"), limit=0.5,
-        advice="the loss masks or clips most of what was rewarded: lower the learning rate or steps_per_batch",
+        advice="the loss masks or clips most rewarded tokens: lower the learning rate or steps_per_batch",
     ),
     Sign(
         name="clipped downwards", measured="share of punished tokens masked or clipped", word="many",
         measure=cut("negative"), limit=0.5,
-        advice="the loss masks or clips most of what was punished: lower the learning rate or steps_per_batch",
+        advice="the loss masks or clips most punished tokens: lower the learning rate or steps_per_batch",
     ),
     Sign(
         name="filtered upwards", measured="share of rewarded tokens filtered", word="many",
         measure=last("filtered_positive"), limit=FILTERED,
-        advice="filters take more of what was rewarded than outliers: look at kl_k3, swarmq doctor tells its causes apart",
+        advice="filters remove more rewarded tokens than outliers: look at kl_k3; swarmq doctor tells its causes apart",
     ),
     Sign(
         name="filtered downwards", measured="share of punished tokens filtered", word="many",
         measure=last("filtered_negative"), limit=FILTERED,
-        advice="filters take more of what was punished than outliers: look at kl_k3, swarmq doctor tells its causes apart",
+        advice="filters remove more punished tokens than outliers: look at kl_k3; swarmq doctor tells its causes apart",
     ),
     Sign(
         name="truncated answers", measured="share of answers cut off", word="many",
         measure=last("truncated"), limit=0.3,
-        advice="token limits cut many answers off: raise engine.max_model_len, sampling.max_tokens or what agents ask for, or set length_penalty",
+        advice="token limits cut many answers off: raise engine.max_model_len, sampling.max_tokens or the agents' own limits, or set length_penalty",
     ),
     Sign(
         name="gradient growing", measured="gradient norm over that of the first 10 steps", word="growing",
@@ -168,12 +168,12 @@ SIGNS = (
 
 
 def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
-    """Yield one finding for every sign that the steps' metrics allow to measure."""
+    """Yield one finding for every sign that can be measured from the steps' metrics."""
     if not steps:
         yield Finding(
             level="note",
             check="signs",
-            text="no step is recorded in the run's events.jsonl, which its learner writes: nothing to read",
+            text="the run's events.jsonl, which its learner writes, has no step yet",
         )
         return
     yield from _judge_sign([{**step, "max_staleness": max_staleness} for step in steps])
@@ -191,8 +191,8 @@ class SignWatch:
         """Sign -> last step at which it showed."""
 
     def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
-        """Add a step and return the findings that begin to show with it. Signs other than errors need WINDOW steps, so that
-        they are not chance."""
+        """Add a step and return the findings that begin to show with it. Signs that are no errors are reported from step WINDOW
+        on, because earlier ones may be chance."""
         self._count += 1
         self._steps.append({**fields, "max_staleness": max_staleness})
         if len(self._steps) > WINDOW + LONGEST:

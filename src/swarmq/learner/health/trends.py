@@ -1,13 +1,16 @@
-"""Metrics that fall or rise over the steps of a run by more than chance: a falling reward, fewer turns, other answers. Pure.
+"""Metrics that fall or rise over the steps of a run by more than chance: a falling reward, fewer turns, shorter or longer
+answers. Pure.
 
 The test is Mann and Kendall's: among all pairs of steps, is the later one lower more often than in a series without a trend? It
-assumes nothing about the distribution of the noise, and an outlier counts as one step. It is applied to the newest steps
-(`WINDOW`), and to as many means of `BLOCK` steps, which shows slow trends. A trend is a sign if its z is beyond `Z` and the
-change is large enough to matter. A learner tests after every step: with `Z` = 4, uncorrelated noise caused a sign in 0 of 100
-trainings of 200 steps, noise that keeps 30 % of the step before in 4, and 50 % in 32; a test measures the first two.
+assumes nothing about the distribution of the noise, and an outlier counts as one step. It is applied to the newest `WINDOW`
+steps, and to the means of the newest `WINDOW` blocks of `BLOCK` steps, which shows slow trends. A trend is a sign if its z is
+beyond `Z` and the change is large enough to matter. A learner tests after every step: with `Z` = 4, uncorrelated noise caused a
+sign in 0 of 100 trainings of 200 steps, noise correlated from step to step by 30 % in 4, and by 50 % in 32; a test measures the
+first two.
 
-Harmless changes are excluded: rewards are compared kind by kind, so that another mix is no trend; nothing is compared with
-steps before the newest client code; and fewer turns, other answers and less entropy are expected while the reward rises.
+Harmless changes are excluded: rewards are compared kind by kind, so that a changed mix is no trend; no step is compared with
+steps before the newest client code; and fewer turns, shorter or longer answers and less entropy are expected while the reward
+rises.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from swarmq.learner.health.findings import Finding
 
 WINDOW, BLOCK = 40, 8
 LEAST = 12
-"""Fewest points of a trend."""
+"""Minimum number of points of a trend."""
 LONGEST = WINDOW * BLOCK
 """Number of newest steps that are examined."""
 Z = 4.0
 RISING = 2.0
-"""z beyond which the reward counts as rising, which withdraws signs; smaller than `Z`, because withdrawal needs less proof than
-a sign."""
+"""z beyond which the reward counts as rising, which suppresses signs; smaller than `Z`, because suppressing a sign needs less
+proof than giving one."""
 OTHER_MIX = 3.0
 """z of a kind's share beyond which a changed mix explains changes of metrics over all kinds."""
 TINY = 1e-6
@@ -87,12 +90,12 @@ def entropy(step: Mapping[str, Any]) -> float | None:
     return _figure(step, "entropy")
 
 
-LOOK = "compare episodes of both ends (swarmq inspect RUN --step N)"
+LOOK = "compare episodes of early and late steps (swarmq inspect RUN --step N)"
 TRENDS = (
     Trend(
         name="fewer turns", measured="turns per episode", measure=share("turns", "episodes"), change=-0.25,
         advice=f"agents call the model less often, and the reward does not rise: do they give up early, or without their tools? {LOOK}; "
-        "if the reward pays for it, change it",
+        "if the reward pays for fewer turns, change it",
     ),
     Trend(
         name="fewer episodes", measured="episodes per group", measure=share("episodes", "groups"), change=-0.25, alone=True,
@@ -114,7 +117,7 @@ TRENDS = (
 )  # fmt: skip
 REWARD = Trend(
     name="falling reward", measured="reward", measure=lambda step: _figure(step, "reward"), change=-0.1, alone=True,
-    advice=f"the policy gets worse at these tasks, or they get harder: {LOOK}; lower the learning rate, and go on from a checkpoint "
+    advice=f"the policy gets worse at these tasks, or they get harder: {LOOK}; lower the learning rate, and continue from a checkpoint "
     "before the fall",
 )  # fmt: skip
 
@@ -164,7 +167,7 @@ class _Window:
 
 
 def _look(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
-    """Return the points and z of a trend, or None if there are too few."""
+    """Return the points and z of a trend, or None if there are too few points."""
     if len(window.steps) < LEAST * window.block:
         return None
     values = window.rewards if trend is REWARD else window.points(trend.measure)
@@ -181,7 +184,7 @@ def _sign(trend: Trend, window: _Window, values: Sequence[float], z: float) -> F
 def _fit(trend: Trend, window: _Window, values: Sequence[float], z: float) -> Fit:
     if trend is REWARD:
         begin, end = _line(values)
-        base = max(abs(begin), abs(end))  # which may be of either sign
+        base = max(abs(begin), abs(end))  # a reward may be of either sign
     else:
         begin, end = map(math.exp, _line([math.log(max(value, TINY)) for value in values]))
         base = begin
@@ -208,13 +211,13 @@ def _pairs(values: Sequence[float]) -> Floats:
 
 @functools.cache
 def _places(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return for each pair the indices of the earlier and the later value."""
+    """Return, for all pairs of `count` values, the indices of the earlier and of the later value."""
     earlier, later = np.triu_indices(count, 1)
     return earlier, later
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the Theil-Sen line, whose slope is the median of all slopes."""
+    """Return the first and last value of the Theil-Sen line, which has the median slope of all pairs."""
     earlier, later = _places(len(values))
     slope = float(np.median(_pairs(values) / (later - earlier)))
     height = statistics.median(value - slope * place for place, value in enumerate(values))
@@ -245,7 +248,7 @@ def _reward_of(steps: Steps) -> Measure:
 
 
 def _newest_code(steps: Steps) -> int:
-    """Return the index of the first step with the newest version of client code; 0 without any."""
+    """Return the index of the first step with the newest version of client code; 0 if no step names a version."""
     known: set[str] = set()
     place = 0
     for number, step in enumerate(steps):
@@ -257,7 +260,7 @@ def _newest_code(steps: Steps) -> int:
 
 
 def _describe_trend(trend: Trend, fit: Fit, *, is_sign: bool) -> Finding:
-    """Describe a trend. The line is fitted, so its ends are close to the first and last value and seldom equal to them."""
+    """Describe a trend. The fitted line ends close to the first and last value, but seldom at them."""
     seen = f"{trend.measured} {fit.begin:.3g} -> {fit.end:.3g} from step {fit.first} to {fit.last}"
     limit = f"{trend.change:+.0%} and z {'below -' if trend.change < 0 else 'above '}{Z:g}"
     if is_sign:

@@ -28,8 +28,8 @@ KEPT_BYTES = 2
 LAYER_BYTES = 70
 """Bytes per token and hidden unit of everything inside one layer, in BF16."""
 GATHERED_BYTES = 10
-"""Bytes per hidden unit and token of the whole pass if ranks share it: keys and values of one layer in BF16 and their gradients
-in BF16 and FP32, for keys and values half as wide as hidden states."""
+"""Further bytes per token of a whole pass and hidden unit if ranks share the pass: keys and values of one layer in BF16, and
+their gradients in BF16 and FP32; keys and values are assumed half as wide as hidden states."""
 HEADROOM = 0.92
 """Share of a GPU's memory that plans may use."""
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
@@ -44,11 +44,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     layers: int
     fans: int
-    """Sum of the inputs and outputs of every matrix in the layers, which is the number of parameters of rank-1 adapters."""
+    """Sum of inputs and outputs over all matrices in the layers; equals the number of parameters of adapters of rank 1."""
 
 
 def suggest_less(train: Train) -> str:
-    """Return the advice of last resort for a model that does not fit."""
+    """Return the advice to give last to the user whose model does not fit."""
     offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
     return f"or set {offloaded}" if train.lora else f"or set train.lora, or {offloaded}"
 
@@ -94,10 +94,10 @@ def whole_bytes(shape: ModelShape, train: Train) -> int:
 def state_bytes(
     shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
 ) -> int:
-    """Return the bytes on one GPU that stay between steps.
+    """Return the bytes on one GPU that are allocated between steps.
 
-    The buffer of pushes holds a policy's whole weights. Sharding ranks do without it if there is no room: weights are then
-    pushed by file.
+    The buffer for weight pushes, which holds all weights of the policy, is counted only without sharding: ranks that shard do
+    without it if there is no room, and push weights by file.
     """
     parts = ranks if full else 1
     if train.cpu_offload and parts > 1:
@@ -112,8 +112,8 @@ def state_bytes(
 def host_bytes(
     shape: ModelShape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judged_by: Sequence[int]
 ) -> int:
-    """Return the most bytes that the ranks `here`, of all `ranks`, take on a host while models are loaded or a checkpoint is
-    written. Other arguments as for `learner_bytes`.
+    """Return the largest number of bytes that the ranks `here`, among `ranks` ranks, take on a host while models are loaded or a
+    checkpoint is written. Other arguments as for `learner_bytes`.
 
     Rank 0 of a sharded policy also gathers its weights for engines and, for checkpoints, its weights in FP32 and then the
     optimizer's moments. Adapters are merged in FP32 for checkpoints, sharded or not.
@@ -125,7 +125,7 @@ def host_bytes(
     if not cuda or (full and train.cpu_offload):
         own = _count_state_bytes(shape, train, cuda=cuda)
         kept += (own + FROZEN_BYTES * sum(judged_by)) * len(here) // (ranks if full else 1)
-    copies = int(gathering) if full else len(here) if cuda else 0  # which stay what they are on a CPU
+    copies = int(gathering) if full else len(here) if cuda else 0  # on a CPU, the loaded model is the trained one
     loaded = max([_count_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judged_by)])
     return kept + max(loaded * copies, saved)
 
@@ -143,6 +143,6 @@ def _count_state_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
 
 
 def _count_trained_parameters(shape: ModelShape, train: Train) -> int:
-    """Return the number of trained parameters. With adapters, count one for every matrix in the layers, whatever
+    """Return the number of trained parameters. With adapters, every matrix in the layers is counted as if it had one, whatever
     `train.lora.modules` names."""
     return train.lora.rank * shape.fans if train.lora else shape.parameters

@@ -1,9 +1,9 @@
 """Host memory for this process: hard limits, and what is free at present.
 
-A cgroup's limit is exact: a process beyond it is killed, so plans are bounded by it. The kernel's available memory is only an
-estimate, which other processes may use up at any time; and because a virtual machine may be given more memory, even its total
-is no bound. Two limits count memory that is committed, used or not, and beyond them allocations fail: the limit of the process
-(`ulimit -v`), and that of a kernel with strict commitments (`vm.overcommit_memory = 2`).
+A cgroup's limit is exact: a process beyond it is killed, so a plan must stay within it. The kernel's available memory is only an
+estimate, and other processes may use it up at any time. Even the total memory of a virtual machine is no hard limit, because it
+may be given more. Two limits count committed memory, whether it is used or not, and allocations beyond them fail: the limit of
+the process (`ulimit -v`), and that of a kernel with strict commitments (`vm.overcommit_memory = 2`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADDRESS_SPACE_LIMIT = "Max address space"
 STRICT_OVERCOMMIT = "2"
 """Value of `vm.overcommit_memory` that makes commitments strict."""
 TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
-"""Text in torch's RuntimeError when host memory runs out; torch gives no other sign."""
+"""Text in torch's RuntimeError when host memory runs out; nothing else distinguishes that error."""
 
 
 class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +34,8 @@ class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_rooms(root: Path = Path("/")) -> list[HostRoom]:
-    """Return the memory limits that apply to this process: of its cgroups, the process itself, the kernel's commitments, and
-    the host. Empty on systems without /proc.
+    """Return the memory limits that apply to this process: those of its cgroups, of the process itself, of the kernel's
+    commitments, and of the host. Empty on systems without /proc.
 
     `root`: root of the file system.
     """
@@ -67,16 +67,16 @@ def _read_process_limit(proc: Path) -> Iterator[HostRoom]:
         if line.startswith(ADDRESS_SPACE_LIMIT)
     )
     for limit, *_ in limits:
-        if limit.isdecimal():  # else there is none: "unlimited"
+        if limit.isdecimal():  # otherwise "unlimited"
             free = int(limit) - 1024 * _read_kib(proc / "self/status", "VmSize")
-            # not bound by it: other ranks have as much
+            # no bound for all ranks together, because every rank has this limit
             yield HostRoom(source="this process (ulimit -v)", total=int(limit), free=free, bound=None)
 
 
 def _read_commit_limit(proc: Path, memory: Mapping[str, int], *, virtual: bool) -> Iterator[HostRoom]:
     if _read_lines(proc / "sys/vm/overcommit_memory") == [STRICT_OVERCOMMIT]:
         total = memory["CommitLimit"]
-        whose = "what the host promises (vm.overcommit_memory = 2)"
+        whose = "the host's commit limit (vm.overcommit_memory = 2)"
         yield HostRoom(source=whose, total=total, free=total - memory["Committed_AS"], bound=None if virtual else total)
 
 
@@ -92,13 +92,14 @@ def _read_cgroup_limits(root: Path, *, swap: int) -> Iterator[HostRoom]:
 
 
 def _walk_up_cgroups(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[HostRoom]:
-    """Yield the free memory of a cgroup and of each ancestor that this process sees; in a container, the mount is its own cgroup."""
+    """Yield the limits of a cgroup and of each ancestor that this process sees; in a container, the root of the mount is the
+    container's cgroup."""
     limit_file, used_file, prefix = files
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):
         limit = folder / limit_file
         said = "".join(_read_lines(limit)) if folder.is_relative_to(mount) else ""
-        if said.isdecimal():  # else there is none: "max"
+        if said.isdecimal():  # otherwise "max": no limit
             stat = _read_table(folder / "memory.stat")
             used = int((folder / used_file).read_text()) - sum(stat.get(prefix + name, 0) for name in PAGE_CACHE)
             free = int(said) - used + swap

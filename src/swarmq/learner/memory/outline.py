@@ -44,7 +44,9 @@ def build_outline(source: str, config: Any, dtype: torch.dtype | None = None) ->
     impossible."""
     with (
         explain_errors(
-            source, "its config.json describes no model that can be made", "correct it, or fetch its files again"
+            source,
+            "its config.json does not describe a model that transformers can build",
+            "correct it, or fetch its files again",
         ),
         torch.device("meta"),
     ):
@@ -62,7 +64,7 @@ def load_config(source: str) -> Any:
         config = AutoConfig.from_pretrained(source)
     if hasattr(config, "vision_config"):
         raise SetUpError(
-            f"model {source}: {config.model_type!r} takes images, and a learner reads tokens alone: serve it untrained "
+            f"model {source}: {config.model_type!r} takes images, but a learner trains on text only: serve it untrained "
             "(policies.*.trained = false), or train a text model"
         )
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

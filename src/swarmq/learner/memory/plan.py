@@ -63,14 +63,15 @@ def load_shape(source: str) -> ModelShape:
 
 
 def _count_fans(name: str, matrix: Sequence[int]) -> int:
-    """Return the inputs plus outputs of a matrix. PEFT gives stacked experts with fused gates the rank of both matrices."""
+    """Return the inputs plus outputs of a matrix, twice for stacked experts with fused gates, because PEFT gives these the rank
+    of two matrices."""
     *stacked, fan_out, fan_in = matrix
     return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
 
 
 def adapt_to_single_rank(train: Train) -> Train:
-    """Return the settings for a single rank that repeats a step of several ranks (replay, doctor): no offload, and whole
-    micro-batches."""
+    """Return the settings with which a single rank repeats a step of several ranks (replay, doctor): no offload, and no sharing
+    of micro-batches."""
     return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
 
 
@@ -80,8 +81,8 @@ def choose_sharding(source: str, train: Train) -> Sharding:
     check_offload(train, ranks)
     if train.cpu_offload and not torch.cuda.is_available():
         raise SetUpError(
-            "train.cpu_offload: there is no GPU here that torch can use, so everything is in host memory as it is; leave "
-            "train.cpu_offload out, or see why the GPU is not found (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+            "train.cpu_offload: torch finds no GPU here, so everything is in host memory anyway; leave train.cpu_offload out, "
+            "or check why the GPU is not found (nvidia-smi, CUDA_VISIBLE_DEVICES)"
         )
     if ranks == 1 or train.sharding == "none":
         return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
@@ -93,12 +94,13 @@ def choose_sharding(source: str, train: Train) -> Sharding:
     needed = learner_bytes(
         load_shape(source), train, ranks=ranks, full=False, judged_by=_list_frozen_sizes(source, train)
     )
-    said = f"the whole takes {needed / GIB:.0f} GiB of a GPU's {gpu / GIB:.0f}"
+    said = f"the whole model takes {needed / GIB:.0f} of a GPU's {gpu / GIB:.0f} GiB"
     return Sharding(full=needed > HEADROOM * gpu, reason=said)
 
 
 def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemory) -> str:
-    """Check that `ranks` ranks fit their GPUs, and return in words how. `full`: whether the ranks shard the model.
+    """Check that `ranks` ranks fit their GPUs, and return a text with the needed and free memory. `full`: whether the ranks shard
+    the model.
 
     Raises LearnerError if they do not fit, with the missing memory and what to change.
     """
@@ -136,14 +138,14 @@ def check_shape(
     """Check a model of these sizes as `check_gpu` does. `judged_by` as in `learner_bytes`."""
     needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     others = gpu.total - gpu.free
-    said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"
+    said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} free GiB; other processes take {others / GIB:.1f}"
     if needed <= gpu.free:
         return said
     raise LearnerError(
         f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
         f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {suggest_less(train)}"
         + (
-            "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
+            "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
             if list_frozen_models(train, "")
             else ""
         )
@@ -151,8 +153,8 @@ def check_shape(
 
 
 def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequence[HostRoom] | None = None) -> None:
-    """Check that this host's ranks can load their models and write checkpoints, and warn if memory is short at present. The
-    first rank of a host checks for all.
+    """Check that this host's ranks can load their models and write checkpoints, and warn if memory is short at present. Only the
+    first rank of each host checks.
 
     `rooms`: memory limits, measured by default. Raises LearnerError if the memory cannot suffice, with what is missing and what
     to change, because the kernel would kill the process without a message.
@@ -162,16 +164,18 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     here, shape, judged_by = get_local_ranks(), load_shape(source), _list_frozen_sizes(source, train)
     taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
     needed = taking(full=full)
-    instead = "raise the limit of the container, or take a host with more"
+    instead = "raise the limit of the container, or use a host with more memory"
     if taking(full=True) < needed:
-        instead += "; or set train.sharding = 'full', with which one rank loads for all"
+        instead += "; or set train.sharding = 'full', with which one rank loads the model for all ranks"
     if full and train.cpu_offload:
         instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
     if judged_by:
-        instead += "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
+        instead += "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
     for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"
-        said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.source} has "
+        said = (
+            f"the {len(here)} ranks on this host take about {needed / GIB:.1f} GiB of host memory; {room.source} has "
+        )
         if room.bound is not None and needed > room.bound:
             raise LearnerError(
                 f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} "

@@ -23,17 +23,17 @@ def check_rank_count(train: Train, ranks: int) -> None:
     """Raise LearnerError unless the number of ranks is a multiple of `train.context_parallel`."""
     if ranks % train.context_parallel:
         raise SetUpError(
-            f"train.context_parallel: {train.context_parallel} ranks share each pass, and there are {ranks}: give the learner a multiple "
-            "of that many (GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes where it is started by hand), or "
-            "set it to a number that divides them"
+            f"train.context_parallel: {train.context_parallel} ranks share each pass, but the learner has {ranks} ranks: give it a "
+            "multiple of that number (GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes if it is started by "
+            "hand), or set train.context_parallel to a number that divides its ranks"
         )
 
 
 def check_offload(train: Train, ranks: int) -> None:
-    """Raise LearnerError if a single rank is asked to offload."""
+    """Raise LearnerError if `train.cpu_offload` is set and there is only one rank."""
     if ranks == 1 and train.cpu_offload:
         raise SetUpError(
-            "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; give the learner "
-            "two ranks or more (GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes where it is started by hand), "
+            "train.cpu_offload: a single rank keeps the whole model on its GPU and cannot offload; give the learner two ranks or more "
+            "(GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes if it is started by hand), "
             "or leave train.cpu_offload out"
         )

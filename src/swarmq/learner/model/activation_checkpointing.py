@@ -1,8 +1,8 @@
 """Activation checkpointing that recomputes only what a GPU's memory cannot hold.
 
-As far as there is room, a pass first keeps what attention saves for its backward pass, because that saves the most time per
-byte. Then it keeps whole layers, from the first one on. All other layers are checkpointed as in transformers. The memory of a
-layer is measured in each pass, on its first layer. Without CUDA every layer is checkpointed.
+As far as there is room, a pass first keeps the tensors that attention saves for its backward pass, because they save the most
+time per byte. Then it keeps all activations of whole layers, from the first layer on. All other layers are checkpointed as in
+transformers. The memory of a layer is measured in each pass, on its first layer. Without CUDA every layer is checkpointed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class KeptActivations:
 
     def __init__(self) -> None:
         self.layers: int | None = None
-        """Number of further layers that are kept whole; None before the first."""
+        """Number of following layers to keep whole; None before the first layer is computed."""
         self.whole = False
         """Whether the present layer is kept whole."""
         self.room = 0.0
-        """Bytes of attention's tensors that each checkpointed layer may keep."""
+        """Bytes that each checkpointed layer may use for tensors of its attention."""
         self.attention_bytes: int = 0
-        """Bytes of attention's tensors that each checkpointed layer keeps."""
+        """Bytes that each checkpointed layer uses for tensors of its attention."""
         self._outputs: dict[nn.Module, Tensor] = {}
         self._fits: bool | None = None
 
@@ -51,7 +51,7 @@ class KeptActivations:
 
         `saved`: bytes that attention's backward pass needs. The tensors that it saves are exempt from checkpointing.
         """
-        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
+        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch.utils.checkpoint uses the same test
         if recomputing and module in self._outputs:
             return self._outputs.pop(module)
         if not torch.is_grad_enabled() or not self._may_keep(saved) or self.whole:
@@ -88,12 +88,12 @@ class ActivationCheckpointing:
                 decide.held = held
 
     def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """`parameters`: function that returns the model's present parameters, which sharding replaces."""
+        """`parameters`: function that returns the model's present parameters; sharding replaces them."""
         self._num_layers, self._parameters = num_layers, parameters
         self.held: bool | None = None
         """Whether sharded layers stay gathered between micro-batches; None if each rank has whole layers."""
         self._passes = 0
-        """Number of passes with gradients since the layers that stay gathered were gathered."""
+        """Number of passes with gradients since the layers were gathered, if they stay gathered."""
         self._logged: int | None = None
 
     def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
@@ -112,9 +112,8 @@ class ActivationCheckpointing:
                 taken = get_allocated_bytes(hidden.device) - before
                 left = self._compute_room(hidden, context.ranks)
                 more = self._count_layers_to_keep(left, taken - hidden.nbytes, kept.attention_bytes)
-                kept.layers = int(
-                    context.reduce_min(more)
-                )  # what is computed again gathers again, on all ranks or on none
+                # a recomputed layer is gathered again, so all ranks must keep the same layers
+                kept.layers = int(context.reduce_min(more))
                 self._log_kept(kept.layers + 1, hidden)
                 return outputs
             self._log_kept(0, hidden)
@@ -138,7 +137,8 @@ class ActivationCheckpointing:
         return ACTIVATION_SHARE * (get_keepable_bytes(hidden.device) - later)
 
     def _count_pass(self) -> None:
-        """Count the passes since layers were gathered: parameters that stay gathered do not show the gradient of a pass."""
+        """Count the passes since layers were gathered, because parameters that stay gathered do not show whether a gradient
+        exists."""
         if any(isinstance(p, DTensor) for p in self._parameters()):
             self._passes = 0
         self._passes += torch.is_grad_enabled()
@@ -152,7 +152,7 @@ class ActivationCheckpointing:
             cast = 2 * wide if torch.is_autocast_enabled("cuda") else 0
             return cast + sum(4 * p.numel() for p in trained)
         apart = sum(p.numel() for p in parameters if isinstance(p, DTensor))
-        ends = sum(p.numel() for p in parameters) - apart  # which are gathered by now
+        ends = sum(p.numel() for p in parameters) - apart  # embedding and head are gathered by now
         learned = sum(p.numel() for p in parameters if p.requires_grad)
         if self.held:
             return hidden.itemsize * apart + (0 if self._passes > 1 else 4 * learned)

@@ -69,11 +69,10 @@ def find_refusal(
     pass_tokens: int = 0,
     ranks: int = 1,
 ) -> str | None:
-    """Return why attention over `layout` cannot be compiled for `device`, or None if the compiled attention equals attention in
-    batches.
+    """Return why attention over `layout` cannot be compiled for `device`, or None if it can and equals attention in batches.
 
-    `backward`: whether gradients are needed. `pass_tokens`: tokens of the largest pass. `ranks`: number of ranks that share
-    each pass; the computation of every rank is tried on this device. Raises the error of a GPU that fails or is full.
+    `backward`: whether gradients are needed. `pass_tokens`: tokens of the largest pass. `ranks`: number of ranks that share each
+    pass; the computation of every rank is tried on this device. Raises the GPU's own error if it fails or is out of memory.
     """
     here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
@@ -119,8 +118,8 @@ def broadcast_from_rank0(found: T) -> T:
 
 
 def _compute_relative_error(values: Tensor, expected: Tensor) -> float:
-    """Return the largest error relative to the largest expected value, or to 1e-3 where a vanishing gradient leaves only
-    rounding."""
+    """Return the largest error relative to the largest expected value, or to 1e-3 if that value is smaller, because a vanishing
+    gradient is only rounding."""
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))
 
 

@@ -19,7 +19,7 @@ from swarmq.timeline.turns import IntArray
 Run = tuple[int, int]
 
 PIECE_QUERIES = 512
-"""Number of queries into which a node that needs a mask is cut, so that no mask grows with length x length."""
+"""Number of queries per piece of a node that needs a mask; without pieces, the mask would grow with the square of the length."""
 MAX_PADDING_RATIO = 1.5
 """Largest ratio of padded to real (query, key) pairs in a batch."""
 MIN_BATCH_PAIRS = 1 << 16
@@ -37,18 +37,19 @@ class AttentionForm(NamedTuple):
 
 
 class AttentionBatch(NamedTuple):
-    """Batch of B nodes or pieces of nodes. Indices point into the T tokens of the layout, or into the tokens with queries."""
+    """Batch of B nodes or pieces of nodes. Keys are indices into the T tokens of the layout; queries are indices into the tokens
+    with queries."""
 
     queries: Tensor  # [B, Q]
     keys: Tensor  # [B, K]
-    mask: Tensor | None  # [B, 1, Q, K] True where seen; None: Q is K, and each sees itself and what is before it
+    mask: Tensor | None  # [B, 1, Q, K] True where a query sees a key; None: causal, with Q = K
 
 
 class AttentionBatches(NamedTuple):
     """Batches of attention for a whole layout."""
 
     batches: list[AttentionBatch]
-    answers: Tensor  # [T] where each token's answer is among all queries of all batches; of those that have one
+    answers: Tensor  # [L] position of the output of each token with a query, among all queries of all batches
 
 
 class QueryPiece(NamedTuple):
@@ -115,7 +116,7 @@ def build_batches(
 
 
 def _gather(tokens: Tensor, index: Tensor) -> Tensor:
-    """Gather [heads, T, D] by [B, L] into [B, heads, L, D], as an embedding, whose gradient is fast and deterministic."""
+    """Gather [heads, T, D] by [B, L] into [B, heads, L, D]. Uses an embedding, because its gradient is fast and deterministic."""
     heads, _, size = tokens.shape
     found = F.embedding(index, tokens.transpose(0, 1).flatten(1))
     return found.view(*index.shape, heads, size).transpose(1, 2)

@@ -4,9 +4,9 @@
   computed by rank      0 1 2 3 3 2 1 0     an early one and a late one each, because late chunks see the most
 
 Everything in a decoder but attention treats tokens independently, so a rank computes its own tokens alone. Attention takes the
-queries of these against the keys and values of all, which the ranks gather in every layer and whose gradients they sum on the
-way back. The scores of sampled tokens are combined, so every rank of a group computes the same loss and has the part of its
-gradient that went through its own tokens: the sum over all ranks is the whole gradient.
+queries of the rank's own tokens and the keys and values of all tokens. The ranks gather these in every layer, and sum their
+gradients in the backward pass. The scores of sampled tokens are combined, so every rank of a group computes the same loss, and
+gets the part of the gradient that passes through its own tokens; the sum over the ranks is the whole gradient.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ ALL_GATHER, REDUCE_SCATTER = (
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     )
 )
-"""Names of the collectives in torch 2.13 or, for older versions, the former names, of which it warns."""
+"""Collectives under their names in torch 2.13, which warns about the former names; in older versions under the former names."""
 
 
 class ContextPart(msgspec.Struct, frozen=True, kw_only=True):
-    """L tokens of a layout that one rank computes, and the P of its S sampled tokens that these predict."""
+    """The L tokens of a layout that one rank computes, and the P of the layout's S sampled tokens that these tokens predict."""
 
     layout: Layout
     """The whole layout, padded at its end to the total length of the parts. A padding token attends only to itself."""
     tokens: IntArray  # [L] ascending indices into the layout
     predictors: IntArray  # [P] indices into `tokens`
-    sampled: IntArray  # [P] ascending indices into the S
+    sampled: IntArray  # [P] ascending indices into the layout's S sampled tokens
 
     @property
     def token_ids(self) -> IntArray:
@@ -60,7 +60,7 @@ class ContextPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cut_for_rank(layout: Layout, context: ContextGroup, *, block: int = 1) -> ContextPart:
-    """Return this rank's part in chunks of whole blocks of tokens."""
+    """Return this rank's part of the layout, cut at multiples of `block` tokens."""
     rank, ranks = context.rank, context.ranks
     length = cut_length(layout.num_tokens, ranks, block)
     chunk = length // (2 * ranks)
@@ -76,7 +76,7 @@ def cut_for_rank(layout: Layout, context: ContextGroup, *, block: int = 1) -> Co
 
 
 def cut_length(num_tokens: int, ranks: int, block: int) -> int:
-    """Return the number of tokens of all parts together."""
+    """Return the number of tokens of all parts together, with padding."""
     chunks = 2 * ranks * block
     return -(-num_tokens // chunks) * chunks
 
@@ -85,13 +85,15 @@ class ContextGroup:
     """The ranks that share each micro-batch, as seen by one of them. All of them call every method, in the same order."""
 
     def __init__(self, ranks: int = 1, rank: int = 0, *, devices: Any = None, hosts: Any = None) -> None:
-        """`devices`, `hosts`: process groups for tensors on devices and for values on hosts; without them nothing is exchanged."""
+        """`devices`, `hosts`: process groups for tensors on devices and for values in host memory; without them nothing is
+        exchanged."""
         self.ranks, self.rank = ranks, rank
         self._devices, self._hosts = devices, hosts
 
     @classmethod
     def of(cls, accelerator: Accelerator, ranks: int, timeout: timedelta) -> ContextGroup:
-        """Build groups of `ranks` neighbours, of which there must be a whole number. Every rank calls it."""
+        """Build groups of `ranks` neighbouring ranks; the number of all ranks must be a multiple of `ranks`. Every rank calls
+        it."""
         if ranks == 1:
             return ALONE
         found: Callable[..., Any] = torch.distributed.new_subgroups
@@ -132,8 +134,8 @@ class ContextGroup:
         return float(said)
 
     def run_on_first(self, ask: Callable[[], T]) -> T:
-        """Call `ask` on the first of these ranks alone, and return its result on all of them. A LearnerError of `ask` is raised
-        on all of them."""
+        """Call `ask` on the group's first rank only, and return its result on all ranks of the group. A LearnerError of `ask` is
+        raised on all of them, too."""
         if self._hosts is None:
             return ask()
         told: list[Any] = [None, None]
@@ -149,13 +151,13 @@ class ContextGroup:
         return answer
 
     def all_gather(self, own: Tensor) -> Tensor:
-        """Gather [1, ...] of each rank into [n, ...]."""
+        """Gather `own` [1, ...] of each of the n ranks into [n, ...]."""
         parts = own.new_empty(self.ranks, *own.shape[1:])
         ALL_GATHER(parts, own.contiguous(), group=self._devices)
         return parts
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return this rank's [1, ...] of the sum of [n, ...] over the ranks."""
+        """Sum `parts` [n, ...] over the n ranks, and return this rank's slice [1, ...]."""
         own = parts.new_empty(1, *parts.shape[1:])
         REDUCE_SCATTER(own, parts, group=self._devices)
         return own
@@ -169,7 +171,7 @@ ALONE = ContextGroup()
 
 
 class _GatherKeysAndValues(torch.autograd.Function):
-    """Gathers keys and values together: as two graph nodes, another rank could execute them in another order."""
+    """Gathers keys and values in one graph node; ranks could execute two nodes in different orders."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Tensor, Tensor]:
@@ -178,13 +180,14 @@ class _GatherKeysAndValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum in FP32, like everything that ranks sum."""
+        """Sum gradients in FP32, as all sums over ranks."""
         key, value = (ctx.context.reduce_scatter(_to_rank_order(x, ctx.context.ranks)).to(x.dtype) for x in above)
         return key, value, None
 
 
 class _CombineScores(torch.autograd.Function):
-    """Combines scores. Every rank has the same loss, so the gradient of its own tokens is already there."""
+    """Combines scores. Every rank computes the same loss, so the backward pass needs no communication: each rank takes the
+    gradient of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, scored: Tensor, sampled: Tensor, count: int, context: ContextGroup) -> Tensor:

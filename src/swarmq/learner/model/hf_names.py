@@ -1,7 +1,7 @@
 """Names and shapes of weights as in the model's Hugging Face folder, which engines and checkpoints expect.
 
-transformers stores some of them differently, such as a layer's experts stacked in one tensor, or under other names. It knows
-the reverse mapping.
+transformers holds some weights under other names or in another form, such as a layer's experts stacked in one tensor, and
+provides the reverse mapping.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention over a layout: every token sees its own ancestors and nothing else (swarmq.timeline.layout).
 
-On CUDA this is compiled FlexAttention with block masks computed from the layout and not from T x T pairs. Lengths are padded to
-a few values inside attention alone, so there is little to compile and nothing else computes padding. Elsewhere, nodes are
-computed in batches by plain scaled-dot-product attention (batched_attention). If ranks share a pass (context_parallel.py),
-queries are those of some of the tokens, keys and values those of all.
+On CUDA this is compiled FlexAttention with block masks computed from the layout and not from T x T pairs. Lengths are padded to a
+few values, so that few kernels are compiled; only attention computes padding. Elsewhere, nodes are computed in batches by plain
+scaled-dot-product attention (batched_attention). If ranks share a pass (context_parallel.py), queries are those of some of the
+tokens, keys and values those of all.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Visibility:
         part: ContextPart | None = None,
         context: ContextGroup = ALONE,
     ) -> None:
-        """`least`: fewest tokens, with padding, of what is compiled. `part`: the part of the layout computed here, in whole
-        blocks if compiled; `context` computes the rest."""
+        """`least`: minimum length, with padding, for which kernels are compiled. `part`: the part of the layout computed here, in
+        whole blocks if compiled; `context` computes the rest."""
         layout = part.layout if part else layout
         self.num_tokens = layout.num_tokens
         self.compiled = compiled
@@ -92,7 +92,7 @@ class Visibility:
         """Return the block mask for queries and keys padded to `padded_length`; cached per window and layout."""
         if window not in self._block_masks:
             partly, wholly = map_blocks(self._exits, self._positions, BLOCK, window)
-            partly[-(-self.num_tokens // BLOCK) :] = False  # padding alone
+            partly[-(-self.num_tokens // BLOCK) :] = False  # blocks of padding only
             sees = _make_mask(to_device(self._exits, self._device), to_device(self._positions, self._device), window)
             if self.part:
                 rows, tokens = self.part.tokens[::BLOCK] // BLOCK, self.part.tokens
@@ -127,7 +127,7 @@ class Visibility:
 
     @property
     def padded_length(self) -> int:
-        """Number of tokens that the attention kernel gets and for which it is compiled."""
+        """Padded number of tokens, for which the attention kernel is compiled."""
         return len(self._exits)
 
     @property
@@ -143,7 +143,7 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # layers are compiled for any length, its kernels for a few
+@torch.compiler.disable  # type: ignore[untyped-decorator] # layers are compiled for any length, attention kernels for a few lengths
 def attend(
     module: torch.nn.Module,
     query: Tensor,  # [1, heads, T, D]
@@ -165,9 +165,11 @@ def attend(
             "this model computes layouts only: call it through swarmq.learner.model.layout_model.LayoutModel"
         )
     if attention_mask is not None or query.shape[0] != 1:
-        raise LearnerError("its attention gets a mask of its own, or several rows, beside the layout")
+        raise LearnerError("the model passes its own mask, or several rows, to its attention in addition to the layout")
     if dropout:
-        raise LearnerError("attention dropout makes training differ from sampling: set the model's to 0")
+        raise LearnerError(
+            "attention dropout makes training differ from sampling: set it to 0 in the model's configuration"
+        )
     form = AttentionForm(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     return visibility.attend(module, query, key, value, form).transpose(1, 2).contiguous(), None
 
@@ -180,7 +182,8 @@ def _run_flex_attention(
     key, value = visibility.context.gather(key.to(dtype), value.to(dtype))
     query = _pad_tokens(query.to(dtype), visibility.padded_queries)
     key, value = (_pad_tokens(x, visibility.padded_length) for x in (key, value))
-    with torch.autocast(kind, torch.bfloat16, enabled=False):  # else what was compiled without it is compiled again
+    # otherwise kernels compiled without autocast would be compiled again
+    with torch.autocast(kind, torch.bfloat16, enabled=False):
         output = _compile_flex_attention()(
             query,
             key,
@@ -192,7 +195,7 @@ def _run_flex_attention(
             return_aux=None if form.sinks is None else AuxRequest(lse=True),
         )
     if form.sinks is not None:
-        # A sink is one more key with a value of 0: exp(lse) of exp(lse) + exp(sink) remains.
+        # A sink acts as one more key with value 0, so the output is scaled by exp(lse) / (exp(lse) + exp(sink)).
         output, aux = output
         output = output * torch.sigmoid(aux.lse - form.sinks.float().view(1, -1, 1)).unsqueeze(-1).to(output.dtype)
     seen: Tensor = output[:, :, :count]
@@ -215,7 +218,7 @@ def _list_paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
 
 
 def _pad_layout(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
-    """Return exits and positions, padded with tokens that see only themselves."""
+    """Return exits and positions of the layout, padded to `length` with tokens that see only themselves."""
     extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
 
@@ -246,7 +249,7 @@ def _make_mask(exits: Tensor, positions: Tensor, window: int | None) -> Callable
 
 
 def _restrict_queries(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adapt a mask function to queries that are only some of the tokens."""
+    """Adapt a mask function over tokens to query indices, if only some tokens (`queries`) have queries."""
 
     def of_token(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return sees(b, h, queries[q], k)

@@ -1,8 +1,8 @@
 """Training of any Hugging Face decoder on layouts: packed rows without cross-talk, and trees.
 
 `LayoutModel` owns a model and computes the log-probability of every sampled token of a layout. A model whose attention can be
-replaced computes a whole layout in one pass. One that cannot (its state runs along the tokens, it has its own attention, or the
-check on a small tree fails) computes row after row, and says why.
+replaced computes a whole layout in one pass. A model whose attention cannot be replaced (it is recurrent, has an attention of its
+own, or fails the check on a small tree) computes one row after another, and `rows_only` says why.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ EXPERTS = "experts"
 """Name of the module of routed experts in transformers; shared experts are in another module."""
 ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 TOTAL_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that configurations have for the number of routed experts of a layer."""
+"""Names for a layer's number of routed experts in the configurations of transformers."""
 
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
 """Forking prompts and samples with which a model is checked."""
 GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors of the GPU, which say nothing about the model."""
 TOLERANCE_NATS = 1e-3
-"""Largest accepted difference, in nats, between two computations of the log-probabilities of `EXAMPLE`."""
+"""Largest accepted difference in nats between two computations of a log-probability in `EXAMPLE`."""
 
 
 @dataclass(frozen=True)
 class PlacedLayout:
-    """Model inputs of a layout on its device: all T tokens and S sampled ones, or the part of one of the ranks that share the
-    pass."""
+    """Model inputs of a layout on the device: all T tokens and S sampled tokens of the layout, or one rank's part if ranks share
+    the pass."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     predictors: Tensor  # [S]
     targets: Tensor  # [S]
     visibility: Visibility
-    sampled: Tensor | None = None  # [S] which of the layout's these are; None: all
+    sampled: Tensor | None = None  # [S] indices among the layout's sampled tokens; None: all of them
     num_sampled: int = 0
-    """Number of sampled tokens of the whole layout if this is a part of it."""
+    """Number of sampled tokens of the whole layout."""
 
     @classmethod
     def of(
@@ -96,7 +96,8 @@ class PlacedLayout:
 
 
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers by their class names in transformers; FSDP2 puts its own class before a layer's."""
+    """Return the decoder layers, recognised by the class names of transformers. FSDP2 subclasses these classes, so base classes
+    are compared, too."""
     names = set(model._no_split_modules or ())  # noqa: SLF001 - it has no public name
     return [module for module in model.modules() if not names.isdisjoint(c.__name__ for c in type(module).__mro__)]
 
@@ -104,8 +105,8 @@ def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 class LayoutModel(nn.Module):
     """A causal language model that scores the sampled tokens of layouts.
 
-    Wrap it for data parallelism as a whole (`accelerator.prepare(LayoutModel(model))`), so that parameters are gathered where
-    the head reads them. The model's attention is replaced if that reproduces the model's own results.
+    Wrap it for data parallelism as a whole (`accelerator.prepare(LayoutModel(model))`), so that parameters are gathered when the
+    head reads them. The model's attention is replaced if that reproduces the model's own results.
     """
 
     def __init__(
@@ -120,9 +121,9 @@ class LayoutModel(nn.Module):
     ) -> None:
         """Wrap and check `model`.
 
-        `device`, `dtype`: device and precision of attention in training; None: the present ones. `pass_tokens`: size of passes
-        for which attention is compiled at once; for larger ones it is compiled later. `ranks`: number of ranks that share each
-        pass. `max_model_len`: context length of the engine, on which rotary positions may depend; None: the model's own.
+        `device`, `dtype`: device and precision of attention in training; None: the present ones. `pass_tokens`: largest pass, in
+        tokens, for which attention is compiled now; for larger passes it is compiled later. `ranks`: number of ranks that share
+        each pass. `max_model_len`: context length of the engine, on which rotary positions may depend; None: the model's own.
         """
         super().__init__()
         rotary_embeddings.pin_rotations(model, max_model_len)
@@ -134,7 +135,7 @@ class LayoutModel(nn.Module):
         self.rows_only: str | None = "not checked yet"
         """Reason why the model cannot compute trees; None if it can."""
         self._windows: list[int | None] = []
-        """Attention window of each layer, as far as it is known."""
+        """Attention window of each layer; empty if unknown."""
         self._row_attention: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
         """transformers' attention with which rows are computed one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
@@ -157,18 +158,20 @@ class LayoutModel(nn.Module):
         return Cost(token=sum(prices), pair=pair * layers[None], windowed=windowed, frozen=frozen)
 
     def compile_layers(self) -> None:
-        """Compile everything between matrix products and attention into few kernels, once for all layers and lengths, in the
-        first pass. Only on CUDA.
+        """Let the first pass compile all operations between matrix products and attention into a few kernels, once for all layers
+        and lengths. Only on CUDA.
 
         A layer that the compiler refuses is computed uncompiled, and torch logs it.
         """
-        if self.rows_only or self._device.type != "cuda":  # weights may be kept in host memory meanwhile
+        # `_device` is the device of training; the weights may still be in host memory
+        if self.rows_only or self._device.type != "cuda":
             return
         config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
         config.suppress_errors = True
-        config.optimize_ddp = False  # which cuts a layer up for the sake of overlaps that there are from layer to layer
+        # DDP's optimization would cut layers apart to overlap communication, which overlaps between layers anyway
+        config.optimize_ddp = False
         for layer in find_decoder_layers(self.model):
-            layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # hooks that gather its weights stay outside
 
     def forward(self, placed: PlacedLayout, temperatures: Tensor | float = 1.0) -> Scored:
         """Return the log-probabilities of the layout's S targets, including those that other ranks score.
@@ -182,7 +185,7 @@ class LayoutModel(nn.Module):
         temperatures = temperatures.expand(len(placed.targets))
         run = _run_row_by_row if self.rows_only else _run_whole
         outputs = run(self.model.get_decoder() if self.head_apart else self.model, placed)
-        # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
+        # At a fork one token predicts several tokens. An embedding sums their gradients in a fixed order.
         chosen = F.embedding(placed.predictors, outputs)
         if self.head_apart:
             scored = score_hidden(chosen, get_head(self.model), placed.targets, temperatures, chunk=self.head_chunk)
@@ -191,7 +194,7 @@ class LayoutModel(nn.Module):
         if shared is None:
             return scored
         logprobs, entropies = placed.visibility.context.combine_scores(torch.stack(scored), shared, placed.num_sampled)
-        return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns of views
+        return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns about views
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
         """Check head and attention against the model's own computation of a small example, and compiled kernels against
@@ -239,19 +242,21 @@ class LayoutModel(nn.Module):
                 self.rows_only = self.rows_only or _find_hidden_window(self.model, recorded.windows)
                 self._windows = [] if self.rows_only else recorded.windows
         if any(call.form.softcap is not None or call.form.sinks is not None for call in recorded.calls):
-            self._row_attention = EAGER  # only eager attention has both; an example this small need not show it
+            # only eager attention implements both; so small an example may not show the difference
+            self._row_attention = EAGER
         return recorded.calls
 
     def _compare_with_eager(self, few: PlacedLayout, expected: Tensor) -> Tensor:
         """Return log-probabilities by transformers' eager attention, which implements every feature of the configuration.
 
-        `expected`: log-probabilities by the attention with which the model was loaded. Rows keep that attention if both agree.
+        `expected`: log-probabilities by the attention with which the model was loaded. Rows are computed by that attention if
+        both agree, else by eager attention.
         """
         if self._row_attention == EAGER:
             return expected
         try:
             self._attend_with(EAGER)
-        except (ValueError, NotImplementedError):  # a model with one attention of its own
+        except (ValueError, NotImplementedError):  # the model has only its own attention
             self._attend_with(self._row_attention)
             return expected
         eagerly = _compute_reference(self.model, few)
@@ -335,7 +340,7 @@ def _run_row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLa
     """Return the output of `network` for packed rows, computed in one pass per row with the model's own attention."""
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
-        raise LearnerError("this model computes packed rows only, each on one rank: plan with only='rows'")
+        raise LearnerError("this model computes only packed rows, each on one rank: plan with only='rows'")
     return torch.cat([network(input_ids=placed.input_ids[:, a:b], use_cache=False)[0][0] for a, b in visibility.nodes])
 
 
@@ -343,8 +348,8 @@ def _check_noise(model: PreTrainedModel, noise: float) -> None:
     """Raise LearnerError if the model computes differently in training mode."""
     if noise > TOLERANCE_NATS:
         raise SetUpError(
-            f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
-            "example: take the noise out of its config.json, or train another model"
+            f"{type(model).__name__} computes a small example differently in training mode, by {noise:.2g} nats, so "
+            "engines would differ from training: remove dropout or noise from its config.json, or train another model"
         )
 
 

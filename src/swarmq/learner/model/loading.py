@@ -23,7 +23,8 @@ LAYER = re.compile(r"(.*?)\.(\d+)\.")
 def load_lm(
     source: str, *, gradient_checkpointing: bool, empty: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Load the causal LM `source` (a folder or name) with weights of `dtype`, without dropout and noise, as engines compute it.
+    """Load the causal LM `source` (a folder or name) with weights of `dtype`, and disable dropout and noise, because engines have
+    none.
 
     `empty`: load it on the meta device, for a rank that gets its shards from rank 0. Raises LearnerError if there is no such
     model, or if it cannot be trained.
@@ -38,7 +39,8 @@ def load_lm(
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif any("jitter" in name for name in vars(module)):  # a router that adds noise, or draws experts, in training
+        elif any("jitter" in name for name in vars(module)):
+            # a router that adds noise or draws random experts in training
             module.training = False
     if gradient_checkpointing:
         ActivationCheckpointing.enable(lm)
@@ -50,7 +52,7 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     because missing weights would be random."""
     instead = "fetch its files again, all of them"
     if getattr(config, "quantization_config", None):
-        instead = "take the same model with weights that are not quantised"
+        instead = "use the model with weights that are not quantised"
     with explain_errors(source, "its weights cannot be loaded", instead):
         lm, found = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -69,16 +71,17 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _find_extra_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
-    """Return the unexpected weights that belong to further layers. Other unexpected weights may be ignored: those of vision
-    towers and multi-token prediction heads, and constants of old files."""
-    decoder = f"{lm.base_model_prefix}."  # which names lack where a folder has the decoder alone
+    """Return the unexpected weights of layers that the model lacks. Other unexpected weights are harmless: those of vision towers
+    and multi-token prediction heads, and constants in old files."""
+    decoder = f"{lm.base_model_prefix}."  # names lack this prefix if the folder holds the decoder only
 
     def place(name: str) -> tuple[str, int]:
         found = LAYER.match(name.removeprefix(decoder))
         return (found[1], int(found[2])) if found else ("", -1)
 
     last = dict(sorted(place(name) for name, _ in lm.named_parameters()))
-    ahead = getattr(lm.config, "num_nextn_predict_layers", None) or 0  # kept behind the others, as layers of their kind
+    # layers for multi-token prediction are stored after the others, under the same name pattern
+    ahead = getattr(lm.config, "num_nextn_predict_layers", None) or 0
     return {name for name in unexpected if place(name)[1] > last.get(place(name)[0], math.inf) + ahead}
 
 

@@ -1,9 +1,9 @@
 """Log-probabilities of target tokens without ever holding [S, vocabulary] logits.
 
-The head runs over chunks of tokens. For as many of the first ones as fit a fixed share of memory, the gradient of the
-log-probabilities is kept in the dtype of the matrix products; logits of the others are recomputed in the backward pass. Logits
-are FP32 (from BF16 factors on CUDA, where the matrix product accumulates and returns FP32). Bias, scaling and soft-capping of
-logits are part of the head.
+The head runs over chunks of tokens. For the first tokens, as many as fit a fixed share of memory, the gradient of the
+log-probabilities is kept in the dtype of the matrix products; for other tokens, logits are recomputed in the backward pass.
+Logits are FP32 (from BF16 factors on CUDA, where the matrix product accumulates and returns FP32). Bias, scaling and soft-capping
+of logits are part of the head.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FIXED_ROOM = 1 << 30
 
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names that configurations have for soft-capping of logits: Gemma's, RecurrentGemma's, xLSTM's. Logits of a small untrained
-model are too small to reveal it."""
+"""Names for the soft-capping of logits in configurations: Gemma's, RecurrentGemma's, xLSTM's. Logits of a small untrained model
+are too small to reveal it."""
 
 
 class LogitForm(NamedTuple):
@@ -68,7 +68,7 @@ def score_hidden(
 
     `chunk`: number of tokens whose logits exist at once, by default as many as fit.
     """
-    learning = torch.is_grad_enabled()  # which a Function's own forward cannot tell
+    learning = torch.is_grad_enabled()  # inside a Function's forward, gradients always count as disabled
     logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning, chunk)  # type: ignore[no-untyped-call]
     return Scored(logprobs, entropies)
 
@@ -81,7 +81,7 @@ def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Score
 
 
 class _Score(torch.autograd.Function):
-    """Log-probabilities with a gradient that is computed while the logits exist: later computations change it only by a factor
+    """Log-probabilities with a gradient that is computed while the logits exist: the backward pass only multiplies it by a factor
     per token."""
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Score(torch.autograd.Function):
             if held.start < held.stop:
                 chosen = ChunkTargets(targets[held], temperatures[held], norms[held])
                 _write_gradient(logits[: held.stop - held.start], chosen, form, kept[held])
-            del logits  # before there are those of the next chunk
+            del logits  # freed before the next chunk's logits are computed
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, kept)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -211,7 +211,7 @@ def _list_chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int |
 
 
 def _list_kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
-    """Return the slices of the chunks. Tokens whose gradients are kept form the first chunk."""
+    """Return the slices of the chunks. The `num_kept` tokens with kept gradients form the first chunk."""
     return [*([slice(0, num_kept)] if num_kept else []), *_list_chunks(num_tokens, weight, start=num_kept, size=size)]
 
 
@@ -231,6 +231,6 @@ def _get_room_bytes(device: torch.device) -> int:
 
 
 def _import_kernels() -> Any:
-    from swarmq.learner.model import logprob_kernel  # noqa: PLC0415 - needs Triton, which is where CUDA is
+    from swarmq.learner.model import logprob_kernel  # noqa: PLC0415 - needs Triton, which exists only with CUDA
 
     return logprob_kernel

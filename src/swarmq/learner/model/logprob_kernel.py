@@ -95,8 +95,8 @@ def _reduce(
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
     temperature = tl.load(temperatures + row)
-    # Of each of BLOCK lanes, over the logits x that it saw: their maximum, the sum of p = exp(x - maximum), and that of
-    # p (x - maximum).
+    # For each of BLOCK lanes, over the logits x that it has read: their maximum, the sum of p = exp(x - maximum), and
+    # the sum of p (x - maximum).
     most = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)

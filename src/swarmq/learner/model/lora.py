@@ -45,14 +45,14 @@ def add_lora(lm: Any, lora: Lora) -> None:
     )
     try:
         with warnings.catch_warnings():
-            # the rank that PEFT itself gives to stacked experts it then misses among modules
+            # PEFT sets a rank for stacked experts itself, then warns that it finds no such module
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
             lm.add_adapter(config, adapter_name=NAME)
     except ValueError as error:
         raise SetUpError(f"train.lora: {error}") from error
     for name, parameter in lm.named_parameters():
         if MARK in name:
-            parameter.data = parameter.data.float()  # PEFT makes them of the model's type
+            parameter.data = parameter.data.float()  # PEFT creates adapters in the model's dtype
 
 
 def _check_modules(lm: Any, modules: Collection[str]) -> None:
@@ -82,8 +82,8 @@ def load_adapter(lm: Any, folder: Path) -> None:
 def without_adapters(lm: Any) -> Iterator[None]:
     """Switch the adapters of `lm` off inside the block.
 
-    PEFT's own switch also changes which parameters require a gradient, and where ranks shard parameters these differ from
-    moment to moment.
+    PEFT's own switch also changes which parameters require a gradient, which fails if ranks shard the model, because parameter
+    objects are replaced when layers are gathered.
     """
     layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
     _set_disabled(layers, off=True)
@@ -95,12 +95,12 @@ def without_adapters(lm: Any) -> Iterator[None]:
 
 def _set_disabled(layers: Iterable[Any], *, off: bool) -> None:
     for layer in layers:
-        layer._disable_adapters = off  # noqa: SLF001 - what `disable_adapters` tells
+        layer._disable_adapters = off  # noqa: SLF001 - the value of the property `disable_adapters`
 
 
 def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
-    """Yield `weights` of the model under its own names, with the change by their adapters kept separate from the base and
-    computed when a tensor is requested. If ranks shard the weights, every rank requests a tensor at the same time."""
+    """Yield `weights` under the model's own names. The adapters' contribution is kept separate from the base, and added when a
+    tensor is requested. If ranks shard the weights, all ranks must request the same tensor at the same time."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     frozen = {name for name, each in lm.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for name, tensor in weights.items():

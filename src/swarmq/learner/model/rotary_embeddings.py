@@ -1,4 +1,4 @@
-"""Rotary positions pinned to those of the engine, where transformers would choose them by the longest row of a pass.
+"""Rotary embeddings pinned to those of the engine; transformers would choose them by the longest row of a pass.
 
 `longrope` has different factors for short and long rows; `dynamic` scales with the length. vLLM chooses once, because cached
 keys cannot be rotated again: `longrope` by its context length, `dynamic` unscaled (phi3_long_rope_scaled_rope.py and

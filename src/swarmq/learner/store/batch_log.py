@@ -4,8 +4,9 @@ r"""The append-only, fsynced record of every batch, which makes an acknowledged 
   segment = "SQSEGM1\n", length, crc, SegmentHeader (schema, identity)          then records
   record  = "SQRC", number, index length, body length, index crc, body crc, header crc; index; zstd(body)
 
-A record counts once its fsync has returned. A crash may leave a torn last record: it was never acknowledged, so it is moved
-into a file beside the log. Damage anywhere else is an error and never skipped. Checksums are CRC-32.
+A record is valid once its fsync has returned. A crash may leave an incomplete last record (a torn tail); its rollouts were never
+acknowledged, so it is moved into a file beside the log. Damage anywhere else is an error and is never skipped. Checksums are
+CRC-32.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ SEGMENT = struct.Struct("<8sII")
 RECORD = struct.Struct("<4sQIIIII")
 SEGMENT_BYTES = 64 * 1024 * 1024
 SEGMENT_RECORDS = 256
-"""Number of records after which, like after a number of bytes, a new segment begins, so that old segments can be removed."""
+"""Number of records after which a new segment begins (or earlier, after a number of bytes), so that old segments can be
+removed."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,15 +57,15 @@ class RecordPlace(msgspec.Struct, frozen=True):
 
 
 class BatchLog:
-    """An open log, extended by `append` alone. `indices` holds the indices of its records in memory."""
+    """An open log, to which only `append` adds. `indices` holds the indices of all records in memory."""
 
     def __init__(
         self, folder: Path, identity: RunIdentity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """Open for writing and set a torn tail aside; the remaining content is on disk.
+        """Open the log for writing, move a torn tail aside, and make sure that the rest is on disk.
 
-        Raises LearnerError if the log belongs to another run, is newer than this version, damaged or not writable, or if the
-        tail holds a batch up to version `needed`, which a checkpoint contains.
+        Raises LearnerError if the log belongs to another run, is newer than this version, damaged or not writable, or if the torn
+        tail holds a batch up to version `needed`, the version of the newest checkpoint.
         """
         self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
         self._descriptor: int | None = None
@@ -79,7 +81,7 @@ class BatchLog:
 
     @property
     def version(self) -> int:
-        """Version of the newest batch. Records of drops may lie between batches, and those written during a replay after newer
+        """Version of the newest batch. Records of drops lie between batches; those written during a replay lie after newer
         batches."""
         return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
 
@@ -88,7 +90,7 @@ class BatchLog:
         return (place.index for place in self.places)
 
     def append(self, record: BatchRecord) -> None:
-        """Append `record` and return once it is on disk. Raises LearnerError, and the record is then not in the log."""
+        """Append `record` and return once it is on disk. Raises LearnerError if that fails; the record is then not in the log."""
         expected = self.last.record + 1 if self.last else 1
         assert record.index.record == expected, f"record {record.index.record} appended where {expected} belongs"
         data = _pack(record)
@@ -107,22 +109,22 @@ class BatchLog:
         self._size += len(data)
 
     def after(self, version: int) -> Iterator[BatchRecord]:
-        """Yield the batches to train after the weights of `version`, in order, without records that only hold drops."""
+        """Yield, in order, the batches that continue from the weights of `version`; records that only hold drops are skipped."""
         versions = [place.index.version for place in self.places if place.index.trained]
         if versions and versions[0] > version + 1:
             raise SetUpError(
                 f"{self.folder}: the log begins with version {versions[0]}, but the newest usable checkpoint is "
-                f"{version}: bring back a checkpoint of {versions[0] - 1} or later, or the removed segments"
+                f"{version}: restore a checkpoint of version {versions[0] - 1} or later, or the removed segments"
             )
         if version > (versions[-1] if versions else 0):
             raise SetUpError(
                 f"{self.folder}: the checkpoint is of version {version}, the log ends with {versions[-1] if versions else 0}:"
-                " the log was removed or belongs elsewhere; bring it back, or start a run of another name"
+                " the log was removed or belongs to another run; restore it, or start a run with another name"
             )
         return (read_record(place) for place in self.places if place.index.trained and place.index.version > version)
 
     def step(self, version: int) -> tuple[BatchRecord, list[BatchIndex]]:
-        """Return the batch that made `version`, and the records of drops between it and the batch before."""
+        """Return the batch that was trained to `version`, and the records of drops between it and the previous batch."""
         at = next((n for n in reversed(range(len(self.places))) if self._makes(n, version)), None)
         if at is None:
             raise LearnerError(f"{self.folder}: the log has no batch of version {version}")
@@ -178,8 +180,8 @@ class BatchLog:
 
 
 def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int | None = None) -> list[RecordPlace]:
-    """Return position and index of every record. A torn tail is left out; with `needed`, it is moved into a file beside the log
-    if the batches up to that version are complete without it.
+    """Return position and index of every record. A torn tail is skipped; with `needed`, it is also moved into a file beside the
+    log, provided that the log has all batches up to that version without it.
 
     Raises LearnerError if the log cannot be read, is damaged, newer than this version, or not of `identity`.
     """
@@ -202,8 +204,8 @@ def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int |
 
 
 def scan_readable(folder: Path, *, after: RecordPlace | None = None) -> tuple[list[RecordPlace], list[str]]:
-    """Return the readable records after one that was read before, and what is wrong with the rest, for readers of copied and damaged
-    folders. Records may be missing between those returned."""
+    """Return the readable records after the record `after`, and texts on what cannot be read, for readers of copied and damaged
+    folders. Records may be missing in between."""
     places: list[RecordPlace] = []
     flaws: list[str] = []
     try:
@@ -224,12 +226,12 @@ def scan_readable(folder: Path, *, after: RecordPlace | None = None) -> tuple[li
 
 
 def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) -> None:
-    """Move a torn tail aside. A torn tail was never acknowledged; if a checkpoint contains its batch, the log is damaged:
-    raises LearnerError."""
+    """Move a torn tail into a file beside the log. Raises LearnerError if a checkpoint was trained on its batch: the batch was
+    complete once, so the log is damaged."""
     last = max((place.index.version for place in places if place.index.trained), default=0)
     if last < needed:
         raise _damage_error(
-            segment, end, f"the log is sound up to version {last}, but a checkpoint is of version {needed}"
+            segment, end, f"the log is intact up to version {last}, but a checkpoint is of version {needed}"
         )
     with segment.open("rb+") as file:
         file.seek(end)
@@ -241,8 +243,9 @@ def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) 
 
 
 def number_steps(places: Iterable[RecordPlace], *, trained: int = 0) -> Iterator[tuple[int, RecordPlace]]:
-    """Yield records with the step that trained their episodes, or, for a record of drops alone, the step after the batch before it in
-    the log. Such a record may name an older version, because the learner logs drops while a step is still being trained.
+    """Yield every record with a step: the step that trained its episodes or, if it only holds drops, the step after the previous
+    batch in the log. A record of drops may name an older version, because the learner logs drops while a step is still being
+    trained.
 
     `trained`: version of the last batch before these records.
     """
@@ -304,14 +307,14 @@ def _check_head(data: bytes, segment: Path, identity: RunIdentity | None) -> int
             raise _damage_error(segment, 0, "not a segment of a batch log")
         head = msgspec.msgpack.decode(raw, type=SegmentHeader)
     except (struct.error, msgspec.MsgspecError) as error:
-        raise _damage_error(segment, 0, f"its head cannot be read: {error}") from error
+        raise _damage_error(segment, 0, f"its header cannot be read: {error}") from error
     if head.schema > SCHEMA:
         raise SetUpError(
-            f"{segment}: written by a newer swarmq (schema {head.schema}, ours is {SCHEMA}): upgrade swarmq"
+            f"{segment}: written by a newer swarmq (schema {head.schema}, this one knows {SCHEMA}): upgrade swarmq"
         )
     if identity is not None and (difference := identity.difference(head.identity)):
         raise SetUpError(
-            f"{segment}: the batch log belongs to something else: {difference}; nothing was changed. "
+            f"{segment}: the batch log is of another run, policy or model: {difference}; nothing was changed. "
             "Use another run name or folder"
         )
     return SEGMENT.size + int(size)
@@ -349,7 +352,7 @@ def _sound(data: bytes, *, body: bool = True) -> bool:
 
 
 def _later_record(file: BinaryIO, offset: int, size: int) -> bool:
-    """Return whether a valid record header lies in [offset, size); the data before it is then damaged, not a torn tail."""
+    """Return whether a valid record header begins in [offset, size). If so, the bytes at `offset` are damage and no torn tail."""
     file.seek(offset)
     rest = file.read(size - offset)
     at = rest.find(RECORD_MAGIC)
@@ -383,5 +386,5 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
 
 def _damage_error(segment: Path, offset: int, what: str) -> LearnerError:
     return LearnerError(
-        f"{segment}: damaged at byte {offset} ({what}). Bring the file back from a copy; what follows cannot be trusted"
+        f"{segment}: damaged at byte {offset} ({what}). Restore the file from a copy; the data after this byte cannot be trusted"
     )

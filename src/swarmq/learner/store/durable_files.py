@@ -1,4 +1,4 @@
-"""Durable file operations, and operating-system errors as learner errors."""
+"""Durable file operations, and mapping of operating-system errors to learner errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def map_os_errors(path: Path) -> Iterator[None]:
         what = f"{error.filename2 or error.filename or path}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFullError(f"{what}: free space there, nothing is lost") from error
-        raise LearnerError(f"{what}: check the folder and its rights") from error
+        raise LearnerError(f"{what}: check the folder and its permissions") from error
 
 
 def fsync_tree(folder: Path) -> None:

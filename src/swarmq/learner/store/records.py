@@ -18,7 +18,7 @@ from swarmq.messages import Evaluation, Rollout
 SCHEMA = 1
 """Version of the formats of batch log and checkpoint. A reader accepts its own version and older ones."""
 ADAPTER_FILE = Path("adapter", "adapter.safetensors")
-"""File of the adapters within a checkpoint, in a folder of its own, because vLLM loads any safetensors file beside the model's
+"""Adapter file within a checkpoint. It has a folder of its own, because vLLM would load any safetensors file beside the model's
 as model weights."""
 ADAPTER_SETTINGS_KEY = "train.lora"
 """Key of the LoRA settings in the metadata of the adapters' file."""
@@ -72,7 +72,7 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     record: int
     """Number of the record: 1, 2, 3, ... without gaps."""
     version: int
-    """Weight version after the step; a record that only holds drops repeats the version before."""
+    """Weight version after the step; a record that only holds drops repeats the previous version."""
     trained: tuple[str, ...] = ()
     dropped: dict[str, str] = {}
     """Episode id -> reason."""
@@ -86,7 +86,7 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """Unix time, for display."""
     control: int = 0
-    """Number of the control state in effect; 0 before any change while the run was up."""
+    """Number of the control state in effect; 0 before the first change of a setting during the run."""
     mix: dict[str, float] = {}
     """Kind -> share of this batch."""
 
@@ -98,7 +98,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     episodes: tuple[Rollout, ...] = ()
     """Rollouts of the batch; members of a group are adjacent."""
     settings: Train | None = None
-    """Settings of this step, so that a replay repeats it."""
+    """Settings of this step, with which a replay repeats it."""
     baselines: dict[str, float] = {}
     """Baselines of the `ema` advantage for this step."""
 
@@ -112,7 +112,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     vocab_size: int
     max_length: int | None = None
     again: bool = False
-    """Whether this trainer has had a batch feeder before; an unreachable broker is then waited for."""
+    """Whether this trainer had a batch feeder before; the new one then waits for an unreachable broker instead of failing."""
 
 
 class RequestBatch(msgspec.Struct, frozen=True, kw_only=True, tag="next"):
@@ -154,11 +154,11 @@ class BatchReady(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     replayed: bool
     """Whether the batch was read from the log after a restart, not from the queue."""
     figures: dict[str, Any] = {}
-    """Metrics of the batch alone, for trackers."""
+    """Metrics of the batch that need no model, for trackers."""
 
 
 class EvaluationReady(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
-    """Results of an evaluation round for the trackers. The next ones follow when these are logged."""
+    """Results of an evaluation round, for the trackers. The results of the next round follow after `EvaluationLogged`."""
 
     evaluation: Evaluation
 
@@ -180,7 +180,7 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
 
 
 class QueueEmpty(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
-    """Everything logged is replayed, and the next batch is not full yet."""
+    """All logged batches are replayed, and the next batch is not full yet."""
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
@@ -207,7 +207,7 @@ def encode_record(record: BatchRecord) -> bytes:
 
 
 def decode_record(body: bytes) -> BatchRecord:
-    """Decode a record of the batch log; settings may have their former names."""
+    """Decode a record of the batch log, also one with former names of settings."""
     try:
         return _record.decode(body)
     except msgspec.ValidationError:

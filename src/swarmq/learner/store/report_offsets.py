@@ -1,4 +1,5 @@
-"""Progress of the reports on log records: the confirmed number is on disk, so that a restart forgets no report."""
+"""Progress of the reports on log records. The number of the newest confirmed record is on disk, so that a restart forgets no
+report."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from swarmq.runtime.files import write_atomically
 
 
 class ReportOffsets:
-    """Confirmed reports. Reports up to record `through` are confirmed; later ones are repeated after a restart, even if
-    confirmed."""
+    """Record of confirmed reports. Reports up to record `through` are confirmed; later reports are repeated after a restart."""
 
     def __init__(self, path: Path, log: BatchLog) -> None:
         self.path, self.log = path, log

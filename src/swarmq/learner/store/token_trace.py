@@ -25,11 +25,11 @@ class TurnTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     call_id: str
     advantage: float | None
-    """Advantage of all tokens in the loss; None if the loss has one per token, or none."""
+    """Advantage of all tokens of the turn; None if the loss has an advantage per token, or no advantages."""
     logprobs: bytes
     """Packed float32: natural log-probability of each sampled token under the weights before the step."""
     entropies: bytes = b""
-    """Packed float16: entropy in nats of the distribution of which each sampled token was drawn, under the same weights; empty in
+    """Packed float16: entropy in nats of the learner's distribution at each sampled token, under the same weights; empty in
     traces of older versions."""
     left_out: bytes = b""
     """One byte per sampled token, 1 if a filter removed the token; empty if no token was removed."""

@@ -1,8 +1,8 @@
-"""One learner per policy folder: an advisory lock that ends with its holder, and a fence against former holders.
+"""One learner per policy folder: an advisory lock that is released when its holder dies, and a fence against former holders.
 
-A holder that stands still keeps its lock, and other learners are told its process id. If another process gets the lock
-nevertheless (a network file system let it lapse while the holder's machine slept, or somebody removed the file), the file names
-the new holder, and the fence stops the old holder before it writes anything.
+A suspended holder keeps its lock, and the error that other learners get names its process id. Another process may get the lock
+nevertheless, if a network file system let it lapse while the holder's machine slept, or if somebody removed the file. The file
+then names the new holder, and the fence stops the old holder before it writes anything.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Fence:
         """Raise LearnerError if another process has taken the lock."""
         if _content(self._path) != self._ours:
             raise LearnerError(
-                f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still; this process ends "
+                f"{self._path.parent} was taken over by {_holder(self._path)} while this process was suspended; this process ends "
                 "without changing anything"
             )
 
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock file `path`. Raises LearnerError that names the holder if the lock is not free within `wait_s`, or if the
-    file cannot be opened."""
+    """Hold the lock file `path`. Raises LearnerError, with the holder's name, if the lock is not free within `wait_s`, and
+    LearnerError if the file cannot be opened."""
     with map_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -42,7 +42,7 @@ class FrozenModel:
             lm = load_lm(source, gradient_checkpointing=False, empty=loads_no_weights(accelerator))
         if get_vocab_size(lm) < vocab:
             raise SetUpError(
-                f"train.{role}: {source} knows {get_vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
+                f"train.{role}: {source} has {get_vocab_size(lm)} tokens, the policy {vocab}: use a model of the policy's family"
             )
         lm = lm.requires_grad_(requires_grad=False)
         judge = LayoutModel(
@@ -62,12 +62,13 @@ class FrozenModel:
         with torch.no_grad():
             scored: Tensor = self._model(placed, temperatures).logprobs
         if is_sharded(self._model):
-            self._model.reshard()  # there is no backward pass to do it, and embeddings and head are large
+            self._model.reshard()  # without a backward pass, embeddings and head would stay gathered, and they are large
         return scored
 
 
 class InitialModelUnderAdapters:
-    """The initial model, computed by the policy with its adapters switched off, which takes no additional memory."""
+    """The initial model, computed by the policy's own model with its adapters switched off, so that it takes no additional
+    memory."""
 
     def __init__(self, policy: LayoutModel) -> None:
         self.rows_only = policy.rows_only
@@ -93,7 +94,8 @@ class ReferenceModels:
 
     def of(self, train: Train) -> dict[str, FrozenModel | InitialModelUnderAdapters]:
         """Return the models by role. A served teacher is not among them (served_teacher.py)."""
-        train = msgspec.structs.replace(train, lora=self._lora)  # the batch may come from a start with other adapters
+        # the batch may have been logged under other adapter settings
+        train = msgspec.structs.replace(train, lora=self._lora)
         wanted = list_frozen_models(train, self._initial)
         under = {"reference": self._under} if train.loss.kl and "reference" not in wanted else {}
         return under | {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}

@@ -78,9 +78,10 @@ class ServedTeacher:
             if any(turn.sampling.temperature != TEACHER_TEMPERATURE for turn in episodes[index].turns):
                 raise LearnerError(
                     "train.teacher: a served teacher can only score tokens sampled at temperature 1; set "
-                    "sampling.temperature to 1, or name the teacher's model folder, so that the learner loads it"
+                    "sampling.temperature to 1, or set train.teacher to the teacher's model folder, which the learner then loads"
                 )
-        check_served_judge(self._policy, self._url, role="teacher")  # a server may have another model at any step
+        # the server may have been restarted with another model since the last step
+        check_served_judge(self._policy, self._url, role="teacher")
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
 
     async def _scores(self, episodes: dict[int, Rollout]) -> TeacherScores:
@@ -107,7 +108,7 @@ class ServedTeacher:
         if len(told) != len(ids) or len(values) != len(ids) - 1:
             raise LearnerError(
                 f"train.teacher: {self._url} does not return prompt_logprobs for all tokens ({len(values)} of {len(ids)}): "
-                "serve it with a vLLM that has prompt_logprobs"
+                "serve the teacher with a vLLM that supports prompt_logprobs"
             )
         return np.array([0.0, *values], np.float32)
 
@@ -119,15 +120,15 @@ class ServedTeacher:
                 if response.status != 200:
                     raise LearnerError(
                         f"train.teacher: {self._url}{path} answered {response.status}: {(await response.text())[:300]}; "
-                        "it must know the policy's tokens and the longest episode"
+                        "the teacher needs the policy's vocabulary and a context for the longest episode"
                     )
                 return msgspec.json.decode(await response.read(), type=answer)
         except msgspec.MsgspecError as error:
             raise LearnerError(f"train.teacher: {self._url}{path} does not answer as vLLM does: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LearnerError(
-                f"train.teacher: the engine at {self._url} does not answer ({str(error) or f'within {ASK_S:.0f} s'}): start it; "
-                "the learner waits for it when it is started again, and nothing is lost"
+                f"train.teacher: the engine at {self._url} does not answer ({str(error) or f'within {ASK_S:.0f} s'}): start it, "
+                "then start the learner again, which waits for it; nothing is lost"
             ) from error
 
 
@@ -145,7 +146,7 @@ class TeacherScores:
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)
         layout = one.layout
-        first = np.flatnonzero(layout.offsets == 0)  # a pass holds whole turns, one after another
+        first = np.flatnonzero(layout.offsets == 0)  # a micro-batch holds whole turns, one after another
         turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
         values = np.concatenate([self._turns[turn] for turn in turns])
         return to_device(values, device)

@@ -26,7 +26,7 @@ MOST_MARKUP = 1024
 
 
 class EngineTokenizers:
-    """The tokenizers of a policy's engines, each compared once with the model's, as soon as the engine answers."""
+    """Compares the tokenizer of each of a policy's engines with the model's, once per engine, as soon as the engine answers."""
 
     def __init__(
         self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None, secret: str = ""
@@ -48,16 +48,16 @@ class EngineTokenizers:
         for url, told in asyncio.run(tokenize_with_all(urls, text, secret=self._secret)).items():
             if (how := describe_difference(told, ids)) is not None:
                 raise SetUpError(
-                    f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
-                    "or name the model that is served in policies.*.model. What agents have sampled there means something "
-                    "else to the model: if any have, begin a new run"
+                    f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the trained model, or set "
+                    "policies.*.model to the served model. If agents have already sampled from this engine, start a new run, because "
+                    "their token ids mean other text to the trained model"
                 )
             if self._has_same_rotations(url):
                 self._same.add(url)
 
     def _has_same_rotations(self, url: str) -> bool:
-        """Return whether the engine is known to rotate positions as the learner does. Raises LearnerError if its context length
-        makes the rotary embeddings differ."""
+        """Return whether the engine is known to use the learner's rotary embeddings; False if it does not answer. Raises
+        LearnerError if its context length makes them differ."""
         from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
         from swarmq.learner.model.rotary_embeddings import uses_long_factors  # noqa: PLC0415
 
@@ -70,8 +70,8 @@ class EngineTokenizers:
         if uses_long_factors(config, room) != ours:
             ours_is = f"says {self._max_model_len}" if self._max_model_len else "is not set"
             raise SetUpError(
-                f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len {ours_is}: "
-                f"{self._model} turns positions (longrope) by other factors there; set it to {room}"
+                f"the engine at {url} has a context of {room} tokens, but policies.*.engine.max_model_len {ours_is}: with "
+                f"another context length {self._model} uses other rotary factors (longrope); set it to {room}"
             )
         return True
 
@@ -138,4 +138,4 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _other_family(model: str, source: str, role: str, how: str) -> str:
-    return f"train.{role}: {source} has another tokenizer than {model}: {how}; take a model of the policy's family"
+    return f"train.{role}: {source} has another tokenizer than {model}: {how}; use a model of the policy's family"

@@ -1,4 +1,4 @@
-"""Agreement of engine and learner: both must compute the same model, and either may lack one of its features.
+"""Check that engine and learner compute the same model, because either may lack one of its features.
 
 If the engine sampled tokens with the learner's present weights, the log-probabilities of both differ by rounding alone. If the
 mean difference is larger, no ratio corrects it and no later step repairs it, so the learner stops before the step. Pure,
@@ -14,16 +14,16 @@ from swarmq.config import Policy
 from swarmq.errors import SetUpError
 
 EXACT = 0.005
-"""Limit in nats if engine and learner compute in FP32: fifty times what the tests of model families allow."""
+"""Limit in nats if engine and learner compute in FP32: fifty times the tolerance in the tests of model families."""
 ROUNDED = 0.1
 """Limit in nats in lower precision. BF16 differs by 0.01 to 0.03 with dense models, by up to 0.05 with mixtures of experts and
 FP8 engines."""
 FEWEST = 100
-"""Fewest tokens for which the mean difference is judged."""
+"""Minimum number of tokens with which the mean difference is judged."""
 
 
 def agreement_limit(policy: Policy, *, cuda: bool) -> float:
-    """Return the limit of the mean difference in nats; 0 for no limit, as for a policy without engines."""
+    """Return the limit of the mean difference in nats; 0 means no limit, as for a policy without engines."""
     train, engine = policy.train, policy.engine
     if not engine.urls:
         return 0.0
@@ -42,5 +42,5 @@ def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> Non
         f"engine and learner compute {family} differently: the log-probabilities of {tokens} tokens, sampled with the weights that "
         f"the learner has, are {gap:.3g} nats apart on average (rounding explains at most {limit:g}). Nothing was trained on them. Check that "
         "the engine serves the same model folder, in the precision of engine.dtype and without quantisation; otherwise transformers or "
-        f"vLLM lacks a feature of {family}: report it. train.engine_gap_max sets the limit; 0 trains in spite of the difference"
+        f"vLLM lacks a feature of {family}: report it. train.engine_gap_max sets the limit; 0 disables this check"
     )

@@ -1,6 +1,6 @@
 """Updates of the policy's engines by the learner: sleep, weight pushes, repair.
 
-  load, step        sleep ... wake        engines that share the learner's GPUs: one user of the memory at a time
+  load, step        sleep ... wake        engines that share the learner's GPUs, whose memory only one can use at a time
   after a step      push                  training goes on even if no engine takes the weights
   while waiting     ensure                for engines that were restarted, or that a push left behind
   after a restart   repair                for engines that a killed learner left in the middle of a push
@@ -94,7 +94,7 @@ class EngineUpdates:
             self._pusher.wake()
 
     def push(self, weights: Weights, to: WarningSink, *, replayed: bool) -> dict[str, Any]:
-        """Push the weights and return the durations in seconds, `push_s`, `pause_s` and, by engine, `pauses`, and the
+        """Push the weights. Returns the event fields `push_s`, `pause_s` and, by engine, `pauses`, all in seconds, and
         `push_method`.
 
         An unreachable engine does not stop training: it is updated later, while the learner waits for a batch. Replayed weights are not pushed,

@@ -11,7 +11,7 @@ from torch.distributed import DistError
 
 from swarmq.errors import LearnerError
 
-SAFE = "nothing is lost: the next start goes on from the newest checkpoint and the batch log"
+SAFE = "nothing is lost: the next start resumes from the newest checkpoint and the batch log"
 
 # Libraries under torch, compilers and collectives raise plain RuntimeErrors that differ only in their texts.
 FAILED = re.compile(r"CUDA (driver )?error|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_|Triton Error \[CUDA\]")

@@ -8,12 +8,12 @@
                                                              engines        StepReport, events
 
 A checkpoint is copied between two steps, and written, verified, made durable and renamed while the next steps run; only then is
-the batch log pruned. If the disk has no room for it, a warning is given and training goes on: the log still has every batch
-since the checkpoint before.
+the batch log pruned. If the disk has no room for it, a warning is given and training goes on: the log still has every batch since
+the previous checkpoint.
 
-A slot is reported after its batch is trained and the weights are pushed. Whatever dies at whatever point, the next start loads
-the newest valid checkpoint, replays the batch log after it and continues with the queue; the resulting weights are the same. A
-learner that stood still while another took its place finds out before it saves anything or touches an engine, and ends
+A slot is reported after its batch is trained and the weights are pushed. Whichever process dies at whatever point, the next start
+loads the newest valid checkpoint, replays the batch log after it and continues with the queue; the resulting weights are the
+same. A learner that was suspended while another took its place notices before it saves anything or touches an engine, and ends
 (writer_lock.py). Only rank 0 talks to the batch feeder and to engines; the other ranks follow its commands.
 """
 
@@ -115,7 +115,7 @@ class Learner:
         self.saved = self.trainer.version
         """Version of the newest complete checkpoint, on rank 0."""
         self._no_room: int | None = None
-        """Version of the checkpoint for which the disk has no room and a warning was given."""
+        """Version of the checkpoint for which the disk had no room, so that a warning was given; None if there is none."""
         self._pending_checkpoint: _PendingCheckpoint | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
@@ -146,7 +146,7 @@ class Learner:
             limit = engine_agreement.agreement_limit(settings, cuda=accelerator.device.type == "cuda")
             trainer = load_trainer(found, settings, accelerator, engine_gap_max=limit)
         except LearnerError:
-            self.engines.wake()  # the next start may be far away
+            self.engines.wake()  # they would sleep until the next start, which may be much later
             raise
         path = str(found.path) if found else None
         log.info("loaded", model=settings.model, version=trainer.version, checkpoint=path)
@@ -167,7 +167,7 @@ class Learner:
         on other ranks."""
         try:
             self._run(link)
-        finally:  # nothing may be written after the lock is released
+        finally:  # stop writers before the lock is released
             self._beside.shutdown(cancel_futures=True)
 
     def _run(self, link: FeederLink | None) -> None:
@@ -192,7 +192,7 @@ class Learner:
         self._save_last(link)
         self._trackers.close()
         if link:
-            if not self.stop.asked:  # a finished run that is started again serves its last weights
+            if not self.stop.asked:  # if a finished run is started again, engines get its last weights
                 self._while_waiting(link, again=False)
             log.info("ended", version=self.trainer.version, reason="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
@@ -228,7 +228,7 @@ class Learner:
         if link is None:
             return
         if fields["episodes_left_out"]:
-            what = f"{fields['episodes_left_out']} episodes of the batch hold numbers that cannot be computed with; they were left out"
+            what = f"{fields['episodes_left_out']} episodes of the batch have non-finite losses or invalid numbers and were left out"
             link.tell(records.Warn(text=f"learner {self.policy}, step {self.trainer.version}: {what}"))
         fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
@@ -286,7 +286,8 @@ class Learner:
             log.warning("tokenizers_not_compared", reason=str(error))
 
     def _teacher_trouble(self) -> str:
-        """Return the address of a served teacher and why it cannot be asked, or "" if it answers or none is configured."""
+        """Return a text with the URL of the served teacher and why it does not answer, or "" if it answers or no teacher is
+        served."""
         url = self.settings.train.teacher_url
         return f"at {url} {trouble}" if url and (trouble := find_teacher_trouble(url)) else ""
 

@@ -18,7 +18,8 @@ NAMES = (
 )  # fmt: skip
 GAP_BINS = 160
 GAP_LOW, GAP_HIGH = -12.0, 4.0
-"""Range of log10 |logprobs - behavior_logprobs| with ten bins a decade, which makes quantiles right to 26 %."""
+"""Range of log10 |logprobs - behavior_logprobs| in the histogram, with ten bins per decade, so that quantiles are exact to 26
+%."""
 
 
 class MetricSums:
@@ -33,8 +34,8 @@ class MetricSums:
             self.values[name] = self.values[name] + value
 
     def add_mismatch(self, tokens: LossInputs, among: Tensor) -> None:
-        """Add the mismatch between engine and learner. `among` [S] bool: tokens with a weight before filters, because filters
-        would hide the mismatch."""
+        """Add the mismatch between engine and learner. `among` [S] bool: tokens with a weight, including those that filters
+        remove, because filters would hide the mismatch."""
         if tokens.held is not None:
             among = (
                 among & ~tokens.held
@@ -113,7 +114,7 @@ class MetricSums:
 
 
 def _signs(loss: TokenLoss, among: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks [S] bool of the tokens with positive and with negative advantage. In a loss without advantages, all are
+    """Return masks [S] bool of the tokens with positive and with negative advantage. Without advantages, all tokens count as
     positive."""
     if loss.advantages is None:
         return among, torch.zeros_like(among)

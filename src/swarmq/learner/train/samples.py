@@ -1,4 +1,4 @@
-"""Conversations of trained episodes as rows of a tracker's table: few, cut, and as plain text. Pure."""
+"""Sample conversations of trained episodes as rows of a tracker's table, shortened, as plain text. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmq.runtime.terminal import visible
 
 COLUMNS = ["version", "episode", "task", "kind", "reward", "success", "metrics", "conversation"]
 MAX_MESSAGE = 2000
-"""Most characters of one message."""
+"""Maximum number of characters of one message."""
 MAX_CONVERSATION = 16_000
 
 

@@ -27,9 +27,8 @@ def count_head_flops(weight: Tensor) -> float:
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the measured rate of a large square matrix product in floating-point operations per second, the best of several
     runs."""
-    size, repeats = (
-        (8192, 10) if device.type == "cuda" else (1024, 5)
-    )  # small products are slower than those of a model
+    # smaller matrices would give a lower rate than a model's products reach
+    size, repeats = (8192, 10) if device.type == "cuda" else (1024, 5)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(repeats):

@@ -12,7 +12,7 @@ PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise LearnerError for trackers whose package is not installed. A folder of the package's name does not count as the
+    """Raise LearnerError for trackers whose package is not installed. A folder with the package's name does not count as the
     package."""
     if missing := [name for name in names if not any(map(_is_installed, PACKAGES.get(name, (name,))))]:
         raise SetUpError(

@@ -33,22 +33,23 @@ UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
 """Characters that are replaced in parts of a metric's name, because some trackers refuse or cut them; names of kinds may
 contain them."""
 LONGEST = 80
-"""Longest part of a metric's name. MLflow allows 250 characters for the whole name; beyond, it refuses all metrics of the step."""
+"""Maximum length of a part of a metric's name. MLflow allows 250 characters for the whole name; if one name is longer, it refuses
+all metrics of the step."""
 ENDS_WITH_AN_ERROR = "tensorboard"
 """Tracker whose writing thread ends at its first error, such as a full disk, so that every later step fails."""
 SORTED_BY_STEP = "wandb"
-"""Tracker that refuses values of a step before its newest one. It gets evaluations at its present step, and draws them over
-`eval/version`."""
+"""Tracker that refuses values of a step earlier than its newest one. It therefore gets evaluations at its present step, and draws
+them over `eval/version`."""
 SAMPLES_EVERY = 10
 """Steps between two tables of sample conversations; the first step has one, too."""
 SELDOM = 64
-"""A failing tracker is restarted after 1, 2, 4, 8 ... failed steps and after every multiple of SELDOM; each restart leaves an
-empty file."""
+"""A failing tracker is restarted after 1, 2, 4, 8, ... failed steps and after each multiple of SELDOM, and not more often,
+because each restart leaves an empty file."""
 
 
 def tracker_folders(folder: Path) -> dict[str, str]:
-    """Return environment variables that place the trackers' folders, whose defaults are partly the current directory. Values
-    set by the user win."""
+    """Return environment variables that place the trackers' folders below `folder`, because some trackers write to the current
+    directory by default. Values set by the user win."""
     return {
         "WANDB_DIR": str(folder),
         "SWANLAB_LOG_DIR": str(folder / "swanlog"),
@@ -110,7 +111,7 @@ class Trackers:
         self._each(version, log_table)
 
     def _each(self, version: int, act: Callable[[Any], None]) -> None:
-        """Do something with every tracker. One that fails causes a warning until it is back."""
+        """Call `act` on every tracker. A tracker that fails causes one warning until it works again."""
         for tracker in self._accelerator.trackers if self._on else ():
             try:
                 self._begin_again(tracker)
@@ -118,7 +119,7 @@ class Trackers:
             except Exception as error:
                 self._failed[tracker.name] += 1
                 if self._failed[tracker.name] == 1:
-                    _warn(tracker, error, version=version, action="figures are in events until it is back")
+                    _warn(tracker, error, version=version, action="metrics are only in the events until it works again")
             else:
                 if failed := self._failed.pop(tracker.name, 0):
                     log.info("tracker_back", tracker=tracker.name, version=version, steps_missed=failed)
@@ -127,7 +128,7 @@ class Trackers:
         """Restart a failed tracker with another file in the same folder, which TensorBoard shows as one run."""
         failed = self._failed[tracker.name]
         if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
-            with contextlib.suppress(Exception):  # it may fail for the same reason
+            with contextlib.suppress(Exception):  # finish() may fail for the same reason
                 tracker.finish()
             tracker.start()
 
@@ -138,7 +139,7 @@ class Trackers:
             try:
                 tracker.finish()
             except Exception as error:
-                _warn(tracker, error, action="its newest figures may be missing there; they are in events")
+                _warn(tracker, error, action="its newest metrics may be missing; they are in the events")
 
 
 def evaluation_figures(version: int, results: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The trainer: one optimizer step from one batch record, on as many ranks as accelerate brings.
+"""The trainer: one optimizer step from one batch record, on any number of ranks.
 
   episodes --build_rank_batch--> micro-batches --LayoutModel--> logprobs --loss--> backward ... clip, AdamW
 
 Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The gradient does
-not depend on ranks, micro-batches, packing, folding or trees. A step whose gradient is not finite, or in which a filter left
-nothing, changes nothing but counts.
+not depend on ranks, micro-batches, packing, folding or trees. If the gradient of a step is not finite, or filters remove all
+tokens, the weights stay unchanged, but the version rises.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from swarmq.weights.format.packing import NamedTensors, Weight, materialize
 log = structlog.get_logger()
 
 CPU_ROW_PASS = 2048
-"""Number of tokens of packed rows that keep a CPU busy; activations of more tokens leave its caches."""
+"""Number of tokens of packed rows that keep a CPU busy; the activations of more tokens do not fit its caches."""
 
 
 class GradientTally(NamedTuple):
@@ -123,8 +123,8 @@ class Trainer:
         """Load the weights in `source`.
 
         `initial`: the run's first model, if not `source`. `max_model_len`: context length of the engine, as for LayoutModel.
-        `engine_gap_max`: largest mean difference in nats between engine and learner with which a step is taken; 0: no limit.
-        Raises LearnerError if a model cannot be loaded or does not fit.
+        `engine_gap_max`: largest accepted mean difference in nats between engine and learner, beyond which no step is taken; 0:
+        no limit. Raises LearnerError if a model cannot be loaded or does not fit.
         """
         set_seed(train.seed)
         _repeat(train.deterministic)
@@ -197,8 +197,8 @@ class Trainer:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight by its Hugging Face name; a tied weight under each of its names, as engines expect.
 
-        Weights have the compute dtype, or the adapters' dtype where adapters add to them. Only rank 0 has the weights of a
-        sharded policy.
+        Weights have the compute dtype; weights with an adapter have the adapter's dtype. Only rank 0 has the weights of a sharded
+        policy.
         """
         return ((name, materialize(weight)) for name, weight in self._weights())
 
@@ -227,7 +227,7 @@ class Trainer:
             return None
         own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
         return ModelFiles(
-            # copied one by one: a GPU has no room for a second copy of the model
+            # weights are copied one by one, because a GPU has no room for a second copy of the model
             weights={name: own(name, materialize(tensor).detach()) for name, tensor in self._to_write(named)},
             configs=(self.lm.config, *([self.lm.generation_config] if self.lm.can_generate() else [])),
             adapters=Adapters({name: own(name, each) for name, each in adapters.items()}, self.train.lora)
@@ -264,8 +264,8 @@ class Trainer:
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch and set `version` to the record's. Returns the metrics of the step, the same on every rank.
 
-        Raises LearnerError if a GPU fails or is too small, or if the engine samples from another model; nothing on disk has
-        changed then.
+        Raises LearnerError if a GPU fails or is too small, or if the engine samples from another model; the files on disk are
+        then unchanged.
         """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
         with map_gpu_errors(f"step {record.index.version}"):
@@ -335,7 +335,7 @@ class Trainer:
         proximal: Sequence[Tensor] | None,
     ) -> tuple[dict[str, Any], TraceBuilder | None]:
         """Take one optimizer step on this rank's part, and return its metrics and token traces. If the gradient is not finite,
-        it is computed again without the episodes that cause this."""
+        recomputes it without the episodes that cause this."""
         fields, units_left, tally = self.accumulate(work, train, teacher=teacher, proximal=proximal)
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, spoilt = self._clip(train), list[int]()
@@ -517,13 +517,13 @@ def _is_sound(episode: Rollout) -> bool:
 def _repeat(deterministic: bool) -> None:
     """Enable or disable torch's deterministic algorithms."""
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
+        # required by torch for deterministic products on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
 
 
 def _check_cut(reasons: Mapping[str, str | None]) -> None:
-    """Check that ranks can share the micro-batches of every model. Raises LearnerError for a model that has a reason against
-    it.
+    """Raise LearnerError if ranks cannot share the micro-batches of one of the models.
 
     `reasons`: model -> reason why its micro-batches cannot be shared, or None.
     """

@@ -1,8 +1,8 @@
 """A safetensors file of adapters, for engines that have the base weights in their served folder.
 
-The file holds the two matrices of each adapter, whole weights that changed otherwise, and nothing of unchanged weights. It also
-holds checksums of the learner's base weights: the engine compares its folder with them before it touches the model, then merges
-one weight at a time as the learner does.
+The file holds the two matrices of each adapter, and whole weights that changed without an adapter, but no unchanged weights. Its
+metadata hold checksums of the learner's base weights: the engine compares its folder with them before it touches the model, then
+merges one weight at a time, as the learner does.
 
     NAME:down [r, in], NAME:up [out, r]   float32
     NAME                                  in the engine's dtype
@@ -31,20 +31,20 @@ class BaseWeight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A base weight that the engine reads from its folder."""
 
     float32: int | None = None
-    """Checksum in FP32; None: the learner keeps the weight in BF16."""
+    """Checksum of the values in FP32; None: the learner keeps the weight in BF16."""
     bfloat16: int | None = None
-    """Checksum in BF16, if BF16 represents the learner's values exactly."""
+    """Checksum of the values in BF16; None: BF16 does not represent the learner's values exactly."""
     scale: float | None = None
-    """Scale of its adapter; None: no adapter."""
+    """Scale of the weight's adapter; None: the weight has no adapter."""
 
 
 class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Sources of the model's weights."""
+    """Metadata of the file: where the engine finds each weight of the model."""
 
     weights: dict[str, BaseWeight | None]
-    """Name -> base weight, in order; None: the whole weight is in the file."""
+    """Name of a weight, in the model's order -> its base weight; None: the whole weight is in the file."""
     dtype: str | None
-    """Dtype to which floating-point weights are converted at last; None: unchanged."""
+    """Dtype to which floating-point weights are converted after merging; None: not converted."""
 
 
 class BaseChecksums:
@@ -119,8 +119,8 @@ def _check_base(outline: AdapterManifest, served: Mapping[str, torch.Tensor], fo
     ]
     if others:
         raise ValueError(
-            f"{folder.path} is not the base of the adapters: of {len(bases)} weights that both should have, "
-            f"{len(others)} differ here, such as {others[:2]}"
+            f"{folder.path} is not the base of the adapters: of {len(bases)} base weights, {len(others)} differ "
+            f"from the learner's, such as {others[:2]}"
         )
 
 
@@ -143,12 +143,12 @@ def _combine_parts(
     adapter = LowRankUpdate(sent[name + DOWN], sent[name + UP], base.scale)
     fits = (adapter.up.shape[0], adapter.down.shape[1]) == served[name].shape
     if not fits or adapter.up.shape[1] != adapter.down.shape[0]:
-        raise ValueError(f"the adapter has another shape than {name}")
+        raise ValueError(f"the adapter of {name} does not have the shape of this weight")
     return FolderWeight(kept, adapter)
 
 
 def _cast_as_learner(weight: torch.Tensor, base: BaseWeight) -> torch.Tensor | LazyTensor:
-    """Return the weight in the learner's dtype."""
+    """Return a weight of the folder, converted to the dtype that the learner keeps."""
     if base.float32 is not None or weight.dtype == torch.bfloat16:
         return weight
     return LazyTensor(weight.shape, torch.bfloat16, weight.device, weight.bfloat16)

@@ -9,7 +9,7 @@ UNANNOUNCED = f"{UPDATING}unannounced"
 """Label that the plug-in sets if weights change without an `updating-` label (`unannounced_changes.py`)."""
 
 UNTOUCHED = "the model was not touched"
-"""Part of the message of every error after which the engine can go on with the weights that it had."""
+"""Text in every error after which the engine can continue with its former weights."""
 
 WORKER_FACTS_ROUTE = "/swarmq/facts"
 """HTTP route that returns the facts of every worker (`worker_extension.py`)."""

@@ -1,6 +1,7 @@
-"""GPU memory shared between two processes: CUDA IPC as in torch, with handles as JSON instead of pickles.
+"""GPU memory shared between two processes: CUDA IPC handles like torch's, but sent as JSON instead of pickle.
 
-A buffer must outlive every process that has opened it; torch counts these processes. Both ends need the same version of torch.
+A buffer must exist as long as another process has it open; torch counts these processes. Both ends need the same version of
+torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 HANDLE_START = 7
-"""Index of the IPC fields in torch's description of a tensor; shape, dtype and device before it are known to both ends."""
+"""Index of the first IPC field in torch's description of a tensor; the fields before it (shape, dtype, device) are known to both
+ends."""
 
 
 def get_gpu_uuid(device: torch.device | None = None) -> str:

@@ -1,6 +1,6 @@
 """An NCCL group of the learner and all workers of one engine, through vLLM's NCCL wrapper on both ends.
 
-A peer that dies in a broadcast leaves the other GPUs waiting, so the learner aborts after a timeout.
+If a member dies during a broadcast, the other GPUs wait for it, so the learner aborts after a timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmq.errors import EngineError
 POLL_S = 0.001
 RENDEZVOUS_TIMEOUT_S = 60
 LEARNER_RANK = 0
-"""Learner's rank; workers have the ranks from 1 on."""
+"""The learner's rank; workers have ranks from 1 on."""
 
 
 class NcclGroup:
@@ -28,7 +28,8 @@ class NcclGroup:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def broadcast(self, buffer: torch.Tensor, *, timeout_s: float = 600.0) -> None:
-        """Broadcast the learner's `buffer` into everybody's. Raises EngineError on a timeout, which destroys the group."""
+        """Broadcast the learner's `buffer` into the buffers of all members. Raises EngineError on a timeout, which destroys the
+        group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -67,16 +68,16 @@ def join_group(address: str, port: int, *, rank: int, world_size: int, device: t
         )
         with _unpin_nccl_settings():
             communicator = PyNcclCommunicator(met, device=device)
-    except Exception as error:  # of sockets, stores and NCCL alike
+    except Exception as error:  # sockets, stores and NCCL raise many kinds of errors
         raise EngineError(f"learner and engine did not meet at {address}:{port}: {error}") from error
     if communicator.disabled:
-        raise EngineError("vLLM's communicator is disabled here, and its broadcasts would do nothing")
+        raise EngineError("vLLM's communicator is disabled in this process, so its broadcasts would do nothing")
     return NcclGroup(communicator, device)
 
 
 def _unpin_nccl_settings() -> contextlib.AbstractContextManager[Any]:
-    """Unset NCCL settings inside the block that vLLM, since 0.32, makes for its own communicators: the other end would not have
-    them."""
+    """Inside the block, unset the NCCL settings that vLLM (since 0.32) makes for its own communicators, because the other end
+    would not have them."""
     try:
         from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - an extra, and slow
     except ImportError:

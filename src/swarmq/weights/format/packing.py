@@ -21,10 +21,10 @@ class LazyTensor(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    """Device of the sources."""
+    """Device of the source tensors."""
     make: Callable[[], torch.Tensor]
     sources: tuple[torch.Tensor, ...] = ()
-    """Source tensors, on which the result depends alone; empty: unknown."""
+    """All tensors on which the result depends; empty: unknown."""
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
@@ -48,7 +48,7 @@ class LowRankUpdate(NamedTuple):
 
 
 class FolderWeight(NamedTuple):
-    """A weight of the model's folder, with or without an adapter; whoever has the folder can compute the weight."""
+    """A weight of the model's folder, with or without an adapter. An engine that has the folder needs only the adapter."""
 
     base: torch.Tensor | LazyTensor
     """Weight in the folder."""
@@ -115,7 +115,8 @@ class PackedLayout:
 
 
 def checksum_buffer(buffer: torch.Tensor) -> int:
-    """Return the checksum of `buffer` [n] uint8, n a multiple of 8: the same on every device, at the cost of one read."""
+    """Return the checksum of `buffer` [n] uint8, with n a multiple of 8. It is the same on every device and takes one read of the
+    buffer."""
     return int(buffer.view(torch.int64).sum())
 
 
@@ -128,12 +129,12 @@ def checksum_file(path: str | Path) -> int:
 
 
 def get_stored_tensor(weight: Weight) -> Weight:
-    """Return the weight as stored in the model's folder if `weight` adds nothing to it, else `weight` itself."""
+    """Return the tensor in the model's folder if `weight` is just that, without an adapter; else return `weight` itself."""
     return weight.base if isinstance(weight, FolderWeight) and weight.adapter is None else weight
 
 
 def materialize(weight: Weight, adding_on: torch.device | None = None) -> torch.Tensor:
-    """Return the tensor of a weight. `adding_on`: device that adds the adapter, by default the weight's."""
+    """Compute the tensor of a weight. `adding_on`: device on which the adapter is added, by default the weight's."""
     if isinstance(weight, FolderWeight):
         return weight.make(adding_on)
     return weight.make() if isinstance(weight, LazyTensor) else weight

@@ -10,12 +10,12 @@ from swarmq.errors import EngineError
 
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_FIELD_BYTES = 8
-"""Size in bytes of the field with the header's length, with which a file begins."""
+"""Size in bytes of the first field of a file, which holds the header's length."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int] = (0, 0)
-    """Start and end in bytes after the header; the metadata entry has none."""
+    """Start and end in bytes, counted from the end of the header; absent in the metadata entry."""
 
 
 class SafetensorsIndex(msgspec.Struct, frozen=True):
@@ -63,4 +63,4 @@ def _find_damage(file: Path) -> str:
         except msgspec.MsgspecError as error:
             return f"its header is invalid ({error})"
     expected = LENGTH_FIELD_BYTES + length + max((each.data_offsets[1] for each in tensors.values()), default=0)
-    return f"it has {size} bytes, and by its header {expected}" if size != expected else ""
+    return f"it has {size} bytes, but its header says {expected}" if size != expected else ""

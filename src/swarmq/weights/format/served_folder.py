@@ -1,4 +1,4 @@
-"""The folder that an engine serves: its weights, and checksums to compare with the learner's."""
+"""Access to the folder that an engine serves: its weights, and checksums to compare with the learner's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarmq.weights.format import packing
 from swarmq.weights.format.safetensors_files import find_weight_files
 
 CHUNK_ELEMENTS = 1 << 24
-"""Elements that are converted at a time: a whole embedding in another dtype may not fit a GPU."""
+"""Number of elements converted at a time, because a converted copy of a whole embedding may not fit a GPU."""
 
 Shape = tuple[int, ...]
 
@@ -26,7 +26,7 @@ class ServedFolder:
         self.path = path
         self._checksums: dict[tuple[str, torch.dtype], int] = {}
         self._files: list[tuple[int, int, int]] = []
-        """Inode, size and modification time of the files with the known checksums."""
+        """Inode, size and modification time of the files for which `_checksums` was computed."""
 
     def read_shapes(self) -> dict[str, Shape]:
         with self._open_files() as files:
@@ -43,7 +43,7 @@ class ServedFolder:
             yield {name: file.get_tensor(name) for name, file in opened.items()}
 
     def checksum(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> int:
-        """Return a weight's checksum in `dtype`, computed once until the files change."""
+        """Return a weight's checksum in `dtype`, cached until the files change."""
         if (name, dtype) not in self._checksums:
             self._checksums[name, dtype] = checksum_tensor(weight, dtype)
         return self._checksums[name, dtype]
@@ -56,11 +56,11 @@ class ServedFolder:
 
 
 def checksum_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the checksum of a tensor's bytes in `dtype`, the same on every device."""
+    """Return the checksum of a tensor's bytes after conversion to `dtype`; it is the same on every device."""
     total = 0
     for piece in torch.split(tensor.reshape(-1), CHUNK_ELEMENTS):
         raw = piece.to(dtype).view(torch.uint8)
-        if raw.storage_offset() % 8:  # as it lies in some files
+        if raw.storage_offset() % 8:  # tensors in some files are not aligned
             raw = raw.clone()
         whole = raw.numel() // 8 * 8
         total += packing.checksum_buffer(raw[:whole]) + int.from_bytes(bytes(raw[whole:].tolist()), "little")

@@ -7,8 +7,8 @@ values and recompute those of kept requests, so that each token is sampled from 
 (A `cache_salt` per version would be cheaper, but a request that runs across the update would continue with keys of the old
 weights, and its log-probabilities would belong to no version.)
 
-vLLM never ends a pause by itself and cannot abort an update: if the pusher dies, the engine's state stays. So the label is
-`updating-<version>` while weights change, and the next pusher can tell:
+vLLM never ends a pause by itself and cannot abort an update: if the pusher dies, the engine stays as it is. Therefore the label
+is `updating-<version>` while weights change, and tells the next pusher what to do:
 
     paused, label is a version or `default`   nothing was changed: resume the engine
     label is `updating-...`                   unknown weights: a full update repairs them, else a restart
@@ -55,7 +55,7 @@ ASLEEP = "asleep-"
 CONDEMNED = "-restart"
 LOAD_OVERHEAD_S = 60.0
 MIN_BYTES_PER_S = 100e6
-"""Least speed of an update; a slower one, after `LOAD_OVERHEAD_S` for its start, is stuck."""
+"""Minimum speed of an update in bytes per second, after `LOAD_OVERHEAD_S` for its start; a slower update counts as stuck."""
 NO_ROUTE_STATUSES = (404, 405)
 STEP_METRICS = re.compile(
     r"^vllm:(?:iteration_tokens_total_count|kv_cache_usage_perc)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE
@@ -146,7 +146,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """Checksum of the transferred bytes; None: unknown."""
     size_bytes: int = 0
     send: Callable[[str, float], None] | None = None
-    """Function that the learner runs in a thread while an engine receives; arguments are the engine's url and a limit in
+    """Function that the learner runs in a thread while an engine receives; its arguments are the engine's url and a time limit in
     seconds."""
 
 
@@ -161,13 +161,13 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     sleep_s: float = 120.0
 
     def for_size(self, size_bytes: int) -> Timeouts:
-        """Return the limits with the shortest `update_s` that weights of this size need."""
+        """Return the limits with `update_s` reduced to the longest time that weights of this size need."""
         enough_s = LOAD_OVERHEAD_S + size_bytes / MIN_BYTES_PER_S
         return msgspec.structs.replace(self, update_s=min(self.update_s, enough_s))
 
     @property
     def total_s(self) -> float:
-        """Seconds longer than any update: a longer pause has no owner any more."""
+        """Longest time in seconds that a pause and an update can take; a pause that lasts longer has lost its owner."""
         return 4 * self.ask_s + self.pause_s + self.update_s + 3 * self.finish_s + 3 * self.sleep_s
 
 
@@ -181,7 +181,7 @@ class EngineControl:
         self.timeouts = timeouts or Timeouts()
         self.phase = UpdatePhase.SERVING
         self.is_at_fault = False
-        """Whether the newest update failed in an engine that had answered, and not because of the weights sent."""
+        """Whether the newest update failed because of the engine: it had answered, and the weights sent were not the cause."""
         self.loaded_facts: list[WorkerFacts] = []
         """Facts of the workers after the newest update."""
         self._session: aiohttp.ClientSession | None = None
@@ -258,15 +258,16 @@ class EngineControl:
         await self._call("POST", "/init_weight_transfer_engine", self.timeouts.pause_s, init_info=where)
 
     async def sleep(self) -> None:
-        """Free the GPU's memory and keep the requests, whatever state another learner left; weights go to host memory. Raises
-        EngineRefusedError if the engine refuses and serves on, EngineError otherwise."""
+        """Put the engine to sleep, whatever state another learner left it in: free its GPU memory, move its weights to host
+        memory, keep its requests. Raises EngineRefusedError if the engine refuses and continues to serve, EngineError
+        otherwise."""
         status = await self.status()
         if status.is_condemned:
             raise EngineError(f"engine {self.url} must be restarted ({status.label}) and cannot be put to sleep")
         if not status.is_paused:
             await self._pause()
         if not status.is_asleep:
-            await self._label(f"{ASLEEP}{status.label}")  # paused: no token gets this label
+            await self._label(f"{ASLEEP}{status.label}")  # the engine is paused, so no token gets this label
         try:
             await self._fall_asleep()
         except EngineRefusedError as error:
@@ -286,7 +287,7 @@ class EngineControl:
         if status.is_in_doubt or not status.is_paused:
             return status
         if status.is_asleep:
-            await self._label(status.awake_label)  # before a token gets the `asleep-` label
+            await self._label(status.awake_label)  # set before any token could get the `asleep-` label
         await self._wake_up()
         return await self.status()
 
@@ -314,9 +315,7 @@ class EngineControl:
         self.phase = UpdatePhase.UPDATING if before.is_in_doubt else UpdatePhase.SERVING
         try:
             if before.is_asleep:
-                await (
-                    self._fall_asleep()
-                )  # an engine that is still awake would sample as soon as its weights were awake
+                await self._fall_asleep()  # if it were in fact awake, it would sample as soon as its weights were woken
                 await self._wake_up("weights")
             await self._pause()
             await self._load(payload, version, before)
@@ -349,7 +348,8 @@ class EngineControl:
 
     async def _pause(self) -> None:
         if self.phase is UpdatePhase.SERVING:
-            self.phase = UpdatePhase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
+            # set before the call, whose answer may get lost; to resume a running engine does no harm
+            self.phase = UpdatePhase.PAUSED
         await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
 
     async def _load(self, payload: Payload, version: int, before: EngineStatus) -> None:
@@ -364,7 +364,7 @@ class EngineControl:
                 self.phase = UpdatePhase.PAUSED
             raise
         finish = self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
-        # Side by side: one after the other would prolong the pause.
+        # Both calls at once, because one after the other would prolong the pause.
         finished, loaded_facts = await asyncio.gather(finish, self.facts(), return_exceptions=True)
         if isinstance(finished, BaseException):
             raise finished
@@ -384,11 +384,11 @@ class EngineControl:
             both.append(asyncio.to_thread(payload.send, self.url, timeout_s))
         for result in await asyncio.gather(*both, return_exceptions=True):
             if isinstance(result, BaseException):
-                raise result  # the engine's error first: it may have caused the sender's
+                raise result  # the engine's error comes first, because it may have caused the sender's
 
     async def _workers_agree(self) -> bool:
-        """Return whether all workers have loaded the same number of updates. A worker that reports no change says nothing about
-        the others."""
+        """Return whether all workers have loaded the same number of updates: the error of one worker does not show what the
+        others did."""
         return len({worker.loads for worker in await self.facts()}) <= 1
 
     async def _start(self) -> None:
@@ -424,7 +424,7 @@ class EngineControl:
         except ValueError as error:
             answer = raw[:80].decode(errors="replace")
             raise EngineError(
-                f"{self.url} answers {path} with {answer!r}, which is not vLLM's answer: check what listens there"
+                f"{self.url} answers {path} with {answer!r}, which is not vLLM's answer: check which server listens there"
             ) from error
 
     async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> bytes:
@@ -447,7 +447,7 @@ class EngineControl:
 
 
 def _map_status_error(url: str, error: EngineRefusedError) -> EngineError:
-    """Map a failed status request to an EngineError, because the engine may recover in a moment."""
+    """Map a failed status request to a plain EngineError, because the engine may recover in a moment."""
     if error.status == 401:
         return make_secret_error(url)
     return EngineError(f"{error}; see its log")

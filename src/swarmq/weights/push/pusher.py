@@ -41,7 +41,7 @@ T = TypeVar("T")
 RETRY_S = 1.0
 """Seconds between two attempts to put an engine to sleep."""
 MAX_DOUBTFUL_PUSHES = 2
-"""Number of consecutive pushes that leave an answering engine in doubt, after which it is condemned."""
+"""Number of consecutive pushes that may leave an engine in doubt although it answers; then it is condemned."""
 COOLDOWN_S, MAX_COOLDOWN_S = 30.0, 120.0
 """First and longest time for which an engine that did not answer is skipped, so that it does not delay others."""
 
@@ -55,7 +55,7 @@ class PushSuccess(msgspec.Struct, frozen=True, kw_only=True):
 
 PushOutcome = dict[str, PushSuccess | EngineError]
 LoadState = frozenset[tuple[int, int, int | None]]
-"""Per worker: process id, number of updates that changed its weights, checksum of the newest."""
+"""One entry per worker: process id, number of updates that changed its weights, checksum of the newest update."""
 
 
 class EngineCooldown(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +74,12 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to publish the weights, during which engines serve."""
     pause_s: float = 0.0
     pauses: dict[str, float] = {}
-    """`engine_N` -> pause in seconds; N counts the policy's engines at that moment from 0."""
+    """`engine_N` -> pause in seconds; N is the engine's index among the policy's engines at that time."""
     methods: dict[str, str] = {}
     """Engine url -> `ipc`, `nccl`, `adapters` or `file`."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
-    """Engine url -> reason why it does not serve this version. `ensure` updates it when it is back."""
+    """Engine url -> reason why the engine does not serve this version. `ensure` updates the engine later."""
     replaced: tuple[str, ...] = ()
     """URLs of engines whose weights somebody else had changed."""
 
@@ -101,9 +101,9 @@ class WeightPusher:
         current: Callable[[], Sequence[str]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`engine_urls`: engines at the start. `secret`: the engines' secret. `patience_s`: how long `sleep` waits for an
-        engine that is being restarted and takes its memory again, with an attempt every `retry_s`. `cooldown_s`: first time
-        for which an engine that did not answer is skipped. `current`: returns the present engines, if they change.
+        """`engine_urls`: engines at the start. `secret`: the engines' secret. `patience_s`: seconds that `sleep` waits for an
+        engine that is being restarted, because it will take GPU memory again; `retry_s`: seconds between attempts. `cooldown_s`:
+        first time for which an engine that did not answer is skipped. `current`: returns the present engines, if they change.
         `check`: called before each update; raises if another pusher owns the engines by now."""
         staging = StagingBuffer()
         self._current, self._check = current or (lambda: engine_urls), check
@@ -119,10 +119,10 @@ class WeightPusher:
         self._patience_s, self._retry_s, self._cooldown_s = patience_s, retry_s, cooldown_s
         self._routes: dict[str, Route] = {}
         self._unusable: set[tuple[str, str, tuple[int, ...]]] = set()
-        """Engine, method and workers of failed transfers, which are not tried again."""
+        """(engine url, method, process ids of workers) of failed transfers, which are not tried again."""
         self._doubtful_pushes: Counter[str] = Counter()
         self._steps: dict[str, float | None] = {}
-        """Engine url -> steps computed when its last push failed."""
+        """Engine url -> value of `EngineControl.steps` when its last push failed."""
         self._cooldowns: dict[str, EngineCooldown] = {}
         self._load_states: dict[str, LoadState] = {}
         """Engine url -> state after its last push; a different state means that somebody else changed the weights."""
@@ -136,8 +136,8 @@ class WeightPusher:
         return asyncio.run(self._push(deduplicate(named_tensors), version, self._engines()))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
-        """Push to engines that do not serve `version` as sent by this pusher (restarted, paused, in doubt, pushed to by another
-        learner, changed by somebody else); often none."""
+        """Push to all engines that do not serve `version` as sent by this pusher: restarted, paused, in doubt, or changed by
+        another learner or somebody else. Often there are none."""
         urls = self._engines()
         behind = asyncio.run(self._find_behind(urls, version))
         self.failing = {url: reason for url, reason in self.failing.items() if url in behind}
@@ -149,8 +149,8 @@ class WeightPusher:
         return msgspec.structs.replace(report, replaced=replaced)
 
     def repair(self, named_tensors: NamedTensors, version: int) -> None:
-        """Resume engines that a killed learner left paused: with the weights that they serve or, if those are in doubt, with
-        the given ones. Other engines are left to `ensure`. Raises EngineError if no engine in doubt accepted the weights."""
+        """Resume engines that a killed learner left paused, with their present weights or, if those are in doubt, with the given
+        weights. Other engines are left to `ensure`. Raises EngineError if no engine in doubt accepted the weights."""
         urls = self._engines()
         doubtful = asyncio.run(_gather_by_url(urls, self._wake_engine))
         if behind := tuple(url for url in urls if doubtful[url]):
@@ -171,7 +171,9 @@ class WeightPusher:
         self.failing = {url: reason for url, reason in self.failing.items() if url in urls}
         if urls:
             return urls
-        raise EngineError("no engine serves the policy: `swarmq engine start` or `swarmq engine add` brings one")
+        raise EngineError(
+            "no engine serves the policy: start one with `swarmq engine start`, or add one with `swarmq engine add`"
+        )
 
     def _control(self, url: str) -> EngineControl:
         return EngineControl(url, secret=self._secret, timeouts=self._timeouts)
@@ -230,17 +232,18 @@ class WeightPusher:
         )
 
     async def _update_engines(self, urls: Sequence[str], snapshot: WeightSnapshot) -> PushOutcome:
-        """Update the engines, once each: one that does not answer may be down for minutes, and `ensure` updates it later."""
+        """Update every engine, without a second attempt: an engine that does not answer may be down for minutes, and `ensure`
+        updates it later."""
         routes = await _gather_by_url(urls, lambda url: self._route(url, has_adapters=snapshot.has_adapters))
         for route in routes.values():
             if isinstance(route, Route):
-                snapshot.publish(route)  # by all methods before the first pause
+                snapshot.publish(route)  # published by all methods before the first engine is paused
         outcome = await self._update_all(routes, snapshot)
         self._record_failures(outcome)
         failures = [result for result in outcome.values() if isinstance(result, EngineError)]
         if len(failures) == len(outcome):
             if self._cooldowns.keys() >= set(self._engines()):
-                self._cooldowns.clear()  # no other engine waits for these
+                self._cooldowns.clear()  # they delay no other engine
             raise EngineError(f"no engine took version {snapshot.version}: {failures[0]}") from failures[0]
         return outcome
 
@@ -362,7 +365,7 @@ class WeightPusher:
         return status.version == version and as_sent and not status.is_paused
 
     def _get_cooldown_error(self, url: str) -> EngineError | None:
-        """Return the error for which the engine is skipped at present, or None."""
+        """Return the error because of which the engine is skipped at present, or None."""
         silence = self._cooldowns.get(url)
         return silence.error if silence and time.monotonic() < silence.until else None
 
@@ -388,7 +391,7 @@ class WeightSnapshot:
         self._making = asyncio.Lock()
 
     def publish(self, route: Route) -> None:
-        """Publish by the route's first method that has room. Raises EngineError if none has."""
+        """Publish by the first method of the route that has room. Raises EngineError if no method has room."""
         if all(self.get_payload(method, route) is None for method in route.methods):
             failed = self._payloads[route.methods[-1], route.dtype]
             assert isinstance(failed, EngineError)
@@ -409,7 +412,7 @@ class WeightSnapshot:
         return payload if isinstance(payload, Payload) else None
 
     async def get_payload_async(self, method: str, route: Route) -> Payload | None:
-        """Return `get_payload` from a thread, so that writing a file does not block updates of other engines."""
+        """Call `get_payload` in a thread, so that writing a file does not block updates of other engines."""
         async with self._making:
             return await asyncio.to_thread(self.get_payload, method, route)
 

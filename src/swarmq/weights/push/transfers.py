@@ -75,7 +75,7 @@ class Transfer(Protocol):
         """Publish the tensors for engines. Raises EngineError if there is no room."""
 
     def withdraw(self) -> None:
-        """Free what `publish` holds, after all engines are done."""
+        """Free the memory or files that `publish` holds. Called after all engines are done."""
 
 
 def choose_route(url: str, facts: Sequence[WorkerFacts], own_gpu: str, *, has_adapters: bool = False) -> Route:
@@ -155,7 +155,7 @@ class FileTransfer:
             save_file(placed, path, metadata)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise EngineError(f"weights cannot be written to {path}: {error}; free some room there") from error
+            raise EngineError(f"weights cannot be written to {path}: {error}; free space there") from error
         return path
 
     def _new_folder(self, size_bytes: int) -> Path:
@@ -163,7 +163,7 @@ class FileTransfer:
             folder = _make_scratch_folder(self._choose_parent(size_bytes))
         except OSError as error:
             raise EngineError(
-                f"no folder for weights can be made in {self._parent} or {self._fallback}: {error}; let this user write there"
+                f"no folder for weights can be created in {self._parent} or {self._fallback}: {error}; give this user write permission there"
             ) from error
         self._scratch.append(folder)
         return folder
@@ -175,7 +175,7 @@ class FileTransfer:
             if shutil.disk_usage(parent).free > size_bytes + (64 << 20):
                 return parent
         raise EngineError(
-            f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free some"
+            f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free space there"
         )
 
 
@@ -205,8 +205,8 @@ def _sum_size_bytes(placed: dict[str, torch.Tensor]) -> int:
 class StagingBuffer:
     """A reused buffer on the learner's GPU, which other processes may still have open when the next push begins.
 
-    If weights are in host memory (ranks shard the policy), the next step needs the whole GPU, so the buffer is freed after each
-    push. torch keeps memory that another process still has open.
+    If ranks shard the policy, its weights are in host memory and the next step needs the whole GPU, so the buffer is freed after
+    each push. torch keeps memory that another process still has open.
     """
 
     def __init__(self) -> None:
@@ -223,9 +223,7 @@ class StagingBuffer:
             try:
                 self._buffer = torch.empty(plan.size_bytes, dtype=torch.uint8, device="cuda")
             except torch.OutOfMemoryError as error:
-                raise EngineError(
-                    f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights on their way"
-                ) from error
+                raise EngineError(f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights to send") from error
         self._is_borrowed = all(each.device.type == "cpu" for each in tensors.values())
         plan.pack(tensors, self._buffer)
         torch.cuda.synchronize()
@@ -245,7 +243,7 @@ class IpcTransfer:
     async def prepare(self, engine: EngineControl, route: Route) -> None:
         pass
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:  # noqa: ARG002 - its label
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:  # noqa: ARG002 - the engine's label names the version
         buffer, facts = self._staging.pack(tensors, dtype)
         info = {"handle": cuda_ipc.export_handle(buffer), **facts}
         return Payload(update_info=info, checksum=facts["checksum"], size_bytes=buffer.numel())
@@ -265,8 +263,8 @@ class NcclTransfer:
         own = nccl_group.get_nccl_version()
         if not own or route.nccl != (own,):  # a rendezvous without the peer would never end
             raise EngineError(
-                f"the learner broadcasts with NCCL {own or 'nothing'}, the engine with {', '.join(route.nccl) or 'nothing'}: "
-                "name a library that vLLM can use in VLLM_NCCL_SO_PATH, the same for both"
+                f"learner and engine have different versions of NCCL ({own or 'none'}, {', '.join(route.nccl) or 'none'}): "
+                "set VLLM_NCCL_SO_PATH to the same library for both, one that vLLM can use"
             )
         workers, group = self._groups.get(engine.url, ((), None))
         if group is not None and workers == route.workers:
@@ -293,7 +291,7 @@ class NcclTransfer:
         finally:
             joining.cancel()
 
-    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:  # noqa: ARG002 - its label
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:  # noqa: ARG002 - the engine's label names the version
         buffer, facts = self._staging.pack(tensors, dtype)
 
         def send(url: str, timeout_s: float) -> None:

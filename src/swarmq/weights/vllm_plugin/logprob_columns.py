@@ -97,7 +97,7 @@ def register() -> None:
     except Exception as error:
         for owner, name, method in stock:
             setattr(owner, name, method)
-        _log.warning("log-probabilities are sent one request at a time, which is slower, by this vLLM: %r", error)
+        _log.warning("this vLLM sends log-probabilities one request at a time, which is slower: %r", error)
 
 
 def defer_rows(step: LogprobsLists, request: int, count: int) -> DeferredRows:
@@ -108,7 +108,7 @@ def defer_rows(step: LogprobsLists, request: int, count: int) -> DeferredRows:
 def extract_columns(outputs: EngineCoreOutputs) -> bytes | None:
     """Remove the deferred log-probabilities from `outputs` and return them as a buffer; None if there are none.
 
-    Log-probabilities of more than one step in a message are sliced and sent vLLM's way.
+    If a request has log-probabilities of several steps in one message, they are sliced and sent as vLLM does.
     """
     having = [(place, output) for place, output in enumerate(outputs.outputs) if output.new_logprobs is not None]
     if not having:
@@ -121,7 +121,7 @@ def extract_columns(outputs: EngineCoreOutputs) -> bytes | None:
         return None
     begins = step.cu_num_generated_tokens
     positions = requests if begins is None else [begins[request] for request in requests]
-    if lengths.count(1) < len(lengths):  # tokens were guessed ahead
+    if lengths.count(1) < len(lengths):  # speculative decoding guessed tokens ahead
         positions = [at for first, count in zip(positions, lengths, strict=True) for at in range(first, first + count)]
     chosen = np.array(positions, np.intp)
     columns = Columns(
@@ -178,4 +178,4 @@ def _check_round_trip() -> None:
     read = MsgpackDecoder(EngineCoreOutputs).decode([*MsgpackEncoder().encode(message), columns])
     got = [output.new_logprobs for output in read.outputs]
     if [own and own.logprobs.tolist() for own in got] != [[[-0.5]], None, [[-1.5]]]:
-        raise ValueError(f"{got} was read where {own} was sent")
+        raise ValueError(f"sent {own}, but read {got}")

@@ -5,9 +5,9 @@
     {"handle": ..., "tensors": ..., "checksum": ...}   the learner's memory on the same GPU (CUDA IPC)
     {"tensors": ..., "checksum": ...}   a broadcast from the learner's GPU (NCCL), after a rendezvous
 
-Errors are found before the model is touched, and the model is changed in one call, so between two calls of the learner the
-weights are whole: the old ones or the new ones. A learner that dies leaves nothing behind in the engine except a communicator,
-which the next rendezvous replaces.
+Updates are checked before the model is touched, and the model is changed in one call, so between two calls of the learner all
+weights are old or all are new. A learner that dies leaves nothing in the engine but a communicator, which the next rendezvous
+replaces.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
             self._group = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive an update; unlike the base class, also without an accelerator to synchronize."""
+        """Receive an update. Unlike the base class, does not require an accelerator to synchronize."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read, check and load an update. Raises ValueError before the model is touched, RuntimeError if vLLM did not load all
-        of it, which shows only afterwards."""
+        """Read, check and load an update. Raises ValueError, before the model is touched, for a bad update, and RuntimeError,
+        afterwards, if vLLM did not load all weights."""
         with self._open_update(update_info) as tensors:
             source = update_info.path or update_info.adapters or "push"
             self._check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
@@ -124,7 +124,7 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
                     f"this vLLM does not reload {left_out[:3]} of a {type(self.model).__name__}, which cannot be trained with it"
                 )
             if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the learner's memory may be read no longer
+                torch.accelerator.synchronize()  # finish reading the learner's memory before it is used again
 
     @contextlib.contextmanager
     def _open_update(self, update: UpdateInfo) -> Iterator[Tensors]:
@@ -153,7 +153,7 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
         yield packed.views(buffer)
 
     def _find_served_folder(self) -> ServedFolder:
-        """Return the folder from which vLLM loaded the model, also for a hub name."""
+        """Return the folder from which vLLM loaded the model; for a hub name, its snapshot in the cache."""
         if self._served is None:
             name = self.model_config.model
             try:
@@ -206,8 +206,8 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
 
 
 def _verify_file(path: str, expected: int | None) -> int | None:
-    """Return the file's checksum, or None if it cannot be read, which the later read reports. Raises ValueError if it is not
-    `expected`."""
+    """Return the file's checksum, or None if the file cannot be read, which a later read reports. Raises ValueError if the
+    checksum is not `expected`."""
     try:
         arrived = checksum_file(path)
     except (OSError, ValueError):

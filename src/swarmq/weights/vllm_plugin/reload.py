@@ -35,7 +35,7 @@ def prepare_reload(model: torch.nn.Module, device: torch.device) -> None:
             "experts (--moe-backend, --all2all-backend)"
         )
     for method in methods.values():
-        method.moe_kernel = None  # vLLM makes one with the weights that it loads
+        method.moe_kernel = None  # vLLM creates a new kernel with the loaded weights
 
 
 def _has_reordering_kernel(module: Any) -> bool:
@@ -53,7 +53,7 @@ def _has_reordering_kernel(module: Any) -> bool:
 
 
 def has_untied_head(model: torch.nn.Module) -> bool:
-    """Return whether the model has a head whose weight is not an embedding's."""
+    """Return whether the model has a head with a weight of its own, not tied to an embedding."""
     return len(_find_heads(model)) > len(_find_tied_heads(model))
 
 
@@ -75,12 +75,13 @@ def _find_tied_heads(model: torch.nn.Module) -> list[Any]:
 
 
 def find_unloaded(model: torch.nn.Module) -> list[str]:
-    """Return the parameters that would keep their old values, between reading weights and finalizing the reload."""
+    """Return the parameters that would keep their old values. To be called after the weights are read and before the reload is
+    finalized."""
     seen: list[Any] = []
     missed: dict[str, Any] = {}
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load():  # it has all of its weights
+        if not info.can_load():  # all weights of the layer are loaded
             seen += layer.parameters(recurse=False)
         elif not is_deferred_attention_layer(layer):
             read, (kept, _) = {name for name, _ in info.loaded_weights}, info.kernel_tensors
@@ -89,5 +90,5 @@ def find_unloaded(model: torch.nn.Module) -> list[str]:
                     seen.append(kept.get(name))
                 else:
                     missed[f"{prefix}.{name}"] = kept.get(name)
-    places = {id(each) for each in seen if each is not None}  # of a tied head, too
+    places = {id(each) for each in seen if each is not None}  # compared by identity, so that a tied head is included
     return [name for name, parameter in missed.items() if id(parameter) not in places]

@@ -36,7 +36,9 @@ def _wrap_collective_rpc(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def collective_rpc(self: EngineCore, method: Any, *rest: Any, **more: Any) -> Any:
         if method in CHANGING_METHODS and not (label := self.get_weight_version()).startswith(UPDATING):
-            _log.warning("weights change unannounced under the label %r, which becomes %r", label, UNANNOUNCED)
+            _log.warning(
+                "weights change under the label %r without an announcement, so the label becomes %r", label, UNANNOUNCED
+            )
             self.set_weight_version(UNANNOUNCED)
         return stock(self, method, *rest, **more)
 

@@ -1,4 +1,4 @@
-"""Extension of vLLM's workers with the facts by which the learner chooses how to send weights."""
+"""Extension of vLLM's workers that reports the facts by which the learner chooses how to send weights."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ async def test_an_image_that_vllm_would_die_of_is_refused(image, passthrough):
         if passthrough:
             assert (await engine.render({"messages": []})).passthrough == {"features": features}
         else:
-            with pytest.raises(EngineRefusedError, match="several kinds of tokens") as refused:
+            with pytest.raises(EngineRefusedError, match="several different tokens") as refused:
                 await engine.render({"messages": []})
             assert (refused.value.status, refused.value.param) == (400, "messages")
 
@@ -205,7 +205,7 @@ async def test_a_server_out_of_the_range_is_named_before_anything_is_asked_of_it
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     async with TestServer(app) as server, VllmEngine.open(str(server.make_url("")), deadline_s=30.0) as engine:
-        with pytest.raises(EngineError, match=rf"{engine.url} is vLLM {version}, 0\.30 to 0\.33 are supported"):
+        with pytest.raises(EngineError, match=rf"{engine.url} runs vLLM {version}; 0\.30 to 0\.33 are supported"):
             await engine.render({"messages": []})
     assert asked == ["/version"]
 

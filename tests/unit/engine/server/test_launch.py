@@ -82,7 +82,7 @@ def test_arguments_of_the_user_come_last():
     ],
 )
 def test_an_engine_that_would_report_otherwise_than_it_samples_is_refused_at_start(given):
-    wrong = rf"policies\.\*\.engine\.arguments of m: {given[0]} would .*: take it out"
+    wrong = rf"policies\.\*\.engine\.arguments of m: {given[0]} would .*: remove it"
     with pytest.raises(ConfigError, match=wrong):
         build_command(Policy(model="m", engine=EngineSettings(arguments=given)), SMALL, port=81, cuda=False, cores=2)
     served = Policy(model="m", trained=False, engine=EngineSettings(arguments=given))

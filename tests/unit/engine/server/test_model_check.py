@@ -82,7 +82,7 @@ def test_a_model_that_takes_images_can_be_served_untrained_as_the_language_model
 
 def test_a_model_that_takes_images_cannot_be_trained(folder):
     (folder / "config.json").write_text(json.dumps(SEEING))
-    with pytest.raises(EngineError, match=r"learner reads tokens alone: .*trained = false.*text model"):
+    with pytest.raises(EngineError, match=r"learner trains on text only: .*trained = false.*text model"):
         check_model(str(folder), trained=True)
 
 

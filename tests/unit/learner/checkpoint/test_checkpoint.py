@@ -221,7 +221,7 @@ def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
     with capture_logs() as said:
         draft = save_load.draft_checkpoint(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
     (waited,) = [line["action"] for line in said if line["event"] == "checkpoint_waited_for"]
-    assert waited.startswith("the optimizer is" if weights is None else "all of it is")
+    assert waited.startswith("the optimizer is" if weights is None else "all files are")
     assert (draft.path / "state" / "optimizer.bin").exists(), (
         "a copy of it would have the memory that weights of a GPU need"
     )
@@ -699,7 +699,7 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
         (lambda p: str(p / "nowhere"), "there is no such folder"),
         (str, "no config.json"),
         (lambda p: _config(p, {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}), "not a causal"),
-        (lambda p: _config(p, {"model_type": "gemma3"}), "tokens alone.*trained = false"),
+        (lambda p: _config(p, {"model_type": "gemma3"}), "text only.*trained = false"),
         (lambda p: _config(p, {"model_type": "qwen3", "hidden_size": 32}), "weights cannot be loaded"),
         (lambda p: _config(p, {"model_type": "nonsense"}), "cannot be read"),
     ],

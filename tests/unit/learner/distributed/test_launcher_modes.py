@@ -47,7 +47,7 @@ def test_what_would_cut_rows_into_parts_is_refused_by_name_and_with_what_does_it
         ("ACCELERATE_USE_MEGATRON_LM", "true", f"--use_megatron_lm {SHARED_OUT}"),
         ("ACCELERATE_USE_FSDP", "true", f"--use_fsdp {SHARED_OUT}"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", f"--use_parallelism_config {SHARED_OUT}"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend .*layers are compiled without it"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend .*swarmq compiles layers by itself"),
         ("ACCELERATE_FP8_BACKEND", "te", r"--fp8_backend .*train\.mixed_precision"),
     ],
 )

@@ -169,7 +169,9 @@ async def test_why_episodes_cannot_be_trained_is_said_in_words_where_people_look
         await anext(inbox)
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
-    assert warnings == ["learner main: dropped as no_turns: a-0 made no model call; others like it are counted"]
+    assert warnings == [
+        "learner main: dropped as no_turns: a-0 made no model call; further drops for this reason are only counted"
+    ]
 
 
 @pytest.mark.parametrize("replayed", [False, True])

@@ -70,7 +70,7 @@ def test_a_model_whose_state_runs_along_the_tokens_computes_rows_one_by_one_and_
 def test_a_tree_given_to_such_a_model_is_refused(make_model):
     model = LayoutModel(make_model("qwen3-next"))
     (tree,) = PrefixTree([[make_resolved_turn([1, 2], [3], [-1]), make_resolved_turn([1, 2], [4], [-1])]]).layouts(100)
-    with pytest.raises(LearnerError, match="packed rows only"):
+    with pytest.raises(LearnerError, match="only packed rows"):
         score(model, tree)
 
 

@@ -248,7 +248,7 @@ def test_nothing_is_merged_into_another_model(
     if when == "later":
         merged(path, folder)
     change(served)
-    with pytest.raises(ValueError, match=f"{UNTOUCHED}: .*differ here"):
+    with pytest.raises(ValueError, match=f"{UNTOUCHED}: .*differ from the learner's"):
         merged(path, folder)
 
 

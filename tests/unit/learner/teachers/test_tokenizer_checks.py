@@ -198,7 +198,7 @@ async def test_an_engine_that_turns_positions_otherwise_for_its_room_is_refused(
         if passes:
             await asyncio.to_thread(compared.check)
         else:
-            with pytest.raises(LearnerError, match=f"room for calls of {room} tokens.*says 16: .*set it to {room}"):
+            with pytest.raises(LearnerError, match=f"a context of {room} tokens.*says 16: .*set it to {room}"):
                 await asyncio.to_thread(compared.check)
 
 
@@ -276,7 +276,7 @@ async def test_an_engine_that_comes_up_late_is_compared_before_anything_of_it_is
         served.up = False
         late = Late(served, idle=idle)
         learner = late.learner(tmp_path)
-        with pytest.raises(LearnerError, match=f"the engine at {served.url} has another tokenizer .*begin a new run"):
+        with pytest.raises(LearnerError, match=f"the engine at {served.url} has another tokenizer .*start a new run"):
             await asyncio.to_thread(learner.run, late)
     assert learner.trainer.version == 0
     assert late.pushed == [0], "before it answered"

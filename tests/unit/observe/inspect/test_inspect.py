@@ -485,7 +485,7 @@ def test_a_log_that_cannot_be_read_is_not_taken_for_an_empty_one(run, unreadable
     path.write_text("") if unreadable == "batches" else path.mkdir()
     refused = CliRunner().invoke(main, ["inspect", str(run)])
     assert (refused.exit_code, f"{path}: " in refused.output) == (1, True), refused.output
-    assert "check the folder and its rights" in refused.output
+    assert "check the folder and its permissions" in refused.output
 
 
 def test_an_episode_that_is_not_there_or_not_meant_alone_is_refused(run):

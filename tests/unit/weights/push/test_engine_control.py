@@ -135,7 +135,7 @@ async def test_a_server_that_fails_is_quoted_and_not_taken_for_one_of_another_ve
 async def test_a_server_out_of_the_range_is_refused_with_url_version_and_range(vllm, version):
     vllm.version = version
     async with EngineControl(vllm.url) as engine:
-        with pytest.raises(EngineError, match=rf"{vllm.url} is vLLM {version}, 0\.30 to 0\.33 are supported"):
+        with pytest.raises(EngineError, match=rf"{vllm.url} runs vLLM {version}; 0\.30 to 0\.33 are supported"):
             await engine.update(NEW, 1)
     assert vllm.calls == ["/version"], "nothing else was touched"
 

@@ -350,7 +350,7 @@ async def test_who_has_another_nccl_than_its_engine_does_not_wait_for_it(
     methods["nccl"] = NcclTransfer(StagingBuffer())
     report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=methods).push, weights, 5)
     assert report.methods == {vllm.url: "file"}
-    said = f"NCCL {own or 'nothing'}, the engine with {engines or 'nothing'}"
+    said = f"different versions of NCCL ({own or 'none'}, {engines or 'none'})"
     assert said in capsys.readouterr().out
 
 
@@ -486,7 +486,7 @@ async def test_a_file_that_cannot_be_written_is_an_error_of_the_push_and_is_not_
 
 def test_a_folder_for_weights_that_cannot_be_made_is_named(weights, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(EngineError, match=f"no folder for weights can be made in {tmp_path}/file/weights"):
+    with pytest.raises(EngineError, match=f"no folder for weights can be created in {tmp_path}/file/weights"):
         FileTransfer(["http://far.example:8000"], tmp_path / "file" / "weights").publish(dict(weights), 5, None)
 
 
