@@ -92,7 +92,7 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     receive_timeout_s: Positive = 60.0
     """Seconds within which the head of a request must arrive, and then its body; otherwise it is answered 408."""
     max_body_bytes: Count = 10 * 1024 * 1024
-    """Size of the largest request body; larger ones are answered 413."""
+    """Size of the largest accepted request body in bytes; larger ones are answered 413."""
     confirm_timeout_s: Positive = 15.0
     """Seconds that an answer waits for the broker's confirmation before the agent gets a 503."""
     max_open_calls: Count = 4096
@@ -415,7 +415,7 @@ class MixPoint(Settings, frozen=True, kw_only=True):
     """The mix at one step of a schedule."""
 
     step: Count
-    """Step at which this mix is reached."""
+    """Step at which this mix applies."""
     mix: dict[str, Share]
     """Task kind -> share of the groups of a batch; the shares sum to 1."""
 

@@ -59,7 +59,7 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """Run the loop so that no model exists when it returns."""
+    """Run the loop. A function of its own, so that no model exists any more when it returns."""
     from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
     from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers  # noqa: PLC0415
     from swarmq.learner.train.gpu_errors import map_gpu_errors  # noqa: PLC0415

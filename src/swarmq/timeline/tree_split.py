@@ -34,11 +34,11 @@ class Tree:
         self.parents = parents
         self.children: list[list[int]] = [[] for _ in self.lengths]
         self.ends = [0] * len(self.lengths)
-        """Number of tokens from the root to a node's last token."""
+        """Node -> number of tokens from the root to its last token."""
         self.sizes = [*self.lengths]
-        """Number of tokens in a node's subtree."""
+        """Node -> number of tokens in its subtree."""
         self.after = [*range(1, len(self.lengths)), 0]
-        """The node that follows a node's subtree."""
+        """Node -> the first node after its subtree."""
         for node, parent in enumerate(parents):
             self.children[parent].append(node)
             self.ends[node] = self.ends[parent] + lengths[node]

@@ -34,7 +34,7 @@ class EngineListing(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     url: str
     weights: str
-    """Version label of the served weights; `default`: those from the start."""
+    """Version label of the served weights; `default`: the weights that the engine loaded at its start."""
     state: str
 
 

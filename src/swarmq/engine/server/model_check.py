@@ -172,7 +172,7 @@ def _get_head_size(config: Mapping[str, Any]) -> int:
 
 
 def _read_chat_template(folder: Path, name: str) -> str:
-    """Return the chat template from where transformers looks for it."""
+    """Return the chat template, read from the files in which transformers looks for it."""
     tokenizer = _read_json(folder / "tokenizer_config.json", f"{name} has no tokenizer")
     for path in (folder / "chat_template.jinja", folder / "chat_template.json"):
         if path.is_file():

@@ -164,7 +164,7 @@ def estimate_divergence(tokens: LossInputs, loss: Loss) -> Tensor:
 
 
 def _weight_by_ratio(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss:
-    """Return the policy gradient, weighted by the ratio up to `cap`."""
+    """Return the policy-gradient loss, weighted by the ratio, which is truncated at `cap`."""
     a = tokens.advantages
     return TokenLoss(-ratio.clamp(max=cap) * a * tokens.logprobs, (ratio > cap) * LossEffect.TRUNCATED, a)
 

@@ -59,7 +59,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     calls: NDArray[np.int64]  # [S] which model call of this pass sampled the token
     num_calls: int
     held: NDArray[np.bool_]  # [S] sampled under a grammar
-    plain: NDArray[np.bool_]  # [S] of a call with nothing but its weights to make engine and learner differ
+    plain: NDArray[np.bool_]  # [S] whether engine and learner must agree under equal weights (`is_comparable`)
 
     @property
     def idle(self) -> bool:

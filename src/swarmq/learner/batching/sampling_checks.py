@@ -10,8 +10,8 @@ from swarmq.messages import Sampling, Turn
 HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
 """Sampling parameters that leave the distribution a softmax over the whole vocabulary."""
 CHECKED_SEPARATELY = frozenset({"grammar", "others"})
-"""Parameters with a treatment of their own: a grammar is the agent's choice, and its answers are trained; `others` is a list of
-names."""
+"""Parameters that are not reported by their values: answers under a grammar are trained, because the agent chose it; `others` is
+itself a list of names."""
 DEFAULTS = Sampling()
 MIN_TEMPERATURE = 0.01
 """Lowest positive temperature of vLLM; at 0 it takes the most probable token."""

@@ -94,9 +94,9 @@ def can_stay_gathered(accelerator: Accelerator, train: Train, source: str) -> bo
 def leave_group() -> None:
     """Leave the process group, if there are several ranks. No model or trainer may be in use.
 
-    After a collective, a Gloo thread takes the GIL to release its caller's objects. Until then, two ways out fail: a process
-    that just ends is aborted, and a DDP model that outlives all other holders of the group waits for that thread while holding
-    the GIL. So models are freed first, and then the group is destroyed, which waits without the GIL.
+    After a collective, a Gloo thread takes the GIL to release its caller's objects. Until then, a process that simply ends is
+    aborted, and a DDP model that outlives all other holders of the group waits for that thread while it holds the GIL, forever.
+    So models are freed first, and then the group is destroyed, which waits without the GIL.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         gc.collect()

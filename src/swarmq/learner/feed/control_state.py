@@ -81,7 +81,8 @@ class ControlState:
         )
 
     def answer(self, next_step: int) -> dict[str, Any]:
-        """Return the fields of the event that answers the newest command: what changes for this policy, and from which step on."""
+        """Return the fields of the event that answers the newest command: the changes for this policy, and the step from which
+        they apply."""
         news = [
             change
             for change in self.state.changes

@@ -15,8 +15,8 @@ from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
 WINDOW = 10
 """Number of first steps, and of newest steps, that are compared."""
 FILTERED = 0.1
-"""Largest share of tokens that a filter should remove. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] removes
-3 % at the limit of the mismatch (0.05), 13 % at twice and half at ten times the limit."""
+"""Largest share of tokens that a filter should remove. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] removes 3
+% at the limit of the mismatch (0.05), 13 % at twice the limit, and 50 % at ten times the limit."""
 
 Steps = Sequence[Mapping[str, Any]]
 

@@ -1,4 +1,4 @@
-"""Whether a policy fits its GPUs and host: whole on every rank, sharded, or an error before it is loaded."""
+"""Decides, before a policy is loaded, whether it fits its GPUs and host, and whether ranks hold it whole or shard it."""
 
 from __future__ import annotations
 

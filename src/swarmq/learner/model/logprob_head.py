@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 
 
 def get_head(model: PreTrainedModel) -> LmHead:
-    """Return the head of a transformers causal language model, with its configuration's transformation of logits."""
+    """Return the head of a transformers causal language model, with the transformation of logits from its configuration."""
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     multiplier = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)

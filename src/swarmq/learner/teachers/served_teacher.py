@@ -1,5 +1,4 @@
-"""A teacher served by a vLLM engine, which is asked for the log-probability of every sampled token, one whole timeline at a
-time.
+"""Client of a teacher that a vLLM engine serves: requests the log-probability of every sampled token, one request per timeline.
 
 Any vLLM server with OpenAI's completions works. It reports its distribution at temperature 1, so only tokens sampled at that
 temperature can be compared.

@@ -330,7 +330,7 @@ class EngineControl:
         return pause_s
 
     async def release(self) -> None:
-        """End a pause without an owner. Raises EngineError if the weights are in doubt."""
+        """End a pause that nobody owns any more. Raises EngineError if the weights are in doubt."""
         status = await self.wake()
         if status.is_in_doubt:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")

@@ -192,8 +192,8 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _with_head(self, tensors: Tensors, *, own: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors without a head that is tied to the embedding: several of vLLM's models (Gemma 2, BLOOM) reject its
-        name. `own`: the model has a head of its own."""
+        """Yield the tensors, but leave out a head that is tied to the embedding, because several of vLLM's models (Gemma 2,
+        BLOOM) reject its name. `own`: whether vLLM's model has a head with a weight of its own."""
         yield from (
             (name, materialize(tensor))
             for name, tensor in tensors.items()
