@@ -75,7 +75,7 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
                 "policies.main.train={loss={name='distill'}, teacher='http://t'}",
                 "policies.main.sampling.temperature=0.7",
             ],
-            ["policies.main: sampling.temperature: a teacher that a server has", "alone, not at 0.7"],
+            ["policies.main: sampling.temperature: a served teacher", "temperature 1, not at 0.7"],
         ),
         (
             ["policies.main.train={loss={name='distill'}, teacher='policies.main'}"],

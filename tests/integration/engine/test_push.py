@@ -91,7 +91,9 @@ async def test_an_engine_that_serves_another_model_merges_nothing_and_gets_all_w
 ):
     await push(network, 4)
     trainer = adapted(make_tiny_model(seed=1))
-    await _is_refused(vllm, network, parcel_of(trainer), "is not the base of the adapters: .* 29 differ here")
+    await _is_refused(
+        vllm, network, parcel_of(trainer), "is not the base of the adapters: .* 29 differ from the learner's"
+    )
     report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 6)
     assert report.methods == {vllm.url: "file"}
     network.load_state_dict(dict(trainer.named_tensors()))

@@ -134,6 +134,6 @@ def logged(made: dict[str, Any]) -> list[tuple[str, int, int]]:
 def test_ranks_that_are_no_whole_groups_are_refused(models: dict[str, str], tmp_path: Path) -> None:
     """By all of them, before they meet."""
     train = msgspec.structs.replace(TRAIN, context_parallel=3)
-    says = r"3 ranks share each pass, and there are 2: give the learner a multiple"
+    says = r"3 ranks share each pass, but the learner has 2 ranks: give it a multiple"
     case = Case(model=models["model"], train=train, refused=says)
     launch(2, context_ranks.__file__, msgspec.json.encode([case]).decode(), str(tmp_path / "made"))

@@ -36,5 +36,5 @@ def test_a_learner_that_is_to_be_sharded_by_the_launcher_says_what_shards_it_her
         check=False,
     )
     assert done.returncode != 0
-    assert "accelerate launch --use_fsdp (ACCELERATE_USE_FSDP=true) is not available" in done.stderr, done.stderr
+    assert "accelerate launch --use_fsdp (ACCELERATE_USE_FSDP=true) is not supported" in done.stderr, done.stderr
     assert "train.sharding = 'full'" in done.stderr

@@ -145,15 +145,15 @@ def test_the_loss_that_is_reported_is_in_nats_a_token(normalisation: str, tmp_pa
     ("line", "match"),
     [
         ("nonsense", 'line 2: not a JSON object with "messages"'),
-        ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: there is no message of the assistant"),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: it has no message of the assistant"),
         ('{"chat": []}', 'line 2: not a JSON object with "messages"'),
         (
             '{"messages": [{"role": "User", "content": "?"}, {"role": "assistant", "content": "!"}]}',
-            "message 0 out, .*'User'",
+            "ignores message 0, .*'User'",
         ),
         (
             '{"messages": [{"content": "?"}, {"role": "assistant", "content": "!"}]}',
-            "line 2: .* leaves message 0 out, .*None",
+            "line 2: .* ignores message 0, .*None",
         ),
         ('{"messages": [7, {"role": "assistant", "content": "!"}]}', 'line 2: not a JSON object with "messages"'),
     ],
@@ -242,7 +242,7 @@ def started(folder: Path) -> WarmStart:
 def test_a_model_for_which_there_is_no_room_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: mock.Mock(free=10_000_000))
     plan, seen = started(tmp_path), []
-    with pytest.raises(LearnerError, match=r"0\.01 GB are free, and the model takes 0\.01\d"):
+    with pytest.raises(LearnerError, match=r"0\.01 GB are free, but the model takes 0\.01\d"):
         warm(plan, seen.append)
     assert (seen, list(tmp_path.iterdir())) == ([], [plan.demonstrations])
 

@@ -68,13 +68,13 @@ def test_a_tracker_whose_package_is_not_installed(tmp_path: Path) -> None:
 
 def test_ranks_that_are_to_share_passes_and_are_not_there(tmp_path: Path) -> None:
     error = refused(training(tmp_path / "runs", context_parallel=2))
-    assert "policies.main.train.context_parallel: 2 ranks share each pass, and there are 1: " in str(error)
+    assert "policies.main.train.context_parallel: 2 ranks share each pass, but the learner has 1 ranks: " in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_rank_that_is_to_offload(tmp_path: Path) -> None:
     error = refused(training(tmp_path / "runs", sharding="full", cpu_offload=True))
-    assert "policies.main.train.cpu_offload: one rank" in str(error)
+    assert "policies.main.train.cpu_offload: a single rank" in str(error)
 
 
 def checkpoint(job: SwarmJob, lora: Lora) -> Path:
@@ -100,7 +100,7 @@ def test_adapters_other_than_those_of_the_runs_checkpoint(tmp_path: Path, lora: 
     path = checkpoint(job := training(tmp_path, lora=lora), Lora(rank=4))
     error = refused(job)
     assert isinstance(error, SetUpError)
-    assert str(error).startswith(f"{path}: was trained with train.lora = {{rank = 4, alpha = 32}}, not with ")
+    assert str(error).startswith(f"{path} was trained with train.lora = {{rank = 4, alpha = 32}}, not with ")
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:

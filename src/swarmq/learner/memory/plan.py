@@ -138,7 +138,7 @@ def check_shape(
     """Check a model of these sizes as `check_gpu` does. `judged_by` as in `learner_bytes`."""
     needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     others = gpu.total - gpu.free
-    said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} free GiB; other processes take {others / GIB:.1f}"
+    said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} free GiB (other processes take {others / GIB:.1f})"
     if needed <= gpu.free:
         return said
     raise LearnerError(

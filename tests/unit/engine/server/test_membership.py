@@ -39,7 +39,7 @@ async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_
 
 async def test_an_engine_of_another_version_is_not_added(job, vllm):
     vllm.version = "0.40.0"
-    with pytest.raises(EngineError, match=f"{vllm.url} is vLLM 0.40.0"):
+    with pytest.raises(EngineError, match=f"{vllm.url} runs vLLM 0.40.0"):
         await add_engine(EngineRegistry(job), "main", vllm.url)
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
 

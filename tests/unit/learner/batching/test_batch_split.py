@@ -86,7 +86,7 @@ def test_a_reference_or_teacher_of_fewer_tokens_or_that_is_not_there_is_refused(
 ) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path)
-    with pytest.raises(LearnerError, match=r"train.teacher: .* knows 64 tokens, the policy 128"):
+    with pytest.raises(LearnerError, match=r"train.teacher: .* has 64 tokens, the policy 128"):
         Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(tmp_path)))
     with pytest.raises(LearnerError, match=r"train.teacher: model /nowhere: there is no such folder"):
         Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher="/nowhere"))

@@ -240,7 +240,7 @@ def test_a_server_is_not_asked_to_judge_what_was_sampled_at_another_temperature_
     assert record.index.trained == ("b-0", "b-1")
     assert record.index.dropped == {"a-0": "no_teacher", "a-1": "no_teacher"}
     (told,) = box.news()
-    assert "a-0 was sampled at temperature 0.7, at which no server can judge it" in told
+    assert "a-0 was sampled at temperature 0.7, which a served teacher cannot score" in told
     loaded = intake(train=msgspec.structs.replace(served, teacher="models/teacher"))
     feed(loaded, warm)
     assert take(loaded)
@@ -290,7 +290,7 @@ def test_the_first_drop_of_each_reason_is_told_in_words_and_once() -> None:
     told = box.news()
     assert [text.split(":")[0] for text in told] == ["dropped as truncated_sampling", "dropped as over_budget"]
     assert "turn c0 of a-0 was sampled with top_p=0.9" in told[0]
-    assert "tokens are more than the 10 that fit one pass" in told[1]
+    assert "tokens are more than the 10 of one pass" in told[1]
     feed(box, [altered(one, sampling=Sampling(top_k=3)) for one in make_group("b")])
     assert box.news() == []
 

@@ -79,5 +79,5 @@ def test_what_a_sign_says_names_figure_limit_and_remedy() -> None:
     lookout = SignWatch()
     (finding,) = (f for f in lookout.step(BROKEN, 4) if f.check == "broken mismatch")
     assert finding.text == (
-        "kl_k3 of engine and learner 9 (broken above 0.5): the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart"
+        "kl_k3 of engine and learner 9 (broken above 0.5): the engine does not sample from the trained policy: pause the run, and let swarmq doctor tell the causes apart"
     )

@@ -39,7 +39,7 @@ GPU = GpuMemory(total=139 * GIB, free=80 * GIB)
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_to_change() -> None:
     with pytest.raises(
-        LearnerError, match=r"6\.5 B parameters does not fit: .* other processes take 59\.0, \d+\.\d are"
+        LearnerError, match=r"6\.5 B parameters does not fit: .* other processes take 59\.0\), \d+\.\d are"
     ):
         check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
 
@@ -68,7 +68,7 @@ def test_memory_is_planned_for_what_a_gpu_computes_in() -> None:
 
 
 def test_what_is_shared_out_among_ranks_fits_and_says_how() -> None:
-    assert "of 80.0 GiB" in check_shape(MIDDLE, TRAIN, ranks=4, gpu=GPU)
+    assert "of 80.0 free GiB" in check_shape(MIDDLE, TRAIN, ranks=4, gpu=GPU)
 
 
 def test_layers_stay_gathered_only_where_the_whole_fits_beside_a_share(tiny_qwen: Path) -> None:
@@ -183,7 +183,7 @@ def test_ranks_share_the_model_where_asked_and_never_alone(
 def test_one_rank_cannot_keep_its_state_in_host_memory_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=True)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(LearnerError, match=r"train\.cpu_offload: one rank .*--num-gpus"):
+    with pytest.raises(LearnerError, match=r"train\.cpu_offload: a single rank .*--num-gpus"):
         choose_sharding("m", offloaded)
     assert learner_bytes(MIDDLE, offloaded) == learner_bytes(MIDDLE, TRAIN)
     assert learner_bytes(MIDDLE, offloaded, ranks=2) < learner_bytes(MIDDLE, TRAIN, ranks=2) / 2

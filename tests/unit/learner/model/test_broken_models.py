@@ -132,8 +132,11 @@ def test_a_quantised_model_that_cannot_be_loaded_is_refused(tmp_path: Path, tiny
     ("fields", "says"),
     [
         ({"hidden_size": "big"}, "cannot be read: .*expected int, got str"),
-        ({"num_attention_heads": 0}, "describes no model that can be made: ZeroDivisionError"),
-        ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1.0}}, "no model that can be made: KeyError: 'odd'"),
+        ({"num_attention_heads": 0}, "does not describe a model that transformers can build: ZeroDivisionError"),
+        (
+            {"rope_parameters": {"rope_type": "odd", "rope_theta": 1.0}},
+            "model that transformers can build: KeyError: 'odd'",
+        ),
     ],
     ids=["a word for a number", "no heads", "unknown positions"],
 )

@@ -79,7 +79,10 @@ def test_a_tree_given_to_such_a_model_is_refused(make_model):
     [
         ("nemotron", "its layers do not hand the layout (visibility) on to their attention"),
         ("moshi", "its layers do not hand the layout (visibility) on to their attention"),
-        ("doge", "a small example fails: its attention gets a mask of its own, or several rows, beside the layout"),
+        (
+            "doge",
+            "a small example fails: the model passes its own mask, or several rows, to its attention in addition to the layout",
+        ),
         ("phimoe", "its layers do not hand their sliding window (7 tokens) on to their attention"),
         ("llama4_text", "it has layers of kind chunked_attention"),
         ("electra", None),
@@ -182,7 +185,7 @@ def test_a_model_that_is_another_one_while_it_is_trained_is_refused(make_model):
     lm = make_model("llama")
     for layer in lm.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with pytest.raises(LearnerError, match="LlamaForCausalLM computes otherwise while it is trained than engines do"):
+    with pytest.raises(LearnerError, match="LlamaForCausalLM computes a small example differently in training mode"):
         LayoutModel(lm)
 
 

@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(now: Lora | None, tiny_qwen
     """Others would not make the weights that engines sample with."""
     found = saved(tiny_qwen, TRAIN, tmp_path)
     with pytest.raises(
-        LearnerError, match=r"step-00000001: was trained with train\.lora = \{rank = 4, alpha = 8\}, not with"
+        LearnerError, match=r"step-00000001 was trained with train\.lora = \{rank = 4, alpha = 8\}, not with"
     ):
         Trainer(str(found), msgspec.structs.replace(TRAIN, lora=now), initial=str(tiny_qwen))
 

@@ -188,7 +188,7 @@ def test_a_base_that_was_written_to_is_looked_at_again(tiny_qwen: Path, send: Se
     merged(send(trainer), tiny_qwen)
     with torch.no_grad():
         trainer.lm.get_parameter(NORM).add_(0.1)
-    with pytest.raises(ValueError, match=rf"1 differ here, such as \['{NORM}'\]"):
+    with pytest.raises(ValueError, match=rf"1 differ from the learner's, such as \['{NORM}'\]"):
         merged(send(trainer), tiny_qwen)
 
 

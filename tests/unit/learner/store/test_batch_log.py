@@ -122,7 +122,7 @@ def test_a_damaged_tail_that_a_checkpoint_needs_is_named_and_stays(tmp_path: Pat
     damaged = bytearray(segment.read_bytes())
     damaged[places[2].offset + places[2].size - 1] ^= 0xFF
     segment.write_bytes(damaged)
-    with pytest.raises(LearnerError, match=r"sound up to version 2, but a checkpoint is of version 3"):
+    with pytest.raises(LearnerError, match=r"intact up to version 2, but a checkpoint is of version 3"):
         BatchLog(folder, OURS, needed=3)
     assert segment.read_bytes() == damaged, "nothing was cut"
     log = BatchLog(folder, OURS, needed=2)

@@ -477,7 +477,7 @@ async def test_a_file_that_cannot_be_written_is_an_error_of_the_push_and_is_not_
 
     monkeypatch.setattr("swarmq.weights.push.transfers.save_file", torn)
     transfer = FileTransfer(["http://far.example:8000"], tmp_path)
-    with pytest.raises(EngineError, match=rf"{tmp_path}/.*5\.safetensors: no space; free some room"):
+    with pytest.raises(EngineError, match=rf"{tmp_path}/.*5\.safetensors: no space; free space there"):
         transfer.publish(dict(weights), 5, None)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(EngineError, match="no space"):
