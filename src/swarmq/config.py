@@ -84,7 +84,7 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     key: str | None = None
     """PEM file with the certificate's private key."""
     count: Count = 1
-    """Number of proxy processes, each of which uses one core. An episode stays with one of them."""
+    """Number of proxy processes, each of which uses one core. All calls of an episode go to the same process."""
     key_lifetime_s: Positive = 7200.0
     """Seconds after which an episode's API key expires."""
     request_timeout_s: Positive = 600.0

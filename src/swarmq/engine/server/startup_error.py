@@ -12,7 +12,7 @@ DETAIL = re.compile(rf"{LINE_PREFIX}  +(\S.*)")
 SECONDARY_ERROR = "root cause"
 """Text in errors of processes that only report another process's failure."""
 MAX_CHARS = 500
-"""Most characters of a cause; some errors list every known architecture."""
+"""Maximum number of characters of a cause, because some errors list every known architecture."""
 
 
 def find_root_cause(log_path: Path, begin_at: int) -> str:

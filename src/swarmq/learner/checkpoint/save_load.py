@@ -1,7 +1,7 @@
 """Writing and restoring of checkpoints: a folder that `from_pretrained` loads, with everything that continues the run exactly.
 
   <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
-                            state/   accelerate's: optimizer (whole, also of sharding ranks), random numbers
+                            state/   accelerate's: optimizer (whole, even if ranks shard it), random numbers
                             manifest.json   schema, identity, version, size and SHA-256 of every file
 
   draft_checkpoint ──> draft ──> training goes on
@@ -214,7 +214,7 @@ def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Traine
     """Return the reason if the host's free memory is less than twice what copies of optimizer state and weights take, else
     None."""
     moments = num_bytes(outline_copies((), state))
-    gathered = moments if is_sharded(trainer.model) else 0  # memory of the gathered state, allocated by now
+    gathered = moments if is_sharded(trainer.model) else 0  # the gathered state is already allocated
     needed = moments + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
     short = next((room for room in host.measure_rooms() if room.free + gathered < 2 * needed), None)
     if short is None:

@@ -31,7 +31,7 @@ other ranks end after this time, and the next start resumes the run."""
 
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
-    """Create the accelerator for the policy in `source`, whose size decides whether it is sharded."""
+    """Create the accelerator for the policy in `source`. The size of the policy decides whether it is sharded."""
     refuse_modes(os.environ, cuda=torch.cuda.is_available())
     serve_store()
     check_rank_count(train, num_ranks())

@@ -68,7 +68,7 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
 
 
 def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin) -> None:
-    """Enable sharding over CPU processes, which tests use: torch supports it, but accelerate shards over accelerators alone."""
+    """Enable sharding over CPU processes, which tests use: torch supports it, but accelerate shards only over accelerators."""
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001

@@ -24,7 +24,7 @@ from swarmq.learner.train.trainer import Trainer
 Floats = NDArray[np.float64]
 
 SAME_WEIGHTS_LIMIT = 0.01
-"""Largest k3 per token under the same weights; BF16 engines and learners of one model stay below."""
+"""Largest k3 per token under the same weights. BF16 engines and learners that compute the same model stay below it."""
 BROKEN = 0.1
 HELD = "held to a grammar"
 EXPLAINS = 0.25

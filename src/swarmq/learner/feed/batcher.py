@@ -55,7 +55,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     stretches: tuple[Stretch, ...] = ()
     """The mix over the run; empty if the mix is constant."""
     lent: tuple[str, ...] = ()
-    """Dry kinds, the shares of which go to the other kinds meanwhile."""
+    """Dry kinds; their shares go to the other kinds for the time being."""
     control: int = 0
     """Number of the control state from which these limits follow."""
 

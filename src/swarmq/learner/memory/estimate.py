@@ -48,7 +48,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def suggest_less(train: Train) -> str:
-    """Return the advice to give last to the user whose model does not fit."""
+    """Return the last piece of advice in the error for a model that does not fit."""
     offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
     return f"or set {offloaded}" if train.lora else f"or set train.lora, or {offloaded}"
 

@@ -1,7 +1,7 @@
 """Attention over a layout without a compiler: nodes of similar size in batches of plain scaled-dot-product attention.
 
 Each node attends over the path from its root. Only attention pads: queries and keys are gathered into [B, L] and the outputs
-gathered back, so all other layers compute real tokens alone.
+gathered back, so no other layer computes padding.
 """
 
 from __future__ import annotations

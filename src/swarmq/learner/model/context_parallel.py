@@ -1,9 +1,9 @@
 """Context parallelism: micro-batches whose tokens are cut over several ranks, for rows that are too long for one GPU's memory.
 
   chunk of the layout   0 1 2 3 4 5 6 7     twice as many as ranks, in the layout's order
-  computed by rank      0 1 2 3 3 2 1 0     an early one and a late one each, because late chunks see the most
+  computed by rank      0 1 2 3 3 2 1 0     each rank has an early and a late chunk, because late chunks see the most
 
-Everything in a decoder but attention treats tokens independently, so a rank computes its own tokens alone. Attention takes the
+Everything in a decoder but attention treats tokens independently, so a rank computes only its own tokens. Attention takes the
 queries of the rank's own tokens and the keys and values of all tokens. The ranks gather these in every layer, and sum their
 gradients in the backward pass. The scores of sampled tokens are combined, so every rank of a group computes the same loss, and
 gets the part of the gradient that passes through its own tokens; the sum over the ranks is the whole gradient.

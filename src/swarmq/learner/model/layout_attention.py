@@ -2,8 +2,8 @@
 
 On CUDA this is compiled FlexAttention with block masks computed from the layout and not from T x T pairs. Lengths are padded to a
 few values, so that few kernels are compiled; only attention computes padding. Elsewhere, nodes are computed in batches by plain
-scaled-dot-product attention (batched_attention). If ranks share a pass (context_parallel.py), queries are those of some of the
-tokens, keys and values those of all.
+scaled-dot-product attention (batched_attention). If ranks share a pass (context_parallel.py), a rank has the queries of its own
+tokens, and the keys and values of all tokens.
 """
 
 from __future__ import annotations

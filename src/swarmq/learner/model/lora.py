@@ -114,8 +114,8 @@ def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def _adapt_weight(weight: Tensor, layer: Any) -> Weight:
-    """Return a weight with its adapter, kept apart for a plain linear layer. Adapters of stacked experts and transposed layers
-    have another form, so these are merged when the weight is requested."""
+    """Return a weight with its adapter. In a plain linear layer the two are kept separate. Adapters of stacked experts and of
+    transposed layers have another form, so they are merged when the weight is requested."""
     if type(layer) is not Linear or layer.fan_in_fan_out:
         return LazyTensor(weight.shape, torch.float32, weight.device, partial(_merge_weight, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))

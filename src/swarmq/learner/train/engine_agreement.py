@@ -36,7 +36,7 @@ def agreement_limit(policy: Policy, *, cuda: bool) -> float:
 def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> None:
     """Raise LearnerError if the metrics of a step, before it is taken, show that the engine samples from another model."""
     gap, tokens = fields["same_weights_gap"], fields["same_weights_tokens"]
-    if not limit or tokens < FEWEST or not gap > limit:  # a step whose numbers are not finite is skipped later
+    if not limit or tokens < FEWEST or not gap > limit:  # a step with non-finite numbers is skipped later
         return
     raise SetUpError(
         f"engine and learner compute {family} differently: the log-probabilities of {tokens} tokens, sampled with the weights that "

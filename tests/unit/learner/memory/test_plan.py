@@ -39,7 +39,7 @@ GPU = GpuMemory(total=139 * GIB, free=80 * GIB)
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_to_change() -> None:
     with pytest.raises(
-        LearnerError, match=r"6\.5 B parameters does not fit: .* other processes take 59\.0\), \d+\.\d are"
+        LearnerError, match=r"6\.5 B parameters does not fit: .* \(other processes take 59\.0\), \d+\.\d are"
     ):
         check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
 
