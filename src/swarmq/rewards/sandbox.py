@@ -407,8 +407,10 @@ class Running:
             words = words or f"exit code {exit_code or self._process.returncode}"
             raise SandboxError(f"the sandbox ({self._isolation}) did not start the program: {words}")
         if not exit_code.isdecimal() or self._process.returncode:
-            words = exit_code if not exit_code.isdecimal() and exit_code else "its watching process was killed"
-            raise SandboxError(f"the sandbox ({self._isolation}) broke: {words}")
+            ended = f"its watching process ended with status {self._process.returncode}"
+            raise SandboxError(
+                f"the sandbox ({self._isolation}) broke: {ended if self._process.returncode else exit_code}"
+            )
         code = int(exit_code)
         if not stopped and size > self._limits.output_bytes:
             stopped = "output"
