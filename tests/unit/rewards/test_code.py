@@ -158,7 +158,7 @@ ATTACKS = {
     "raises an exit": "def double(x): raise SystemExit(0)",
     "raises an interrupt": "def double(x): raise KeyboardInterrupt",
     "sleeps": "import time\ndef double(x): time.sleep(100)",
-    "returns without end": "def double(x): return 'x' * 100_000_000",
+    "returns without end": "def double(x): return 'x' * 20_000_000",
     "kills everybody": "import os, signal\ntry: os.kill(-1, 9)\nexcept OSError: pass\ntry: os.kill(os.getppid(), 9)\nexcept OSError: pass\ndef double(x): return 0",
     "names like Python's": "def len(x): return 4\nAssertionError = Exception\ndef double(x): return 0",
     "nested without end": "def double(x):\n  y = []\n  for _ in range(100000): y = [y]\n  return y",
