@@ -293,10 +293,11 @@ def _watch_aiohttp(aiohttp: Any) -> bool:
     async def request(self: Any, method: str, url: Any, **options: Any) -> Any:
         headers = CIMultiDict(self.headers)
         headers.update(options.get("headers") or {})
-        body = options.get("data") or b""
-        is_whole = (
-            not (options.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_to_bytes(body))
-        )
+        values, body = options.get("json"), options.get("data") or b""
+        if body == b"":
+            is_whole = not (isinstance(values, Mapping) and values.get("stream"))
+        else:
+            is_whole = not STREAMED.search(_to_bytes(body))
         received = _find_observer(headers, str(url)) if is_whole and OBSERVED_HEADER not in headers else None
         if received:
             options["headers"] = {**headers, OBSERVED_HEADER: "1"}

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import itertools
 
+import aiohttp
 import httpx
 import msgspec
 import pytest
+from aiohttp import test_utils, web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,3 +107,21 @@ async def test_a_body_that_is_read_by_hand_is_received_when_it_is_whole(watched,
         with contextlib.suppress(httpx.HTTPError):
             await reading
         assert watched.calls() == (("c.0",) if body == "whole" else ())
+
+
+@pytest.mark.parametrize("values", [["a"], "text", 3, True, None, {"stream": True}])
+@pytest.mark.usefixtures("watched")
+async def test_an_agent_may_send_any_json_to_other_servers(values):
+    """Its HTTP library is watched, whatever it is used for besides."""
+
+    async def echo(request):
+        return web.json_response(await request.json() if request.can_read_body else None)
+
+    app = web.Application()
+    app.router.add_post("/", echo)
+    async with (
+        test_utils.TestServer(app) as server,
+        aiohttp.ClientSession() as session,
+        session.post(server.make_url("/"), json=values) as answer,
+    ):
+        assert await answer.json() == values
