@@ -51,7 +51,7 @@ SIZE = DemoSize(steps=30, held_out=192, concurrency=48)
 GROUPS_PER_BATCH = 4
 TASKS = 8_000
 MAX_ATTEMPTS = 200
-"""Attempts at a slot: so many fail in a row once in a billion times if nine in ten fail."""
+"""Attempts at a slot: if nine in ten fail, so many in a row fail once in a billion times."""
 RETRY_PAUSE_S = 0.1
 """Attempts of the demo take less than a second, so its pauses are short, too."""
 LIMIT_S = 3 * 3600.0
@@ -101,11 +101,12 @@ def main() -> None:
         sys.stdout.buffer.write(b"\n" + msgspec.json.encode(done) + b"\n")
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    asyncio.run(ensure_model(user_cache_folder(), print))
     # The longest first: at a rate of 0.9 a trained episode takes ten attempts.
     wanted = [
         (rate, way, seed) for rate in sorted(options.rates, reverse=True) for way in WAYS for seed in options.seeds
     ]
+    if not all(_row(options, one).exists() for one in wanted):
+        asyncio.run(ensure_model(user_cache_folder(), print))
     free = [f"{i * options.cores}-{(i + 1) * options.cores - 1}" for i in range(options.jobs)]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         runs = [run for run in pool.map(lambda one: _run_one(one, options, free), wanted) if run]
@@ -113,9 +114,15 @@ def main() -> None:
         publish(runs, options)
 
 
-def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, free: list[str]) -> Trained | None:
+def _row(options: argparse.Namespace, one: tuple[float, Way, int]) -> Path:
+    """The file of one run's result."""
     rate, way, seed = one
-    path = options.folder / f"{rate:g}-{way}-{seed}-{options.steps}.json"
+    folder: Path = options.folder
+    return folder / f"{rate:g}-{way}-{seed}-{options.steps}.json"
+
+
+def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, free: list[str]) -> Trained | None:
+    (rate, way, seed), path = one, _row(options, one)
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Trained)
     cores = free.pop()
