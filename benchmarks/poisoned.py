@@ -339,7 +339,7 @@ def draw(runs: list[Trained], path: Path) -> None:
         panel.set_title(f"{rate:.0%} of attempts fail")
         panel.set_xlabel("step")
         panel.set_ylim(0, 1)
-    panels[0].set_ylabel("reward (dots: held out)")
+    panels[0].set_ylabel("reward (dots: held out, lines: trained)")
     panels[0].legend(fontsize=7, loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
