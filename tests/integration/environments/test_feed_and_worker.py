@@ -23,7 +23,7 @@ from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.environments import load_environment
-from swarmq.messages import Evaluation
+from swarmq.messages import Command, Evaluation
 from swarmq.proxy.http.app import create_app
 from swarmq.testing.scripted_engine import ScriptedEngine, decode
 
@@ -132,7 +132,8 @@ async def test_two_commands_train_and_evaluate_the_tasks_of_environments(run_nam
             ),
         )
         assert fed[:2] == [f"published {TASKS * GROUP} slots\n"] * 2
-        await swarmq("set", folder, "eval.every=1")
+        begin = Command(run=run_name, command_id="c", action="set", settings={"eval.every": 1})
+        await broker.publish(topology.control(run_name), begin)
         async with working(folder):
             async with broker.consume(topology.ready(run_name, "main"), prefetch=100) as deliveries:
                 trained = [(await anext(deliveries)).message for _ in range(2 * TASKS * GROUP)]
