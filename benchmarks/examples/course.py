@@ -255,7 +255,7 @@ class Course:
         targets = [f"{kind}={locate(self._name, agent)}" for kind, agent in self._manifest.agents.items()]
         commands = [["worker", *targets, "--concurrency", each]] if targets else []
         commands += [
-            self._command(kind, "--queue", "--kind", kind, "--concurrency", each) for kind in self._manifest.commands
+            self.command(kind, "--queue", "--kind", kind, "--concurrency", each) for kind in self._manifest.commands
         ]
         workers = [await self._start("-m", "swarmq", *command) for command in commands]
         limit_s = 60 * self._manifest.minutes
@@ -320,12 +320,12 @@ class Course:
         tasks = locate(self._name, self._manifest.held_out[kind])
         counts = ("--repeats", str(repeats), "--concurrency", str(self._manifest.concurrency))
         process = await self._start(
-            "-m", "swarmq", *self._command(kind, "--tasks", tasks, "--eval", "--kind", kind, *counts), piped=True
+            "-m", "swarmq", *self.command(kind, "--tasks", tasks, "--eval", "--kind", kind, *counts), piped=True
         )
         printed = (await process.communicate())[0].decode(errors="replace")
         return read_report(printed)
 
-    def _command(self, kind: str, *options: str) -> list[str]:
+    def command(self, kind: str, *options: str) -> list[str]:
         """Return the arguments of `swarmq` that run the kind's command."""
         given = self._manifest.commands[kind].replace("$PWD", str(ROOT))
         return ["run", *options, "--logs", str(self._folder.logs / "attempts"), *shlex.split(given)]

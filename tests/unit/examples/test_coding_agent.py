@@ -3,20 +3,21 @@
 import json
 import random
 import re
-import shlex
 import subprocess
 import sys
-import tomllib
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from benchmarks.examples import manifest
+from benchmarks.examples.course import Course
 from examples.coding_agent import demonstrations, editor, environment
 from examples.coding_agent.environment import MEANINGS, PAIRS, Problem, evaluate, problems
 
 from support.commands import command_world
 from support.scripted_chat import answers_of, scripted_chat, spoken
 from swarmq.black_box.agent import CommandAgent, CommandOptions, read_task
+from swarmq.cli.run import run
 from swarmq.config import SwarmJob
 
 EXAMPLE = Path(__file__).parents[3] / "examples/coding_agent"
@@ -99,17 +100,23 @@ def test_splits_share_no_function_and_folders_are_written(tmp_path, monkeypatch)
 
 async def test_the_command_of_the_manifest_is_scored_by_the_test(tmp_path, monkeypatch):
     """The README's command is that of the manifest; a model that reads passes, one that guesses does not."""
-    manifest = tomllib.loads((EXAMPLE / "example.toml").read_text())["commands"]["default"]
-    assert manifest in (EXAMPLE / "README.md").read_text()
-    given, command = manifest.replace("$PWD", str(EXAMPLE.parents[1])).split(" -- ")
-    test, restored = (re.search(pattern, given)[1] for pattern in ("--test '(.*?)'", "--restore ([^ ]+)"))
+    text = manifest.load("coding_agent").commands["default"]
+    assert text in (EXAMPLE / "README.md").read_text()
+    name, *words = Course("coding_agent", manifest.load("coding_agent"), 0, tmp_path).command("default", "--queue")
+    assert name == "run"
+    given = run.make_context("run", words).params
+    assert given["queue"]
+    assert given["folder"] == environment.FOLDERS
     monkeypatch.setattr(environment, "FOLDERS", tmp_path / "folders")
     (task,) = environment.tasks("train", 1)
-    argv = (sys.executable, *shlex.split(command)[1:])
     options = CommandOptions(
-        argv=argv, test=test.replace("python", sys.executable), restore=(restored,), folder=tmp_path / "folders",
+        argv=(sys.executable, *given["command"][1:]),
+        test=given["test"].replace("python", sys.executable),
+        restore=given["restore"],
+        context=given["context"],
+        folder=environment.FOLDERS,
         logs=tmp_path / "logs",
-    )  # fmt: skip
+    )
 
     def read_and_mend(prompt):
         found = re.search('"""(.*)"""', prompt)
