@@ -126,12 +126,12 @@ def test_the_report_of_a_command_is_read_as_it_is_printed():
         AttemptResult(episode_id=f"e{n}", task_id=f"t{n % 3}", kind="default", attempt=1, reward=n % 2, seconds=1.0)
         for n in range(8)
     ]
-    report = make_eval_report(attempts, failed=1, seconds=1.0)
+    report = make_eval_report(attempts, failed=1, failures={}, seconds=1.0)
     found = read_report(f"evaluation: 8 of 8\n{report}\noutput of the attempts: logs\n")
     assert found == KindReport(
         pytest.approx(report.mean_reward, abs=1e-3), pytest.approx(report.standard_error, abs=1e-3), 8, 1
     )
-    nothing = make_eval_report([], failed=2, seconds=1.0)
+    nothing = make_eval_report([], failed=2, failures={}, seconds=1.0)
     assert read_report(f"{nothing}\n").reward is None
 
 
