@@ -5,7 +5,8 @@ tasks.
      ^──────────────────────── the first one that is finished ────────────────────────┘
 
 How many are too many depends on how often attempts usually fail: with an environment that fails nine times in ten, twenty
-failures in a row are no outage, and ten attempts at one task are no reason to wait before the next. Most often the run itself is down, which can be detected: a pause ends as soon as the proxy serves again.
+failures in a row are no outage, and ten attempts at one task are no reason to wait before the next. Most often the run itself is
+down, which can be detected: a pause ends as soon as the proxy serves again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ UNUSUAL = 10
 """Multiple of the usual number of failures between two successes that counts as an outage. If nine attempts in ten fail
 independently, as many failures in a row happen once in ten thousand times."""
 RECENT = 0.1
-"""Weight of the newest success in the usual number of failures before one."""
+"""Weight of the newest success in the usual number of failures before one; the first successes weigh more."""
 PATIENCE = 4
 """Multiple of the usual number of failures before a success that one task may have by chance. If nine attempts in ten fail
 independently, one task in fifty has more."""
@@ -46,6 +47,7 @@ class CircuitBreaker:
         self._least = max(MIN_FAILURES, 2 * lanes)
         self._usual = 0.0
         """Moving average of the number of failures before a success, without outages."""
+        self._num_usual = 0
         self._first_pause_s = self._pause_s = pause_s
         self._serves, self._was_away = serves, False
         self._in_a_row = 0
@@ -98,7 +100,8 @@ class CircuitBreaker:
             if self.is_open:
                 log.info("attempts_succeed_again", failed_in_a_row=self._in_a_row)
             else:
-                self._usual += RECENT * (self._in_a_row - self._usual)
+                self._num_usual += 1
+                self._usual += max(RECENT, 1 / self._num_usual) * (self._in_a_row - self._usual)
             self._in_a_row, self._pause_s = 0, self._first_pause_s
             self._over.set()
             return

@@ -76,6 +76,17 @@ def test_an_environment_that_fails_nine_times_in_ten_is_not_held_up():
     assert held < 200, "twenty failures in a row are usual here"
 
 
+def test_a_few_successes_show_how_often_attempts_usually_fail():
+    alarms = 0
+    for seed in range(100):
+        dice, breaker = random.Random(seed), CircuitBreaker(lanes=4, pause_s=1.0)
+        for _ in range(300):
+            was_open = breaker.is_open
+            breaker.record(finished=dice.random() > 0.9)
+            alarms += breaker.is_open and not was_open
+    assert alarms < 200, "with few lanes, chance looks like an outage until the first successes"
+
+
 def test_pauses_before_further_attempts_grow_once_more_have_failed_than_may_by_chance():
     dice, breaker = random.Random(0), CircuitBreaker(lanes=4, pause_s=1.0)
     assert [breaker.retry_pause_s(attempt) for attempt in (1, 2, 3, 7, 100)] == [1.0, 2.0, 4.0, 64.0, 64.0]
