@@ -74,9 +74,9 @@ def combine_end_arguments(
 def make_finished_end(
     begin: EpisodeBegin | EpisodeRef, outcome: Outcome, *, frozen: Collection[str] = ()
 ) -> EpisodeEnd:
-    """Return the end record of an episode with a reward; `frozen` policies need none.
+    """Return the end record of an episode with a reward; policies in `frozen` need no reward.
 
-    Raises OutcomeError that names the wrong field.
+    Raises OutcomeError, which names the invalid field.
     """
     if outcome.success is not None and type(outcome.success).__name__ not in {"bool", "bool_"}:
         raise OutcomeError(f"success is {outcome.success!r}: give True, False or None")

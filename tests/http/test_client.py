@@ -278,7 +278,7 @@ async def test_what_the_proxy_refuses_is_said_and_not_tried_again(far):
             with pytest.raises(OutcomeError):
                 await ep.end(float("nan"))
             client.client_id = "bob@elsewhere"
-            with pytest.raises(KeyRefusedError, match="the token is that of client 'alice'"):
+            with pytest.raises(KeyRefusedError, match="the token belongs to client 'alice'"):
                 await client.begin_episode({"id": "b"}, mode="eval")
             with ClientRegistry.open(far.job.run_folder.clients) as members:
                 members.put(InvitedClient(name="alice", added_at=1.0, removed_at=2.0))

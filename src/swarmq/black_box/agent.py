@@ -37,7 +37,7 @@ from swarmq.runtime.logs import log
 PROMPT, PROMPT_FILE = "{prompt}", "{prompt_file}"
 PLACEHOLDERS = re.compile(r"\{(?:prompt|prompt_file|model|base_url|api_key|folder)\}")
 MAX_ARGUMENT_BYTES = 131_071
-"""Bytes of one argument of a process on Linux."""
+"""Maximum size of one command-line argument on Linux, in bytes."""
 WARNING_INTERVAL_S = 60.0
 """Least seconds between two warnings about commands that make no call."""
 KILLED_BY, MAX_SIGNAL = 128, 64

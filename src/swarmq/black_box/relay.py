@@ -75,7 +75,7 @@ class EpisodeRelay:
         self.calls: list[ModelCall] = []
         """Requests for an answer, in the order in which they ended."""
         self.other_paths: dict[str, int] = {}
-        """`METHOD path` of all other requests -> status of the last one."""
+        """`METHOD path` of requests that are not for an answer -> status of the last one."""
         self.refused_keys = 0
         """Requests that were refused because they carried another key."""
         self.first_call = asyncio.Event()

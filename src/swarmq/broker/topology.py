@@ -46,7 +46,8 @@ DEAD_DELIVERY_LIMIT = 1_000_000_000
 after 20 reads."""
 
 ACK_S = 7 * 24 * 3600.0
-"""Acknowledgement timeout to request: tasks and batches are held for as long as they take."""
+"""Acknowledgement timeout in seconds to request from the broker: consumers hold tasks and batches unacknowledged until their work is
+done."""
 
 ACK_TIMEOUT_PROPERTY = "swarmq_ack_timeout_ms"
 """Server property that states the configured acknowledgement timeout, for servers that ignore `consumer_arguments`."""

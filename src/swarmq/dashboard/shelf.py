@@ -101,7 +101,7 @@ class OpenRun:
         self.run.index.update(is_cancelled=self._stop.is_set)
 
     def _look(self) -> list[str]:
-        """Return the names of what changed since the last call, judged by sizes and times of files."""
+        """Return the parts of the pages (`steps`, `episodes`, ...) whose files changed in size or time since the last call."""
         folder, what = self.run.folder, set[str]()
         for path, names in (
             (folder.events, ("steps", "warnings", "state", "episodes")),

@@ -91,7 +91,9 @@ class EventFile(FollowedFile):
         """Yield the events with these names in order; lines cut by a crash or a full disk are skipped. Raises OSError, and
         ValueError for the name of events that are not kept."""
         if unknown := OF_EPISODES & set(names):
-            raise ValueError(f"events of single episodes are not kept: {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"{', '.join(sorted(unknown))}: events of single episodes are not in this file; read them from the index"
+            )
         with self._lock:
             self._follow()
             wanted = [line for name, line in [*self._lines, *self._named([self._tail])] if name in names]

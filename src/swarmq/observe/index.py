@@ -660,7 +660,7 @@ class RunIndex:
     def histogram(self, chosen: EpisodeFilter | None = None, *, of: str = "reward", bins: int = 20) -> Histogram:
         """Return a histogram of the episodes' rewards or staleness. Episodes without a value are left out."""
         if of not in {"reward", "staleness"}:
-            raise ConfigError(f"of: {of!r} is neither reward nor staleness")
+            raise ConfigError(f"of is {of!r}: give reward or staleness")
         where, values = self._where(chosen)
         with self._reading() as db:
             counts = Counter[float](

@@ -182,7 +182,7 @@ async def record_run(
 
 
 class _Recorder:
-    """The recording of one run by this process."""
+    """Recorder of one run's events and alerts, in this process."""
 
     def __init__(self, job: SwarmJob, broker: Broker, follower: Follower | None, intervals: Intervals) -> None:
         self._job, self._broker, self._follower, self._intervals = job, broker, follower, intervals

@@ -41,7 +41,7 @@ class Counters:
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
     """Tool type or parameter -> number of requests from which it was left out."""
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
-    """Called for each confirmed turn with the seconds of its confirm."""
+    """Functions to call with each confirmed turn and the seconds that its confirmation took."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)

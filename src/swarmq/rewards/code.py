@@ -60,9 +60,10 @@ def asserts_pass(sandbox: Sandbox, answer: str, tests: str, *, all_or_nothing: b
 
     A case is a function `test_*` without arguments, or an `assert` at the top level; tests without either are one case. Tests use
     the answer's functions and classes by name, or import them from `solution`. Numbers, texts, bytes, lists, tuples, sets and
-    dicts are compared as Python's own types; other objects answer by their methods. Tests cannot use pytest's fixtures.
+    dicts are compared as Python's own types; other objects by their own methods, such as
+    `__eq__`. Tests cannot use pytest's fixtures.
 
-    Raises RewardError for tests that are no Python or have no content.
+    Raises RewardError for tests that are empty or not valid Python.
     """
     try:
         tree = ast.parse(tests)

@@ -75,7 +75,7 @@ class Peer:
                 names = [name for name in vars(self._mine[0]) if not name.startswith("_")]
                 reply = dump(["value", self.encode(names)])
             else:
-                raise self.fail(f"no request: {kind!r}")
+                raise self.fail(f"unexpected message {kind!r}")
         except (PeerError, KeyboardInterrupt):
             raise
         except BaseException as error:

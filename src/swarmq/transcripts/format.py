@@ -64,7 +64,7 @@ class TranscriptMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     rewards: dict[str, float] = {}
     success: bool | None = None
     metrics: dict[str, float] = {}
-    """`EpisodeEnd.metrics`; the first ones if they are very many."""
+    """`EpisodeEnd.metrics`, of many only the first (`writer.MAX_ENTRIES`)."""
     began_at: float
     """Unix time by the collector's clock, as all times of this record."""
     ended_at: float

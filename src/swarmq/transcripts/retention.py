@@ -50,7 +50,7 @@ class SegmentIndex(msgspec.Struct, kw_only=True):
 
 
 class Classes:
-    """Numbers for (kind, state, reason), so that a million frames need little memory."""
+    """Indices of classes of conversations (kind, state, reason), so that a million frames need little memory."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str, str], int] = {}
@@ -58,7 +58,7 @@ class Classes:
         """Interest of each class."""
 
     def number(self, kind: str, state: str, reason: str) -> int:
-        """Return the number of a class. Beyond FORGOTTEN classes, further ones share the last number."""
+        """Return the index of a class. There are at most FORGOTTEN; all further classes share the last."""
         key = (kind, state, reason)
         found = self._numbers.get(key)
         if found is None:

@@ -172,7 +172,7 @@ class Groups:
         return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
 
     def _is_abandoned(self, now: float) -> list[str]:
-        """Return groups that consist of given-up slots only, the last of which was given up a deadline ago."""
+        """Return the ids of groups in which every begun slot was given up, the last one at least `deadline_s` ago."""
         return [
             gid
             for gid, group in self.open.items()
@@ -319,10 +319,11 @@ class Groups:
         return self._short_of(self._wanted, owed=owed)
 
     def _short_of(self, wanted: Mapping[str, Mapping[str, float]], *, owed: int = 0) -> set[str]:
-        """Return the kinds that learners lack, or an empty set if one learner has all groups of its batch. A learner with
-        many groups of one kind may lack another kind.
+        """Return the kinds of which learners lack groups for their next batch, or an empty set if some learner lacks none. A learner
+        with many groups of one kind may lack another kind.
 
-        `wanted`: policy -> kind -> groups of the next batch before rounding. With several kinds, rounding may owe one more.
+        `wanted`: policy -> kind -> groups of the next batch before rounding. `owed`: groups that rounding may add to each kind, if
+        there are several.
         """
         short = [
             {

@@ -308,8 +308,8 @@ def _explain_write_errors(draft: Draft) -> Iterator[None]:
                 raise
             if not draft.path.is_dir():
                 raise LearnerError(
-                    f"{draft.path}: removed while the checkpoint was written ({error}): leave the folder to this learner and start "
-                    "it again; earlier checkpoints and the batch log are unchanged, nothing is lost"
+                    f"{draft.path}: removed while the checkpoint was written ({error}): let no other process change the folder, "
+                    "and start the learner again; earlier checkpoints and the batch log are unchanged, so nothing is lost"
                 ) from error
             if isinstance(error, OSError):
                 raise

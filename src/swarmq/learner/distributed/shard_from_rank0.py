@@ -55,7 +55,7 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def outline_tensors(model: nn.Module) -> dict[str, TensorOutline]:
-    """Return outlines of all parameters and buffers, under each of their names."""
+    """Return name -> outline (shape, dtype) of all parameters and buffers; a tied tensor is there under each of its names."""
     first: dict[int, str] = {}
     return {
         name: TensorOutline(

@@ -35,8 +35,7 @@ LONGEST = WINDOW * BLOCK
 """Number of newest steps that are examined."""
 Z = 4.0
 RISING = 2.0
-"""z beyond which the reward counts as rising, which suppresses signs; smaller than `Z`, because suppressing a sign needs less
-proof than giving one."""
+"""z-score above which the reward counts as rising. A rising reward suppresses warnings, which needs less proof than giving one (`Z`)."""
 OTHER_MIX = 3.0
 """z of a kind's share beyond which a changed mix explains changes of metrics over all kinds."""
 TINY = 1e-6

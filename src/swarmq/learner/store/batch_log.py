@@ -204,8 +204,9 @@ def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int |
 
 
 def scan_readable(folder: Path, *, after: RecordPlace | None = None) -> tuple[list[RecordPlace], list[str]]:
-    """Return the readable records after the record `after`, and texts on what cannot be read, for readers of copied and damaged
-    folders. Records may be missing in between."""
+    """Return the places of all readable records after the record `after`, and a message about each part that cannot be read.
+
+    For readers of copied and damaged folders; records may be missing between those returned."""
     places: list[RecordPlace] = []
     flaws: list[str] = []
     try:

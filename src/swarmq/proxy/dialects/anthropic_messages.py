@@ -115,7 +115,10 @@ class CountTokens(Messages):
 
 
 class MessageWriter:
-    """Writer with one open block at a time. White space before a call is held back, because it belongs to the template."""
+    """Writer of an answer as a stream of Anthropic's events, with one open content block at a time.
+
+    White space before a tool call is held back, because the chat template puts it there.
+    """
 
     def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun

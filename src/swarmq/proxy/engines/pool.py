@@ -104,7 +104,7 @@ class EngineLane:
         return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
 
     async def finds_calls(self) -> bool:
-        """Return whether the engine's parsers accept streams in large portions. Measured at the first call."""
+        """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the first call."""
         async with self._rehearsing:
             if self._finds_calls is None:
                 self._finds_calls = await finds_tool_calls(self.engine)

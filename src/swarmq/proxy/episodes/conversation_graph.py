@@ -160,7 +160,7 @@ class Graph:
         """Call id of a twin -> the request that continues it."""
         self._seen: set[bytes] = set()
         self._given: set[bytes] = set()
-        """Hashes of given answers, whatever precedes them."""
+        """Hashes of all answers sent to the agent, regardless of the messages before them."""
         self._edited: set[bytes] = set()
         """Keys of last answers that came back changed."""
         self._prompts: dict[tuple[bytes, str], Node] = {}

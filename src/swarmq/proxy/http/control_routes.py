@@ -221,7 +221,9 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
     operator = _operator(request)
     if request.state[BY_CLIENT] and client_id and client_id.partition(NAME_SEPARATOR)[0] != operator:
         raise RefusedError(
-            f"client_id {client_id!r}: the token is that of client {operator!r}", status=403, code="role_missing"
+            f"client_id is {client_id!r}, but the token belongs to client {operator!r}: send its name, or none",
+            status=403,
+            code="role_missing",
         )
 
 
