@@ -31,7 +31,7 @@ from swarmq.runtime.logs import log
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
-"""A finite multiplier: `inf`, which removes a limit elsewhere, would make every product infinite."""
+"""A positive, finite number. Limits may be `inf`, but a factor of `inf` would make every product infinite."""
 Weight = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -84,11 +84,11 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     key: str | None = None
     """PEM file with the certificate's private key."""
     count: Count = 1
-    """Number of proxy processes, each of which uses one core. All calls of an episode go to the same process."""
+    """Number of proxy processes, each of which uses one core. All requests of an episode go to the same process."""
     key_lifetime_s: Positive = 7200.0
     """Seconds after which an episode's API key expires."""
     request_timeout_s: Positive = 600.0
-    """Seconds from a call's arrival to its last byte, after which it is answered 504."""
+    """Seconds after a request's arrival by which its answer must be complete; otherwise it is answered 504."""
     receive_timeout_s: Positive = 60.0
     """Seconds within which the head of a request must arrive, and then its body; otherwise it is answered 408."""
     max_body_bytes: Count = 10 * 1024 * 1024
@@ -96,14 +96,14 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     confirm_timeout_s: Positive = 15.0
     """Seconds that an answer waits for the broker's confirmation before the agent gets a 503."""
     max_open_calls: Count = 4096
-    """Maximum number of calls that one proxy renders or samples at the same time; further calls wait."""
+    """Maximum number of model calls that one proxy renders or samples at the same time; further calls wait."""
     max_waiting_calls: Whole = 4096
-    """Maximum number of calls that may wait in one proxy; further calls are answered 429 with `Retry-After`."""
+    """Maximum number of model calls that may wait in one proxy; further calls are answered 429 with `Retry-After`."""
     max_memory_bytes: Count = 512 * 1024 * 1024
     """Memory of one proxy in bytes for the conversations of open episodes; beyond it, the least recently used conversations are
     forgotten."""
     max_episode_calls: Count = 256
-    """Maximum number of open calls of one episode, so that no episode uses up a proxy; further calls are answered 429."""
+    """Maximum number of open model calls of one episode, so that no episode uses up a proxy; further calls are answered 429."""
     remote_images: bool = False
     """Let engines fetch images from https URLs in requests, with the network access of the engine's host."""
     server_tools: Literal["leave_out", "refuse"] = "leave_out"
@@ -118,10 +118,10 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     probe_every_s: Positive = 2.0
     """Seconds between two probes of an engine's health and weight version."""
     traces: bool = False
-    """Send an OpenTelemetry span for each call, configured by OpenTelemetry's environment variables; needs `swarmq[traces]`."""
+    """Send an OpenTelemetry span for each model call, configured by OpenTelemetry's environment variables; needs `swarmq[traces]`."""
     drift_alert: Share = 0.05
     """Warn if more than this share of turns cannot continue their conversation token by token. Turns with a history that the
-    agent edited do not count; they cause a warning of their own only above one half. 1 never warns."""
+    agent edited are not counted; they cause a separate warning if they are more than half of all turns. 1 never warns."""
     drift_window: Count = 100
     """Number of a policy's newest turns to which `drift_alert` applies."""
 
@@ -155,8 +155,8 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
     dry_after_s: Positive = 120.0
     """Seconds after which a kind counts as dry, if nobody takes its tickets and none of its episodes runs."""
     uninformative_groups: Count = 16
-    """A kind also counts as dry after this number of groups in a row with equal rewards, times the number of its groups in a
-    batch."""
+    """Number of consecutive groups with equal rewards, for each group that the kind has in a batch, after which the kind also
+    counts as dry."""
 
 
 class TranscriptSettings(Settings, frozen=True, kw_only=True):
@@ -235,7 +235,7 @@ class Loss(Settings, frozen=True, kw_only=True):
     clip_high: NonNegative | None = None
     """Clip range of the ratio above 1; None: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
-    """Bound of the `ppo_clip` loss for negative advantages (dual-clip PPO)."""
+    """Upper bound of the ratio in `ppo_clip` for negative advantages (dual-clip PPO)."""
     kl: Weight = 0.0
     """Weight (beta) of the KL divergence from `train.reference`; 0 loads no reference."""
 
@@ -283,10 +283,10 @@ class Train(Settings, frozen=True, kw_only=True):
     advantages: dict[str, Advantage] = field(default_factory=dict)
     """Task kind -> advantage estimator, for kinds that use another one; filled in from `kinds.X.advantage`."""
     ema_decay: Decay = 0.95
-    """Decay (alpha) of the `ema` baseline at every episode."""
+    """Decay (alpha) of the `ema` baseline b at every reward R: b <- alpha b + (1 - alpha) R."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Discount (gamma) of rewards by call: a call is credited with the return G_k = r_k + gamma G_(k+1); None: with its own
-    reward r_k."""
+    """Discount (gamma) of the rewards of model calls: call k is credited with the return G_k = r_k + gamma G_(k+1); None: with
+    its own reward r_k."""
     length_penalty: LengthPenalty | None = None
     """Penalty for long episodes; None: no penalty."""
     overlong: Literal["keep", "drop"] = "keep"
@@ -391,12 +391,13 @@ class Train(Settings, frozen=True, kw_only=True):
 
     @property
     def teacher_url(self) -> str | None:
-        """URL of the vLLM server with the teacher; None if the learner loads the teacher itself, or a policy of the job is it."""
+        """URL of the vLLM server with the teacher; None if the learner loads the teacher itself, or if the
+        teacher is a policy of the job."""
         return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None
 
     @property
     def teacher_policy(self) -> str | None:
-        """Name of the policy of the job that is the teacher; None if the teacher is no policy."""
+        """Name of the teacher, if it is a policy of the job; else None."""
         name = (self.teacher or "").removeprefix(TEACHER_POLICY)
         return name if name != (self.teacher or "") else None
 
@@ -607,7 +608,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         return (own.group_size if own else None) or self.groups.group_size
 
     def find_teacher(self, policy: str) -> SwarmJob:
-        """Return the job with the URL of the policy's teacher in place of its name, if the teacher is a policy of this job.
+        """Return a job in which the policy's teacher is given by URL, if the teacher is a policy of this job; else this job.
 
         Raises ConfigError if the teacher has no engine.
         """
@@ -867,7 +868,7 @@ def rename_former(tree: dict[str, Any], section: str = "") -> None:
 
 
 def _sections(tree: Any, pattern: Sequence[str], where: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Return path and content of every section of `tree` that `pattern` names; `*` is any name."""
+    """Return path and content of every section of `tree` with a path that matches `pattern`, in which `*` stands for any name."""
     if not isinstance(tree, dict):
         return []
     if not pattern:
@@ -884,7 +885,7 @@ def _warn_of_former(former: str, present: str) -> None:
 
 
 def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[str]) -> None:
-    """Raise ConfigError if `sets` name a policy that is not in the file and gets no model by `sets`."""
+    """Raise ConfigError if `sets` change a policy that the file lacks, unless they also set the policy's model."""
     known = tree.get("policies")
     for text in sets:
         sections = _path(text)

@@ -25,9 +25,9 @@ GRPO_EPSILON = 1e-6
 
 Tag = tuple[str, str | None]
 Baselines = dict[str, float]
-"""Kind (with the agent tag of separately credited turns) -> `ema` baseline."""
+"""Kind -> `ema` baseline; for rewards of agents or calls, `KIND/agent/TAG` or `KIND/call/TAG` -> baseline."""
 EpisodeValues = Mapping[str, Mapping[str, float]]
-"""Episode id -> call id, or "" for the episode's or agent's reward -> reward or advantage."""
+"""Episode id -> call id -> reward or advantage; the call id is "" for rewards of episodes and agents."""
 TagValues = dict[Tag, EpisodeValues]
 TurnAdvantages = Mapping[str, Sequence[float | None]]
 """Episode id -> one advantage per turn; None for a turn that is not trained."""
@@ -66,7 +66,10 @@ WITHIN_GROUP: dict[str, Callable[[EpisodeValues], EpisodeValues]] = {
 def compute_advantages(
     groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None = None
 ) -> dict[str, list[float | None]]:
-    """Compute advantages by the method of each group's kind. `baselines`: `ema` baselines before this batch."""
+    """Return episode id -> one advantage per turn, by the estimator of each group's kind; None for a turn that is not trained.
+
+    `baselines`: `ema` baselines before this batch.
+    """
     methods = [train.of_kind(group[0].kind).advantage for group in groups]
     return {
         episode_id: values
@@ -131,12 +134,12 @@ def compute_length_penalty(episode: Rollout, train: Train) -> float:
 
 
 def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
-    """Return for each turn of the group which reward credits it: `call`, `agent` or `episode`."""
+    """Return, for each turn of the group, the level of the reward that credits it: `call`, `agent` or `episode`."""
     return [level for _, keys in _find_credits(group, train) for (level, _), _ in keys]
 
 
 def _compare(of: EpisodeValues, within: Callable[[EpisodeValues], EpisodeValues]) -> EpisodeValues:
-    """Return the group's values by the method `within`; empty if only one episode has such rewards or all are equal."""
+    """Return advantages by the estimator `within`; empty if only one episode has rewards in `of`, or if all are equal."""
     rewards = _flatten(of)
     return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL_WITHIN else {}
 
@@ -177,7 +180,7 @@ def _subtract_baselines(
 def _add_new_baselines(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
 ) -> Baselines:
-    """Return the baselines with those that the batch adds, each of which starts at the mean of the batch's rewards."""
+    """Return `baselines`, extended by those that first occur in this batch and start at the mean of its rewards."""
     return {name: statistics.fmean(_flatten(of)) for name, of in _group_by_baseline(groups, rewards).items()} | dict(
         baselines
     )

@@ -26,8 +26,8 @@ def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResu
     """Apply the filters to the tokens marked in `among` [S] bool, which marks whole model calls. Return None if no filter
     applies.
 
-    First, calls are judged by their mean k3 = rho - log rho - 1 (the product of ratios would remove all long calls); then
-    tokens by the band of rho. The result does not depend on the layout, because every layout holds a call as a whole, unlike a
+    First, calls are removed by their mean k3 = rho - log rho - 1, because the product of their ratios would remove all long
+    calls; then tokens by the band of rho. The result does not depend on the layout, because every layout holds a call as a whole, unlike a
     row or an episode.
     """
     if not has_filters(train):

@@ -143,7 +143,7 @@ def make_idle_micro_batch() -> MicroBatch:
 
 
 def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
-    """Return the batch with token weights as if each episode had only as many trained tokens as `tokens` says."""
+    """Return the batch with token weights recomputed for `tokens` [num_episodes], the number of trained tokens of each episode."""
     weights = np.array(
         [
             token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
@@ -230,7 +230,7 @@ def _plan_layouts(folded: FoldedEpisodes, train: Train, traits: ModelProfile, bu
 
 
 def _choose_even_budget(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
-    """Return the token budget with which every rank gets the same number of micro-batches of about the same size."""
+    """Return the maximum number of tokens per micro-batch with which every rank gets equally many of about the same size."""
     rounds = math.ceil(tokens / (world * budget))
     longest = max(len(turn) for turns in episodes for turn in turns)
     return min(budget, max(longest, math.ceil(IMBALANCE * tokens / (world * rounds))))

@@ -10,8 +10,8 @@ from swarmq.messages import Sampling, Turn
 HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
 """Sampling parameters that leave the distribution a softmax over the whole vocabulary."""
 CHECKED_SEPARATELY = frozenset({"grammar", "others"})
-"""Parameters that are not reported by their values: answers under a grammar are trained, because the agent chose it; `others` is
-itself a list of names."""
+"""Fields of `Sampling` that are not compared with their defaults: answers under a grammar are trained, because the agent chose the
+grammar; `others` lists further parameters that changed the distribution."""
 DEFAULTS = Sampling()
 MIN_TEMPERATURE = 0.01
 """Lowest positive temperature of vLLM; at 0 it takes the most probable token."""
@@ -31,9 +31,9 @@ def find_altered_sampling(sampling: Sampling) -> list[str]:
 
 
 def is_comparable(turn: Turn) -> bool:
-    """Return whether engine and learner, under the same weights, differ about the turn by rounding alone.
+    """Return whether log-probabilities of engine and learner, under the same weights, differ by rounding alone in this turn.
 
-    That requires one weight version, a prompt as rendered, and sampling from the whole vocabulary.
+    That requires one weight version, a prompt without repairs, and sampling from the whole vocabulary.
     """
     return (
         len(turn.versions) < 2

@@ -74,7 +74,7 @@ TOKENIZER_FILES = (
 
 
 class TrainerState(Protocol):
-    """Interface of the trainer that checkpoints need."""
+    """Part of the trainer's interface that checkpoints use."""
 
     accelerator: Accelerator
     model: Any
@@ -225,7 +225,8 @@ def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Traine
 def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
     """Complete a draft, remove all but the `keep` newest checkpoints, and return the version of the oldest one kept.
 
-    Rank 0 alone calls it, without a trainer. `check`: called before each file and before any checkpoint is touched; may raise.
+    Rank 0 alone calls it, without a trainer. `check`: called before each write and before the final rename; raises
+    to end the work.
     Raises LearnerError if it cannot be written, DiskFullError if it can be tried again; earlier checkpoints are then unchanged.
     """
     try:
@@ -383,7 +384,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _keep_on_failure(path: Path) -> Iterator[None]:
-    """Warn instead of raising if something cannot be removed."""
+    """Warn, instead of raising, if the block cannot remove `path`."""
     try:
         yield
     except OSError as error:

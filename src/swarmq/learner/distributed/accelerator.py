@@ -23,7 +23,7 @@ from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 log = structlog.get_logger()
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Timeout of commands to ranks. They wait for rank 0, which may wait for rollouts for days; if a rank dies, all ranks end
+"""Maximum time that ranks wait for a command of rank 0, which may wait for rollouts for days. If a rank dies, all ranks end
 sooner."""
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Timeout of collectives within a step or a checkpoint, twice the time that it takes to write a terabyte. If a GPU hangs, the
@@ -55,8 +55,8 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 
 @functools.cache
 def serve_store() -> Any:
-    """Serve the store at which ranks meet, on the socket that the launcher opened. Only rank 0 under swarmq's own launcher does
-    so."""
+    """Serve the store at which ranks meet, on the socket that swarmq's launcher opened, and return it. Return None on ranks
+    other than 0 and under other launchers."""
     if STORE_SOCKET_ENV not in os.environ or own_rank() != 0:
         return None
     distributed: Any = torch.distributed  # the module does not export it to type checkers

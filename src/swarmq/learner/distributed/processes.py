@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET_ENV = "SWARMQ_RANKS_MEET_ON"
-"""Environment variable with rank 0's descriptor of the socket on which the ranks' store listens."""
+"""Environment variable with rank 0's file descriptor of the socket on which the ranks' store listens."""
 STOP_S = 30.0
 BACKOFF_S = 1.0
 """Seconds before a dead collector is started again, doubled each time up to 32 s."""
@@ -40,7 +40,7 @@ WHY = {
     signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
 }
 HEAR_S = 1.0
-"""Seconds to wait for the exit of a rank that was killed by a signal. The ranks that its death ended may be noticed first."""
+"""Seconds to wait after a rank's failure for news of a killed rank, which may have caused the failure."""
 STEADY_S = 120.0
 """Seconds that a process must live before the delay of its next restart is short again."""
 
@@ -123,7 +123,10 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
 
 
 def _find_first_failure(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
-    """Return the number and exit status of the rank that failed first."""
+    """Return index and exit status of the rank that failed first: a killed one, else the one that was noticed first.
+
+    `number`, `status`: index and exit status of the rank that was noticed first. `ended`: those of the ranks that end later.
+    """
     with contextlib.suppress(queue.Empty):
         while status != -signal.SIGKILL:
             other = ended.get(timeout=HEAR_S)

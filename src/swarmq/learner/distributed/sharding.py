@@ -147,8 +147,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
-    """Return sharded tensors as a whole, in newly allocated host memory. Every rank calls it; without `keep`, it gets an empty
-    dict."""
+    """Return sharded tensors as a whole, in newly allocated host memory. Every rank calls it; ranks without
+    `keep` get an empty dict."""
 
     def bring(_: str, tensor: Weight) -> Tensor:
         full = full_tensor(materialize(tensor))
@@ -162,10 +162,10 @@ def gather_compute_weights(
     model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Weight], as_named: AsNamed
 ) -> dict[str, Weight]:
     """Return the weights of `lm` inside the sharded `model` in the compute dtype and in host memory. Every rank calls it;
-    without `keep`, it gets an empty dict.
+    ranks without `keep` get an empty dict.
 
     The weights of a layer are gathered together, which takes a tenth of the collectives. `into`: result of an earlier call,
-    whose memory is used again, because pinned memory is slow to allocate. `as_named`: maps gathered weights to the wanted ones.
+    whose memory is used again, because pinned memory is slow to allocate. `as_named`: yields gathered weights under the names of the result.
     """
 
     def bring(name: str, weight: Weight) -> Weight:
@@ -198,7 +198,7 @@ def _map_distinct_tensors(named: Mapping[str, Weight], bring: Callable[[str, Wei
 
 
 def _move_to_host(weight: Weight, place: Weight | None) -> Weight:
-    """Return the weight in host memory. `place`: weight of the same form whose memory is used again."""
+    """Return the weight in host memory. `place`: earlier result of the same form, which is overwritten; None: allocate memory."""
     if not isinstance(weight, FolderWeight):
         assert place is None or isinstance(place, Tensor)
         return _copy_to_host(materialize(weight).detach().to(weight.dtype), place)

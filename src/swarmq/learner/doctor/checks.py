@@ -105,7 +105,8 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
 
 
 def _drift(turns: Sequence[Turn]) -> Finding:
-    """Check for drift. Repaired turns are fine; turns that lost their recorded tokens recompute their whole context."""
+    """Warn if too many turns lost their recorded tokens to drift, so that their whole context is computed again. Repaired turns kept
+    them."""
     drift = Drift.of(turns)
     return judge_value(
         "conversations go on token by token",

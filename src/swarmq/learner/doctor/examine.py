@@ -26,7 +26,7 @@ from swarmq.messages import Rollout
 from swarmq.timeline import plan_rows, resolve
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
-"""Precision -> largest difference between two log-probabilities that rounding explains; under autocast, the model's own logits
+"""Precision -> largest difference in nats between two log-probabilities that rounding explains; under autocast, the model's own logits
 are BF16."""
 CHUNKS = 3
 """Minimum number of chunks when the head is compared with whole logits, so that one chunk has neighbours on both sides."""

@@ -28,7 +28,7 @@ SAME_WEIGHTS_LIMIT = 0.01
 BROKEN = 0.1
 HELD = "held to a grammar"
 EXPLAINS = 0.25
-"""Largest share of a mismatch that may remain after correcting for a cause that explains it."""
+"""Maximum share of a mismatch that may remain after a correction, for the corrected cause to count as its explanation."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
 
 
 def causes(batches: Sequence[Compared]) -> list[Cause]:
-    """Return statistics of disjoint groups of tokens, beginning with tokens sampled under the same weights."""
+    """Return the mismatch of the batches' tokens by cause, beginning with tokens sampled under the same weights."""
     logprobs, behavior_logprobs, lag, pushed, repaired, held = (
         np.concatenate([getattr(each, name) for each in batches])
         for name in ("logprobs", "behavior_logprobs", "lag", "pushed", "repaired", "held")
@@ -104,7 +104,7 @@ def causes(batches: Sequence[Compared]) -> list[Cause]:
 
 
 def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
-    """Yield findings on each group, and on other causes of a mismatch under the same weights."""
+    """Yield one finding per cause and, if there is a mismatch even under the same weights, a finding that names its source."""
     found = causes(batches)
     same = next((cause for cause in found if cause.name.startswith("arithmetic")), None)
     for cause in found:
