@@ -1,4 +1,4 @@
-"""A call that an engine has begun to answer."""
+"""A model call that an engine has begun to answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class ActiveCall(msgspec.Struct, kw_only=True):
-    """A call whose first tokens have arrived. Close `deltas` to cancel it."""
+    """A model call whose first tokens have arrived. Close `deltas` to cancel it."""
 
     request: RequestContext
     memory: EpisodeState
@@ -27,12 +27,12 @@ class ActiveCall(msgspec.Struct, kw_only=True):
     chat: Json
     rendered: RenderedPrompt
     version: int
-    """Version of the engine's weights before the call, as far as known."""
+    """Last known version of the engine's weights when the call began."""
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
     reserved: Reservation | None
     pace: CoalescingPace
-    """Pace at which a parsed stream is coalesced."""
+    """Decides how long the stream pauses after each portion that the engine parses."""
     held: ExitStack = msgspec.field(default_factory=ExitStack)
     """Owner of the call's slot and episode state, which it releases when it is closed."""
     recorded: list[str] = msgspec.field(default_factory=list)

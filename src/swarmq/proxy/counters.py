@@ -47,13 +47,13 @@ class Counters:
     _warned: set[str] = dataclasses.field(default_factory=set)
     _left_out_told: set[str] = dataclasses.field(default_factory=set)
     _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
-    """(policy, engine, reason) -> faults since the last alerts."""
+    """(policy, engine, reason) -> error texts of unusable answers since the last call of `alerts`."""
     _cuts: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
-    """(policy, most tokens of an answer) -> requested `max_tokens`, since the last alerts."""
+    """(policy, limit on an answer's tokens) -> largest `max_tokens` of an agent's request since the last call of `alerts`."""
     _cuts_told: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     def total(self, name: str) -> int:
-        """Return a count over all kinds."""
+        """Return the sum of the counter `name` in `by_kind` over all kinds."""
         return sum(counts[name] for counts in self.by_kind.values())
 
     def take(self, turn: Turn, confirm_s: float = 0.0, *, kind: str = "") -> None:

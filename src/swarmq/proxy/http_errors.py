@@ -68,7 +68,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 def too_long(prompt_tokens: int, most: int, *, wanted: int = 0) -> RefusedError:
     """Return the error for a prompt that is too long, in the words by which client libraries know that a conversation must
-    become shorter."""
+    become shorter. `most`: context length of the model in tokens; `wanted`: tokens wanted for the answer."""
     answer = f" and {wanted} for the answer" if wanted else ""
     return RefusedError(
         f"This model's maximum context length is {most} tokens. However, the request has {prompt_tokens} in the prompt{answer}: "

@@ -93,9 +93,9 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     request_digest: str
     agent: str | None
     began_at: float
-    """Unix time."""
+    """Unix time at which the request began."""
     began: float
-    """Time on the monotonic clock."""
+    """Time in seconds on the monotonic clock at which the request began."""
 
     history: History = EMPTY_HISTORY
     """The conversation before the answer."""
@@ -203,7 +203,7 @@ def check_supported(body: Json) -> None:
 
 
 def list_ignored_parameters(body: Json) -> list[str]:
-    """Return the names of requested parameters that are ignored."""
+    """Return the names of the request's parameters that are ignored."""
     streamed = body.get("stream_options")
     every = ["continuous_usage_stats"] if isinstance(streamed, dict) and streamed.get("continuous_usage_stats") else []
     every += ["truncation"] if body.get("truncation") == "auto" else []

@@ -56,12 +56,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 AS_ASKED = {"extra_args": "vllm_xargs"}
 """Engine parameter -> its name in requests, if that differs."""
 MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
-"""Most entries of a parameter that the engine applies to every sampled token."""
+"""Parameter that the engine applies to every sampled token -> maximum number of its entries."""
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = 2**24
-"""Largest `max_tokens` of any request. A larger value is a mistake; smaller values are cut to the available room."""
+"""Maximum of `max_tokens` in a request. A larger value is a mistake; smaller values are cut to the available room."""
 MAX_WORD = 1024
-"""Most characters of an entry that is text."""
+"""Maximum number of characters of an entry that is text, in the parameters of MOST."""
 OWN = frozenset({"temperature", "max_tokens"})
 """Parameters that are set for every training episode and reported separately."""
 RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
@@ -74,7 +74,7 @@ class Effective(msgspec.Struct, frozen=True, kw_only=True):
     record: Sampling
     overridden: tuple[str, ...]
     cut_from: int = 0
-    """The requested `max_tokens`, if the run's settings allow fewer; else 0."""
+    """The agent's `max_tokens`, if the run's settings allow fewer; else 0."""
 
 
 def resolve_sampling(
@@ -167,7 +167,7 @@ def _grammar(outputs: Json | None) -> str:
 
 
 def check_limits(chat: Json) -> None:
-    """Raise RefusedError for impossible counts, before anything is done."""
+    """Raise RefusedError for counts out of range, texts in place of numbers, and too many or too long entries."""
     for name, low, high in (("n", 1, 128), ("max_tokens", 1, MAX_TOKENS), ("max_completion_tokens", 1, MAX_TOKENS)):
         value = chat.get(name)
         if value is None:
@@ -188,8 +188,8 @@ def check_limits(chat: Json) -> None:
 
 
 def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:
-    """Return the requested parameters that `setting` overrides. Parameters that were not requested keep the engine's
-    defaults."""
+    """Return the names of the request's parameters that `setting` overrides. Parameters that the request does not name keep
+    the engine's defaults."""
     wanted = chat.get("temperature")
     names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
     theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]

@@ -32,12 +32,12 @@ yet."""
 PAUSE_S = 0.05
 """Seconds over which answers are collected into one report."""
 LONGEST_PAUSE_S = 5.0
-"""Most seconds between two checks whether an answer has left, while its agent does not read it."""
+"""Maximum seconds between two checks whether an answer has left, while its agent does not read it."""
 RETRY_S = 1.0
 DRAIN_S = 5.0
 """Seconds that a stopping proxy waits for the broker to confirm the last reports."""
 MOST_CALLS = 20_000
-"""Most calls of one report, which bounds its size."""
+"""Maximum number of answers in one report, which bounds its size."""
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class AnswerReceipts:
         self._pause_s = pause_s
         self._written: list[WrittenAnswer] = []
         self._known: list[tuple[str, tuple[str, ...], bool]] = []
-        """(episode id, call ids, whether they were sent) to report."""
+        """Answers to report, each as (episode id, call ids, whether the answer was sent)."""
         self._wake = asyncio.Event()
 
     @contextmanager
@@ -83,7 +83,7 @@ class AnswerReceipts:
                 self._add(begun, has_left if is_whole else lambda: False)
 
     async def report(self) -> None:
-        """Publish reports until cancelled, then the remaining ones for a while."""
+        """Publish reports until cancelled, then the remaining ones for at most DRAIN_S seconds."""
         try:
             while True:
                 await self._wake.wait()

@@ -17,7 +17,7 @@ class Deadline:
     """
 
     def __init__(self, began: float, timeout_s: float) -> None:
-        """`began`: begin of the call on the monotonic clock."""
+        """`began`: time in seconds on the monotonic clock at which the call began."""
         self._timeout_s = timeout_s
         task = asyncio.current_task()
         assert task

@@ -15,7 +15,7 @@ MAX_RETRY_AFTER_S = 60
 
 
 class CallLimiter:
-    """Limiter of open and waiting calls, first come, first served."""
+    """Limits the number of open and of waiting model calls; waiting calls get slots in the order of their arrival."""
 
     def __init__(self, *, max_open: int, max_waiting: int) -> None:
         self._max_open = max_open

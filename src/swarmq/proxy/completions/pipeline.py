@@ -325,7 +325,8 @@ class Completions:
     async def _iterate_deltas(
         self, begun: ActiveCall, choices: dict[int, ChoiceState]
     ) -> AsyncGenerator[tuple[ChoiceState, Delta], None]:
-        """Yield every delta with its choice, already updated. Raises EngineError if the last deltas are missing."""
+        """Yield every delta with its choice, to which the delta is already added. Raises EngineError if the last deltas are
+        missing."""
         portion: list[Delta] | None = begun.first
         with closing(Deadline(begun.request.began, self._timeout_s)) as deadline:
             while portion is not None:
@@ -366,7 +367,8 @@ async def _parse_delta(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> 
 
 async def _finish_message(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
     """Return the rest of a choice that ends with this delta, from a parse of all of its tokens, because streaming parsers may
-    misread broken or unfinished calls. If the stream already contained other text, the streaming parsers' result stands."""
+    misread broken or unfinished tool calls. If that parse contradicts text that was already streamed, the streaming parsers'
+    result stands."""
     streamed = choice.message
     told = {name: streamed.get(name) or "" for name in ("reasoning", "content")}
     await _derender(begun, [choice])

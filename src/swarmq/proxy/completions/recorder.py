@@ -26,7 +26,7 @@ from swarmq.proxy.requests import ChoiceResult, RequestContext
 Json = dict[str, Any]
 
 MAX_READABLE_BYTES = 1024 * 1024
-"""Size beyond which messages (images) are left out of a turn; they are only for display."""
+"""Maximum bytes of the messages in a turn. Larger ones (images) are left out, because they are only for display."""
 
 
 class TurnPublisher(Protocol):

@@ -125,7 +125,7 @@ class MessageWriter:
         self._said: list[bytes] = []
         self._count = 0
         self._open: str | int | None = None
-        """`thinking`, `text`, or the index of a tool call."""
+        """The open content block: `thinking`, `text`, or the index of a tool call; None if no block is open."""
         self._blank = ""
 
     def begin(self) -> bytes:
@@ -375,13 +375,14 @@ def _ending(begun: ActiveCall, ended: ChoiceResult) -> Json:
 
 
 def _present(message: Json) -> Json:
-    """Return the message without white space between reasoning and a call."""
+    """Return the message without white space between reasoning and a tool call."""
     blank = not (message.get("content") or "").strip() and (message.get("tool_calls") or message.get("reasoning"))
     return {**message, "content": ""} if blank else message
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments as an object, as agents expect; other arguments are returned unchanged."""
+    """Return a tool call's arguments as an object, as agents expect; text that is not a JSON object becomes the
+    object's field `arguments`."""
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         if isinstance(parsed := msgspec.json.decode(arguments), dict):
             return parsed

@@ -220,13 +220,13 @@ def answer_id(begun: ActiveCall) -> str:
 
 
 def top_logprobs(begun: ActiveCall, logprobs: Sequence[Logprob]) -> list[Logprob]:
-    """Return log-probabilities with as many alternatives as requested."""
+    """Return log-probabilities with as many alternatives as the agent asked for."""
     top = begun.request.chat.get("top_logprobs") or 0
     return [msgspec.structs.replace(entry, top_logprobs=entry.top_logprobs[:top]) for entry in logprobs]
 
 
 def flag(body: Json, name: str) -> bool:
-    """Return a field that is true, false or absent. Raises RefusedError."""
+    """Return a true-or-false field; False if it is absent. Raises RefusedError for any other value."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise RefusedError(f"{name} must be true or false", param=name)
@@ -234,7 +234,7 @@ def flag(body: Json, name: str) -> bool:
 
 
 def count(body: Json, name: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
-    """Return a field that is a whole number within the bounds, or absent. Raises RefusedError."""
+    """Return a field that is a whole number from `low` to `high`; None if it is absent. Raises RefusedError for any other value."""
     value = body.get(name)
     if value is None:
         return None
@@ -248,7 +248,7 @@ def _short(value: Any) -> str:
 
 
 def options(body: Json, name: str) -> Json:
-    """Return a field that is an object or absent. Raises RefusedError."""
+    """Return a field that is an object; {} if it is absent. Raises RefusedError for any other value."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise RefusedError(f"{name} must be an object", param=name)
@@ -256,7 +256,7 @@ def options(body: Json, name: str) -> Json:
 
 
 def objects(value: Any, param: str) -> list[Json]:
-    """Return a list of objects. Raises RefusedError."""
+    """Return `value` if it is a list of objects; else raise RefusedError, which names the field `param`."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RefusedError(f"{param} must be a list of objects", param=param)
     return value
@@ -270,13 +270,13 @@ def split_server_tools(tools: Sequence[Json]) -> tuple[list[Json], tuple[str, ..
 
 
 def object_list(body: Json, name: str) -> list[Json]:
-    """Return a field that is a list of objects or absent. Raises RefusedError."""
+    """Return a field that is a list of objects; [] if it is absent. Raises RefusedError for any other value."""
     value = body.get(name)
     return [] if value is None else objects(value, name)
 
 
 def string(value: Json, name: str, where: str) -> str:
-    """Return a field that must be text. Raises RefusedError."""
+    """Return the field `name` of `value`. Raises RefusedError if it is not text; `where`: path of `value` in the request."""
     text = value.get(name)
     if not isinstance(text, str):
         raise RefusedError(f"{where}.{name} must be text", param=where)

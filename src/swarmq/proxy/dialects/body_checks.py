@@ -16,9 +16,9 @@ from swarmq.proxy.http_errors import RefusedError
 Json = dict[str, Any]
 
 MAX_DEPTH = 64
-"""Most nested brackets."""
+"""Maximum depth of nested brackets in a body."""
 MAX_CONTAINERS = 50_000
-"""Most objects and lists of a body. A conversation of a thousand messages with tool calls has ten thousand."""
+"""Maximum number of objects and lists in a body. A conversation of a thousand messages with tool calls has ten thousand."""
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 

@@ -20,17 +20,17 @@ Node = dict[str, Any] | list[Any]
 
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 MAX_PARTS = 10_000
-"""Most objects and lists in all schemas of a request, including entries of lists."""
+"""Maximum number of objects and lists in all schemas of a request, including entries of lists."""
 MAX_PROPERTIES = 1000
-"""Most properties of one object: the grammar of optional properties grows with the square of their number."""
+"""Maximum number of properties of one object: the grammar of optional properties grows with the square of their number."""
 MAX_HELD_TOOLS = 128
-"""Most tools that are strict or forced; OpenAI accepts no more tools in all."""
+"""Maximum number of tools that are strict or forced; OpenAI accepts as many tools in all."""
 MAX_STEPS = 1000
-"""Largest depth of a schema, references included."""
+"""Maximum depth of a schema, references included."""
 MAX_PATTERN = 8192
-"""Most characters of a regular expression in a schema, whose brackets recurse as well."""
+"""Maximum number of characters of a regular expression in a schema, whose brackets recurse as well."""
 MAX_GRAMMAR = 65_536
-"""Most characters of a grammar or a regular expression; parsing time grows with the square of its rules."""
+"""Maximum number of characters of a grammar or a regular expression; parsing time grows with the square of its rules."""
 
 
 def check_schemas(chat: Json) -> None:
@@ -140,8 +140,10 @@ def _tagged(tag: Any) -> Iterator[Any]:
 
 
 def _descent(start: Node, steps: Callable[[Node], Iterator[Node]], done: set[int]) -> Iterator[tuple[Node, int, bool]]:
-    """Yield every node once, depth first, as (node, depth, whether the node is its own ancestor). `done`: ids of finished
-    nodes."""
+    """Yield every node once, depth first, as (node, depth, whether the node is its own ancestor).
+
+    `steps`: yields the nodes directly below a node. `done`: ids of nodes to skip; every finished node is added.
+    """
     if id(start) in done:
         return
     way, within = [(start, steps(start))], {id(start)}

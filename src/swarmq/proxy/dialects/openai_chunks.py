@@ -55,6 +55,6 @@ class ChunkWriter:
         return data_event(refusal.body)
 
     def chunk(self, index: int, gained: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
-        """Return one chunk; `gained`: the field with what the choice gained."""
+        """Return one chunk; `gained`: the dialect's field with the choice's new content."""
         choice = {"index": index, **gained, "logprobs": logprobs, "finish_reason": finish_reason, **more}
         return self._opening + msgspec.json.encode(choice) + b"]}\n\n"

@@ -136,9 +136,9 @@ class Items:
         self._request_id = begun.request.request_id
         self._tell = tell
         self._open: int | None = None
-        """Index of the growing item."""
+        """Index of the growing item; None if there is none."""
         self._calls: dict[int, int] = {}
-        """Index of a call within the message -> index of its item."""
+        """Index of a tool call within the message -> index of its item."""
         self._names = _functions_by_flat_name(begun.request.body)
         self.items: list[Json] = []
 
@@ -158,13 +158,13 @@ class Items:
             self._call(call.get("index", position), call.get("id"), call.get("function") or {})
 
     def finish(self, *, cut: bool) -> None:
-        """End the last item. There must be at least one."""
+        """End the last item, or an empty message if there is none. `cut`: whether the answer ended before it was complete."""
         if not self.items:
             self._opened("message")
         self._close("incomplete" if cut else "completed")
 
     def parts(self) -> dict[str, tuple[str, int]]:
-        """Return item id -> (field of the assistant's message, place among the items of that field)."""
+        """Return item id -> (field of the assistant's message, index among the items of that field)."""
         found: dict[str, tuple[str, int]] = {}
         fields: Counter[str] = Counter()
         for item in self.items:
@@ -174,7 +174,7 @@ class Items:
         return found
 
     def _opened(self, kind: str) -> Json:
-        """Return the growing item, a new one unless it is of this kind."""
+        """Return the growing item; if it is not of this kind, end it and begin a new one."""
         if self._open is None or self.items[self._open]["type"] != kind:
             part = _text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
             more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}

@@ -31,9 +31,9 @@ PORTION_S = 0.03
 """Seconds between two tokens below which a stream brings several tokens at a time. Agents do not notice it, and it is
 cheaper: a portion of several tokens costs engine and proxy as much as one token."""
 MOST_TOGETHER = 8
-"""Most tokens in a portion."""
+"""Maximum number of tokens in a portion."""
 MOST_TEXTS = 4096
-"""Number of texts whose tokens are cached."""
+"""Maximum number of texts for which it is cached whether they are single tokens."""
 LATELY = 0.2
 """Weight of the newest stream in the moving average of an engine's pace."""
 CROWDED = 16
@@ -163,7 +163,8 @@ class EnginePool:
         self._probed_at = float("-inf")
 
     def order(self, favourite: EngineLane | None, episode_id: str = "") -> list[EngineLane]:
-        """Return the lanes in the order in which to try them, without draining ones."""
+        """Return the lanes in the order in which to try them, without draining ones. `favourite`: the lane that answered the
+        episode last."""
         lanes = [lane for lane in self.lanes if not lane.draining]
         now = time.monotonic()
         newest = max((lane.version or 0 for lane in lanes), default=0)

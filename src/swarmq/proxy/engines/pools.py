@@ -103,7 +103,8 @@ class EnginePools:
         await self.follow()
 
     async def _check_tokenizer(self, pool: EnginePool, url: str) -> None:
-        """Raise RefusedError if the engine's tokenizer differs. An engine that does not answer passes."""
+        """Raise RefusedError if the tokenizer of the engine at `url` differs from that of the pool's engines. An engine that
+        does not answer passes."""
         if not self._opener:
             return
         async with self._opener(url) as engine:

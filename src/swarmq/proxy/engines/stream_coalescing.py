@@ -18,7 +18,7 @@ from swarmq.engine.client.protocol import Delta
 from swarmq.proxy.deltas import merge
 
 PATIENCE = 9.0
-"""Factor of the pause: parsing takes at most a tenth of a stream's time."""
+"""Ratio of a pause to the parsing before it: parsing takes about a tenth of a stream's time."""
 LONGEST_S = 1.0
 """Longest pause in seconds, reached only by answers of many thousand tokens."""
 

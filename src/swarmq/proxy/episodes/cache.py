@@ -32,9 +32,9 @@ LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
 """Bytes of an episode's state without turns, measured by tracemalloc."""
 MAX_CALLS = 256
-"""Most concurrent calls of an episode."""
+"""Maximum number of concurrent model calls of an episode."""
 MAX_GONE = 10_000
-"""Most ids of ended and of forgotten episodes that are kept."""
+"""Maximum number of ids of ended episodes, and of forgotten episodes, that are kept."""
 ENDINGS = frozenset({"episode", "eval"})
 """Events of the collector about an episode's end."""
 
@@ -48,7 +48,7 @@ class OpenEpisodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     episode_id: str
     policies: tuple[str, ...]
-    """Policies that it has called here."""
+    """Policies that the episode has called at this proxy."""
     calls: int
     sampled_tokens: int
     idle_s: float
@@ -71,7 +71,7 @@ class EpisodeState:
 
     def __init__(self, *, client: str = "", lost: bool = False, budget: TokenBudget | None = None) -> None:
         self.client = client
-        """Client of the keys with which it was called."""
+        """Client name in the API keys of its model calls."""
         self.lost = lost
         """Whether the episode may have made calls that this proxy does not know."""
         self.graphs: dict[str, Graph] = {}
@@ -82,7 +82,7 @@ class EpisodeState:
         self.open_calls = 0
         self.used_at = 0.0
         self.counted_bytes = 0
-        """Bytes of the episode in the cache's size."""
+        """Bytes with which the episode is counted in the cache's `size_bytes`."""
 
     def graph(self, policy: str) -> Graph:
         if policy not in self.graphs:
@@ -126,7 +126,8 @@ class EpisodeCache:
 
     @classmethod
     def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> EpisodeCache:
-        """Create the cache of the proxy that clients reach at `url`, or of this number if there is only one URL."""
+        """Create the cache of the proxy that clients reach at `url`, or that has this number if `url` is not in the run's list
+        of proxies."""
         started_at, proxies = now(), ProxyRegistry(job.run_folder.proxies)
 
         def is_home(episode_id: str) -> bool:
@@ -205,7 +206,8 @@ class EpisodeCache:
         self._make_room()
 
     def alerts(self) -> list[str]:
-        """Return a line when open episodes lose their state to others: at the first one, and whenever their number has doubled."""
+        """Return a warning if open episodes lost their state for want of room: for the first one, and whenever their number has
+        doubled since the last warning."""
         if (num := self.counts["room"]) < max(1, 2 * self._told):
             return []
         self._told = num
@@ -255,7 +257,7 @@ class EpisodeCache:
             self._forget("room", lambda _: self.size_bytes > self._limit_bytes)
 
     def _forget(self, reason: str, is_due: Callable[[EpisodeState], bool]) -> None:
-        """Remove the least recently used episodes without open calls while they are due."""
+        """Remove the least recently used episodes without open calls for as long as `is_due` is true of the next one."""
         for _ in range(len(self)):
             episode_id, memory = next(iter(self._memories.items()))
             if not is_due(memory):

@@ -162,7 +162,7 @@ class Graph:
         self._given: set[bytes] = set()
         """Hashes of all answers sent to the agent, regardless of the messages before them."""
         self._edited: set[bytes] = set()
-        """Keys of last answers that came back changed."""
+        """Keys of conversations up to an answer that the agent sent back changed."""
         self._prompts: dict[tuple[bytes, str], Node] = {}
         """(digest of a prompt, continued call id) -> first node with it."""
         self._newest: dict[bytes, Node] = {}

@@ -62,7 +62,7 @@ class Reservation:
         budget.reserved_tokens += self._left
 
     def sampled(self, count: int) -> None:
-        """Record that a choice is complete."""
+        """Record that a choice is complete, with `count` sampled tokens."""
         self._budget.sampled_tokens += count
         self._release(self._each)
 

@@ -71,7 +71,7 @@ def create_app(
     `engines`: policy -> its engines; the caller opens and closes them and the broker. `number`: index among the run's
     proxies. `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's
     events to them (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every
-    confirmed turn and the seconds that its confirm took. `engine_wait_s`: seconds that calls wait while no engine can answer.
+    confirmed turn and the seconds that its confirmation took. `engine_wait_s`: seconds that calls wait while no engine can answer.
     `pages`: further routes, which have an authorization of their own.
     """
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)

@@ -39,7 +39,7 @@ class ConnectionLimits:
     """The connections of a proxy and their limits."""
 
     def __init__(self, *, most: int, receive_s: float, keep_s: float, read_s: float) -> None:
-        """`receive_s`: seconds in which a head must arrive, and then a body. `keep_s`: seconds that a connection may wait for
+        """`most`: maximum number of connections. `receive_s`: seconds in which a head must arrive, and then a body. `keep_s`: seconds that a connection may wait for
         its next request. `read_s`: seconds that a client may go without reading."""
         self.most = most
         self.receive_s, self.keep_s, self.read_s = receive_s, keep_s, read_s
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self.leave()
 
     def _refuse(self, status: int, reason: str, message: str, code: str) -> None:
-        """Write an error response without a request."""
+        """Write an error response to a client whose request is incomplete, and close the connection."""
         kind = "server_error" if status >= 500 else "invalid_request_error"
         body = msgspec.json.encode(Refusal(status=status, message=message, type=kind, code=code).body)
         again = b"retry-after: 2\r\n" if status == 503 else b""

@@ -228,7 +228,7 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
 
 
 def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
-    """Answer an invalid body with each wrong field and its fault."""
+    """Answer an invalid body with the name of each invalid field and what is wrong with it."""
     flaws = error.extra if isinstance(error.extra, list) else []
     told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
     words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail

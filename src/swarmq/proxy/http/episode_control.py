@@ -42,7 +42,7 @@ class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     task_id: Name
     repeat: Limit = 0
-    """Number of the attempt within its group, 0 to group_size - 1."""
+    """Index of the attempt within its group, 0 to group_size - 1."""
     epoch: Limit = 0
     kind: str | None = None
     """Task kind; may be left out if the run has only one."""
@@ -62,9 +62,9 @@ class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lifetime_s: Annotated[float, Meta(gt=0)] | None = None
     """Seconds for which the API key is valid; the run's by default."""
     max_calls: Limit = 0
-    """Most model calls; 0: no limit."""
+    """Maximum number of model calls; 0: no limit."""
     max_tokens: Limit = 0
-    """Most sampled tokens; 0: no limit."""
+    """Maximum number of sampled tokens; 0: no limit."""
     agent: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,64}$")] | None = None
     """Agent tag of all calls with this key."""
     wait_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 30.0
@@ -72,7 +72,7 @@ class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """A begun episode: what an agent needs to know of it, and later the request to end it."""
+    """A begun episode: what its agent needs to call the model, and its client to end it."""
 
     episode_id: str
     slot_id: str
@@ -85,9 +85,9 @@ class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     """Base URL of this proxy for any OpenAI client."""
     api_key: str
-    """API key of this episode."""
+    """API key for the episode's model calls."""
     expires_at: float
-    """Unix time."""
+    """Unix time at which the API key expires."""
     repeated: bool
     """Whether the episode had begun before."""
     group_size: int
