@@ -30,7 +30,7 @@ def replay(
     until: int | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> int:
-    """Train to version `until` (by default the end of the log), write that checkpoint, and return its version.
+    """Train to version `until` (by default the end of the log), write a checkpoint of it, and return its version.
 
     Without `from_checkpoint`, starts from the initial model. `report`: called with the metrics of every step. Raises
     LearnerError if the checkpoint is invalid, or if the log is empty or does not continue from it.

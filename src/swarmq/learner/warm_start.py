@@ -75,7 +75,7 @@ class WarmStartProgress(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     """Number of demonstrations longer than `max_length`."""
     max_length: int
-    """Longest demonstration in tokens, limited by the model and by `train.micro_batch_tokens`."""
+    """Maximum length of a demonstration in tokens, set by the model and by `train.micro_batch_tokens`."""
 
 
 def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
@@ -232,7 +232,7 @@ class _Spelling:
         self._tokenizer, self._chat, self._where = tokenizer, chat, where
 
     def around(self, at: int) -> tuple[str, str]:
-        """Return the prompt for message `at`, and the prompt followed by the message."""
+        """Return the prompt for the message with index `at`, and the prompt followed by the message."""
         messages = self._chat.messages
         prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
         if not whole.startswith(prompt):
@@ -242,7 +242,7 @@ class _Spelling:
         return prompt, whole
 
     def leaves_out(self, at: int) -> bool:
-        """Return whether the template ignores message `at`."""
+        """Return whether the template ignores the message with index `at`."""
         messages = self._chat.messages
         rest = messages[:at] + messages[at + 1 :]
         try:

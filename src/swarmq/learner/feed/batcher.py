@@ -36,8 +36,9 @@ SMALLEST_GROUP = 2
 MIN_KNOWN = 20_000
 """Minimum number of ids of logged episodes to keep."""
 WINDOWS_KNOWN = 4
-"""Number of ids of logged episodes to keep, in collector windows, if that is more. Until the collector has processed the report
-on a rollout, it may send the rollout again, and lets at most one window of other episodes finish."""
+"""Number of ids of logged episodes to keep, as a multiple of the collector's window, if that is more than MIN_KNOWN. Until the
+collector has processed the report on a rollout, it may send the rollout again, and at most one window of other episodes
+finishes."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,14 +54,14 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int | None = None
     train: Train = Train()
     stretches: tuple[Stretch, ...] = ()
-    """The mix over the run; empty if the mix is constant."""
+    """The mix from step to step, in order of steps; empty if the mix is constant."""
     lent: tuple[str, ...] = ()
     """Dry kinds; their shares go to the other kinds for the time being."""
     control: int = 0
-    """Number of the control state from which these limits follow."""
+    """Sequence number of the control state from which these limits follow."""
 
     def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
-        """Return kind -> share at a step. `lent`: kinds without a share, by default the kinds in `self.lent`."""
+        """Return kind -> share of the batch of `step`. `lent`: kinds that get no share, by default those in `self.lent`."""
         return shares(self._stretches, step, self.lent if lent is None else lent)
 
     @property
@@ -70,7 +71,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> int:
-        """Number of episodes that the collector allows in progress."""
+        """Maximum number of episodes that the collector allows in progress."""
         return (self.max_staleness + 1) * self.groups_per_batch * self.group_size
 
     @property
@@ -123,7 +124,7 @@ class Batcher:
                 self._queue_usable(kind, group.usable, group.dropped)
 
     def note(self, index: BatchIndex) -> None:
-        """Note that a record is in the log."""
+        """Take over number, carry, baselines and episode ids of a record that is in the log."""
         self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
         for episode_id in (*index.trained, *index.dropped):
             self.known[episode_id] = None
@@ -161,7 +162,7 @@ class Batcher:
 
     def next_batch(self, step: int) -> Dealt:
         """Return the number of groups of each kind in the batch of `step`, and the fractions that rounding carries over. Kinds
-        in `lent` contribute the groups that they have."""
+        that lend their share contribute the groups that are ready."""
         limits, groups = self.limits, self.limits.groups_per_batch
         own = deal(limits.shares(step, lent=()), {}, groups).counts if limits.lent else {}
         there = {kind: min(len(self._ready[kind]), own.get(kind, 0)) for kind in limits.lent}
@@ -178,7 +179,7 @@ class Batcher:
         return news
 
     def warnings(self) -> list[str]:
-        """Return new warnings about the agents' metrics."""
+        """Return the warnings about the agents' metrics since the last call."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
@@ -282,7 +283,7 @@ class Batcher:
                 )
 
     def _take_oldest(self, kind: str, count: int) -> list[PendingGroup]:
-        """Take the `count` oldest groups of a kind."""
+        """Remove the `count` oldest groups of a kind from those that are ready, and return them."""
         groups = sorted(self._ready[kind], key=lambda group: group.oldest)
         self._ready[kind] = groups[count:]
         return groups[:count]

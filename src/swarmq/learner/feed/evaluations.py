@@ -50,7 +50,7 @@ class WaitingEvaluations:
         return self._kept.waiting[0] if self._kept.waiting else None
 
     def add(self, evaluation: Evaluation) -> None:
-        """Store results, unless they are known."""
+        """Store results, unless they are stored or logged already."""
         kept = self._kept
         if evaluation.began_at not in {*kept.logged, *(one.began_at for one in kept.waiting)}:
             self._write(msgspec.structs.replace(kept, waiting=(*kept.waiting, evaluation)))

@@ -67,7 +67,7 @@ class StopSignal:
 
 class FeederLink:
     """Link to the batch feeder, used as a context manager. `hello`: function that returns the trainer's state; called whenever
-    the process starts."""
+    the batch feeder is started."""
 
     def __init__(
         self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
@@ -124,7 +124,7 @@ class FeederLink:
         self._send(message)
 
     def finish(self) -> None:
-        """Wait until the batch feeder has sent all reports, or has given up for now."""
+        """Ask the batch feeder to stop, and wait until it has sent all reports, but at most STOP_S. The next start sends the rest."""
         self._send(records.Stop())
         self._socket.settimeout(STOP_S)
         with contextlib.suppress(TimeoutError, EOFError, LearnerError):

@@ -64,9 +64,9 @@ ASK_S = 20.0
 RETRY_S = 2.0
 """Seconds between two attempts at an operation that the broker or the disk refuses."""
 DRAIN_S = 10.0
-"""Seconds that a stop waits for confirmation of reports; the next start sends the rest."""
+"""Maximum number of seconds that a stop waits for confirmation of reports; the next start sends the rest."""
 PREDECESSOR_S = 15.0
-"""Seconds to wait for the batch feeder of a killed trainer to end."""
+"""Maximum number of seconds to wait for the batch feeder of a killed trainer to end."""
 MAX_PREFETCH = 65535
 CHUNK = 256
 
@@ -87,7 +87,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
 
 
 def main(open_broker: OpenBroker = open_amqp, *, feeder_type: type[BatchFeeder] | None = None) -> None:
-    """Run the process; its last argument is the descriptor of the socket to the trainer."""
+    """Run the process; its last argument is the file descriptor of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer sends Stop, and its death closes the socket
     with contextlib.suppress(EOFError):
@@ -170,14 +170,14 @@ class BatchFeeder:
         """Version -> metrics of the batch that was sent to the trainer."""
         self.signs = SignWatch()
         self.wanted_since: float | None = None
-        """Time of the trainer's request for a batch; None while it has a batch."""
+        """Monotonic time of the trainer's request for a batch; None while the trainer has a batch."""
         self.controls_due = 0
         """Number of control states that were queued when this process began and are still unread; one of them may raise the last
         step."""
         self.heard_at = time.monotonic()
-        """Time of the newest new rollout."""
+        """Monotonic time at which the last rollout arrived that was not a redelivery."""
         self.asked_collector = False
-        """Whether the collector was asked for rollouts since the newest one arrived."""
+        """Whether the collector was asked for lost rollouts since the last one arrived."""
         self.serving = asyncio.Lock()
         self.reporting = asyncio.Lock()
         self.reports_due = asyncio.Event()
@@ -414,8 +414,8 @@ class BatchFeeder:
         )
 
     async def _to_inbox(self, message: StepReport) -> None:
-        """Publish to the inbox and return once confirmed. If the queue was deleted, retry until the collector has declared it
-        again."""
+        """Publish to the collector's inbox and return once the broker has confirmed it. If the queue was deleted, retry
+        until the collector has declared it again."""
         while True:
             try:
                 return await self.broker.publish(topology.inbox(self.job.run), message)

@@ -17,8 +17,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """Observation with numbers; if the level is not `ok`, also the limit and what to do."""
     named: bool = True
-    """Whether `check` is printed before the text; false for a sign that does not show, because its text begins with the name of
-    the measured quantity."""
+    """Whether `check` is printed before the text; false if the text already begins with the name of the measured quantity."""
 
     @property
     def line(self) -> str:

@@ -1,4 +1,4 @@
-"""Signs of a failing training, with their limits, computed from the metrics of its steps. Pure."""
+"""Warning signs of a failing training, with their limits, computed from the metrics of its steps. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarmq.learner.health.findings import Finding, Level
 from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
 
 WINDOW = 10
-"""Number of first steps, and of newest steps, that are compared."""
+"""Number of steps at the beginning and at the end that are compared."""
 FILTERED = 0.1
 """Largest share of tokens that a filter should remove. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] removes 3
 % at the limit of the mismatch (0.05), 13 % at twice the limit, and 50 % at ten times the limit."""
@@ -26,15 +26,15 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the problem."""
     measured: str
     word: str
-    """Word for a value beyond the limit."""
+    """Word for a value beyond the limit in texts, e.g. "collapse" or "many"."""
     measure: Callable[[Steps], float | None]
     """Function that returns the measured value of the steps; None if their metrics lack it."""
     limit: float
     below: bool = False
-    """Whether values below the limit are a sign; if false, values above it are."""
+    """Whether values below the limit are a warning sign; if false, values above it are."""
     level: Level = "warning"
     alone: bool = True
-    """Whether a value beyond the limit is a sign even while the reward rises."""
+    """Whether a value beyond the limit is a warning sign even while the reward rises."""
     advice: str
 
 
@@ -63,7 +63,7 @@ def at_bound(steps: Steps) -> float | None:
 
 
 def cut(sign: str) -> Callable[[Steps], float | None]:
-    """Return a measure: the share of tokens with this sign of advantage that the loss masked or clipped."""
+    """Return a measure: the share of masked or clipped tokens among those with advantages of one sign, `positive` or `negative`."""
 
     def share(steps: Steps) -> float | None:
         clipped = _mean(steps[-WINDOW:], f"clipped_{sign}")
@@ -168,7 +168,7 @@ SIGNS = (
 
 
 def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
-    """Yield one finding for every sign that can be measured from the steps' metrics."""
+    """Yield one finding for every warning sign and trend that can be computed from the steps' metrics."""
     if not steps:
         yield Finding(
             level="note",
@@ -181,18 +181,18 @@ def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
 
 
 class SignWatch:
-    """Watcher for signs during training: reports a sign when it begins to show, and again after WINDOW steps without it."""
+    """Watcher for warning signs during training. Reports a sign when it appears, and again only after WINDOW steps without it."""
 
     def __init__(self) -> None:
         self._steps: list[Mapping[str, Any]] = []
         """The first WINDOW and the newest steps."""
         self._count = 0
         self._showed: dict[str, int] = {}
-        """Sign -> last step at which it showed."""
+        """Name of a sign -> last step that had it."""
 
     def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
-        """Add a step and return the findings that begin to show with it. Signs that are no errors are reported from step WINDOW
-        on, because earlier ones may be chance."""
+        """Add a step and return the findings that appear with it. Findings that are not errors are reported from step WINDOW on,
+        because earlier ones may be chance."""
         self._count += 1
         self._steps.append({**fields, "max_staleness": max_staleness})
         if len(self._steps) > WINDOW + LONGEST:

@@ -3,8 +3,8 @@ answers. Pure.
 
 The test is Mann and Kendall's: among all pairs of steps, is the later one lower more often than in a series without a trend? It
 assumes nothing about the distribution of the noise, and an outlier counts as one step. It is applied to the newest `WINDOW`
-steps, and to the means of the newest `WINDOW` blocks of `BLOCK` steps, which shows slow trends. A trend is a sign if its z is
-beyond `Z` and the change is large enough to matter. A learner tests after every step: with `Z` = 4, uncorrelated noise caused a
+steps, and to the means of the newest `WINDOW` blocks of `BLOCK` steps, which shows slow trends. A trend is a
+warning sign if its z-score is beyond `Z` and the change is large enough to matter. A learner tests after every step: with `Z` = 4, uncorrelated noise caused a
 sign in 0 of 100 trainings of 200 steps, noise correlated from step to step by 30 % in 4, and by 50 % in 32; a test measures the
 first two.
 
@@ -30,14 +30,15 @@ from swarmq.learner.health.findings import Finding
 
 WINDOW, BLOCK = 40, 8
 LEAST = 12
-"""Minimum number of points of a trend."""
+"""Minimum number of points from which a trend is computed."""
 LONGEST = WINDOW * BLOCK
-"""Number of newest steps that are examined."""
+"""Maximum number of newest steps that are examined."""
 Z = 4.0
 RISING = 2.0
-"""z-score above which the reward counts as rising. A rising reward suppresses warnings, which needs less proof than giving one (`Z`)."""
+"""z-score above which the reward counts as rising. A rising reward suppresses warnings, which needs less proof than a warning
+(`Z`)."""
 OTHER_MIX = 3.0
-"""z of a kind's share beyond which a changed mix explains changes of metrics over all kinds."""
+"""z-score beyond which a kind's share counts as changed, so that the changed mix explains trends over all kinds."""
 TINY = 1e-6
 
 Steps = Sequence[Mapping[str, Any]]
@@ -52,12 +53,12 @@ class Fit(msgspec.Struct, frozen=True):
 
     z: float
     begin: float
-    """Value at the beginning of the Theil-Sen line, or its logarithm if ratios are compared."""
+    """Value at the beginning of the fitted Theil-Sen line."""
     end: float
     change: float
-    """Relative change over the steps."""
+    """Relative change from `begin` to `end`."""
     first: int
-    """First step."""
+    """Weight version of the first step."""
     last: int
 
 
@@ -66,9 +67,9 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     measured: str
     measure: Measure
     change: float
-    """Relative change from beginning to end of the line beyond which the trend is a sign."""
+    """Threshold of the relative change over the fitted line, beyond which the trend is a warning sign; negative for a fall."""
     alone: bool = False
-    """Whether the trend is a sign even if the reward rises."""
+    """Whether the trend is a warning sign even while the reward rises or the mix changes."""
     advice: str
 
 
@@ -158,7 +159,7 @@ class _Window:
         return [statistics.fmean(each) for each in known if each]
 
     def explains(self) -> bool:
-        """Return whether the reward rises, or a kind's share of the newer batches differs from its share of the older ones."""
+        """Return whether a rising reward or a changed mix of kinds explains trends of other metrics."""
         return mann_kendall(self.rewards) > RISING or any(
             abs(mann_kendall(self.points(_share_of(kind)))) > OTHER_MIX
             for kind in {kind for step in self.steps for kind in step.get("groups_by_kind") or {}}
@@ -166,7 +167,7 @@ class _Window:
 
 
 def _look(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
-    """Return the points and z of a trend, or None if there are too few points."""
+    """Return the points and z-score of a trend, or None if there are too few points."""
     if len(window.steps) < LEAST * window.block:
         return None
     values = window.rewards if trend is REWARD else window.points(trend.measure)
@@ -192,7 +193,7 @@ def _fit(trend: Trend, window: _Window, values: Sequence[float], z: float) -> Fi
 
 
 def mann_kendall(values: Sequence[float]) -> float:
-    """Return z of the test, positive if the values rise; ties are accounted for."""
+    """Return the z-score of Mann and Kendall's trend test, positive if the values rise; ties are accounted for."""
     n = len(values)
     total = float(np.sign(_pairs(values)).sum())
     ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(values).values())
@@ -259,7 +260,7 @@ def _newest_code(steps: Steps) -> int:
 
 
 def _describe_trend(trend: Trend, fit: Fit, *, is_sign: bool) -> Finding:
-    """Describe a trend. The fitted line ends close to the first and last value, but seldom at them."""
+    """Return a finding that describes a trend by the ends of its fitted line, which are seldom the first and last value."""
     seen = f"{trend.measured} {fit.begin:.3g} -> {fit.end:.3g} from step {fit.first} to {fit.last}"
     limit = f"{trend.change:+.0%} and z {'below -' if trend.change < 0 else 'above '}{Z:g}"
     if is_sign:

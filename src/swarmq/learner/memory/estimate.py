@@ -28,10 +28,10 @@ KEPT_BYTES = 2
 LAYER_BYTES = 70
 """Bytes per token and hidden unit of everything inside one layer, in BF16."""
 GATHERED_BYTES = 10
-"""Further bytes per token of a whole pass and hidden unit if ranks share the pass: keys and values of one layer in BF16, and
+"""Additional bytes per token of the whole pass and hidden unit, if ranks share the pass: keys and values of one layer in BF16, and
 their gradients in BF16 and FP32; keys and values are assumed half as wide as hidden states."""
 HEADROOM = 0.92
-"""Share of a GPU's memory that plans may use."""
+"""Maximum share of a GPU's memory that plans may use."""
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
 """Environment variable with the share of a GPU's memory that a learner may fill with recomputable activations."""
 GIB = 1 << 30
@@ -86,7 +86,8 @@ def layer_bytes(units: int, ranks: int = 1) -> int:
 
 
 def whole_bytes(shape: ModelShape, train: Train) -> int:
-    """Return the bytes that gathered layers take besides a shard: all weights in the compute dtype, and gradients in FP32."""
+    """Return the bytes that a GPU needs, besides its shard, to keep all layers gathered: all weights in the compute dtype, and
+    gradients in FP32."""
     computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
     return shape.parameters * computed_with + _count_trained_parameters(shape, train) * WHOLE_BYTES
 
@@ -97,7 +98,7 @@ def state_bytes(
     """Return the bytes on one GPU that are allocated between steps.
 
     The buffer for weight pushes, which holds all weights of the policy, is counted only without sharding: ranks that shard do
-    without it if there is no room, and push weights by file.
+    without it if there is no room, and push weights by file. Arguments as for `learner_bytes`.
     """
     parts = ranks if full else 1
     if train.cpu_offload and parts > 1:
@@ -143,6 +144,6 @@ def _count_state_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
 
 
 def _count_trained_parameters(shape: ModelShape, train: Train) -> int:
-    """Return the number of trained parameters. With adapters, every matrix in the layers is counted as if it had one, whatever
+    """Return the number of trained parameters. With adapters, every matrix in the layers is counted as if it had an adapter, whatever
     `train.lora.modules` names."""
     return train.lora.rank * shape.fans if train.lora else shape.parameters

@@ -24,7 +24,7 @@ TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
 
 
 class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of memory, including swap."""
+    """A limit on memory, in bytes including swap."""
 
     source: str
     total: int
@@ -93,7 +93,10 @@ def _read_cgroup_limits(root: Path, *, swap: int) -> Iterator[HostRoom]:
 
 def _walk_up_cgroups(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[HostRoom]:
     """Yield the limits of a cgroup and of each ancestor that this process sees; in a container, the root of the mount is the
-    container's cgroup."""
+    container's cgroup.
+
+    `files`: names of the files with limit and use, and prefix of the fields in `memory.stat`. `swap`: free swap in bytes.
+    """
     limit_file, used_file, prefix = files
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):

@@ -14,7 +14,7 @@ def num_ranks() -> int:
 
 
 def get_local_ranks() -> range:
-    """Return the numbers of the ranks on this process's host."""
+    """Return the indices of the ranks on this process's host."""
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
 

@@ -24,8 +24,8 @@ from swarmq.learner.memory.estimate import GPU_SHARE, layer_bytes
 log = structlog.get_logger()
 
 ACTIVATION_SHARE = 0.8
-"""Share of the expected free memory (besides gradients, one recomputed layer and the inputs of all others) that activations may
-fill: the head needs some, and memory is fragmented."""
+"""Maximum share of the memory left by weights, gradients, one recomputed layer and the inputs of all layers that activations may
+fill; the rest is for the head and for fragmentation."""
 
 GATHERED_LAYERS = 2
 """Number of layers that are gathered at a time if they do not stay gathered: the present one and the next."""
@@ -40,7 +40,7 @@ class KeptActivations:
         self.whole = False
         """Whether the present layer is kept whole."""
         self.room = 0.0
-        """Bytes that each checkpointed layer may use for tensors of its attention."""
+        """Maximum number of bytes that each checkpointed layer may use for tensors of its attention."""
         self.attention_bytes: int = 0
         """Bytes that each checkpointed layer uses for tensors of its attention."""
         self._outputs: dict[nn.Module, Tensor] = {}
@@ -97,7 +97,7 @@ class ActivationCheckpointing:
         self._logged: int | None = None
 
     def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
-        """Compute `layer` of `inputs`, the first of which is the hidden states [1, T, hidden]."""
+        """Return the outputs of `layer` for `inputs`, the first of which is the hidden states [1, T, hidden]."""
         visibility = layer.keywords.get("visibility")
         if visibility is None or not visibility.compiled:
             return checkpoint(layer, *inputs, use_reentrant=False)
@@ -123,8 +123,8 @@ class ActivationCheckpointing:
         return checkpoint(layer, *inputs, use_reentrant=False)
 
     def _count_layers_to_keep(self, room: float, whole: int, attention: int) -> int:
-        """Return how many layers besides the first can be kept. `whole`: bytes that a layer takes besides its input, of which
-        `attention` bytes are kept anyway."""
+        """Return how many layers besides the first can be kept. `room`: bytes for activations. `whole`: bytes that a layer takes
+        besides its input, of which `attention` bytes are kept anyway."""
         others = self._num_layers - 1
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
@@ -144,7 +144,8 @@ class ActivationCheckpointing:
         self._passes += torch.is_grad_enabled()
 
     def _estimate_later_bytes(self, hidden: Tensor) -> int:
-        """Return the bytes that computed weights and gradients will take besides their present ones, before the first layer."""
+        """Return the bytes that converted or gathered weights and new gradients will take in addition to those that they take now,
+        before the first layer is computed."""
         parameters = list(self._parameters())
         trained = [p for p in parameters if p.requires_grad and p.grad is None]
         if self.held is None:

@@ -24,9 +24,9 @@ from swarmq.timeline import Layout
 T = TypeVar("T")
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest error relative to the largest value, in single and double precision."""
+"""Largest accepted error relative to the largest value, in single and double precision."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Largest relative error in half precision."""
+"""Largest accepted error relative to the largest value, in half precision."""
 
 
 class AttentionCall(NamedTuple):
@@ -39,7 +39,7 @@ class AttentionCall(NamedTuple):
 
 
 class RecordingVisibility(Visibility):
-    """Visibility that computes attention in batches and records one call of every kind."""
+    """Visibility that computes attention in batches, and records the inputs of the first attention of every shape and form."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device, compiled=False)
@@ -96,7 +96,7 @@ def find_refusal(
 
 
 def agree_on_reason(reason: str | None) -> str | None:
-    """Return the same reason on every rank. Every rank calls it.
+    """Return, on every rank, the reason of the first rank that has one, or None if no rank has one. Every rank calls it.
 
     A compiler may fail on one rank alone, and ranks with different plans would train tokens twice or never, or wait for each
     other forever.
@@ -124,7 +124,7 @@ def _compute_relative_error(values: Tensor, expected: Tensor) -> float:
 
 
 def _build_visibilities(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
-    """Return the visibility of the layout as each of the ranks sees it."""
+    """Return one visibility of the layout for each rank. `least`: minimum length, with padding, for which kernels are compiled."""
     if ranks == 1:
         return [Visibility(layout, device, compiled=True, least=least)]
     each = [ContextGroup(ranks, rank) for rank in range(ranks)]

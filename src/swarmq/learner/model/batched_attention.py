@@ -162,7 +162,7 @@ def _cut_node(node: Run, path: Sequence[Run], window: int | None) -> Iterator[Qu
 
 
 def _slice_path(path: Sequence[Run], first: int, last: int) -> list[Run]:
-    """Return tokens `first` to `last` of a path."""
+    """Return the runs of the path's tokens from `first` up to, but without, `last`."""
     kept, at = [], 0
     for start, end in path:
         low, high = max(first - at, 0), min(last - at, end - start)

@@ -103,8 +103,8 @@ class ContextGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether sums over all ranks include this rank's numbers. Ranks that share a micro-batch have equal numbers, so only
-        the first one counts."""
+        """Whether this rank is the first of its group. The ranks of a group have equal numbers, so sums over all ranks include
+        only those of the first."""
         return self.rank == 0
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ class NoLayoutError(LearnerError):
 
 
 class Visibility:
-    """The visibility of one layout on one device."""
+    """Attention over one layout on one device, with the masks or batches that let every token see only its ancestors."""
 
     def __init__(
         self,

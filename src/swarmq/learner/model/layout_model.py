@@ -225,7 +225,7 @@ class LayoutModel(nn.Module):
             )
 
     def _try_layouts(self, rows: Layout, tree: Layout) -> list[AttentionCall]:
-        """Find out whether the model can compute trees, and return its calls of attention."""
+        """Set `rows_only` and `head_apart` from a trial of both layouts, and return the inputs of the model's attention."""
         few, forked = (PlacedLayout.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = RecordingVisibility(tree, self.model.device)
         with torch.no_grad(), full_precision(self.model):
@@ -345,7 +345,7 @@ def _run_row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLa
 
 
 def _check_noise(model: PreTrainedModel, noise: float) -> None:
-    """Raise LearnerError if the model computes differently in training mode."""
+    """Raise LearnerError if the model computes differently in training mode. `noise`: largest difference in nats."""
     if noise > TOLERANCE_NATS:
         raise SetUpError(
             f"{type(model).__name__} computes a small example differently in training mode, by {noise:.2g} nats, so "

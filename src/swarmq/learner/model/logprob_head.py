@@ -195,7 +195,7 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _add_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return to + a @ b in FP32."""
+    """Return to + a @ b in FP32; `to` = None counts as 0."""
     if to is None:
         return _multiply(a, b)
     return torch.addmm(to, a, b, out_dtype=torch.float32) if _is_mixed_precision(a) else to.add_(_multiply(a, b))

@@ -74,7 +74,7 @@ def _check_modules(lm: Any, modules: Collection[str]) -> None:
 
 
 def load_adapter(lm: Any, folder: Path) -> None:
-    """Load adapters written by `save_adapter` into a model with the same ones."""
+    """Load adapters written by `save_adapter` into a model that has adapters of the same names and shapes."""
     lm.load_state_dict(load_file(folder / ADAPTER_FILE), strict=False)
 
 

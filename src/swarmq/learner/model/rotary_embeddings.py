@@ -52,7 +52,10 @@ def _get_rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 def _choose_factors(module: Any, layers: str | None, max_model_len: int | None) -> None:
-    """Give the module its own configuration, with the same factors for short and long rows."""
+    """Give the module its own configuration, with the same factors for short and long rows.
+
+    `layers`: layer type to change; None if there is only one.
+    """
     module.config = config = copy.deepcopy(module.config)
     told = config.rope_parameters if layers is None else config.rope_parameters[layers]
     made_for, original = config.max_position_embeddings, told["original_max_position_embeddings"]

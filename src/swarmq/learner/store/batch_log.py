@@ -36,8 +36,7 @@ SEGMENT = struct.Struct("<8sII")
 RECORD = struct.Struct("<4sQIIIII")
 SEGMENT_BYTES = 64 * 1024 * 1024
 SEGMENT_RECORDS = 256
-"""Number of records after which a new segment begins (or earlier, after a number of bytes), so that old segments can be
-removed."""
+"""Maximum number of records in a segment; a segment may end earlier because of its size. Old segments can be removed."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ class RecordPlace(msgspec.Struct, frozen=True):
 
 
 class BatchLog:
-    """An open log, to which only `append` adds. `indices` holds the indices of all records in memory."""
+    """An open log, to which only `append` adds. The indices of all records are kept in memory."""
 
     def __init__(
         self, folder: Path, identity: RunIdentity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
@@ -81,8 +80,8 @@ class BatchLog:
 
     @property
     def version(self) -> int:
-        """Version of the newest batch. Records of drops lie between batches; those written during a replay lie after newer
-        batches."""
+        """Version of the newest batch. The last records may hold only drops and name an older version, if they were written during
+        a replay."""
         return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
 
     @property

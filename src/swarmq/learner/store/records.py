@@ -86,7 +86,7 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """Unix time, for display."""
     control: int = 0
-    """Number of the control state in effect; 0 before the first change of a setting during the run."""
+    """Sequence number of the control state in effect; 0 before the first change of a setting during the run."""
     mix: dict[str, float] = {}
     """Kind -> share of this batch."""
 

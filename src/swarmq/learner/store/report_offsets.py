@@ -12,7 +12,8 @@ from swarmq.runtime.files import write_atomically
 
 
 class ReportOffsets:
-    """Record of confirmed reports. Reports up to record `through` are confirmed; later reports are repeated after a restart."""
+    """Progress of one learner's reports. Reports up to record `through` are confirmed by the broker; later reports are
+    repeated after a restart."""
 
     def __init__(self, path: Path, log: BatchLog) -> None:
         self.path, self.log = path, log

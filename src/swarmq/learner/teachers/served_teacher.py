@@ -58,7 +58,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 AT_ONCE = 32
-"""Number of timelines requested at the same time."""
+"""Maximum number of timelines that the teacher is asked to score at the same time."""
 ASK_S = 600.0
 
 

@@ -19,7 +19,7 @@ ROUNDED = 0.1
 """Limit in nats in lower precision. BF16 differs by 0.01 to 0.03 with dense models, by up to 0.05 with mixtures of experts and
 FP8 engines."""
 FEWEST = 100
-"""Minimum number of tokens with which the mean difference is judged."""
+"""Minimum number of tokens from which the mean difference is compared with the limit."""
 
 
 def agreement_limit(policy: Policy, *, cuda: bool) -> float:
@@ -34,7 +34,10 @@ def agreement_limit(policy: Policy, *, cuda: bool) -> float:
 
 
 def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> None:
-    """Raise LearnerError if the metrics of a step, before it is taken, show that the engine samples from another model."""
+    """Raise LearnerError if the metrics of a step, before it is taken, show that the engine samples from another model.
+
+    `limit`: largest accepted mean difference in nats. `family`: the model's class, for the error.
+    """
     gap, tokens = fields["same_weights_gap"], fields["same_weights_tokens"]
     if not limit or tokens < FEWEST or not gap > limit:  # a step with non-finite numbers is skipped later
         return

@@ -53,7 +53,7 @@ log = structlog.get_logger()
 ENSURE_EVERY_S = 10.0
 """Seconds between two checks that engines serve the present weights, while the learner waits for a batch."""
 BEHIND_EVERY_S = 2.0
-"""Seconds between two such checks while no engine is known to serve the present weights, for instance while engines restart."""
+"""Seconds between two checks that engines serve the present weights while none is known to, for instance while engines restart."""
 
 TEACHER_TOLD_S = 60.0
 """Seconds between two warnings that a batch waits for its teacher."""
@@ -115,7 +115,7 @@ class Learner:
         self.saved = self.trainer.version
         """Version of the newest complete checkpoint, on rank 0."""
         self._no_room: int | None = None
-        """Version of the checkpoint for which the disk had no room, so that a warning was given; None if there is none."""
+        """Version of the checkpoint for which a full disk was last reported; None if a later checkpoint was written."""
         self._pending_checkpoint: _PendingCheckpoint | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None

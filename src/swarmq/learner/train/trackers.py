@@ -33,8 +33,8 @@ UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
 """Characters that are replaced in parts of a metric's name, because some trackers refuse or cut them; names of kinds may
 contain them."""
 LONGEST = 80
-"""Maximum length of a part of a metric's name. MLflow allows 250 characters for the whole name; if one name is longer, it refuses
-all metrics of the step."""
+"""Maximum number of characters in a part of a metric's name. MLflow allows 250 characters for the whole name; if one name is
+longer, it refuses all metrics of the step."""
 ENDS_WITH_AN_ERROR = "tensorboard"
 """Tracker whose writing thread ends at its first error, such as a full disk, so that every later step fails."""
 SORTED_BY_STEP = "wandb"
@@ -169,7 +169,7 @@ def evaluation_figures(version: int, results: Mapping[str, Any]) -> dict[str, An
 
 
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
-    """Return the mean of (value, weight)."""
+    """Return the weighted mean of (value, weight) pairs."""
     return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
 
 

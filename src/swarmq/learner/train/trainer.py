@@ -190,7 +190,7 @@ class Trainer:
 
     @property
     def max_length(self) -> int:
-        """Longest call that can be trained, in tokens."""
+        """Maximum length of a model call that can be trained, in tokens."""
         made_for = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
 
@@ -482,7 +482,10 @@ class Trainer:
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
 
     def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
-        """Step the optimizer, unless no token is left or the gradient is not finite."""
+        """Step the optimizer, unless no token is left (`anything` is false) or the gradient is not finite. Returns metrics.
+
+        `step`: weight version after the batch, which sets the learning rate during warm-up.
+        """
         rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
         skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
         if not skipped:
