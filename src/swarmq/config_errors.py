@@ -55,7 +55,7 @@ ELSEWHERE = {
     "model_name": "policies.*.model",
     "name": "run",
 }
-"""Name of a setting in other libraries -> path of the setting here."""
+"""Name of a setting in other libraries -> path of the same setting in swarmq."""
 
 MOST_HINTS = 3
 LONGEST_VALUE = 60
@@ -156,7 +156,8 @@ def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], ro
 
 
 def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, most: int) -> list[str]:
-    """Return the paths whose name is the fewest edits away from `wrong`, at most `most` edits; more common letters break ties."""
+    """Return the paths whose name is the fewest edits away from `wrong`, at most `most` edits; ties go to the names that
+    share more letters with `wrong`."""
     plain = _plain(wrong)
     far = {
         path: (edit_distance(plain, _plain(name(path))), _other_letters(plain, _plain(name(path)))) for path in paths
@@ -166,7 +167,8 @@ def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, mo
 
 
 def _of_like_words(wrong: str, paths: Sequence[str], name: Callable[[str], str]) -> list[str]:
-    """Return the paths whose name shares the most words (or word beginnings) with `wrong`, if at least half of either name."""
+    """Return the paths whose name shares the most words (or word beginnings) with `wrong`, provided that these are at least
+    half of the words of either name."""
     words = _words(wrong)
 
     def common(path: str) -> int:

@@ -11,7 +11,7 @@ class SwarmqError(Exception):
 
 
 class ConfigError(SwarmqError):
-    """A setting is unknown, out of range or of the wrong type; the message names its path."""
+    """A setting is unknown, out of range or of the wrong type; the message names the setting's path."""
 
 
 class MessageError(SwarmqError):

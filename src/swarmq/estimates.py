@@ -56,8 +56,8 @@ def shorten_name(name: str) -> str:
 
 
 def sum_metrics(episodes: Iterable[Mapping[str, float]]) -> dict[str, MetricSum]:
-    """Return shown name -> number and sum of the values, over the metrics of many episodes. The number of names is only bounded
-    per episode, to twice MAX_METRICS."""
+    """Return shown name -> number and sum of the values, over the metrics of many episodes. At most 2 * MAX_METRICS metrics
+    of each episode are counted; the total number of names is not limited."""
     sums: dict[str, MetricSum] = {}
     for metrics in episodes:
         for name, value in islice(metrics.items(), 2 * MAX_METRICS):
@@ -73,7 +73,7 @@ def bound_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def add_metrics(one: Mapping[str, MetricSum], other: Mapping[str, MetricSum]) -> dict[str, MetricSum]:
-    """Return the sums over both, with the names of `one` first."""
+    """Return the sums over the episodes of both mappings, with the names of `one` first."""
     return {name: one.get(name, MetricSum()) + other.get(name, MetricSum()) for name in {**one, **other}}
 
 

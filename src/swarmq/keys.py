@@ -45,7 +45,7 @@ _PEM = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----")
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Permissions of an API key: calls of `policies` within one episode until `expires_at` (Unix seconds)."""
+    """Permissions of an API key: model calls to `policies` within one episode until `expires_at` (Unix seconds)."""
 
     run: str
     client: str
@@ -55,11 +55,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: Mode = "train"
     expires_at: float
     max_calls: int = 0
-    """Largest number of model calls in the episode; 0: no limit."""
+    """Maximum number of model calls in the episode; 0: no limit."""
     max_tokens: int = 0
-    """Largest number of sampled tokens in the whole episode; 0: no limit."""
+    """Maximum number of sampled tokens in the whole episode; 0: no limit."""
     agent: str | None = None
-    """Agent tag of calls without the header `x-swarmq-agent`."""
+    """Agent tag of requests without the header `x-swarmq-agent`."""
     made_at: float = 0.0
     """Unix time of minting by the client's clock, for error messages; 0 if unknown."""
 
@@ -300,7 +300,8 @@ def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str,
 
 
 def _describe_clocks(record: Claims | Operator, now: float) -> str:
-    """Describe the clocks behind an expired key: a fresh key looks expired if its machine's clock is behind."""
+    """Return the expiry and clock times for the message about an expired key or token, because a fresh key looks expired if
+    the clock of its client is behind."""
     if not math.isfinite(record.expires_at):
         return ""
     made_at = record.made_at if isinstance(record, Claims) else 0.0

@@ -105,9 +105,10 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
 def diff_settings(
     before: SwarmJob, after: SwarmJob, file: SwarmJob, paths: Iterable[str], *, number: int, **when: Any
 ) -> list[Change]:
-    """Return the differences between two jobs at `paths` as changes with this number.
+    """Return the settings at `paths` that differ between two jobs, as changes.
 
-    `file`: the job as loaded from the job file. `when`: timing fields for changes of the mix.
+    `file`: the job as loaded from the job file. `number`: serial number of the control state that introduces the changes.
+    `when`: values of `from_step` and `from_grant`, for changes of the task mix.
     """
     found = []
     for path in paths:

@@ -33,7 +33,7 @@ SCHEMA = 1
 """Version of the wire format. A reader accepts its own version and older ones."""
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Size of the largest record that is published. RabbitMQ 4 closes the channel above 16 MiB."""
+"""Maximum size of a published record. RabbitMQ 4 closes the channel on a message above 16 MiB."""
 
 MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted: rounding lets an engine report one slightly above 0."""
@@ -155,7 +155,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     request_id: str
     """Id of the HTTP request, shared by all of its choices."""
     retry: int = 0
-    """Number of earlier transmissions of this request, as counted by the client library."""
+    """Number of times that the client library had sent this request before, by its own count."""
     counts_retries: bool = False
     """Whether the client library counts retries in every request, so that an equal request with retry 0 is a new request."""
     receipt: bool = False
@@ -280,7 +280,8 @@ class StepReport(Record, frozen=True, kw_only=True, tag="consumed"):
 
     policy: str
     record: int = 0
-    """Number of the batch-log record. A version may have several, because rollouts may be dropped between two steps."""
+    """Serial number of the batch-log record. A version may have several records, because rollouts may be dropped between two
+    steps."""
     version: int
     """Weight version after the step."""
     trained: tuple[str, ...]
@@ -331,7 +332,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One setting that was changed while the run was up."""
 
     number: int
-    """Number of the control state that introduced the change."""
+    """Serial number of the control state that introduced the change."""
     path: str
     before: Any
     value: Any
@@ -340,21 +341,23 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     from_step: dict[str, int] = {}
     """Policy -> first step with the new value; empty: the next step that begins."""
     from_grant: int = 0
-    """Number of the first batch whose tickets are issued under the change, counted by the collector."""
+    """For a change of the task mix: first batch (from 1) whose tickets are issued under the new mix, in the order in which
+    the collector grants batches; 0 for other changes."""
 
 
 class Control(Record, frozen=True, kw_only=True, tag="control"):
-    """collector -> <policy>.control: the complete control state for learners. The one with the highest number is in effect."""
+    """collector -> <policy>.control: the complete control state for learners. The state with the highest `number` is in
+    effect."""
 
     number: int
     changes: tuple[Change, ...] = ()
     lent: tuple[str, ...] = ()
-    """Kinds without tasks whose share of the mix goes to the other kinds for the time being."""
+    """Dry kinds whose share of the mix goes to the other kinds for the time being."""
     pace: Pace = "running"
     checkpoints: int = 0
-    """Number of checkpoints requested since the run began."""
+    """Number of checkpoints that operators have requested since the run began."""
     command_id: str = ""
-    """Id of the command behind this number; empty if the collector decided without a command."""
+    """Id of the command that led to this control state; empty if the collector decided without a command."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
@@ -366,7 +369,7 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     version: int
     """Newest weight version when the round began."""
     began_at: float
-    """Unix time; no two rounds of a run began at the same time."""
+    """Unix time when the round began, unique in the run."""
     results: dict[str, Any]
     """Fields of the `evaluated` event."""
 

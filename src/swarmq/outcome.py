@@ -12,7 +12,8 @@ from swarmq.errors import OutcomeError
 from swarmq.messages import RESPONSE_ID_PREFIX, EpisodeBegin, EpisodeEnd, find_reward_error
 
 MAX_REASON = 4000
-"""Characters kept of a failure's reason, counted from its end, where a traceback names the error."""
+"""Maximum number of characters kept of a failure's reason. Its beginning is cut off, because a traceback names the error at
+its end."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -21,10 +22,10 @@ class Outcome(msgspec.Struct, frozen=True):
     reward         reward of every trained policy of the episode
     rewards        policy -> reward, in place of `reward`
     success        whether the task was solved; None: unknown
-    metrics        name -> number, at most 64 names a kind; their means are in step and evaluation events and in trackers
+    metrics        name -> number, at most 64 names per task kind; their means are in step and evaluation events and in trackers
     metadata       name -> any value, stored as text in the batch log
-    agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward of the calls with that tag
-    call_rewards   call id -> reward of that call; the call id is the `id` of the answer, also of a response (`resp_...`)
+    agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward of the model calls with that tag
+    call_rewards   call id -> reward of that model call; the call id is the `id` of its answer (`resp_...` in the Responses API)
     """
 
     reward: float | None = None

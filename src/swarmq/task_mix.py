@@ -15,7 +15,7 @@ import msgspec
 from swarmq.config import MixSchedule
 
 ROUNDING = 9
-"""Number of decimals to which debts are compared, because shares like 0.1 do not add up exactly."""
+"""Number of decimals to which fractions of groups are rounded, because shares like 0.1 do not add up exactly."""
 
 Shares = dict[str, float]
 
@@ -33,7 +33,7 @@ class Dealt(NamedTuple):
 
     counts: dict[str, int]
     carry: Shares
-    """Fraction of a group that rounding owes each kind; sums to 0."""
+    """Kind -> fraction of a group that rounding still owes the kind, negative if it got too much; sums to 0."""
 
 
 def kinds_of(stretches: Sequence[Stretch]) -> tuple[str, ...]:
@@ -55,9 +55,10 @@ def shares(stretches: Sequence[Stretch], step: int, lent: Collection[str] = ()) 
 
 
 def deal(mix: Mapping[str, float], carry: Mapping[str, float], groups: int) -> Dealt:
-    """Divide whole groups by largest remainder, including the debts of earlier batches.
+    """Divide `groups` whole groups among the kinds of `mix` by largest remainder. `carry`: what rounding in earlier batches
+    still owes each kind.
 
-    The groups given to each kind so far are within one of its exact share.
+    Over all batches so far, each kind has got its exact share to within one group.
     """
     owed = sum(carry.get(kind, 0.0) for kind in mix)  # not 0 where a kind has just left or lent its share
     wanted = {kind: round(share * (groups - owed) + carry.get(kind, 0.0), ROUNDING) for kind, share in mix.items()}

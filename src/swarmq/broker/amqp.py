@@ -49,7 +49,7 @@ BROKER_ANSWERED_ENV = "SWARMQ_BROKER_ANSWERED"
 """Environment variable that `swarmq up` sets for its daemons. It says that the broker has answered at this URL before, so a
 daemon waits for it without a deadline."""
 MAX_REASON_CHARS = 500
-"""Characters of a reason kept in a header."""
+"""Maximum number of characters of a reason in a header."""
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import RECYCLED_PREFIX, Session
 
 DEFAULT_ACK_S = 30 * 60.0
-"""RabbitMQ's default acknowledgement timeout."""
+"""RabbitMQ's default acknowledgement timeout in seconds."""
 CONSUMER_TIMEOUT_VERSION = (3, 12)
 """First RabbitMQ version that respects `x-consumer-timeout`."""
 RECYCLE_FRACTION = 2 / 3

@@ -17,11 +17,11 @@ from swarmq.errors import BrokerError, BrokerLostError
 
 PROBES = 2
 PROBE_S = 5.0
-"""Seconds to wait for an answer; a live empty queue answers at once."""
+"""Maximum seconds that a probe waits for an answer; a live empty queue answers at once."""
 
 
 async def delete_if_dead(session: Session, url: str, queue: str, *, name: str) -> bool:
-    """Delete `queue` and return True if it is dead; `name` is that of the probes' connections. See `Broker.delete_if_dead`."""
+    """Delete `queue` and return True if it is dead; `name`: name of the probes' connections. See `Broker.delete_if_dead`."""
     depth = (await session.call(read_depths(session.connection, [queue]))).get(queue)
     if depth != Depth(0, 0):
         return False

@@ -23,10 +23,10 @@ from swarmq.runtime.logs import log
 from swarmq.version import __version__
 
 IN_FLIGHT = 512
-"""Maximum unconfirmed publishes. The driver scans all of them for every confirm that covers several."""
+"""Maximum number of unconfirmed publishes. The driver scans all of them for every confirm that covers several."""
 
 MAX_FULL_DELAY_S = 1.0
-"""Longest pause after the broker rejected a message because of a length limit set by policy."""
+"""Maximum seconds until a message is published again that the broker rejected because a policy limits the queue's length."""
 
 WARN_EVERY_S = 60.0
 """Seconds between two warnings for one queue. A full queue accepts and rejects messages in turn."""
@@ -50,8 +50,8 @@ class Publisher:
     async def publish(
         self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
     ) -> None:
-        """Publish and return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline, BrokerError when
-        refused."""
+        """Publish `body` to `queue`, and return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline,
+        BrokerError when refused."""
         try:
             async with asyncio.timeout(deadline_s), self._slots:
                 while not await self._attempt(queue, body, kind=kind, headers=headers):

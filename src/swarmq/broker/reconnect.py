@@ -79,7 +79,9 @@ class BrokerLink:
         refused: Callable[[BrokerError], None] = lambda _: None,
         login_patience_s: float = math.inf,
     ) -> None:
-        """`login_patience_s` is how long the broker may refuse the login of a link that has worked."""
+        """`prepare` is called with each new session before the link counts as up, `forget` after each lost session, `refused`
+        with the error that ends the link. `login_patience_s`: seconds that the broker may refuse the login of a link that has
+        worked."""
         self._url = url
         self._name = name
         self._prepare = prepare

@@ -27,13 +27,14 @@ from swarmq.errors import BrokerLostError
 from swarmq.runtime.logs import log
 
 HEARTBEAT_S = 15
-"""Heartbeat interval; a connection that is silent for three intervals is closed. `?heartbeat=` in the URL overrides it."""
+"""Heartbeat interval in seconds; a connection that is silent for three intervals is closed. `?heartbeat=` in the URL
+overrides it."""
 
 CONNECT_S = 8.0
-"""Timeout for the connection, and again for its channel."""
+"""Time limit in seconds for opening the connection, and again for its channel."""
 
 ANSWER_S = 15.0
-"""Timeout for an answer of the broker, confirms included."""
+"""Time limit in seconds for an answer of the broker, confirms included."""
 
 NOTICE_S = 2.0
 """Seconds after which a pending call checks whether an alarm blocks it, and logs that."""

@@ -39,21 +39,21 @@ EVENTS = "swarmq.events"
 """Topic exchange of events, routing key `<run>.<source>.<name>`."""
 
 DELIVERY_LIMIT = 100
-"""Redeliveries before a message is parked. Always positive: -1 drops messages on RabbitMQ 3.10."""
+"""Number of redeliveries after which RabbitMQ parks a message. Always positive: -1 drops messages on RabbitMQ 3.10."""
 
 DEAD_DELIVERY_LIMIT = 1_000_000_000
 """Redelivery limit of the dead-letter queue. Reading dead letters redelivers them, and RabbitMQ 4 would by default drop them
 after 20 reads."""
 
 ACK_S = 7 * 24 * 3600.0
-"""Acknowledgement timeout in seconds to request from the broker: consumers hold tasks and batches unacknowledged until their work is
-done."""
+"""Acknowledgement timeout in seconds to request from the broker: consumers hold tasks and batches unacknowledged until their
+work is done."""
 
 ACK_TIMEOUT_PROPERTY = "swarmq_ack_timeout_ms"
 """Server property that states the configured acknowledgement timeout, for servers that ignore `consumer_arguments`."""
 
 EVENT_BACKLOG = 10_000
-"""Events kept for one slow subscriber; older events are dropped."""
+"""Maximum number of events kept for one slow subscriber; older events are dropped."""
 
 EVENT_QUEUE_ARGUMENTS: dict[str, Any] = {"x-max-length": EVENT_BACKLOG, "x-overflow": "drop-head"}
 
@@ -83,8 +83,8 @@ def tasks(run: str, kind: str) -> str:
 def retries(run: str, kind: str) -> str:
     """Return the queue of failed tasks to attempt next.
 
-    It is separate because a message cannot overtake others in `tasks`. Its name is one that also clients may use that were
-    invited before this queue existed.
+    It is separate because a message cannot overtake others in `tasks`. Its name begins with the name of `tasks`, so that clients
+    with an invite of an older version may use it, too.
     """
     return f"{tasks(run, kind)}.again"
 
@@ -148,7 +148,8 @@ def obsolete_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
 
 
 def client_destination(user: str, queue: str) -> str:
-    """Return the queue that a message of this client for `queue` may go to, or "" if there is none."""
+    """Return the queue that receives a client's messages for `queue` (returned tasks go to the collector first), or "" if the
+    client may not publish for it."""
     run = user.partition(".")[0]
     if queue in (inbox(run), returned_tasks(run)):
         return queue

@@ -30,7 +30,7 @@ def read_changes(path: Path) -> tuple[Change, ...]:
 
 
 def read_control(path: Path) -> Control | None:
-    """Return the control state, or None if nothing was requested or no collector has run yet."""
+    """Return the control state, or None if the run was never changed or no collector has run yet."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
             row = ledger.execute("SELECT body FROM control").fetchone()

@@ -12,7 +12,7 @@ from swarmq.collector.decide.core import Core
 from swarmq.messages import Control
 
 MAX_REFUSED = 4096
-"""Number of episodes whose refused calls are remembered."""
+"""Maximum number of episodes whose refused model calls are remembered."""
 PATIENCE_S = 120.0
 """Seconds of standstill before a warning, and between its repetitions."""
 

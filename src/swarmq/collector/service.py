@@ -52,9 +52,9 @@ from swarmq.transcripts.writer import ClosedEpisode, TranscriptWriter
 
 PREFETCH = 1000
 BATCH = 500
-"""Most messages of one transaction."""
+"""Maximum number of messages in one transaction."""
 WINDOW = 32
-"""Number of messages published at the same time, which bounds the memory of outgoing rollouts."""
+"""Maximum number of messages that are published at the same time, which bounds the memory of outgoing rollouts."""
 TICK_S = 1.0
 LOOK_S = 5.0
 STATE_S = 2.0
@@ -105,7 +105,7 @@ class Collector:
         queues = topology.run_queues(job.run, policies=self._rules.trained, kinds=job.task_kinds)
         self._queues = frozenset(queues)
         self.commit_watchers: list[Callable[[float], None]] = []
-        """Called with the seconds of each transaction."""
+        """Functions to call with the duration of each transaction in seconds."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish the work in hand within DRAIN_S."""
@@ -210,7 +210,7 @@ class Collector:
         return refused
 
     async def _listen(self) -> None:
-        """Listen to events of the proxies about refused calls."""
+        """Listen to events of the proxies about refused model calls."""
         async with self._broker.events(self.job.run) as events:
             async for event in events:
                 if event.name == "refused":

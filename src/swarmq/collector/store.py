@@ -42,7 +42,7 @@ from swarmq.transcripts.writer import ClosedEpisode
 
 STORE_SCHEMA = "2"
 BODIES_BYTES = 32 * 1024 * 1024
-"""Most bytes of published episodes that stay in memory to be written as transcripts."""
+"""Maximum number of bytes of published episodes that stay in memory to be written as transcripts."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -113,7 +113,7 @@ CREATE TABLE IF NOT EXISTS evaluations (
 ) WITHOUT ROWID;
 """
 EPISODE_ENDED_AT = "ALTER TABLE episodes ADD COLUMN ended_at REAL NOT NULL DEFAULT 0"
-"""Migrations of schema-2 stores made by an earlier version."""
+"""Migration of schema-2 stores that an earlier version made without this column."""
 
 PARTS = "SELECT begin, end, began_at, ended_at FROM episodes WHERE id = ?"
 TURNS = "SELECT body FROM turns WHERE episode = ? ORDER BY seq"
@@ -195,7 +195,7 @@ class Bodies:
 
 
 class RecentBodies:
-    """The messages of the newest published episodes, up to a number of bytes, so that they are not read again when the
+    """The messages of the newest published episodes, at most `max_bytes` of them, so that they are not read again when the
     episodes are settled."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -223,7 +223,7 @@ class Store:
     def __init__(self, path: Path | None, *, run: str) -> None:
         """Open or create the file; None keeps everything in memory, for simulations."""
         self.keeps_bodies = False
-        """Whether `parts` keeps the messages that it reads, for a later `closed`."""
+        """Whether `parts` keeps the messages that it reads, for a later call of `closed`."""
         self._bodies = RecentBodies(BODIES_BYTES)
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")

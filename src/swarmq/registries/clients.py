@@ -17,7 +17,7 @@ from swarmq.messages import NAME
 from swarmq.runtime.files import CachedFile, locked_for_change, write_atomically
 
 LOOK_EVERY_S = 0.5
-"""Seconds after which a proxy notices that a client was removed."""
+"""Seconds for which a proxy reuses the revoked names that it read last; it may accept a removed client for this long."""
 
 
 class InvitedClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -48,7 +48,7 @@ class EngineRegistry:
         return self._change(policy, lambda urls: tuple(one for one in urls if one != url))
 
     def forget(self) -> None:
-        """Return to the engines of the job file."""
+        """Delete the registry file, so that the engines of the job file are in effect again."""
         self._path.unlink(missing_ok=True)
 
     def _change(self, policy: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Urls:

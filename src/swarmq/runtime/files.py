@@ -79,7 +79,7 @@ class LineFile:
         self.path = path
 
     def append(self, line: bytes) -> None:
-        """Append one line, given without its end. Raises OSError if that fails, e.g. on a full disk."""
+        """Append one line; `line` has no newline. Raises OSError if that fails, e.g. on a full disk."""
         with self.path.open("ab+", buffering=0) as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)

@@ -22,7 +22,8 @@ from swarmq.errors import ConfigError, SetUpError
 FINAL_MESSAGE_PREFIX = "swarmq: "
 """Prefix of the log line in which a swarmq process says why it ends."""
 MAX_OPEN_FILES = 65_536
-"""Most files that a process may open: RabbitMQ's Erlang reserves memory for each, and some hosts allow a thousand million."""
+"""Maximum number of files that a process may open: RabbitMQ's Erlang reserves memory for each, and some hosts allow a
+thousand million."""
 
 _PR_SET_PDEATHSIG = 1
 _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -48,10 +49,11 @@ class DeathCounter:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """Start a session of its own and arrange for a signal when the parent thread ends; for `preexec_fn`.
+    """Make this process the leader of a new session, and let Linux send it the signal `by` when its parent thread ends; for
+    `preexec_fn`.
 
-    Ctrl-C on a terminal then reaches the parent alone, which stops its children in order. Only Linux has such a call: elsewhere,
-    children outlive a parent that was killed.
+    Ctrl-C on a terminal then reaches the parent alone, which stops its children in order. Outside Linux, children outlive a
+    parent that was killed.
     """
     os.setsid()
     if sys.platform == "linux":
@@ -107,7 +109,8 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def listen(host: str, port: int, *, backlog: int, setting: str, advice: str = "choose another") -> socket.socket:
-    """Return a socket that listens on the address. Raises ConfigError, in the name of `setting`, if that is not possible."""
+    """Return a socket that listens on the address. Raises a ConfigError that names `setting` and ends with `advice` if that
+    is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By this protocol number asyncio knows to send small packets at once; without it every answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -22,7 +22,7 @@ from swarmq.timeline.turns import ResolvedTurn
 Way = Literal["rows", "tree"]
 
 TREE_MUST_SAVE = 0.03
-"""Share of the modelled time that a tree must save to be chosen over rows."""
+"""Minimum share of the modelled time that a tree must save to be chosen over rows."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

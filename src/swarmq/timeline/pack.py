@@ -32,7 +32,7 @@ class Bins:
         self._set(at, self._room[at] - size)
 
     def get_size(self, number: int) -> int:
-        """Return the number of tokens in a bin, with its opening tokens."""
+        """Return the number of tokens in the bin with index `number`, with its opening tokens."""
         return self.budget - self._room[self._leaves + number]
 
     def _open(self, room: int) -> None:

@@ -3,7 +3,7 @@
 The module has `demonstrations(dice)`, an endless iterator of chats (OpenAI messages, with `tool_calls` where tools are used), and
 may have:
 
-  copying(dice)   an iterator of chats for the first steps, in place of these, with what takes longest to learn
+  copying(dice)   an iterator of chats that replace `demonstrations` in the first steps, to train what takes longest to learn
   TOOLS           the tools that the agent offers in its requests
   RECIPE          fields of `Recipe` that differ from the defaults
 """
@@ -60,7 +60,7 @@ def load_lessons(name: str, *, overrides: Mapping[str, Any] | None = None) -> Le
     """Load the lessons from a module of demonstrations, which may be in the working directory.
 
     `overrides`: fields of the recipe that replace those of the module. Raises ConfigError if the module cannot be imported, has no
-    `demonstrations`, or has a recipe with a wrong field.
+    `demonstrations`, or has a recipe with an invalid field.
     """
     here = str(Path.cwd())
     if here not in sys.path:
@@ -80,11 +80,11 @@ def load_lessons(name: str, *, overrides: Mapping[str, Any] | None = None) -> Le
 
 
 def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Split a rendered chat into alternating stretches of given text and assistant text; an assistant stretch ends with the
-    end-of-turn token.
+    """Split a rendered chat into stretches, alternating between other text (prompts, tool results, markers) and assistant
+    text; an assistant stretch ends with the end-of-turn token.
 
-    Text after the last assistant message is left out. Raises ValueError if the chat has no assistant message, or if the content
-    of a message contains the template's markers.
+    Text after the last assistant message is left out. Raises ValueError if the chat has no assistant message, or if the
+    content of a message contains the template's markers.
     """
     stretches, at = [], 0
     for found in SPOKEN.finditer(text):

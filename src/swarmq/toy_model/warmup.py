@@ -29,7 +29,7 @@ from swarmq.toy_model.tokenizer import add_chat_template, build_tokenizer
 
 IGNORED = -100
 Stretches = list[str]
-"""A rendered chat as alternating stretches of given and assistant text."""
+"""A rendered chat, split by `split_stretches`: the stretches at odd indices are assistant text."""
 
 
 class WarmupMicroBatch(NamedTuple):
@@ -48,7 +48,8 @@ def make_toy_model(
     tools: Sequence[Mapping[str, Any]] = (),
     report: Callable[[WarmupProgress], None],
 ) -> Path:
-    """Return `folder`, after a warmed-up model is made there unless it exists. An interrupted call leaves nothing behind."""
+    """Make a warmed-up model in `folder` unless there is one already, and return `folder`. If interrupted, leave nothing
+    behind."""
     if not is_complete(folder):
         words, model = warm_up(chats, recipe, tools=tools, report=report)
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -64,25 +64,25 @@ class TranscriptMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     rewards: dict[str, float] = {}
     success: bool | None = None
     metrics: dict[str, float] = {}
-    """`EpisodeEnd.metrics`, of many only the first (`writer.MAX_ENTRIES`)."""
+    """The first `writer.MAX_ENTRIES` entries of `EpisodeEnd.metrics`."""
     began_at: float
     """Unix time by the collector's clock, as all times of this record."""
     ended_at: float
-    """When the episode's end was decided."""
+    """Time when the episode's end was decided."""
     closed_at: float
-    """When the episode was settled: for a trained episode, when its learner had reported."""
+    """Time when the episode was settled: for a trained episode, when its learner had reported."""
     turns: int = 0
     sampled_tokens: int = 0
     prompt_tokens: int = 0
-    """Length of all prompts together, shared tokens included."""
+    """Number of tokens of all prompts together, shared tokens included."""
     versions: tuple[int, int] | None = None
     """Oldest and newest weight version that sampled a token."""
     outcomes: dict[str, tuple[str, int, str]] = {}
     """Policy -> (`trained`, `dropped` or `pending`, weight version after the step, reason), for episodes that learners were given."""
     orphan_turns: int = 0
-    """Turns whose answers the agent did not receive, for episodes that learners were given."""
+    """Number of turns whose answers the agent did not receive, for episodes that learners were given."""
     body_bytes: int = 0
-    """Uncompressed size of the conversation; 0 once it has been removed."""
+    """Uncompressed size of the conversation in bytes; 0 once it has been removed."""
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     segment: int
     number: int
-    """Number of the frame in its segment, from 0."""
+    """Index of the frame in its segment."""
     offset: int
     """Byte offset of the frame in this generation of the segment."""
     generation: int
@@ -117,10 +117,10 @@ class Frame(NamedTuple):
     number: int
     offset: int
     meta: bytes
-    """Empty: the frame is damaged or forgotten."""
+    """msgpack of a `TranscriptMeta`; empty if the frame is damaged or forgotten."""
     body_size: int
     end: int
-    """Offset after the frame."""
+    """Byte offset of the end of the frame."""
 
 
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -174,8 +174,9 @@ def pack_frame(meta: bytes, body: bytes) -> bytes:
 
 
 def walk(file: BinaryIO, *, offset: int = SEGMENT.size, number: int = 0, name: str = "") -> Iterator[Frame]:
-    """Yield the frames from `offset` on, the first of which has this number. An incomplete last frame is left out: it is being
-    written, or its writer was killed. Other damage is skipped with a warning and yielded as one frame without meta."""
+    """Yield the frames from `offset` on. `number`: index of the first of them in the segment. `name`: name for warnings. An
+    incomplete last frame is left out: it is being written, or its writer was killed. Other damage is skipped with a warning
+    and yielded as one frame without meta."""
     size = file.seek(0, 2)
     while offset + FRAME.size <= size:
         file.seek(offset)

@@ -17,11 +17,11 @@ import msgspec
 from swarmq.messages import EQUAL_REWARDS
 
 KEPT = 32
-"""Newest conversations of every kind, state and reason that always stay."""
+"""Number of newest conversations of every kind, state and reason that always stay."""
 TARGET = 0.9
 """Share of the size cap down to which conversations are removed, so that segments are not rewritten all the time."""
 FORGOTTEN = 0xFFFF
-"""Class of a frame without meta."""
+"""Class index that stands for a frame without meta."""
 
 ORDINARY = frozenset(
     {"stale", "overlong", "superseded", "late_sibling", "group_too_small", "kind_not_in_mix", "version_unknown"}
@@ -35,9 +35,9 @@ class SegmentIndex(msgspec.Struct, kw_only=True):
     number: int
     generation: int = 0
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
     newest_at: float = 0.0
-    """When the last of its episodes was closed."""
+    """Unix time when the last of its episodes was closed."""
     classes: array[int] = msgspec.field(default_factory=lambda: array("H"))
     """Class of each frame, as numbered by `Classes`; FORGOTTEN for one without meta."""
     bodies: array[int] = msgspec.field(default_factory=lambda: array("I"))
@@ -55,7 +55,7 @@ class Classes:
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str, str], int] = {}
         self.interest: list[int] = []
-        """Interest of each class."""
+        """Class index -> interest of its conversations, from 0 (removed first) to 2 (removed last)."""
 
     def number(self, kind: str, state: str, reason: str) -> int:
         """Return the index of a class. There are at most FORGOTTEN; all further classes share the last."""
@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interest(state: str, reason: str) -> int:
-    """Return how interesting the conversation of an episode is: 0 goes first, 2 last."""
+    """Return how interesting the conversation of an episode is, from 0 (removed first) to 2 (removed last)."""
     if state == "trained" or reason == EQUAL_REWARDS:
         return 0
     return 1 if state == "dropped" and reason in ORDINARY else 2

@@ -44,25 +44,25 @@ from swarmq.transcripts.retention import FORGOTTEN, TARGET, Classes, Plan, Segme
 log = structlog.get_logger()
 
 SEGMENT_BYTES = 32 * 1024 * 1024
-"""Size of a segment, after which the next one begins; smaller under a small cap."""
+"""Size of a segment in bytes after which the next one begins; smaller under a small cap."""
 SEGMENTS_PER_CAP = 16
 SEGMENTS_PER_AGE = 30
-"""Least number of segments within the age limit, so that old transcripts go soon after their time."""
+"""Minimum number of segments within the age limit, so that old transcripts go soon after their time."""
 QUEUE_BYTES = 64 * 1024 * 1024
-"""Most bytes that wait for the thread."""
+"""Maximum number of bytes that wait for the thread."""
 BATCH_BYTES = 512 * 1024
 """Bytes after which a batch of transcripts is compressed and appended. Small batches use the same memory again; batches of a
 few MiB allocate it anew each time, for which the thread would hold the interpreter lock three times as long."""
 CHECK_S = 60.0
 """Seconds between two searches for segments past the age limit."""
 WARN_S = 600.0
-"""Least seconds between two warnings."""
+"""Minimum seconds between two warnings."""
 CLOSE_S = 10.0
-"""Most seconds that the collector waits for the thread when it stops."""
+"""Maximum seconds that the collector waits for the thread when it stops."""
 MAX_DETAIL = 2000
-"""Most characters of `TranscriptMeta.detail`."""
+"""Maximum number of characters of `TranscriptMeta.detail`."""
 MAX_ENTRIES = 256
-"""Most entries of a mapping in `TranscriptMeta`."""
+"""Maximum number of entries of a mapping in `TranscriptMeta`."""
 
 
 class ClosedEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,11 +81,12 @@ class ClosedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: Sequence[tuple[str, str, int, str]]
     """(policy, state, version, reason) of an episode that learners were given."""
     size: int
-    """Bytes of the messages."""
+    """Size of all its messages together in bytes."""
 
 
 class _TurnFacts(msgspec.Struct):
-    """The fields of a turn that a meta is made of; other messages have another type."""
+    """The fields of a turn from which its meta is computed. `type` tells turns from delivery reports, which are decoded
+    alike."""
 
     type: str
     shared: int = 0
@@ -148,7 +149,7 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
 
 
 def _some(entries: dict[str, float]) -> dict[str, float]:
-    """Return the first entries of a mapping, because metas are kept in large numbers."""
+    """Return the first `MAX_ENTRIES` entries of a mapping, because metas are kept in large numbers."""
     return entries if len(entries) <= MAX_ENTRIES else dict(list(entries.items())[:MAX_ENTRIES])
 
 
@@ -164,7 +165,7 @@ class Segments:
         self._all: list[SegmentIndex] = []
         self._descriptor: int | None = None
         self._began_at = 0.0
-        """When the first episode of the last segment was closed."""
+        """Unix time when the first episode of the last segment was closed."""
         self._total = 0
         self._limit = size_bytes
 
@@ -205,7 +206,7 @@ class Segments:
             last.add(self._classes.number(meta.kind, meta.state, meta.reason), len(body), meta.closed_at)
 
     def make_room(self) -> None:
-        """Apply the size cap, if it is exceeded."""
+        """Remove conversations if the segments exceed the size cap."""
         if self._total <= self._limit:
             return
         target = int(self._size_bytes * TARGET)
@@ -216,14 +217,14 @@ class Segments:
             self._limit = max(self._size_bytes, self._total + self._size_bytes - target)
 
     def expire(self, now: float) -> None:
-        """Apply the age cap."""
+        """Remove segments past the age limit."""
         if self._descriptor is not None and self._all[-1].bodies and now - self._began_at > self._age_s:
             self._start(now)
         self._carry_out(plan_age(self._all, before=now - self._age_s))
 
     @property
     def total(self) -> int:
-        """Bytes of all segments."""
+        """Size of all segments together in bytes."""
         return self._total
 
     def _is_full(self, now: float) -> bool:
@@ -232,7 +233,8 @@ class Segments:
         return last.size >= self._segment_bytes or aged
 
     def _undo(self, size: int) -> None:
-        """Remove what was written in part; if even that fails, leave it at the end of its segment and start another one."""
+        """Cut the last segment back to `size` bytes, its size before a failed write; if even that fails, start another
+        segment."""
         assert self._descriptor is not None
         try:
             os.ftruncate(self._descriptor, size)
@@ -361,7 +363,7 @@ class TranscriptWriter:
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.lost = 0
-        """Transcripts that could not be recorded since the collector started."""
+        """Number of transcripts that could not be recorded since the collector started."""
         self._folder = folder
         self._clock = clock
         self._queue_bytes = queue_bytes

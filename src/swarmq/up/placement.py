@@ -28,15 +28,15 @@ ENGINE_ALONE_SHARE = 0.9
 ENGINE_BESIDE_LEARNER_SHARE = 0.45
 """Fraction of a GPU's memory for an engine beside a learner, if that much is free."""
 ENGINE_OVERHEAD_BYTES = 4 * GIB
-"""Memory of an engine besides weights and KV cache: CUDA context, CUDA graphs, activations."""
+"""Bytes that an engine needs besides weights and KV cache: CUDA context, CUDA graphs, activations."""
 SLEEPING_ENGINE_BYTES = 2 * GIB
-"""Memory that a sleeping engine keeps."""
+"""Bytes of GPU memory that a sleeping engine keeps."""
 DRIVER_BYTES = 2 * GIB
-"""Memory of a GPU that its driver uses although no process is listed."""
+"""Maximum bytes of a GPU's memory that its driver uses by itself; more means that other processes use the GPU."""
 MIN_CACHED_REQUESTS = 8
-"""Longest requests that the KV cache of an engine must hold at the same time."""
+"""Minimum number of requests of maximum length that the KV cache of an engine must hold at the same time."""
 MIN_CONTEXT = 2048
-"""Smallest context limit to plan for if the settings name none, and the model's own maximum is not smaller."""
+"""Minimum context limit in tokens to choose if the settings name none, unless the model's own maximum is smaller."""
 CONTEXT_STEP = 1024
 HALF_BYTES = 2
 FULL_BYTES = 4
@@ -53,9 +53,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[tuple[int, ...], ...]
     """GPUs of each engine; several GPUs use tensor parallelism."""
     gpu_memory_utilization: float
-    """Fraction of each engine GPU for all engines on it together."""
+    """Fraction of each engine GPU's memory for all engines on it together."""
     learner_share: float
-    """Fraction of each learner GPU that the learner may fill, so that a restarted engine finds its memory free."""
+    """Fraction of each learner GPU's memory that the learner may fill, so that a restarted engine finds its memory free."""
     sleep: bool
     sharding: Literal["none", "full"] = "none"
     """Value that `train.sharding = "auto"` resolves to."""
@@ -135,7 +135,7 @@ class LearnerNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the ranks shard the model."""
     step: int
     state: int
-    """Bytes between steps."""
+    """Bytes that the learner holds between steps."""
 
 
 class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Every layout of the learner that `train` allows: few ranks first, and an unsharded model before a sharded one."""
     engine: int
     weights: int
-    """Bytes of the engine's weights on all its GPUs."""
+    """Bytes of the engine's weights, on all its GPUs together."""
 
     @classmethod
     def of(
@@ -197,7 +197,7 @@ class ContextLimit(msgspec.Struct, frozen=True, kw_only=True):
     """Context limit chosen for a policy whose `engine.max_model_len` is open."""
 
     tokens: int
-    """Tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     reason: str
 
     def __str__(self) -> str:
@@ -466,19 +466,19 @@ def _place_untrained(
 
 
 def _tensor_parallel_size(needs: PolicyNeeds, memory: PlacementMemory) -> int | None:
-    """Return the GPUs per engine, or None if eight are too few."""
+    """Return the smallest sufficient number of GPUs per engine, or None if eight are too few."""
     fixed = needs.engine - needs.weights
     return next((n for n in (1, 2, 4, 8) if needs.weights / n + fixed <= _max_engine_bytes(memory)), None)
 
 
 def _max_engine_bytes(memory: PlacementMemory) -> int:
-    """Return the most bytes that an engine without a learner may use."""
+    """Return the maximum number of bytes of a GPU that an engine without a learner may use."""
     return min(int(ENGINE_ALONE_SHARE * memory.total), memory.usable)
 
 
 def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float:
-    """Return the GPU fraction of engines without a learner. Raises ConfigError if the setting exceeds the free memory, because
-    vLLM would not start."""
+    """Return the memory fraction of a GPU for its engines if no learner is on it. Raises ConfigError if the setting exceeds
+    the free memory, because vLLM would not start."""
     requested = policy.engine.gpu_memory_utilization
     if not requested:
         return round(
@@ -494,7 +494,7 @@ def _engine_share(policy: Policy, groups: int, memory: PlacementMemory) -> float
 
 
 def _engines_per_gpu(policy: Policy, groups: int) -> int:
-    """Return the engines per GPU, or per tensor-parallel group of GPUs."""
+    """Return the number of engines per GPU, or per tensor-parallel group of GPUs."""
     return max(1, -(-policy.engine.count // groups))
 
 

@@ -16,7 +16,7 @@ from swarmq.learner.store.batch_log import scan_log
 from swarmq.up.supervision import Daemon
 
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
-"""Seconds to stop, by role; a learner gets the time for its checkpoints in addition."""
+"""Role -> maximum seconds that a part may take to stop; a learner gets time for its checkpoints in addition."""
 SLOW_DISK_BYTES_PER_S = 100e6
 """Write speed of the slowest disk for which the time to stop allows a checkpoint."""
 MAX_DRAIN_S = 1800.0

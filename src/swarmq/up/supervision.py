@@ -20,15 +20,15 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.processes import DeathCounter, die_with_parent, read_final_message, read_tail, stop_group
 
 MAX_DEATHS = 5
-"""Deaths within the window after which a part is not restarted."""
+"""Number of deaths within `death_window_s` after which a part is not restarted."""
 CHECK_EVERY_S = 2.0
 MAX_FAILED_CHECKS = 15
-"""Failed checks in a row after which a broker that refuses connections is restarted."""
+"""Number of consecutive failed checks after which a broker that refuses connections is restarted."""
 FULL_BYTES = 10_000_000
-"""Free disk space below which a broker is stopped. Otherwise parts of it that cannot write would end for good, while its
-process lives on."""
+"""Free disk space in bytes below which a broker is stopped. Without a stop, parts of it that cannot write would end for good,
+while its process lives on."""
 START_BYTES = 100_000_000
-"""Free disk space that a broker needs to start."""
+"""Minimum free disk space in bytes for the start of a broker."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from swarmq.messages import decode
 
 LIST_LIMIT = 1000
 SHOWN_BYTES = 400
-"""Bytes of an undecodable body to show."""
+"""Maximum number of bytes to show of an undecodable body."""
 
 CONNECTION = "swarmq.dead"
 
@@ -40,7 +40,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """A message in the dead-letter queue."""
 
     id: str
-    """Unique message id, as the functions here expect it."""
+    """Unique message id, by which the functions of this module find the letter."""
     key: str
     kind: str
     queue: str

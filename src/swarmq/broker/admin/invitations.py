@@ -36,8 +36,8 @@ class ClientAddresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None = None) -> Invite:
-    """Return the host's own invite, with an operator's rights on the broker. `job` has all addresses resolved; `base_urls` are
-    its proxies' URLs."""
+    """Return the host's own invite, with an operator's rights on the broker. `job` has all addresses resolved; `base_urls`
+    are its proxies' URLs; `amqp` is the broker's URL for clients, if it differs from the job's."""
     assert job.broker.url
     return Invite(
         run=job.run,

@@ -6,7 +6,8 @@
  client, `<run>.<client>`  | nothing   | `swarmq.clients` | tickets, tasks, eval of its run |
  viewer                    | nothing   | nothing          | nothing; sees depths in the UI  |
 
-In the exchange `swarmq.clients` a client may use only its own routing keys. Calls block: they serve commands of an operator.
+In the exchange `swarmq.clients` a client may use only its own routing keys. Methods block, because only an operator's commands
+use them.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ DISABLED_USER = {"password_hash": "", "tags": ""}
 """Body that creates a user without a password, so that no login works before all permissions and limits are set."""
 MAX_CONNECTIONS = 256
 MAX_CHANNELS = 512
-"""Channel limit of one user. A client opens a connection for publishing and one for each queue; many machines may share an
-invite."""
+"""Maximum number of channels of one user. A client opens a connection for publishing and one for each queue; many machines
+may share an invite."""
 
 
 class QueueFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class QueueFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: int
     published: int
-    """Messages published to the queue since the broker started."""
+    """Number of messages published to the queue since the broker started."""
     in_per_s: float
     out_per_s: float
 

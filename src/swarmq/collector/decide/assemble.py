@@ -34,10 +34,10 @@ from swarmq.collector.decide.state import TurnMeta
 from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeBegin, EpisodeEnd, Rollout, Turn
 
 ENVELOPE_BYTES = 64 * 1024
-"""Size reserved for a rollout's fields besides its turns and the fields of its end."""
+"""Bytes reserved for a rollout's fields besides its turns and the fields of its end."""
 
 NAMED = 3
-"""Most unknown calls that one warning lists."""
+"""Maximum number of unknown call ids that one warning lists."""
 
 
 class ReceivedCalls(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,8 +197,11 @@ def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
 def _repeated(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[TurnMeta]:
-    """Return the calls whose answers were lost, as the repetitions of a request reveal. `known`: calls whose answers are
-    already known as lost."""
+    """Return the calls whose answers were lost, as the repetitions of a request reveal.
+
+    `continued`: calls that a later prompt continues. `known`: calls whose answers are already known as lost. `proven`: calls whose
+    answers the client saw arrive.
+    """
     lost = _retried(requests, continued, known, proven)
     lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
     return [call for choices in lost for call in choices]

@@ -1,4 +1,4 @@
-"""Control of a live run: requested changes of settings and pace, and dry kinds that the collector detects itself. Pure.
+"""Control of a live run: operators' changes of settings and pace, and dry kinds that the collector detects itself. Pure.
 
 command ──obey──> refused, with the reason: nothing changes
              └──> the next control state: new rules of the core, sent to every learner
@@ -22,9 +22,9 @@ PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "run
 
 
 LOOK_BACK, TEACHES = 4, 2
-"""Factors for flat kinds, whose groups teach nothing. The share of a flat kind is decided again after LOOK_BACK times
-`uninformative_groups` of its groups; the kind gets its share back if at least TEACHES of every `uninformative_groups` groups
-were informative. With only one, the kind would be flat again at once."""
+"""Factors that decide when a flat kind, whose groups teach nothing, gets its share of the mix back. It is examined once
+LOOK_BACK * `uninformative_groups` of its groups are counted, and must have trained at least TEACHES of every
+`uninformative_groups` on average. With only one, the kind would be flat again at once."""
 
 
 class KindSignal(msgspec.Struct):
@@ -48,7 +48,7 @@ class RunControl:
         self.dry: set[str] = set()
         """Kinds that are dry, whether their share is lent or not."""
         self._signals: dict[tuple[str, str], KindSignal] = {}
-        """(policy, kind) -> groups received."""
+        """(policy, kind) -> counts of the groups that the policy received."""
         self._reported_flat: set[str] = set()
         """Flat kinds that were already reported, and are not reported again while informative groups stay rare."""
         self.adopt(state)
@@ -174,7 +174,7 @@ class RunControl:
         return {kind for (policy, kind), signal in self._signals.items() if signal.is_flat and policy in learning}
 
     def _too_many(self, kind: str, shares: Mapping[str, float]) -> int:
-        """Return how many groups with equal rewards in a row make a kind flat."""
+        """Return the number of consecutive groups with equal rewards that make a kind flat."""
         return round(self.rules.uninformative_groups * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
 
     def _then(self, lent: bool) -> str:
@@ -193,7 +193,8 @@ def refusal(error: ConfigError) -> dict[str, Any]:
 
 
 def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[str, Any]:
-    """Return the settings with which policies end after the requested steps. Raises ConfigError for a step in the past."""
+    """Return the settings that end each policy after its step in `asked` (None: the present step). Raises ConfigError for a
+    step in the past."""
     settings: dict[str, Any] = {}
     for policy, after in asked.items():
         present = versions.get(policy, 0)

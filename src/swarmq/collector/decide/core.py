@@ -64,8 +64,8 @@ TICKETS_ISSUED = "tickets_issued"
 """Name of the counter of all tickets ever issued."""
 
 AWAKE_S = 10.0
-"""Longest time between two ticks. After a longer gap the collector was stopped, and the messages that an end waits for may
-still be in the inbox."""
+"""Maximum seconds between two ticks. After a longer gap the collector counts as stopped meanwhile, and the messages that an
+end waits for may still be in the inbox."""
 
 
 class Core:

@@ -31,7 +31,7 @@ from swarmq.collector.decide.tickets import TicketWindow
 from swarmq.messages import DeliveryReport, EpisodeBegin, EpisodeEnd, RefusedTurn, Turn, encode
 
 MAX_UNCREDITED_WARNINGS = 100
-"""Most warnings about uncredited rewards, in case every episode has different ones."""
+"""Maximum number of warnings about uncredited rewards, in case every episode has different ones."""
 
 
 class OpenEpisodes:

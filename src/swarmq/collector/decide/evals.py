@@ -27,7 +27,7 @@ EVAL_ROUND = "eval_round"
 """Name of the counter that holds the weight version of the newest evaluation round plus one; 0 before the first round."""
 
 RIGHT = 1.0
-"""Least reward that counts as a success if the agent does not say whether it succeeded."""
+"""Minimum reward that counts as a success if the agent does not say whether it succeeded."""
 
 
 class EvalTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,8 +183,8 @@ def _issue(one: EvalSlot) -> do.IssueEval:
 
 
 def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
-    """Return the mean reward, pass@k with 95 % intervals, and the means of the agents' metrics of one kind. Attempts without
-    a result are left out, not counted as 0."""
+    """Return the results of one kind's attempts: mean reward, pass@k with a 95 % interval for each k in `ks`, and means of
+    the agents' metrics. Attempts without a result are left out, not counted as 0."""
     tasks: dict[str, list[bool]] = defaultdict(list)
     rewards = [one.reward for one in slots if one.reward is not None]
     for one in slots:

@@ -36,7 +36,7 @@ class OpenGroup(msgspec.Struct, kw_only=True):
     winners: dict[str, WaitingMember] = {}
     """Slot -> the attempt that finished first."""
     given_up: dict[str, float] = {}
-    """Given-up slot -> time. It may win after all."""
+    """Given-up slot -> time when it was given up. It may get a winner after all."""
 
     @property
     def lacks(self) -> int:
@@ -61,7 +61,8 @@ class Groups:
         """Policy -> kind -> number of such groups (see `ready`)."""
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
-        """Policy -> kind -> groups of the next batch, under the rules for which they were computed."""
+        """Policy -> kind -> groups of the next batch before rounding, computed for the rules, lent kinds and steps in
+        `_wanted_for`."""
 
     def join(self, begin: EpisodeBegin) -> None:
         """Count a running episode in its group, unless the group is published: then all of its episodes are charged already."""
@@ -167,7 +168,7 @@ class Groups:
         return group
 
     def _overdue(self, now: float) -> list[str]:
-        """Return groups with a finished member whose deadline has passed."""
+        """Return the ids of groups with a finished member whose deadline has passed."""
         deadline_s = self.run.rules.deadline_s
         return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
 
@@ -276,7 +277,7 @@ class Groups:
         return effects
 
     def usage(self) -> dict[str, Usage]:
-        """Return kind -> slots in use."""
+        """Return kind -> number of its slots that are running, waiting in open groups, or published."""
         kinds: dict[str, Usage] = {}
         for group in self.open.values():
             usage = kinds.setdefault(group.kind, Usage())
@@ -306,8 +307,8 @@ class Groups:
         return all(self.ready[policy] < self.run.rules.groups_per_batch for policy in policies)
 
     def short_of(self, *, owed: int = 0) -> set[str]:
-        """Return the kinds that learners lack for their next batch, or an empty set if one learner lacks none. `owed`: extra
-        groups of each kind, at most one, that rounding may owe."""
+        """Return the kinds of which learners lack groups for their next batch, or an empty set if some learner lacks none.
+        `owed`: groups that rounding may add to each kind, if there are several."""
         rules, lent = self.run.rules, self.tickets.lent
         steps = {policy: self.run.versions[policy] + 1 for policy in self.run.learning()}
         if self._wanted_for != (rules, lent, steps):

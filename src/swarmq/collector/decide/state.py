@@ -14,11 +14,11 @@ from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, T
 from swarmq.task_mix import Stretch, kinds_of, shares
 
 HOLD_S = 30.0
-"""Seconds that an end waits for its begin and for the turns that it names, before the episode counts as incomplete. As long
-it waits for delivery reports, before answers count as not received."""
+"""Seconds that an end waits for its begin and for the turns that it names, before the episode counts as incomplete. It waits
+equally long for delivery reports; then answers without a report count as not received."""
 
 MAX_SILENCE_S = 24 * 3600.0
-"""Longest idle timeout that a begin can ask for, so that nothing waits forever."""
+"""Maximum idle timeout in seconds that a begin can set, so that nothing waits forever."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):

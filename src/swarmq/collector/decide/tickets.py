@@ -102,12 +102,13 @@ class TicketWindow:
         self.of(kind).allocated += kind in self.lent
 
     def window(self, kind: str) -> int:
-        """Return the number of slots that may be in progress."""
+        """Return the maximum number of slots of a kind that may be in progress."""
         credit = self.of(kind)
         return (credit.allocated - credit.trained) * self.rules.size_of(kind)
 
     def is_quiet(self, usage: Mapping[str, Usage]) -> bool:
-        """Return whether a kind has no running episode, so that learners may starve. Only then are the learners checked."""
+        """Return whether some kind is lent, or has neither tickets out nor running episodes. Only then does the collector
+        check whether learners starve."""
         return any(
             kind in self.lent or not (self.out[kind] or (kind in usage and usage[kind].running)) for kind in self._kinds
         )

@@ -19,7 +19,7 @@ PROBE_TEXT = (
     'What is 17 + 25?\n\tdef f(x): return x ** 2  # Zwölf Boxkämpfer, 北京, 🙂 {"name": "tool", "arguments": {}}'
 )
 REQUEST_TIMEOUT_S = 10.0
-"""Deadline of one engine's answer; kept short because other engines are waiting to be compared."""
+"""Maximum seconds to wait for one engine's answer; short, because answers of several engines are awaited together."""
 
 
 async def tokenize_with_all(urls: Sequence[str], text: str = PROBE_TEXT, *, secret: str = "") -> dict[str, list[int]]:
@@ -50,8 +50,9 @@ async def try_tokenize(engine: Engine, text: str = PROBE_TEXT) -> list[int] | No
 
 
 def check_same_token_ids(url: str, expected: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
-    """Raise EngineError if the engine at `url` encodes `PROBE_TEXT` differently (to the ids `expected`) than an engine in
-    `present` (url -> ids). Markup tokens are compared later, where the model is loaded (learner/teachers/tokenizer_checks.py)."""
+    """Raise EngineError if one of the engines in `present` (url -> its token ids of `PROBE_TEXT`) has other token ids than
+    `expected`, those of the engine at `url`. Markup tokens are compared later, where the model is loaded
+    (learner/teachers/tokenizer_checks.py)."""
     for other, ids in present.items():
         if (how := describe_difference(expected, ids)) is not None:
             raise EngineError(

@@ -22,7 +22,7 @@ CONNECT_S = 5.0
 KEEPALIVE_S = 3.0
 """Seconds after which an idle connection is closed; less than vLLM's 5 s, so that no request meets a closing connection."""
 REQUEST_TIMEOUT_S = 30.0
-"""Deadline of every request except sampling."""
+"""Time limit in seconds for every request except sampling."""
 INITIAL_LABEL = "default"
 """vLLM's label for the weights with which it was started."""
 PASSTHROUGH_FIELDS = ("features", "reasoning_ended", "reasoning_parser_kwargs")
@@ -270,8 +270,8 @@ class VllmEngine:
             raise map_connection_error(self.url, error) from error
 
     async def _send_with_retry(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
-        """Send a request and return the response's headers. Retries once if the server has closed an idle connection just
-        before the request."""
+        """Send a request and return the response, of which only the headers have been read. Retries once if the server has
+        closed an idle connection just before the request."""
         try:
             return await self._session.request(method, self.url + path, **request)
         except aiohttp.ClientConnectorError:

@@ -13,11 +13,11 @@ from swarmq.engine.auth import SECRET_ENV
 from swarmq.errors import EngineError
 
 VALIDATION_ERRORS = re.compile(r"\A\d+ validation errors?:\n +(\{.*)")
-"""vLLM's error for an invalid body, with one dict per line."""
+"""Pattern of vLLM's error for an invalid body, with one dict per line."""
 PYDANTIC_ERRORS = re.compile(
     r"\A\d+ validation errors? for [^\n]+\n(?P<loc>[^\n]+)\n +(?P<msg>.*?)(?: \[type=(?P<type>\w+)|\Z)", re.DOTALL
 )
-"""pydantic's own error text."""
+"""Pattern of pydantic's own error text."""
 CODES = {"missing": "missing_required_parameter"}
 
 

@@ -44,9 +44,9 @@ DEFAULT_CONTEXT = 4096
 POLL_S = 0.2
 PAUSE_CHECK_S = 15.0
 LIVENESS_CHECK_S = 1.0
-"""Interval of checks that the server's processes live and its port accepts connections."""
+"""Seconds between checks that the server's processes live and its port accepts connections."""
 EXIT_GRACE_S = 0.5
-"""Seconds within which a server ends by itself once its processes have ended."""
+"""Seconds that a server gets to end by itself before `wait` kills it."""
 CHILD_TITLE_PREFIX = "VLLM::"
 """Prefix of the process titles of a server's child processes."""
 STOP_GRACE_S = 10.0
@@ -54,27 +54,26 @@ STOP_GRACE_S = 10.0
 CPU_CACHE_ENV = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable with the KV cache size in GiB of an engine without a GPU."""
 MAX_CPU_CACHE_GIB = 8
-"""Largest default size of that cache in GiB. vLLM refuses a cache larger than the free memory of its first core's NUMA node,
-which on a large host is a fraction of all memory. 8 GiB hold 37,000 tokens of Qwen3-0.6B in FP32, more than cores serve at a
-time."""
+"""Maximum default size in GiB of the KV cache of an engine without a GPU. vLLM refuses a cache larger than the free memory of
+its first core's NUMA node, which on a large host is a fraction of all memory. 8 GiB hold 37,000 tokens of Qwen3-0.6B in FP32,
+more than a CPU serves at a time."""
 
 MAX_API_SERVERS = 8
 """Maximum number of API server processes per engine core. An API server spends 0.14 to 0.21 ms per token
 (`benchmarks/proxy_h200.py`), and a GPU samples 30,000 tokens a second with a small model. All state is in the core, so any API
 server can pause it or update its weights."""
 CORES_PER_API_SERVER = 2
-"""Cores per API server; the remaining ones are for the engine core, proxies and agents."""
+"""Minimum number of the host's cores for each API server, so that some are left for the engine core, proxies and agents."""
 
 SINGLE_THREAD_BELOW = 1024
 """Hidden size below which a model gets one thread: it then runs as fast as on several threads, and much faster if cores are
 shared."""
 
 CPU_PREFILL_TOKENS = 512
-"""Maximum number of prompt tokens per step of a larger model on a CPU. During a step the engine samples nothing and answers no
-request."""
+"""Maximum number of tokens per step on a CPU, for models with a hidden size of at least `SINGLE_THREAD_BELOW`. During a step
+the engine samples nothing and answers no request."""
 CPU_SHARED_PREFILL_TOKENS = 256
-"""Maximum number of tokens of one prompt per step on a CPU while other calls are open: with more, those calls would wait for the
-whole prompt."""
+"""Maximum number of tokens of one long prompt per step on a CPU: with more, other requests would wait for the whole prompt."""
 
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
@@ -159,7 +158,7 @@ class EngineProcess:
         return False
 
     async def _watch_for_pause(self) -> str:
-        """Wait until the server needs a restart, and return the reason."""
+        """Resume the server whenever it was left paused; once it needs a restart, return the reason."""
         async with EngineControl(self.url, secret=self.secret) as control:
             watch = PauseWatchdog(control)
             while True:

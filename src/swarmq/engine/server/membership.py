@@ -20,7 +20,7 @@ from swarmq.runtime.processes import read_tail, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
 
 DRAIN_S = 600.0
-"""Seconds for open calls to finish at an engine that is being removed."""
+"""Maximum seconds to wait for the open requests of an engine that is being removed."""
 POLL_S = 0.5
 UNPROTECTED_WARNING = (
     "{url} accepts callers without the secret: start it with --middleware swarmq.weights.vllm_plugin.middleware.SecretMiddleware and $SWARMQ_ENGINE_SECRET "
@@ -88,7 +88,8 @@ async def serve_extra_engine(
     gpus: Sequence[int] | None,
     report: Callable[[str], None],
 ) -> None:
-    """Run one more engine until cancelled, then remove it and stop it once its calls are done. Raises EngineError."""
+    """Run one more engine until cancelled, then remove it and stop it once its requests are done. Raises EngineError if it
+    ends by itself."""
     port = port or reserve_port()
     log_path = folder.logs / f"engine.{policy}.{port}.log"
     roster = EngineRegistry(job, folder)
@@ -107,7 +108,7 @@ async def serve_extra_engine(
 
 
 async def _wait_until_drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:
-    """Wait until proxies have noticed the removal and no calls are open, or the engine is gone."""
+    """Wait until proxies have noticed the removal and no requests are open, the engine is gone, or `DRAIN_S` has passed."""
     report(f"{process.url} gets no new calls; waiting for open ones")
     await asyncio.sleep(2 * probe_every_s)
     try:

@@ -48,7 +48,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     """Estimated number of parameters; fields that config.json lacks are assumed to be as in Llama."""
     fans: int = 0
-    """Estimated sum of inputs and outputs of every matrix in the layers."""
+    """Estimated sum of inputs plus outputs over all matrices in the layers: the number of adapter parameters per rank."""
     kv_values_per_token: int = 0
     """Number of cached key and value elements per token, in all layers."""
     tool_call_parser: str | None

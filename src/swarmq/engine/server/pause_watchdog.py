@@ -18,18 +18,19 @@ UNRESPONSIVE_S = 300.0
 
 
 class PauseWatchdog:
-    """Watchdog of one engine, polled by its owner: resumes pauses longer than any push, and reports when a restart is needed."""
+    """Watchdog of one engine, polled by its owner: ends pauses that last longer than any push, and reports when a restart is
+    needed."""
 
     def __init__(self, engine: EngineControl) -> None:
         self._engine = engine
         self.reason = ""
-        """Reason for the restart."""
+        """Reason why `needs_restart` returned True; empty before."""
         self._silent_since: float | None = None
         self._steps: float | None = None
         self._paused_since: float | None = None
 
     async def needs_restart(self, now: float) -> bool:
-        """Return whether the engine must be restarted. `now`: monotonic time in seconds."""
+        """Resume the engine if it was left paused, and return whether it must be restarted. `now`: monotonic time in seconds."""
         try:
             status = await self._engine.status()
         except EngineError:

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 LINE_PREFIX = r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?"
-"""Prefix of vLLM's log lines: process and source location."""
+"""Pattern of the prefix of vLLM's log lines: process and source location."""
 ERROR = re.compile(rf"{LINE_PREFIX}([A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 DETAIL = re.compile(rf"{LINE_PREFIX}  +(\S.*)")
 SECONDARY_ERROR = "root cause"
-"""Text in errors of processes that only report another process's failure."""
+"""Text that marks an error as the report of another process's failure, which is not the root cause itself."""
 MAX_CHARS = 500
 """Maximum number of characters of a cause, because some errors list every known architecture."""
 

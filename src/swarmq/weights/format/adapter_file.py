@@ -91,8 +91,8 @@ def split_weights(
 
 @contextlib.contextmanager
 def open_merged(path: str, folder: ServedFolder, device: torch.device) -> Iterator[Tensors]:
-    """Yield all weights of the model, computed on `device` on request. Raises ValueError if the file is damaged or its base is
-    not the folder's."""
+    """Yield all weights of the model, computed on `device` on request. Raises ValueError if the file is damaged, or belongs
+    to other base weights than the folder's."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))

@@ -79,7 +79,7 @@ NamedTensors = Iterable[tuple[str, Weight]]
 Tensors = Mapping[str, Weight]
 
 PackedEntry = tuple[str, str, tuple[int, ...]]
-"""Name, dtype without `torch.`, and shape."""
+"""One tensor in a buffer: name, dtype without `torch.`, and shape."""
 
 
 class PackedLayout:

@@ -105,7 +105,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_condemned(self) -> bool:
-        """Whether only a restart helps."""
+        """Whether a pusher has marked the engine as needing a restart."""
         return self.is_in_doubt and self.label.endswith(CONDEMNED)
 
 
@@ -254,7 +254,8 @@ class EngineControl:
             return []
 
     async def rendezvous(self, **where: Any) -> None:
-        """Make all workers join the learner's NCCL group; returns when they have."""
+        """Make all workers join the learner's NCCL group, and return when they have. `where`: fields of the plug-in's
+        `RendezvousInfo`."""
         await self._call("POST", "/init_weight_transfer_engine", self.timeouts.pause_s, init_info=where)
 
     async def sleep(self) -> None:
@@ -330,7 +331,7 @@ class EngineControl:
         return pause_s
 
     async def release(self) -> None:
-        """End a pause that nobody owns any more. Raises EngineError if the weights are in doubt."""
+        """Resume an engine that was left paused. Raises EngineError if the weights are in doubt."""
         status = await self.wake()
         if status.is_in_doubt:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")

@@ -149,8 +149,8 @@ class WeightPusher:
         return msgspec.structs.replace(report, replaced=replaced)
 
     def repair(self, named_tensors: NamedTensors, version: int) -> None:
-        """Resume engines that a killed learner left paused, with their present weights or, if those are in doubt, with the given
-        weights. Other engines are left to `ensure`. Raises EngineError if no engine in doubt accepted the weights."""
+        """Resume engines that a killed learner left paused, with their present weights or, if those are in doubt, with
+        `named_tensors`. Other engines are left to `ensure`. Raises EngineError if no engine in doubt accepted the weights."""
         urls = self._engines()
         doubtful = asyncio.run(_gather_by_url(urls, self._wake_engine))
         if behind := tuple(url for url in urls if doubtful[url]):
@@ -370,8 +370,8 @@ class WeightPusher:
         return silence.error if silence and time.monotonic() < silence.until else None
 
     def _note_answer(self, url: str, error: EngineError | None = None) -> None:
-        """Record an answer or an error. Only an engine that does not answer at all is skipped for a while, because others wait
-        for it."""
+        """Record an answer or an error. Only an engine that does not answer at all is skipped for a while, because a push
+        waits for all of its engines."""
         before = self._cooldowns.pop(url, None)
         if isinstance(error, EngineSilentError):
             rest_s = min(2 * before.rest_s, MAX_COOLDOWN_S) if before else self._cooldown_s
