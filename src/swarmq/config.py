@@ -205,7 +205,7 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     """Maximum number of tokens of one answer; None: as many as the agent asks for and the engine's context allows."""
     conflicts: Literal["override", "refuse"] = "override"
-    """Treatment of a training call that asks for other sampling parameters: sampled with the run's parameters, with a header that
+    """Treatment of a training episode's model call that asks for other sampling parameters: sampled with the run's parameters, with a header that
     names the overridden ones, or refused with 400."""
 
 
@@ -290,7 +290,7 @@ class Train(Settings, frozen=True, kw_only=True):
     length_penalty: LengthPenalty | None = None
     """Penalty for long episodes; None: no penalty."""
     overlong: Literal["keep", "drop"] = "keep"
-    """Treatment of an episode with a call that a token limit cut off: trained with its reward, or dropped and counted."""
+    """Treatment of an episode with a model call that a token limit cut off: trained with its reward, or dropped and counted."""
     loss: Loss = field(default_factory=Loss)
     """The policy loss."""
     reference: str | None = None
@@ -327,7 +327,7 @@ class Train(Settings, frozen=True, kw_only=True):
     max_steps: Whole = 0
     """Last step; 0: train until stopped."""
     micro_batch_tokens: Count = 16384
-    """Maximum number of tokens of one forward and backward pass. An episode with a longer call is dropped and counted."""
+    """Maximum number of tokens of one forward and backward pass. An episode with a longer model call is dropped and counted."""
     layout: Literal["auto", "rows", "tree"] = "auto"
     """Layout of micro-batches: packed rows, or trees that compute shared beginnings once; `auto` takes the cheaper one. The
     gradient is the same."""
@@ -341,7 +341,7 @@ class Train(Settings, frozen=True, kw_only=True):
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory while they are not used; needs sharding = 'full'."""
     context_parallel: Count = 1
-    """Number of ranks that share the tokens of each micro-batch, for calls that are too long for one GPU; `micro_batch_tokens` counts
+    """Number of ranks that share the tokens of each micro-batch, for model calls too long for one GPU; `micro_batch_tokens` counts
     the tokens of the whole micro-batch. The number of ranks must be a multiple of it."""
     lora: Lora | None = None
     """Low-rank adapters; None: train all parameters."""
@@ -440,7 +440,7 @@ class Kind(Settings, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     """Maximum number of tokens of one answer, if smaller than `policies.X.sampling.max_tokens`."""
     episode_tokens: Count | None = None
-    """Maximum number of tokens that all calls of one episode may sample: the last call is cut off there, and later calls are
+    """Maximum number of tokens that all model calls of one episode may sample: the last call is cut off there, and later calls are
     refused."""
     episode_calls: Count | None = None
     """Maximum number of model calls of one episode; later calls are refused."""

@@ -261,7 +261,7 @@ class _Spelling:
 
 
 def longest_call(episode: Rollout) -> int:
-    """Return the number of tokens of the episode's longest call."""
+    """Return the number of tokens of the episode's longest model call, prompt and answer together."""
     return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
 
 

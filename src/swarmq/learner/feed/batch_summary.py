@@ -110,7 +110,7 @@ def _share(those: Iterable[bool]) -> float:
 
 
 def rollout_s(episode: Rollout) -> float:
-    """Return the seconds from an episode's first call to its last answer, measured by the proxies' clocks."""
+    """Return the seconds from an episode's first model call to its last answer, measured by the proxies' clocks."""
     timings = [turn.timings for turn in episode.turns]
     return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
 

@@ -37,7 +37,7 @@ class Idle(Protocol):
 
 
 class StopSignal:
-    """Stop request by signal: the first SIGTERM or SIGINT asks to stop, the second ends the process at once."""
+    """Request to stop, made by a signal: the first SIGTERM or SIGINT asks to stop, the second ends the process at once."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -3,10 +3,10 @@ answers. Pure.
 
 The test is Mann and Kendall's: among all pairs of steps, is the later one lower more often than in a series without a trend? It
 assumes nothing about the distribution of the noise, and an outlier counts as one step. It is applied to the newest `WINDOW`
-steps, and to the means of the newest `WINDOW` blocks of `BLOCK` steps, which shows slow trends. A trend is a
-warning sign if its z-score is beyond `Z` and the change is large enough to matter. A learner tests after every step: with `Z` = 4, uncorrelated noise caused a
-sign in 0 of 100 trainings of 200 steps, noise correlated from step to step by 30 % in 4, and by 50 % in 32; a test measures the
-first two.
+steps, and to the means of the newest `WINDOW` blocks of `BLOCK` steps, which shows slow trends. A trend is a warning
+sign if its z-score is beyond `Z` and the change is large enough to matter. A learner tests after every step: with `Z` = 4,
+uncorrelated noise caused a sign in 0 of 100 trainings of 200 steps, noise correlated from step to step by 30 % in 4, and by 50 %
+in 32; a test measures the first two.
 
 Harmless changes are excluded: rewards are compared kind by kind, so that a changed mix is no trend; no step is compared with
 steps before the newest client code; and fewer turns, shorter or longer answers and less entropy are expected while the reward

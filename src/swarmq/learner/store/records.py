@@ -141,7 +141,7 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
 
     oldest: int
     asked: int = 0
-    """Number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
+    """Sequence number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):

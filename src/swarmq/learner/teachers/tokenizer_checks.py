@@ -79,7 +79,7 @@ class EngineTokenizers:
 def check_served_judge(model: str, url: str, *, role: str) -> None:
     """Compare the tokenizer of the engine at `url` with that of the policy `model`. An engine that does not answer passes.
 
-    Raises LearnerError if the tokenizers differ.
+    `role`: `reference` or `teacher`, for the error. Raises LearnerError if the tokenizers differ.
     """
     if (ids := encode_ids(model, text := build_probe(model))) is None:
         return
@@ -91,7 +91,7 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
 def check_judge(model: str, source: str, *, role: str) -> None:
     """Compare the tokenizer of the model `source` with that of the policy `model`. A model without a tokenizer passes.
 
-    Raises LearnerError if the tokenizers differ.
+    `role`: `reference` or `teacher`, for the error. Raises LearnerError if the tokenizers differ.
     """
     ids, told = (encode_ids(each, build_probe(model)) for each in (model, source))
     if ids is not None and told is not None and (how := describe_difference(told, ids)) is not None:

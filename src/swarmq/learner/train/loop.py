@@ -71,7 +71,7 @@ class RankCommand(NamedTuple):
     """Encoded BatchRecord, for a step."""
     replayed: bool = False
     asked: int = 0
-    """Number of the `SaveCheckpoint` request, for a save."""
+    """Sequence number of the `SaveCheckpoint` request, for a save; 0 for a regular checkpoint."""
     figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
@@ -82,7 +82,7 @@ class _PendingCheckpoint(NamedTuple):
     oldest: Future[int]
     """Result once the checkpoint is complete: version of the oldest checkpoint kept."""
     asked: int
-    """Number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
+    """Sequence number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
     began: float
     """Start time on the monotonic clock."""
     drafted_s: float
@@ -115,7 +115,7 @@ class Learner:
         self.saved = self.trainer.version
         """Version of the newest complete checkpoint, on rank 0."""
         self._no_room: int | None = None
-        """Version of the checkpoint for which a full disk was last reported; None if a later checkpoint was written."""
+        """Version of the checkpoint for which a full disk was reported; None if a checkpoint was written since then."""
         self._pending_checkpoint: _PendingCheckpoint | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
