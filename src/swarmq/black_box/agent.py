@@ -39,9 +39,9 @@ PLACEHOLDERS = re.compile(r"\{(?:prompt|prompt_file|model|base_url|api_key|folde
 MAX_ARGUMENT_BYTES = 131_071
 """Maximum size of one command-line argument on Linux, in bytes."""
 WARNING_INTERVAL_S = 60.0
-"""Least seconds between two warnings about commands that make no call."""
+"""Minimum seconds between two warnings about commands that make no model call."""
 KILLED_BY, MAX_SIGNAL = 128, 64
-"""Shells exit with this number plus the signal's if their command was killed."""
+"""A shell whose command was killed exits with KILLED_BY plus the signal's number, which is at most MAX_SIGNAL."""
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path | None = None
     """Folder to copy for every attempt; a task's own `folder` is relative to it."""
     restore: tuple[str, ...] = ()
-    """Paths that are put back as they were before the score."""
+    """Paths in the working copy whose original content is put back before the attempt is scored."""
     prompt_field: str = "prompt"
     scored_exits: frozenset[int] | None = frozenset({0})
     """Exit codes of the command after which its work is scored; None: all, except those of commands that were killed or could
@@ -64,11 +64,11 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 1800.0
     test_timeout_s: float = 600.0
     first_call_s: float = 30.0
-    """Seconds without a model call after which a warning says what was set."""
+    """Seconds without a model call after which a warning names the settings that the command got."""
     context: int = 32_768
-    """Tokens of context that agents are told of."""
+    """Context length, in tokens, that the command is configured with."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Further variables."""
+    """Further environment variables of the command, each as (name, value)."""
     keep_home: bool = False
     any_key: bool = False
     port: int = 0
@@ -76,7 +76,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Image of a container to run command and test in."""
     logs: Path = Path("swarmq-logs")
     log_limit: int = 1_000_000
-    """Bytes kept of the output of one attempt."""
+    """Maximum bytes that are kept of the output of one attempt."""
     copies: Path | None = None
     """Folder for working copies; None: the system's for temporary files."""
     keep_copies: bool = False
@@ -162,7 +162,7 @@ class CommandAgent:
 
 
 class _Attempt:
-    """One command in its working copy."""
+    """One attempt: the command and its test in one working copy."""
 
     def __init__(
         self,
@@ -305,7 +305,8 @@ class _Attempt:
             )
 
     def _explain_silence(self) -> str:
-        """Return what came instead of an answered call, and what was set."""
+        """Return why no model call was answered, as far as it shows: which requests came instead, and which settings the
+        command got."""
         relay = self._relay
         if relay.refused_keys:
             return (

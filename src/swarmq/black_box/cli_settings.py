@@ -29,7 +29,7 @@ HOMES = {
     "XDG_CACHE_HOME": ".cache",
     "XDG_STATE_HOME": ".local/state",
 }
-"""Variables of folders -> the folder in the attempt's home."""
+"""Environment variable that names a folder -> its value, relative to the attempt's home."""
 SECRETS = ("SWARMQ_",)
 """Prefixes of variables that commands never see: an invite would let an agent end its own episodes."""
 ELSEWHERE = frozenset(
@@ -45,9 +45,9 @@ ELSEWHERE = frozenset(
         "OPENAI_PROJECT",
     }
 )
-"""Variables that would lead an agent elsewhere, or log it in."""
+"""Variables that are kept from commands, because they would lead an agent to another server, or log it in."""
 ANSWER_SHARE = 4
-"""One part in so many of the context is reserved for an answer, where an agent wants to know the largest."""
+"""Divisor of the context length that gives the maximum length of an answer, for agents that must be told one."""
 COMPACT_SHARE = 0.8
 """Share of the context at which agents summarise their conversation."""
 INSTALL_HINTS = {
@@ -62,11 +62,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where an agent's model calls go."""
 
     base_url: str
-    """Ends in `/v1`."""
+    """URL of the relay; ends in `/v1`."""
     api_key: str
     model: str
     context: int
-    """Tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
 
 
 def build_environment(

@@ -19,7 +19,7 @@ from swarmq.errors import TaskError
 
 PROGRAMS = ("docker", "podman")
 FAILED = 125
-"""Exit code with which these programs report that they could not run a container."""
+"""Exit code with which docker and podman report that they could not run a container."""
 
 
 def find_program() -> str:
@@ -43,7 +43,7 @@ def provide_image(image: str) -> None:
 
 
 def find_homes() -> dict[str, str]:
-    """Return this user's variables of folders: docker finds its logins by them, and podman its images."""
+    """Return this user's values of the variables in HOMES, by which docker finds its logins, and podman its images."""
     return {name: os.environ[name] for name in HOMES if name in os.environ}
 
 

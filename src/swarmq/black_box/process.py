@@ -30,7 +30,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """How a command ended."""
 
     exit_code: int | None
-    """Negative: the number of the signal that killed it; None: its time was up."""
+    """Exit code of the command; negative: number of the signal that killed it; None: its time was up."""
     seconds: float
     tail: str
     """The last lines of its output."""

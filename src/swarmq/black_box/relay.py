@@ -77,7 +77,7 @@ class EpisodeRelay:
         self.other_paths: dict[str, int] = {}
         """`METHOD path` of requests that are not for an answer -> status of the last one."""
         self.refused_keys = 0
-        """Requests that were refused because they carried another key."""
+        """Number of requests that were refused because they carried another key."""
         self.first_call = asyncio.Event()
         """Event that is set by the first request for an answer."""
 
@@ -197,7 +197,8 @@ class EpisodeRelay:
     async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: ModelCall | None, asked: str
     ) -> None:
-        """Pass the answer on, and record what it was."""
+        """Pass the proxy's answer on to the agent. Record its status in `call` or, for a request that is not a model call, under its
+        `METHOD path` (`asked`)."""
         status_line, headers = _parse_head(await _read_head(reader))
         status = int(status_line.split(" ", 2)[1])
         kept = [(name, value) for name, value in headers if name.lower() not in ("connection", "keep-alive")]

@@ -30,9 +30,10 @@ PORT = 8600
 def dashboard(folders: tuple[Path, ...], port: int, host: str, *, opens: bool) -> None:
     """Show runs in a browser.
 
-    Every episode and token, curves, queues, and who waits for whom. FOLDER is a run's folder, or a folder of runs; runs by default. Live, stopped, crashed and copied runs can be read. The dashboard
-    only reads files, so it neither slows nor stops a run. Prints a link with a token; whoever has the link can read the runs, and
-    operate those whose secret you can read. From another machine:
+    Shows every episode and token, curves, queues, and which process holds a run up. FOLDER is a run's folder, or a folder of runs;
+    runs by default. Live, stopped, crashed and copied runs can be read. The dashboard only reads files, so it neither slows nor
+    stops a run. Prints a link with a token; whoever has the link can read the runs, and operate those whose secret you can read.
+    The last example shows runs of another machine.
 
     \b
     swarmq dashboard                            all runs in runs/

@@ -121,10 +121,11 @@ def run(
 ) -> None:
     """Attempt tasks with a command, such as a coding agent.
 
-    COMMAND is any program that calls an OpenAI or Anthropic API. Every attempt gets a fresh copy of --folder (or of the task's own `folder`), and environment variables and configuration files
-    that lead Claude Code, Codex CLI, opencode, aider and most other programs to the run's model. The task's text replaces
-    {prompt} in COMMAND, or is a file at {prompt_file}, or comes by standard input. A command that crashes, is killed, runs out of
-    time or never calls the model fails its episode, which is then attempted again and never trained.
+    COMMAND is any program that calls an OpenAI or Anthropic API. Every attempt gets a fresh copy of --folder (or of the
+    task's own `folder`), and environment variables and configuration files that lead Claude Code, Codex CLI,
+    opencode, aider and most other programs to the run's model. The task's text replaces {prompt} in COMMAND, or is a file at
+    {prompt_file}, or comes by standard input. A command that crashes, is killed, runs out of time or never calls the model fails
+    its episode, which is then attempted again and never trained.
 
     \b
     swarmq run --prompt "Make the tests pass" --folder repo --test "pytest -q" -- claude -p {prompt} --dangerously-skip-permissions

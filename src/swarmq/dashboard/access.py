@@ -30,7 +30,7 @@ HEADERS = {
 
 
 class ForbiddenError(SwarmqError):
-    """A reader may not do this."""
+    """The reader's token does not permit the request."""
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,13 +65,13 @@ from swarmq.observe.index import EpisodeFilter, Histogram, parse_filter
 from swarmq.observe.run import Run
 
 READERS = 4
-"""Most requests that read files at the same time; further requests wait."""
+"""Maximum number of requests that read files at the same time; further requests wait."""
 MOST_ROWS = 1000
 MOST_LINES = 20_000
 MOST_DIFFERENT = 4
 MOST_BODY = 64 * 1024
 STREAM_PAUSE_S = 1.0
-"""Shortest time between two events of a stream."""
+"""Minimum seconds between two events of a stream."""
 READER = "swarmq_reader"
 """Key of the reader in a request's state."""
 CONFIRM = "x-swarmq-confirm"
@@ -286,7 +286,7 @@ class Pages:
     # -------------------------------------------------------------------------------------- reading
 
     async def _read(self, function: Callable[..., T], *args: Any, **how: Any) -> T:
-        """Call a function that reads files in one of a few threads."""
+        """Call `function`, which reads files, in one of a few threads."""
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(READERS)
         return await anyio.to_thread.run_sync(lambda: function(*args, **how), limiter=self._limiter)
@@ -317,7 +317,7 @@ class Pages:
         return await self._view(run, _overview)
 
     async def steps(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
-        """Return the figures of the steps: of `policy`, and only the `series` that are named."""
+        """Return the figures of a policy's steps, by default all. Query: `policy`, and `series`, the names of the figures."""
         wanted = [name for name in request.query_params.get("series", "").split(",") if name]
         return await self._view(run, views.view_steps, request.query_params.get("policy", ""), wanted)
 
@@ -345,7 +345,7 @@ class Pages:
         return await self._view(run, page)
 
     async def histogram(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
-        """Count the filtered episodes by `of`, such as `reward`."""
+        """Return a histogram of the filtered episodes. Query: `of`, what to count them by, such as `reward`."""
         chosen, how = _filter_of(request.query_params, {"of"})
 
         def count(of: Run) -> Histogram:
@@ -451,7 +451,7 @@ class Pages:
     # --------------------------------------------------------------------------------- live, acting
 
     async def stream(self, run: FromPath[str]) -> Stream:
-        """Stream the names of what changes in the run as server-sent events, at most once a second."""
+        """Stream which parts of the pages (`steps`, `episodes`, ...) have changed, as server-sent events at most once a second."""
         opened = await self._shelf.open(run)
 
         async def tell() -> AsyncIterator[bytes]:

@@ -37,7 +37,7 @@ MOST_BODY = 64 * 1024
 OF_ONE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date", b"server"}
 )
-"""Headers that are not passed on."""
+"""Headers of an answer that are not passed on, because they concern one connection alone."""
 
 log = structlog.get_logger()
 

@@ -30,9 +30,9 @@ Kind = Literal["episode", "group", "report"]
 
 STATIC = Path(__file__).parent / "static"
 MAX_EXPORT_BYTES = 64 * 1024 * 1024
-"""Size of the largest file that is made; browsers open larger ones slowly, and mail servers refuse them long before."""
+"""Maximum size of an exported file in bytes; browsers open larger ones slowly, and mail servers refuse even smaller ones."""
 MAX_SAMPLE_BYTES = 8 * 1024 * 1024
-"""Size of the sample episodes of a report."""
+"""Maximum size of the sample episodes in a report, in bytes."""
 
 VIEWS: dict[Kind, tuple[str, str]] = {
     "episode": ("episodes", "episode"),
@@ -91,7 +91,7 @@ def collect_group(run: Run, run_id: str, group: str, *, page_tokens: int = MOST_
 
 
 def collect_samples(run: Run, run_id: str, *, each: int = 2, max_bytes: int = MAX_SAMPLE_BYTES) -> dict[str, Any]:
-    """Return the newest episodes of every state and reason, with their tokens, and the list of them, as payloads of
+    """Return the newest `each` episodes of every state and reason, with their tokens, and the list of them, as payloads of
     `export_html`. Episodes that no longer fit into `max_bytes` are left out."""
     payloads: dict[str, Any] = {}
     rows: list[EpisodeRow] = []

@@ -23,15 +23,15 @@ from swarmq.observe.run import Run
 State = Literal["ok", "busy", "waiting", "down", "unknown"]
 
 LIVE_S = 15.0
-"""Age of board.json beyond which a run counts as not recorded any more."""
+"""Age of board.json, in seconds, beyond which a run counts as not recorded any more."""
 SILENT_S = 20.0
 """Seconds without an event of a process after which it counts as down."""
 MOST_ALARMS = 20
 RECENT_BYTES = 1024 * 1024
 WAIT_SHARE = 0.3
-"""Share of a step spent waiting from which a learner counts as held up."""
+"""Minimum share of a step spent waiting at which a learner counts as held up."""
 GROWING = 200
-"""Number of messages in `in` from which the collector counts as too slow."""
+"""Minimum number of messages in the queue `in` at which the collector counts as too slow."""
 RECENT_STEPS = 5
 
 
@@ -59,10 +59,10 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     has_ended: bool = False
     """Whether every policy has made its last step."""
     tickets: int | None = None
-    """Unused tickets."""
+    """Number of unused tickets."""
     open_episodes: int | None = None
     inbox: int | None = None
-    """Messages that the collector has not read."""
+    """Number of messages that the collector has not read."""
     inbox_in_per_s: float | None = None
     inbox_out_per_s: float | None = None
     ready_groups: int | None = None
@@ -71,7 +71,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the learner waited for data in a recent step."""
     step_s: float | None = None
     requests_waiting: int | None = None
-    """Requests that wait inside the engines."""
+    """Number of requests that wait inside the engines."""
     kv: float | None = None
     """Largest share of an engine's KV cache in use."""
     open_calls: int | None = None

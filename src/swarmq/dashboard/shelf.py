@@ -28,7 +28,7 @@ FRESH_S = 5.0
 LOOK_S = 1.0
 """Seconds between two checks of the files of a run that a browser shows."""
 MOST_OPEN = 8
-"""Most runs whose tokenizers and indices are held; beyond that, the least recently used ones are closed."""
+"""Maximum number of runs whose tokenizers and indices are held; beyond that, the least recently used ones are closed."""
 WATCHED_S = 30.0
 """Seconds after the last request for a run during which its index is kept up to date."""
 
@@ -45,9 +45,9 @@ class OpenRun:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.changes = 0
-        """Number of changes so far."""
+        """Number of checks so far that found a change."""
         self.what: dict[str, int] = {}
-        """What changed -> number of its last change."""
+        """Part of the pages (`steps`, `episodes`, ...) -> value of `changes` at its last change."""
         self.changed = asyncio.Event()
         self.used_at = time.monotonic()
         self._sizes: dict[str, tuple[int, int]] = {}
@@ -69,7 +69,8 @@ class OpenRun:
                 await self._keeper
 
     async def watch(self) -> AsyncIterator[list[str]]:
-        """Yield the names of what changed, each time that something has changed."""
+        """Yield the parts of the pages (`steps`, `episodes`, ...) that have changed since the last time, each time that some have;
+        [] if none has for a while."""
         seen = self.changes
         while True:
             self.use()

@@ -30,9 +30,9 @@ from swarmq.task_mix import Stretch
 
 MOST_SPANS = 20_000
 MOST_TASKS = 500
-"""Most tasks in the matrix of evaluations; the tasks evaluated last are kept."""
+"""Maximum number of tasks in the matrix of evaluations; the tasks evaluated last are kept."""
 LOG_BYTES = 2 * 1024 * 1024
-"""Bytes read from the end of a log file."""
+"""Maximum bytes read from the end of a log file."""
 LANES = {"waiting": "wait", "training": "train", "pushing": "push", "checkpointing": "checkpoint", "paused": "pause"}
 """Phase that a learner reports -> its label in the learner's lane."""
 

@@ -24,9 +24,9 @@ from swarmq.outcome import Outcome, to_reward
 
 TRAIN_TASKS, EVAL_TASKS = 1000, 100
 EVAL_SEED = 1_000_000
-"""First seed of the evaluation split."""
+"""Difference between the first seeds of the evaluation split and of the training split."""
 MAX_STEPS = 100
-"""Most steps of a game whose environment has no limit of its own."""
+"""Maximum number of steps of a game whose environment has no limit of its own."""
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -25,12 +25,12 @@ from swarmq.outcome import Outcome, to_reward
 
 TRAIN_TASKS, EVAL_TASKS = 1000, 100
 EVAL_SEED = 1_000_000
-"""First seed of the evaluation split."""
+"""Difference between the first seeds of the evaluation split and of the training split."""
 MAX_STEPS = 50
 TIMEOUT_S = 30.0
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 ALREADY_SAID = {"done", "reward"}
-"""Fields of an observation that are no news to the model."""
+"""Fields of an observation that are left out of the user message."""
 
 
 class OpenEnvEnvironment:

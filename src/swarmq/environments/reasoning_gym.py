@@ -22,10 +22,10 @@ from swarmq.errors import TaskError
 from swarmq.outcome import Outcome, to_reward
 
 EVAL_SEED = 1_000_003
-"""Distance of the seeds of the two splits."""
+"""Difference between the seeds of the evaluation split and of the training split."""
 EVAL_SIZE = 100
 MAX_DATASETS = 64
-"""Number of data sets (settings) that a worker remembers."""
+"""Maximum number of data sets, one for each combination of settings, that a worker keeps in memory."""
 
 
 class ReasoningGymEnvironment:

@@ -28,15 +28,16 @@ from swarmq.errors import OutcomeError, RolloutError, TaskError
 from swarmq.outcome import Outcome, to_finite_float, to_reward
 
 MAX_TASKS = 1000
-"""Tasks read of a taskset that has no end."""
+"""Default number of tasks to read from a taskset that has no end."""
 HELD_OUT = 10
-"""Of a taskset without a split of its own, every tenth task is for evaluation."""
+"""Default of the setting `held_out`: every tenth task of a taskset without splits is for evaluation."""
 EVAL_SPLITS = ("eval", "test", "validation", "valid", "dev")
 AGENT_HEADER = "x-swarmq-agent"
 CONVERSIONS = ("could not convert string to float", "float() argument must be")
-"""What verifiers says of a reward or metric that is no number."""
+"""Parts of the error messages of verifiers for a reward or metric that is not a number."""
 DEFAULTS = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-"""An agent of an environment that pins nothing: verifiers' chat loop with tools, on this machine."""
+"""Settings of an agent for which neither environment nor user names a harness or runtime: verifiers' chat loop with tools, on
+this machine."""
 
 
 class VerifiersEnvironment:

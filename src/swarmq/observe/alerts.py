@@ -37,11 +37,11 @@ from swarmq.observe.board import drop_figures
 log = structlog.get_logger()
 
 DELIVERY_S = 10.0
-"""Seconds that a command or a server may take."""
+"""Maximum seconds that the command or the server may take for one alert."""
 MAX_WAITING = 64
-"""Number of alerts that wait for their delivery; later ones are left out."""
+"""Maximum number of alerts that wait for their delivery; further ones are discarded."""
 MAX_WORDINGS = 1000
-"""Number of wordings whose last alert is remembered."""
+"""Maximum number of wordings whose last alert is remembered, to recognise repetitions."""
 MAX_CHARS = 4000
 SECRETS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?i:(?<=bearer ))\S+|\bsk-[\w-]{8,}|\bswarmq[._-][A-Za-z0-9_=.-]{40,}")
 
@@ -62,15 +62,15 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The whole alert in one line; chat servers show this field."""
     at: float
-    """Unix time."""
+    """Unix time of the alert."""
     left_out: int
-    """Number of alerts with the same wording that were not sent since the last one."""
+    """Number of alerts with the same wording that were held back since the last one was sent."""
     steps: dict[str, int]
     """Policy -> its newest step."""
 
 
 class Alerts:
-    """The alerts of one run."""
+    """Finds what in a run calls for an alert, holds repetitions back, and delivers the others."""
 
     def __init__(
         self, job: SwarmJob, *, clock: Callable[[], float] = time.time, delivery_s: float = DELIVERY_S
@@ -183,7 +183,7 @@ def check_alerts(settings: AlertSettings) -> None:
 
 
 def hide_secrets(text: str) -> str:
-    """Replace passwords in URLs, bearer tokens, keys and invites."""
+    """Return the text with `***` in place of passwords in URLs, bearer tokens, keys and invites."""
     return SECRETS.sub("***", text)
 
 

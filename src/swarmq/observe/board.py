@@ -108,7 +108,8 @@ class Board:
         return max((int(steps[-1].get("version", 0)) for steps in self.steps.values()), default=0)
 
     def held_out(self) -> tuple[int, list[float]] | None:
-        """Return weight version and rewards of the newest evaluation, once it has as many episodes as the one before."""
+        """Return weight version and rewards of the newest evaluation, or of the one before as long as that has more episodes; None
+        without any."""
         by_version: defaultdict[int, list[float]] = defaultdict(list)
         for version, reward in self.evals:
             by_version[version].append(reward)
@@ -124,7 +125,7 @@ class Board:
         )
 
     def part(self, source: str) -> dict[str, Any]:
-        """Return the newest fields of a process, or {} before its first event."""
+        """Return the fields that a process reported last, or {} before its first event."""
         part = self.parts.get(source)
         return part.fields if part else {}
 

@@ -17,13 +17,13 @@ from swarmq.observe.board import Board, ProcessState, condense, sparkline
 STALE_S = 15.0
 """Seconds without an event after which a process is shown as silent."""
 WIDE = 110
-"""Columns from which a terminal has room for DETAILS in the learners' table."""
+"""Minimum width, in columns, of a terminal that shows DETAILS in the learners' table."""
 DETAILS = ("k3", "wait/train/push s", "pause ms")
 PROXIES = "proxies since their start"
 """Heading of the proxies' counters, which begin at 0 with each process, unlike the episodes' counters."""
 DAY_S = 86_400.0
 METRICS, METRIC_WIDTH = 12, 24
-"""Most metrics of a kind on the screen, and most characters of their names; `--json` shows them in full."""
+"""Maximum number of metrics of a kind on the screen, and maximum characters of their names; `--json` shows all in full."""
 NAME_WIDTH, PHASE_WIDTH, CURVE_WIDTH = 16, len("training"), 14
 
 

@@ -10,7 +10,7 @@ from swarmq.observe.index import RunIndex
 from swarmq.registries.clients import read_clients as read_registry
 
 RATE_S = 600.0
-"""Seconds before the run's newest begin over which rates are measured."""
+"""Length of the period over which rates are measured, in seconds; it ends with the run's newest begin of an episode."""
 
 
 class CodeVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,11 +35,11 @@ class ClientView(msgspec.Struct, frozen=True, kw_only=True):
     evaluated: int
     first_at: float
     last_at: float
-    """Begin of its newest episode."""
+    """Unix time at which its newest episode began."""
     per_min: float
     """Episodes begun per minute, over the last RATE_S seconds of the run."""
     code_versions: list[CodeVersion]
-    """Oldest first."""
+    """Versions of its code, oldest first."""
     last_error: LastError | None
     """Reason that the client gave for its newest failed episode."""
     is_revoked: bool

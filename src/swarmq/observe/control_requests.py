@@ -52,8 +52,8 @@ async def send_command(
 ) -> ControlAnswer:
     """Send a command and wait for its answers.
 
-    `say`: called with a text when no answer has come for a while. Raises ConfigError if the run refuses the command, and
-    SwarmqError if the collector does not answer in time.
+    `say`: called with a text when no answer has come for a while. `patience_s`: seconds to wait for the answers.
+    Raises ConfigError if the run refuses the command, and SwarmqError if the collector does not answer in time.
     """
     command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
     accepted: dict[str, Any] = {}
@@ -165,5 +165,5 @@ def describe_answer(answer: ControlAnswer) -> list[str]:
 
 
 def _last(change: Mapping[str, Any]) -> int:
-    """Return the last step of a stop: a learner may already be in a later step than the requested one."""
+    """Return the step after which learners stop: the requested one, or the one that they are in if that is later."""
     return int(max(change["value"], change["from_step"] - 1))

@@ -17,12 +17,13 @@ from swarmq.observe.reasons import explain
 from swarmq.runtime.terminal import visible
 
 MOST_REASONS = 5
-"""Most reasons that a list explains."""
+"""Maximum number of reasons that are explained below a list."""
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 def draw_list(rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int]) -> Iterator[RenderableType]:
-    """Yield a row per episode, and below them how many there are and what their reasons mean. `reasons`: reason -> number."""
+    """Yield a row per episode, and below them how many there are and what their reasons mean. `reasons`: reason -> number of
+    episodes."""
     headings = ("began", "reward", "turns", "tokens", "step", "episode", "kind", "state", "reason")
     cells = [
         (

@@ -33,10 +33,10 @@ from swarmq.transcripts import read as transcripts
 
 Cause = Literal["given", "trained", "clipped", "masked", "filtered", "no_advantage", "not_trained"]
 CONTEXT = 8
-"""Tokens before a page that are decoded with it, because a character may be spread over several."""
+"""Number of tokens before a page that are decoded with it, because a character may be spread over several."""
 NOT_DECODED = "the tokens are not decoded"
 MOST_TOKENS = 20_000
-"""Most tokens of one page."""
+"""Maximum number of tokens in one page."""
 
 _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -84,7 +84,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, int] | None
     """Oldest and newest weight version that sampled a token."""
     reward: float | None
-    """Reward of this call alone."""
+    """Reward for this turn alone; None if there is none."""
     advantage: float | None
     messages: list[dict[str, Any]]
     """The messages that this turn added, its answer last."""
@@ -106,7 +106,7 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Number of token sequences."""
     turns: list[TurnView]
     notes: list[str] = []
-    """Messages about what could not be read."""
+    """Messages about parts of the episode that could not be read."""
 
 
 class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
     cause_detail: list[str]
     """Reason of the cause in a few words; empty if the cause needs none."""
     logprob: list[float | None]
-    """Natural log-probability under the weights that sampled the token; None for a given token."""
+    """Natural log-probability under the weights that sampled the token; None for a token that was not sampled."""
     logprob_trained: list[float | None]
     """Natural log-probability under the weights at the beginning of the step."""
     advantage: list[float | None]
@@ -133,7 +133,7 @@ class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
     """Entropy in nats, under the weights at the beginning of the step."""
     version: list[int | None]
     turn: list[int | None]
-    """Number of the turn in `EpisodeDetail.turns`."""
+    """Index of the token's turn in `EpisodeDetail.turns`; None for a token of no turn."""
     notes: list[str] = []
 
 
@@ -368,7 +368,7 @@ def _read_live(index: RunIndex, episode: str) -> Conversation | None:
 
 
 def _read_record(index: RunIndex, policy: str, segment: str, at: int, size: int) -> tuple[BatchRecord | None, str]:
-    """Return (record, "") of a record of the batch log, or (None, what is wrong with it)."""
+    """Read a record of the batch log. Return (record, "") or, if it cannot be read, (None, why)."""
     path: Path = index.folder.batch_log(policy) / segment
     if not path.exists():
         return None, f"{path}: was removed (train.keep_batches) or not copied; the trained tokens are not shown"
@@ -445,12 +445,12 @@ def _messages_of(turn: Turn) -> list[dict[str, Any]]:
 
 
 Row = tuple[str, Sequence[Turn], Timeline, list[int]]
-"""Policy, its turns, one of their timelines, and the number of each turn in the conversation."""
+"""Policy, its turns, one of their timelines, and for each turn its index in the conversation."""
 
 
 def _timelines(found: Conversation) -> tuple[list[Row], list[str]]:
     """Return the timelines of all policies: those of trained episodes as the learner folded them, others folded in the same
-    way; and notes."""
+    way. Also return messages about what could not be read."""
     numbers = {turn.call_id: n for n, turn in enumerate(found.turns)}
     rows: list[Row] = []
     notes: list[str] = []
@@ -471,7 +471,7 @@ def _timelines(found: Conversation) -> tuple[list[Row], list[str]]:
 
 def _fold_loosely(turns: Sequence[Turn], known: Iterable[Turn]) -> tuple[list[Timeline], bool]:
     """Fold turns that cannot be trained: their parents may belong to another policy, and parents or numbers may be missing.
-    Returns whether something is missing."""
+    Also return whether something is missing."""
     by_id = {turn.call_id: turn for turn in known}
     whole: dict[str, np.ndarray] = {}
     missing = False

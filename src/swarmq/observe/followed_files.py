@@ -25,7 +25,7 @@ CHUNK_BYTES = 8 * 1024 * 1024
 HEAD_BYTES = 256
 """Number of bytes at a file's beginning that are compared to recognise that the file was replaced."""
 MOST_SAMPLES = 4000
-"""Most samples of one series that are kept; of a longer series only every second, fourth, eighth, ... sample."""
+"""Maximum number of samples that are kept of one series; of a longer series, every second, fourth, eighth, ... is kept."""
 
 _event = msgspec.json.Decoder(Event)
 _line = msgspec.json.Decoder(dict[str, Any])
@@ -39,7 +39,7 @@ _name = msgspec.json.Decoder(_Name)
 
 
 class FollowedFile:
-    """A file of lines. Its methods may be called from several threads."""
+    """Base of readers of a file to which lines are appended. Their methods may be called from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,7 +143,7 @@ class SampleFile(FollowedFile):
 
 
 class _Series:
-    """Points, of which every `every`-th is kept."""
+    """The points of one series, of which every `every`-th is kept."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float]] = []

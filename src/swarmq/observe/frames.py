@@ -31,8 +31,8 @@ class Table(Generic[Row]):
         count: Callable[[], int] | None = None,
         usual: Sequence[str] = (),
     ) -> None:
-        """`of`: type of the rows. `count`: counts the rows without reading them. `usual`: numbers that
-        `values` usually has, for which a table without rows has columns, too."""
+        """`of`: type of the rows. `count`: counts the rows without reading them. `usual`: names of numbers that the rows' field
+        `values` usually has; a table has these columns even without rows."""
         self._of, self._rows, self._count, self._usual = of, rows, count, usual
         self._counted: list[Row] | None = None
 

@@ -48,9 +48,9 @@ from swarmq.transcripts import read as transcripts
 from swarmq.transcripts.format import Position, TranscriptMeta
 
 SCHEMA = "3"
-"""Version of the index; an index of another version is built anew."""
+"""Version of the index's tables; an index with tables of another version is built anew."""
 PORTION = 5000
-"""Most rows that one transaction reads or writes."""
+"""Maximum number of rows that one transaction reads or writes."""
 EVENT_BYTES = 8 * 1024 * 1024
 BUSY_S = 30.0
 UNUSED_S = 60 * 86_400.0
@@ -61,7 +61,7 @@ LIVE = ("open", "waiting", "published")
 STATES = (*LIVE, "trained", "dropped", "failed", "eval", "stray")
 SORTS = ("began_at", "reward", "seconds", "turns", "sampled_tokens", "staleness", "step")
 MOST_NAMED = 8
-"""Most known values that an error message lists."""
+"""Maximum number of known values that an error message lists."""
 LOWEST = -1e308
 """Value that stands for a missing value in sorting."""
 
@@ -119,7 +119,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     client: str
     code_version: str
     reward: float | None
-    """Mean over its policies."""
+    """Mean reward over the episode's policies; None if it has no reward."""
     success: bool | None
     turns: int
     sampled_tokens: int
@@ -191,7 +191,7 @@ def parse_filter(chosen: Mapping[str, Any]) -> EpisodeFilter:
 
 
 def _parse_number(value: Any, kind: type[int | float]) -> Any:
-    """Return a finite number, or None."""
+    """Return the value as a number of this kind; None if it is not one, or not finite."""
     try:
         number = kind(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
     except (ValueError, OverflowError):

@@ -116,7 +116,7 @@ class Outage:
 
 
 class _EventSink:
-    """The file of recorded events, or nothing without a path."""
+    """Appends the events with some names to a file; without a path, discards all events."""
 
     def __init__(self, path: Path | None, names: Container[EventName]) -> None:
         self._lines = LineFile(path) if path else None
@@ -130,7 +130,7 @@ class _EventSink:
 
 
 async def follow_pace(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
-    """Yield the pace of the run each time it changes, starting from `running`."""
+    """Yield the pace of the run (`running`, `paused`, ...) each time that it changes; at first it counts as `running`."""
     known = "running"
     try:
         async with broker.events(job.run) as events:

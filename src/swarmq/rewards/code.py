@@ -94,7 +94,7 @@ def asserts_pass(sandbox: Sandbox, answer: str, tests: str, *, all_or_nothing: b
 
 
 def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, list[dict[str, Any]], ProgramRun]:
-    """Return what became of the tests, what they said, and what became of the solution."""
+    """Return how the tests ended, the JSON lines that they wrote (`run_tests` in code_process.py), and how the solution ended."""
     program = PROCESS.read_text()
     to_solution, from_tests = os.pipe()
     to_tests, from_solution = os.pipe()

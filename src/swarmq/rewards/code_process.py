@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MESSAGE = 8_000_000
-"""Bytes of a message."""
+"""Maximum bytes of a message between the two sides."""
 PLAIN = (type(None), bool, str)
 
 
@@ -33,7 +33,7 @@ class PeerError(BaseException):
 
 
 class Peer:
-    """The other side: asks it, and answers what it asks meanwhile."""
+    """Connection to the other side: sends it requests, and answers the requests that it sends meanwhile."""
 
     def __init__(self, read: int, write: int, *, is_solution: bool) -> None:
         self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
@@ -102,7 +102,7 @@ class Peer:
         return message
 
     def fail(self, why: str) -> PeerError:
-        """Return the error that ends the conversation."""
+        """Mark the connection as broken, and return the error to raise."""
         self.broken = self.broken or why
         return PeerError(self.broken)
 
@@ -182,7 +182,7 @@ def call(reference: Reference, arguments: tuple[Any, ...], named: dict[str, Any]
 
 
 def copy_changes(before: Any, after: Any) -> None:
-    """Give an argument the content that the call gave it on the other side."""
+    """Change the argument `before` to `after`, its content after a call on the other side."""
     if type(before) is not type(after):
         return
     if isinstance(before, (list, bytearray)):
@@ -193,7 +193,7 @@ def copy_changes(before: Any, after: Any) -> None:
 
 
 class Reference:
-    """An object of the other side."""
+    """Stand-in for an object of the other side, on which the object's methods are called."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number)
@@ -244,7 +244,7 @@ for _name in ("add", "sub", "mul"):
 
 
 def make_error(name: str, message: str) -> BaseException:
-    """Return an error of Python's own with that name; others, and those that would end the tests, become RuntimeError."""
+    """Return a built-in exception with this name, or RuntimeError if there is none or it would end the tests."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
@@ -268,7 +268,8 @@ def run_solution(read: int, write: int) -> None:
 
 
 def run_tests(read: int, write: int) -> None:
-    """Run the cases; write one JSON line for each, and one at the end."""
+    """Run the cases against the solution, which is reached by the pipes `read` and `write`; write one JSON line for each case, and
+    one at the end."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print is no result
 
@@ -302,7 +303,7 @@ def get(peer: Peer, name: str) -> Any:
 
 
 def run_cases(tree: ast.Module, scope: dict[str, Any], say: Callable[[Any], None], peer: Peer) -> None:
-    """Say for each case what is wrong, until the solution cannot be asked any more."""
+    """Call `say` with the name and the problem of each case, until the solution cannot be asked any more."""
     has_functions = any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
     whole = not has_functions and not any(isinstance(node, ast.Assert) for node in tree.body)
     broken = ""
@@ -326,7 +327,7 @@ def run_cases(tree: ast.Module, scope: dict[str, Any], say: Callable[[Any], None
 
 
 def attempt(action: Callable[[], Any], peer: Peer) -> str:
-    """Return what is wrong."""
+    """Run a case and return what went wrong in it; "" if it passed."""
     try:
         action()
     except PeerError as error:

@@ -36,7 +36,7 @@ class Budget(msgspec.Struct, kw_only=True):
 
     calls: int | None = None
     tokens: int | None = None
-    """Largest number of tokens, prompts and answers together, as the endpoint counts them."""
+    """Maximum number of tokens, prompts and answers together, as the endpoint counts them."""
     spent_calls: int = 0
     spent_tokens: int = 0
 

@@ -28,7 +28,7 @@ from swarmq.errors import MissingExtraError, RewardError
 from swarmq.rewards.score import Score
 
 WALL_FACTOR = 30.0
-"""A helper that is silent for this many times its CPU time is not computing: the machine is overloaded or suspended."""
+"""Multiple of its limit of CPU time after which a silent helper cannot be computing: the machine is overloaded or suspended."""
 LEAST_WALL_S = 60.0
 MEMORY_BYTES = 2 * 1024**3
 MAX_IDLE = 4
@@ -37,7 +37,7 @@ Check = Literal["math", "regex", "schema"]
 
 
 class _Helper:
-    """One process, used by one thread at a time."""
+    """One helper process, used by one thread at a time."""
 
     def __init__(self) -> None:
         # Started by its path, because `-m` would import this whole package in each helper.

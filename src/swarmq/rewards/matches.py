@@ -15,7 +15,7 @@ from swarmq.errors import MissingExtraError, RewardError
 from swarmq.rewards.score import RIGHT, Score, wrong
 
 MAX_CHARS = 100_000
-"""Longest answer that is compared; a longer one is wrong."""
+"""Maximum characters of an answer; a longer answer is wrong."""
 _QUOTES = "\"'`\u201c\u201d\u2018\u2019\u201e\u00ab\u00bb"
 _ENDS = ".!?,;:"
 

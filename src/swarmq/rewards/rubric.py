@@ -34,7 +34,7 @@ Be general: name no task and no answer of the examples. Answers may contain inst
 Write the rubric between <rubric> and </rubric>."""
 
 MAX_CHARS = 4_000
-"""Characters of a task or answer that the teacher is shown."""
+"""Maximum characters of a task or an answer that the teacher is shown; the middle of longer ones is cut out."""
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     answer: str
     score: float
-    """From 0 to 1."""
+    """Score that the judge should give, from 0 to 1."""
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,15 +67,15 @@ SYSTEM = (
     "/etc/localtime",
 )
 MARSHAL_VERSION = 2
-"""Format of the plan, which every Python reads."""
+"""Version of the marshal format in which `sandbox_launch.py` gets its plan; every Python reads it."""
 POLL_S = 0.03
 END_S = 60.0
 """Seconds in which a killed sandbox must be gone."""
 START_S = 60.0
-"""Seconds in which a sandbox must have started, which are not the program's."""
+"""Seconds in which a sandbox must have started; they do not count as the program's time."""
 MIB = 1024 * 1024
 MAX_PATH = 2000
-"""Longest path in the program's folder; the contents of much longer ones could not be measured."""
+"""Maximum characters of a path in the program's folder; the contents of much longer paths could not be measured."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,18 +83,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
-    """Of all processes together."""
+    """Maximum CPU seconds of all processes together."""
     memory_bytes: int = 512 * MIB
-    """Address space of each process, and memory in use of all together."""
+    """Maximum bytes of the address space of each process, and of the memory that all processes use together."""
     processes: int = 32
-    """Processes and threads at a time."""
+    """Maximum number of processes and threads at a time."""
     output_bytes: int = MIB
-    """Standard output and standard error together."""
+    """Maximum bytes of standard output and standard error together."""
     file_bytes: int = 16 * MIB
-    """Size of each file."""
+    """Maximum bytes of each file."""
     disk_bytes: int = 64 * MIB
     files: int = 10_000
-    """Files and folders that the program may create."""
+    """Maximum number of files and folders that the program may create."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -108,7 +108,7 @@ class ProgramRun(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a program. Everything in it is the program's doing: a failure of the sandbox raises SandboxError."""
 
     exit_code: int
-    """128 + the signal's number for a program that a signal ended."""
+    """Exit code of the program; 128 + the signal's number if a signal ended it."""
     stdout: str
     stderr: str
     stopped: Literal["", "time", "cpu", "memory", "processes", "output", "disk"] = ""
@@ -128,7 +128,7 @@ class Sandbox:
     """Runs programs in isolation. Make one with `Sandbox.detect()` and use it from any number of threads."""
 
     def __init__(self, isolation: Isolation, *, limits: Limits, python: Path, readable: Sequence[str]) -> None:
-        """Use `detect`, which tests what this host can do."""
+        """Create a sandbox that nothing has tested; use `detect` instead."""
         self.isolation = isolation
         self.limits = limits
         self.python = python
@@ -289,7 +289,7 @@ class Running:
     """A program in its sandbox, watched by the thread that waits for it."""
 
     def __init__(self, sandbox: Sandbox, plan: dict[str, Any], stdin: bytes, fds: Sequence[int]) -> None:
-        """`fds`: what the launching process inherits."""
+        """`fds`: file descriptors that the launching process inherits."""
         self._limits, self._isolation = sandbox.limits, sandbox.isolation
         self._folder = None if sandbox.isolation == "bubblewrap" else plan["folder"]
         self._stop = threading.Event()
@@ -329,7 +329,7 @@ class Running:
         self._ended = False
 
     def stop(self) -> None:
-        """Let `wait`, in another thread, kill the program and return."""
+        """Make `wait`, in another thread, kill the program and return."""
         self._stop.set()
 
     def wait(self) -> ProgramRun:
@@ -508,7 +508,7 @@ def find_working(
     python: Path | str | None = None,
     readable: Sequence[Path | str] = (),
 ) -> tuple[Sandbox | None, list[str]]:
-    """Return the first kind that holds, and what was wrong with those before it."""
+    """Return a sandbox of the first kind that holds on this host, or None, and what was wrong with each kind before it."""
     chosen = [Path(python)] if python else [Path(os.path.realpath(sys.executable)), Path("/usr/bin/python3")]
     problems = []
     for isolation in kinds:
@@ -574,7 +574,7 @@ print(json.dumps(broken))
 """
 WEAK_POINTS = {"reads a file of the worker", "reads the worker's environment", "reads the worker's memory", "signals the worker",
                "writes elsewhere", "connects to the worker"}  # fmt: skip
-"""What limits alone may not prevent."""
+"""Findings of the probe that do not rule out the isolation `rlimits`, because limits alone may not prevent them."""
 
 
 def _probe(sandbox: Sandbox) -> None:
@@ -671,7 +671,8 @@ def _make_pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> 
 
 
 def _drain(fd: int, parts: list[bytes], most: int) -> int:
-    """Append what is left in a pipe whose writers are dead; return the number of bytes."""
+    """Append what is left in a pipe whose writers are dead to `parts`, and return the number of bytes. Reading ends soon after
+    `most` bytes."""
     size = 0
     while size <= most and (data := os.read(fd, 65536)):
         parts.append(data)

@@ -36,7 +36,8 @@ CLONE_NEW = 0x7E020000
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 EPERM, ENOSYS = 1, 38
 FAMILIES = (1, 2, 10)
-"""Unix, IPv4, IPv6. Others reach beyond a network namespace (vsock) or only widen the kernel's surface."""
+"""Address families of which a program may open sockets: Unix, IPv4, IPv6. Others reach beyond a network namespace (vsock) or
+only widen the kernel's surface."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALWAYS_DENIED = {
@@ -110,7 +111,7 @@ def main() -> None:
 
 
 def watch(program: int, plan: dict[str, Any]) -> str:
-    """Reap orphans until the program ends, or until the worker wants it to. Return its exit code."""
+    """Reap orphans until the program ends, or until the worker asks to end it. Return the program's exit code."""
     events = select.poll()
     for fd in (plan["control_fd"], os.pidfd_open(program)):
         events.register(fd, select.POLLIN)
@@ -166,7 +167,7 @@ def kill_processes_of(uid: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that a hostile program filled; `rm` follows no links and knows no depth that is too great."""
+    """Remove a folder that a hostile program filled. Calls `rm`, which follows no links and copes with any depth."""
     modes = [["chmod", "-R", "u+rwX", "--", folder]] if os.geteuid() else []
     for command in (*modes, ["rm", "-rf", "--", folder]):
         os.waitpid(os.posix_spawnp(command[0], command, os.environ), 0)

@@ -14,7 +14,7 @@ class Score(msgspec.Struct, frozen=True):
     """
 
     value: float
-    """From 0 to 1."""
+    """The score, from 0 to 1."""
     reason: str = ""
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ def extract_tag(answer: str, tag: str) -> str:
 
 def regex_match(answer: str, pattern: str, *, flags: int = 0, timeout_s: float = 2.0) -> Score:
     """Return 1 if the whole answer matches the pattern (`re.fullmatch`), else 0, also if the search takes more than `timeout_s`
-    seconds of CPU time. Raises RewardError for a wrong pattern."""
+    seconds of CPU time. Raises RewardError for an invalid pattern."""
     try:
         re.compile(pattern, flags)
     except re.error as error:
@@ -76,7 +76,7 @@ def extract_json(answer: str) -> Any:
 def schema_match(answer: str, schema: Mapping[str, Any], *, timeout_s: float = 2.0) -> Score:
     """Return 1 if `extract_json(answer)` satisfies the JSON schema, else 0 with the first problem.
 
-    References to other documents are not fetched. Raises RewardError for a wrong schema, and MissingExtraError without jsonschema.
+    References to other documents are not fetched. Raises RewardError for an invalid schema, and MissingExtraError without jsonschema.
     """
     try:
         value = json.dumps(extract_json(answer))

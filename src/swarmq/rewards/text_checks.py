@@ -65,9 +65,9 @@ class TextChecks(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on the text that a model writes. Without arguments every text passes."""
 
     max_repeated: float | None = None
-    """Largest `repeated_share`, e.g. 0.5."""
+    """Maximum `repeated_share` of a text, e.g. 0.5; None: any."""
     max_nonsense: float | None = None
-    """Largest `nonsense_share`, e.g. 0.02."""
+    """Maximum `nonsense_share` of a text, e.g. 0.02; None: any."""
     no_loops: bool = False
     ngram: int = NGRAM
 

@@ -13,7 +13,7 @@ from swarmq.rewards import Score, exact_match, fuzzy_match
 from swarmq.rewards.score import RIGHT, wrong
 
 FUZZY_LEAST = 0.8
-"""Least similarity at which a name or phrase counts as the expected one."""
+"""Minimum similarity (from 0 to 1) at which a name or phrase counts as the expected one."""
 _ANSWER_LINE = re.compile(r"^[\s*_#>-]*answer[*_\s]*:[*_\s]*(.+?)[*_\s]*$", re.IGNORECASE | re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 

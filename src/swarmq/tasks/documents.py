@@ -13,14 +13,14 @@ from swarmq.errors import TaskError
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".html", ".htm", ".tex", ".org")
 MAX_FILE_BYTES = 20_000_000
 LEAST_CHARS = 200
-"""Length below which a passage is too short for a task. It is joined to the passage before it in the same file."""
+"""Minimum characters of a passage. A shorter one at the end of a file is joined to the passage before it."""
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a document."""
 
     path: str
-    """Path below the folder."""
+    """Path of the document, relative to the folder."""
     start: int
     """Position of its first character in the document's text."""
     text: str

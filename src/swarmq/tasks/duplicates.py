@@ -8,12 +8,12 @@ from collections import Counter, defaultdict
 
 RUN = 3
 SIMILAR = 0.7
-"""Share of runs of words in common (Jaccard index) from which two texts are duplicates."""
+"""Minimum share of runs of words in common (Jaccard index) at which two texts are duplicates."""
 _WORD = re.compile(r"\w+")
 
 
 class Seen:
-    """Texts that were accepted."""
+    """The texts that were accepted so far, to which a new text is compared."""
 
     def __init__(self) -> None:
         self._runs: list[frozenset[tuple[str, ...]]] = []

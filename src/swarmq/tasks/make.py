@@ -54,12 +54,12 @@ OPEN_BOOK = """Use this passage:
 
 """
 TOLERANCE = 0.01
-"""Relative tolerance of numbers."""
+"""Relative tolerance within which a number in an answer counts as the expected one."""
 MAX_ANSWER_CHARS = 200
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """An entry of the teacher's list."""
+    """A task as the teacher wrote it, before any check."""
 
     question: str
     answer: str | int | float
@@ -69,7 +69,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class MadeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the output."""
+    """A task that passed all checks; one line of the output file."""
 
     id: str
     question: str
@@ -90,7 +90,7 @@ class MakePlan(msgspec.Struct, frozen=True, kw_only=True):
     per_passage: int = 3
     instructions: str = ""
     teacher_attempts: int = 2
-    """Attempts of the teacher at solving each task with the passage; 0 leaves this out."""
+    """Number of the teacher's attempts at solving each task with the passage; 0: the teacher solves none."""
     student_attempts: int = 4
     concurrency: int = 8
 
@@ -102,9 +102,9 @@ class MakeReport(msgspec.Struct, kw_only=True):
     drafts: int = 0
     kept: int = 0
     dropped: dict[str, int] = {}
-    """Reason -> number of drafts."""
+    """Reason -> number of drafts dropped for it."""
     errors: list[str] = []
-    """Passages for which the teacher gave nothing usable."""
+    """One line for each passage for which the teacher gave nothing usable: the passage and what was wrong."""
 
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -249,6 +249,7 @@ def _squeeze(text: str) -> str:
 def _in_windows(
     pool: ThreadPoolExecutor, work: Callable[[Passage], Any], passages: Sequence[Passage], window: int
 ) -> Iterator[Any]:
-    """Yield results in order, with no more than `window` passages ahead, so that a stop wastes few questions."""
+    """Yield the result of `work` for each passage, in order. At most `window` passages are worked on ahead of the caller, so that
+    a stop wastes few questions."""
     for first in range(0, len(passages), window):
         yield from pool.map(work, passages[first : first + window])

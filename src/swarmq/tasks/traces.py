@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(role|content)")
 
 
 class TracedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the output."""
+    """A task made from one conversation; one line of the output file."""
 
     id: str
     messages: list[dict[str, str]]
@@ -74,7 +74,7 @@ def read_traces(paths: list[Path], report: TraceReport) -> Iterator[TracedTask]:
 
 
 def _read_calls(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and {"messages", "answer", "tools"} of each call in a file."""
+    """Yield place and {"messages", "answer", "tools"} of each model call in a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

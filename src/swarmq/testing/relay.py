@@ -37,7 +37,7 @@ class TcpRelay:
         self._refusing = False
         self.port = 0
         self.connections = 0
-        """Connections relayed so far."""
+        """Number of connections relayed so far."""
         self.release()
 
     @classmethod

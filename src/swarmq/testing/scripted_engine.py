@@ -51,14 +51,14 @@ Template = Callable[[Json], str]
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One scripted answer."""
+    """An answer that a ScriptedEngine gives to one request: at once, after a pause, or broken off by an error."""
 
     token_ids: list[int]
     finish_reason: str = "stop"
     gate: asyncio.Event | None = None
-    """Event until which sampling stops after the first token."""
+    """Event for which sampling waits after the first token; None: no pause."""
     error: str | None = None
-    """Error with which sampling fails after the first token."""
+    """Message of the error with which sampling fails after the first token; None: no error."""
 
 
 def encode(text: str) -> list[int]:

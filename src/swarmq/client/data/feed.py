@@ -98,7 +98,8 @@ def plan_tasks(
     seed: int | None,
     numbers: Iterable[int],
 ) -> Iterator[Task]:
-    """Return the tasks with these numbers in the endless sequence of epochs. The repeats of a task follow one another."""
+    """Yield the tasks at these positions (from 0) in the endless sequence of epochs. The repeats of a task follow one another.
+    `bodies`: (task id, encoded payload) of each task."""
     orders: dict[int, list[int]] = {}
     for number in numbers:
         epoch, place = divmod(number, len(bodies) * repeats)

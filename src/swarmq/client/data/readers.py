@@ -171,7 +171,8 @@ def _read_reasoning_gym(text: str) -> Iterator[Row]:
 
 
 def create_gym_dataset(name: str, settings: dict[str, Any], text: str) -> Any:
-    """Create a data set of `reasoning-gym`. Raises TaskError, about `text`, that names the wrong setting."""
+    """Create a data set of `reasoning-gym`. Raises TaskError that names the invalid setting and, by `text`, the source as the
+    user wrote it."""
     _require_package("reasoning_gym", text)
     import reasoning_gym  # noqa: PLC0415
 
@@ -182,7 +183,8 @@ def create_gym_dataset(name: str, settings: dict[str, Any], text: str) -> Any:
 
 
 def _explain_gym_error(name: str, settings: dict[str, Any]) -> str:
-    """Return which setting is wrong, judged by the fields of the data set's configuration; "" if the fields do not show it."""
+    """Return what is wrong with the name or a setting, judged by the fields of the data set's configuration; "" if
+    the fields do not show it."""
     factory: Any = importlib.import_module("reasoning_gym.factory")
     if name not in factory.DATASETS:
         close = get_close_matches(name, factory.DATASETS, 3)

@@ -41,7 +41,7 @@ from swarmq.runtime.logs import log
 
 ORPHAN_INTERVAL_S = 30.0
 WARNING_INTERVAL_S = 60.0
-"""Least seconds between two warnings of the same kind, e.g. about episodes without a model call."""
+"""Minimum seconds between two warnings of the same kind, e.g. about episodes without a model call."""
 KEY_LIFETIME_S = ProxySettings().key_lifetime_s
 
 OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
@@ -60,7 +60,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 10.0
     """Seconds that closing waits for ends that the broker has not confirmed; after that, they stay in the spool."""
     remembered_ends: int = 1024
-    """Number of ended episodes that are remembered, so that a repeated end by id is recognised."""
+    """Maximum number of ended episodes that are remembered, so that a repeated end by id is recognised."""
     abort_timeout_s: float = 5.0
     """Seconds for which an interrupted attempt tries to report to the collector that its episode is aborted."""
     slow_attempt_s: float = 600.0

@@ -30,11 +30,11 @@ class EpisodeRecord:
         self.base_url = base_url
         self.api_key = api_key
         self.received = ReceivedAnswers(base_url)
-        """Calls whose answers this process received."""
+        """The model calls whose answers this process received."""
         self.end: EpisodeEnd | None = None
         self.sending: asyncio.Task[SwarmqError | None] | None = None
         self.was_read = {"base_url": False, "api_key": False}
-        """Whether the agent has read what its model calls need. Set by the agent's thread."""
+        """Attribute that model calls need -> whether the agent has read it. Set by the agent's thread."""
 
 
 class Handle:
@@ -81,7 +81,7 @@ class Handle:
 
     @property
     def received(self) -> ReceivedAnswers:
-        """Record of the answers that arrived, for code that passes requests of other programs on."""
+        """Record of the answers that arrived, for code that forwards the requests of other programs."""
         return self._record.received
 
     @property

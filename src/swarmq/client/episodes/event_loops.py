@@ -21,7 +21,7 @@ CoroutineFactory = Callable[[], Coroutine[Any, Any, T]]
 """Function that creates the coroutine; called only when the coroutine is certain to be awaited."""
 
 INTERRUPT_S = 10.0
-"""Seconds that an interrupted call may take to abort its episodes before the interrupt propagates."""
+"""Seconds that an interrupted `run_blocking` may take to abort its episodes before the interrupt propagates."""
 
 
 def run_blocking(loop: asyncio.AbstractEventLoop, make_coroutine: CoroutineFactory[T]) -> T:

@@ -19,7 +19,7 @@ import msgspec
 from swarmq.errors import SwarmqError
 
 PROBE_TIMEOUT_S = 5.0
-"""Time limit of requests that only ask whether a server answers."""
+"""Time limit in seconds of requests that only ask whether a server answers."""
 
 
 class HttpError(SwarmqError):

@@ -36,11 +36,11 @@ _open: dict[str, ReceivedAnswers] = {}
 _watched: set[str] = set()
 """Names of the libraries that are already watched."""
 _logged_overrides: set[str] = set()
-"""Values of the header OVERRIDDEN that were logged."""
+"""Values of the header OVERRIDDEN that were logged, so that each is logged once."""
 
 
 class ReceivedAnswers:
-    """Calls of one episode whose answers arrived in this process. Threads and event loops may add calls."""
+    """The model calls of one episode whose answers arrived in this process. Any thread or event loop may add calls."""
 
     def __init__(self, base_url: str) -> None:
         self._host = urlsplit(base_url).netloc
@@ -52,7 +52,7 @@ class ReceivedAnswers:
         """Host to which the episode's key was sent instead of the proxy."""
 
     def calls(self) -> tuple[str, ...] | None:
-        """Return the ids of the answered calls, or None if no call was watched."""
+        """Return the ids of the calls whose answers arrived, or None if no call was watched."""
         self._collect_read()
         return tuple(sorted(self._calls)) if self._is_marked else None
 
@@ -142,7 +142,7 @@ def observe_own_request(api_key: str, url: str) -> tuple[dict[str, str], Callabl
 
 
 def _read_call_ids(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
-    """Return the ids of an answer's choices; none for an error."""
+    """Return the call ids in an answer's headers, one for each choice; empty for an error."""
     warn_of_overridden_sampling(headers)
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
 

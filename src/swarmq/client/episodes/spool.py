@@ -51,7 +51,7 @@ class Spool:
         """Write a begin, so that another process can abort the episode if this one dies. Raises ClientError if the disk
         refuses.
 
-        Not synced: if the machine dies, the collector gives the episode up after its silence.
+        Not synced: if the machine dies, the collector gives the episode up after its idle timeout.
         """
         try:
             self._path(begin.episode_id, BEGIN).write_bytes(encode(begin))

@@ -1,7 +1,7 @@
 """Transport of the begins and ends of episodes to the broker: by AMQP, or through the proxy for clients with HTTP only.
 
     BrokerTransport   ticket ──> EpisodeBegin confirmed ──> ticket acked
-    HttpTransport     the proxy does the same and answers after the confirm (http_transport.py)
+    HttpTransport     the proxy does the same and answers after the confirmation (http_transport.py)
 
 Both return when the broker has confirmed the message, and retry after transient errors. Repeated messages change nothing.
 """

@@ -23,15 +23,16 @@ UNUSUAL = 10
 """Multiple of the usual number of failures between two successes that counts as an outage. If nine attempts in ten fail
 independently, as many failures in a row happen once in ten thousand times."""
 RECENT = 0.1
-"""Weight of the newest success in the usual number of failures before one; the first successes weigh more."""
+"""Weight of the newest success in the moving average of failures before a success; the first successes weigh more."""
 PATIENCE = 4
-"""Multiple of the usual number of failures before a success that one task may have by chance. If nine attempts in ten fail
-independently, one task in fifty has more."""
+"""Number of failures of one task that may be chance, as a multiple of the usual number of failures before a success. If nine
+attempts in ten fail independently, one task in fifty has more."""
 MAX_PAUSE_S = 60.0
 MAX_DOUBLINGS = 6
-"""Largest number of times that the pause before a repeated attempt is doubled; the number of attempts comes from other clients."""
+"""Maximum number of times that the pause before a repeated attempt is doubled. Without it, an attempt number sent by another
+client could make the pause endless."""
 PROBE_INTERVAL_S = 2.0
-"""Seconds between two checks that the proxy serves."""
+"""Seconds between two checks whether the proxy serves."""
 
 
 async def _always_serves() -> bool:
@@ -63,7 +64,7 @@ class CircuitBreaker:
 
     @property
     def patience(self) -> int:
-        """Number of failures that nothing but chance may have brought on one task, as often as attempts usually fail."""
+        """Number of failures of one task that may be chance, given how often attempts usually fail."""
         return int(PATIENCE * self._usual)
 
     def retry_pause_s(self, attempt: int) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 MAX_DISTINCT = 100
-"""Largest number of different tracebacks that are shown."""
+"""Maximum number of different tracebacks that are shown."""
 PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
 DEMO_PREFIX = f"{PACKAGE_PREFIX}demo{os.sep}"
 """Folder of the demo, whose agents are treated like a user's code."""

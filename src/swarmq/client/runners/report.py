@@ -14,7 +14,7 @@ from swarmq.estimates import Z95, wilson
 
 MANY_DIGITS = 1e6
 MAX_DISTINCT = 1000
-"""Largest number of different failures that are counted separately."""
+"""Maximum number of different failures that are counted separately."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class Tally:
 
     @property
     def most_failures(self) -> dict[str, int]:
-        """The most frequent failures and their numbers."""
+        """The most frequent failures: `ErrorType: message` -> number of occurrences."""
         return dict(self.failures.most_common(20))
 
     @property

@@ -46,11 +46,12 @@ LOCAL_ATTEMPTS = 2
 """Attempts at a task before it goes back to its queue, beside those that may fail by chance. Tasks of an environment that fails often would
 otherwise go back one after the other, and their groups would wait for each other."""
 EVAL_SHARE = 4
-"""Number of training lanes for which a worker has one evaluation lane, so that neither mode keeps the other waiting."""
+"""Number of training lanes per evaluation lane of a worker. Lanes are separate, so that neither mode keeps the other waiting."""
 RETRY_SHARE = 4
-"""Number of lanes for which a worker has one further lane for returned tasks."""
+"""Number of ordinary lanes per lane for returned tasks."""
 MAX_SETTLED = 10_000
-"""Number of settled tasks that a worker remembers: if an acknowledgement was lost, the redelivered task is not attempted again."""
+"""Maximum number of settled tasks that a worker remembers: if an acknowledgement was lost, the redelivered task
+is not attempted again."""
 
 
 class Worker:

@@ -30,7 +30,7 @@ PATIENCE_S = 3.0
 """Seconds to wait for a tokenizer from the hub."""
 INCOMPLETE = "\ufffd"
 MOST_BYTES = 4
-"""Bytes of a UTF-8 character, and so the most tokens over which one character is spread."""
+"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens over which one character is spread."""
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -34,7 +34,7 @@ FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
 STRONG = 0.5
 """Share of the episode's largest contribution from which a token is highlighted."""
 SHORT = 8
-"""Number of last characters of an id, which are random and identify the episode."""
+"""Number of characters to show of an id: the last ones, which are random and identify the episode."""
 PORTION = 256
 """Number of text pieces that are printed at once."""
 MARKS = {
