@@ -205,8 +205,8 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     """Maximum number of tokens of one answer; None: as many as the agent asks for and the engine's context allows."""
     conflicts: Literal["override", "refuse"] = "override"
-    """Treatment of a training episode's model call that asks for other sampling parameters: sampled with the run's parameters, with a header that
-    names the overridden ones, or refused with 400."""
+    """Treatment of a training episode's model call that asks for other sampling parameters: sampled with the
+    run's parameters, with a header that names the overridden ones, or refused with 400."""
 
 
 LOSSES_BY_CONSTANT = {

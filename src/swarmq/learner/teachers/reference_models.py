@@ -34,7 +34,8 @@ class FrozenModel:
         ranks: int = 1,
         max_model_len: int | None = None,
     ) -> None:
-        """Load the model. `role`: `reference` or `teacher`, for errors. `vocab`: number of tokens of the policy. `pass_tokens`, `ranks` and `max_model_len` as for LayoutModel.
+        """Load the model. `role`: `reference` or `teacher`, for errors. `vocab`: number of tokens of the policy.
+        `pass_tokens`, `ranks` and `max_model_len` as for LayoutModel.
 
         Raises LearnerError if the model cannot be loaded or has fewer tokens than the policy.
         """
