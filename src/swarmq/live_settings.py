@@ -80,7 +80,8 @@ def policy_of_path(path: str) -> str | None:
 
 
 def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
-    """Return `job` with all of `settings`. Raises ConfigError, naming the setting, if one of them cannot be changed."""
+    """Return `job` with all of `settings`. `versions`: policy -> its present weight version. Raises ConfigError, naming the
+    setting, if one of them cannot be changed."""
     if not settings:
         raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
     if shares := [path for path in settings if path.startswith("mix.")]:
@@ -176,12 +177,12 @@ def value_at(job: SwarmJob, path: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """Format a value of `value_at` for display."""
+    """Return a value from `value_at` as text for display."""
     return "not set" if value is None else str(value)
 
 
 def _holds(file: SwarmJob, change: Change) -> bool:
-    """Return whether the job file still has the value that it had when the change was made."""
+    """Return whether the change is still in effect: the job file has the same value as when the change was made."""
     return bool(value_at(file, change.path) == change.base)
 
 

@@ -161,7 +161,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     receipt: bool = False
     """Whether the proxy will say in a `DeliveryReport` whether the answer was sent; False if the proxy sends no reports."""
     observed: bool = False
-    """Whether the client watches its agent's calls and lists this one in `EpisodeEnd.received` if its answer arrives."""
+    """Whether the client watches its agent's model calls and lists this one in `EpisodeEnd.received` if its answer arrives."""
     request_digest: str = ""
     """Digest of the request, equal for all transmissions of it. It serves to recognise the orphan turn of a request that was
     retried."""
@@ -174,7 +174,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     prompt_ids: bytes
     """Packed int32: the prompt tokens after the shared ones."""
     sampled_ids: bytes
-    """Packed int32."""
+    """Packed int32: the sampled tokens."""
     logprobs: bytes
     """Packed float32: natural log-probability of each sampled token under the distribution that was sampled from."""
     versions: tuple[VersionSpan, ...] = ()
@@ -193,7 +193,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
 
     @property
     def num_prompt(self) -> int:
-        """Number of tokens of the whole prompt, including the shared ones."""
+        """Number of tokens of the whole prompt, including those shared with the parent."""
         return self.shared + len(self.prompt_ids) // 4
 
     @property
@@ -217,7 +217,8 @@ class DeliveryReport(Record, frozen=True, kw_only=True, tag="served"):
     sent: dict[str, tuple[str, ...]] = {}
     """Episode id -> call ids whose answers were sent to the last byte."""
     withdrawn: dict[str, tuple[str, ...]] = {}
-    """Episode id -> call ids whose agents got an error or had disconnected. Their turns may still be in the queue."""
+    """Episode id -> call ids without an answer, because the agent got an error or had disconnected. Their turns may still be
+    in the queue."""
 
 
 class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
@@ -230,7 +231,7 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     agent_rewards: dict[str, dict[str, float]] = {}
     """Policy -> agent tag -> reward, where agents of one policy are rewarded separately."""
     call_rewards: dict[str, float] = {}
-    """Call id -> reward."""
+    """Call id -> reward, where single model calls are rewarded separately."""
     success: bool | None = None
     metrics: dict[str, float] = {}
     metadata: dict[str, str] = {}
@@ -270,7 +271,7 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     orphan_turns: int = 0
     """Number of recorded answers that the agent did not receive; they are not among the turns."""
     uncredited: dict[str, float] = {}
-    """Rewards in the end record for calls that are not trained."""
+    """Call id -> reward in the end record, for model calls that are not trained."""
     turns: tuple[Turn, ...]
 
 

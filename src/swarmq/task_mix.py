@@ -21,7 +21,7 @@ Shares = dict[str, float]
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """The mix from one step until the next stretch begins."""
+    """The task mix from `from_step` on, until the next stretch begins."""
 
     from_step: int
     mix: Shares
@@ -29,7 +29,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dealt(NamedTuple):
-    """The groups of a batch by kind."""
+    """Number of groups of each kind in one batch, with the rounding errors for the next batch."""
 
     counts: dict[str, int]
     carry: Shares
@@ -37,7 +37,7 @@ class Dealt(NamedTuple):
 
 
 def kinds_of(stretches: Sequence[Stretch]) -> tuple[str, ...]:
-    """Return every kind with a share at some step."""
+    """Return all kinds that have a share at any step."""
     kinds: dict[str, None] = {}
     for stretch in stretches:
         points = stretch.schedule.points if stretch.schedule else ()

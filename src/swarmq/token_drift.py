@@ -23,7 +23,7 @@ prompt)."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of turns by how they continue."""
+    """Counts of turns by how they continue an earlier turn."""
 
     turns: int = 0
     continued: int = 0
@@ -60,7 +60,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Drifted turns per turn with an earlier turn to continue."""
+        """Share of drifted turns among the turns with an earlier turn to continue."""
         return self.drifted / max(self.continued, 1)
 
     @property

@@ -140,8 +140,8 @@ class Deliveries(FeedQueue[Arrival]):
                 return delivery
 
     async def batch(self, limit: int) -> list[Delivery]:
-        """Wait for one delivery, then take those already here, at most `limit`. Returns an empty list once the context is
-        closed."""
+        """Wait for a delivery, and return it with the deliveries that have arrived after it, at most `limit` in all. Returns
+        an empty list once the context is closed."""
         async for first in self:
             taken = [first]
             while self._items and len(taken) < limit:

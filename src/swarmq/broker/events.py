@@ -86,7 +86,7 @@ async def open_event_feed(url: str, run: str, *, name: str) -> AsyncIterator[Asy
 
 
 class EventFeed(FeedQueue[bytes]):
-    """Async iterator over events."""
+    """Async iterator over decoded events. Events of newer releases and foreign messages are skipped."""
 
     def __init__(self) -> None:
         super().__init__(max_items=topology.EVENT_BACKLOG)

@@ -11,10 +11,10 @@ from swarmq.messages import Event, Message
 
 
 class Depth(NamedTuple):
-    """Messages and consumers of a queue."""
+    """Numbers of messages and consumers of a queue."""
 
     ready: int
-    """Messages waiting, without those delivered and not yet acknowledged."""
+    """Number of messages that wait for delivery; delivered messages without an acknowledgement are not counted."""
     consumers: int
 
 

@@ -37,7 +37,7 @@ ANSWER_S = 15.0
 """Time limit in seconds for an answer of the broker, confirms included."""
 
 NOTICE_S = 2.0
-"""Seconds after which a pending call checks whether an alarm blocks it, and logs that."""
+"""Seconds after which a pending operation checks whether an alarm of the broker blocks it, and logs that."""
 
 CLOSE_S = 2.0
 

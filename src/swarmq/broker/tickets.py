@@ -23,7 +23,7 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
 
 LINGER_S = 2.0
-"""Seconds the consumer stays open after the last waiting begin."""
+"""Seconds that the consumer stays open after the last waiting begin."""
 RETRY_S = 1.0
 """Seconds between two attempts to consume a deleted queue, which the collector declares again."""
 

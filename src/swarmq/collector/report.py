@@ -14,7 +14,7 @@ from swarmq.messages import Control
 MAX_REFUSED = 4096
 """Maximum number of episodes whose refused model calls are remembered."""
 PATIENCE_S = 120.0
-"""Seconds of standstill before a warning, and between its repetitions."""
+"""Seconds of standstill before the first warning, and between repeated warnings."""
 
 HEADLINE = (
     *("begun", "finished", "forwarded", "trained", "eval_finished", "duplicates"),
@@ -77,7 +77,7 @@ class NoTurnsWarnings:
         self._num = 0
         self._tell_at = 0.0
         self._refused: OrderedDict[str, str] = OrderedDict()
-        """Episode id -> reason for which a proxy refused its first refused call."""
+        """Episode id -> reason why a proxy refused a model call of the episode."""
 
     def hear(self, refused: Mapping[str, Any]) -> None:
         """Remember the fields of a proxy's `refused` event."""

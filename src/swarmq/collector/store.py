@@ -454,7 +454,8 @@ class Store:
         return self._db.execute(statement, parameters).fetchall()
 
     def _check(self, run: str) -> None:
-        """Create the tables of a new file. Raises CollectorError for a file of another run or schema."""
+        """Create the tables of a new file, or check an existing one. Raises CollectorError for a file of another run or
+        schema."""
         if self._one("SELECT 1 FROM sqlite_master LIMIT 1") is None:
             self._db.executescript(f"BEGIN; {TABLES} {GIVEN_UP} {EVALUATIONS} COMMIT;")
             with self.transaction():

@@ -15,7 +15,7 @@ from swarmq.runtime.terminal import visible
 
 
 class Logger:
-    """structlog's logger "swarmq", imported at the first line, so that clients without log lines start faster."""
+    """structlog's logger "swarmq", imported when the first line is logged, so that clients without log lines start faster."""
 
     def info(self, event: str, **fields: Any) -> None:
         self._write("info", event, fields)

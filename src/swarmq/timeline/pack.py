@@ -1,4 +1,4 @@
-"""Pack items of given lengths into bins of a token budget."""
+"""Pack items of known lengths into bins of a token budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from swarmq.errors import TimelineError
 
 
 class Bins:
-    """Bins of a token budget. Every item goes into the first bin that has room for it, found in logarithmic time by a tree of
-    free room."""
+    """Bins that hold at most `budget` tokens each. Every item goes into the first bin that has room for it, found in
+    logarithmic time by a tree of free room."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget

@@ -27,7 +27,7 @@ TOP = -1
 
 
 class Tree:
-    """Nodes in depth-first order: parents before children, subtrees contiguous."""
+    """A tree, as lists over its nodes in depth-first order: parents before children, subtrees contiguous."""
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int]) -> None:
         self.lengths = [*lengths, 0]

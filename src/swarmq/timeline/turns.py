@@ -175,7 +175,8 @@ def _decode_logprobs(turn: Turn) -> FloatArray:
 
 
 def _expand_versions(turn: Turn) -> IntArray:
-    """Return one version per sampled token. An engine that was never given weights reports none, which means version 0."""
+    """Return the weight version of each sampled token. An engine that never received weights reports none, which means
+    version 0."""
     values = np.full(turn.num_sampled, -1 if turn.versions else 0, np.int32)
     for span in turn.versions:
         values[span.start : span.end] = span.version

@@ -17,7 +17,7 @@ from swarmq.toy_model.demonstrations import Lessons, load_lessons
 from swarmq.toy_model.recipe import WarmupProgress, is_complete, user_cache_folder
 
 SHOWN = 10
-"""Number of progress lines of a warm-up."""
+"""Number of progress lines to print during a warm-up."""
 
 
 def main() -> None:

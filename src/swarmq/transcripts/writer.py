@@ -79,7 +79,7 @@ class ClosedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[bytes]
     """Turns and delivery reports, in order of arrival."""
     outcomes: Sequence[tuple[str, str, int, str]]
-    """(policy, state, version, reason) of an episode that learners were given."""
+    """(policy, state, version, reason) of each learner to which the episode was sent; empty if there was none."""
     size: int
     """Size of all its messages together in bytes."""
 

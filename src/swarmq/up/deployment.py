@@ -60,9 +60,10 @@ from swarmq.up.shutdown import drain_s, read_last_step, stop_daemon
 from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_engine
 
 PROXY_START_S = 240.0
-"""Seconds a proxy may take to listen on its port."""
+"""Maximum seconds that a proxy may take to listen on its port."""
 OLD_CONSUMERS_S = 240.0
-"""Seconds to wait for consumers of the run's previous start at a private RabbitMQ; 90 s were observed."""
+"""Maximum seconds to wait until the consumers of the run's previous start are gone from a private RabbitMQ; 90 s were
+observed."""
 PROBE_S = 0.1
 ALARM_EVERY_S = 5.0
 

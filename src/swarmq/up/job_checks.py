@@ -140,6 +140,7 @@ def find_ineffective_settings(
 
 
 def _max_request_tokens(job: SwarmJob, policy: str, model: ModelFacts | None) -> int | None:
-    """Return the tokens of the longest possible request, or None if unknown; `model` is None if the model is served elsewhere."""
+    """Return the number of tokens of the longest possible request, or None if unknown; `model` is None if the model is served
+    elsewhere."""
     limits = (job.policies[policy].engine.max_model_len, model.max_length if model else None)
     return min((limit for limit in limits if limit), default=None)

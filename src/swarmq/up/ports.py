@@ -18,7 +18,7 @@ from swarmq.runtime.processes import is_port_free, reserve_port
 
 PORTS = msgspec.json.Decoder(dict[str, int])
 PORT_S = 5.0
-"""Seconds within which a killed proxy's port becomes free."""
+"""Maximum seconds to wait until a killed proxy's port becomes free."""
 LOOK_S = 0.1
 
 

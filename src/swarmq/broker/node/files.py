@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 LAST_LINES = 6
 
 DISK_LIMIT_BYTES = 2_000_000_000
-"""Free disk space below which a private node accepts no messages."""
+"""Free disk space in bytes below which a private node accepts no messages."""
 ALARM_TEXT = (
     "RabbitMQ accepts no messages: it is low on memory or disk; the run waits until that is over (a RabbitMQ started by `swarmq up` needs "
     f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"

@@ -41,12 +41,12 @@ NAMED = 3
 
 
 class ReceivedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of an episode whose answers were received, as far as known."""
+    """What is known about which answers of an episode's model calls were received. Calls in neither set were not."""
 
     kept: set[str]
-    """Calls whose answers the agent received."""
+    """Ids of calls whose answers the agent received."""
     awaited: set[str]
-    """Calls without proof or report so far. They count as not received if no report arrives in time."""
+    """Ids of calls without proof or report so far. They count as not received if no report arrives in time."""
 
 
 def decide_received(

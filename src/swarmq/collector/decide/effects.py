@@ -55,7 +55,7 @@ class Seal(Effect, frozen=True):
     client_id: str
     digest: bytes
     calls: str
-    """Call ids, one per line."""
+    """Ids of the episode's calls, one per line."""
     ended_at: float
     """Unix time, the collector's clock."""
     episode_id: str

@@ -58,7 +58,7 @@ class Groups:
         self.ready: Counter[str] = Counter()
         """Policy -> number of groups that its learner was sent and has not completely reported on."""
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
-        """Policy -> kind -> number of such groups (see `ready`)."""
+        """Policy -> kind -> number of the groups in `ready`."""
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
         """Policy -> kind -> groups of the next batch before rounding, computed for the rules, lent kinds and steps in
@@ -99,7 +99,7 @@ class Groups:
         return effects
 
     def _leave(self, group_id: str, episode_id: str) -> None:
-        """Remove a running episode. A group without other episodes and given-up slots is forgotten."""
+        """Remove a running episode from its group. A group that is left without episodes and given-up slots is forgotten."""
         if group := self.open.get(group_id):
             group.running.pop(episode_id, None)
             if not group.running and not group.winners and not group.given_up:
@@ -257,8 +257,8 @@ class Groups:
         return True
 
     def _settle(self, episode_id: str, group_id: str, outcome: tuple[str, str, int, str]) -> list[do.Effect]:
-        """Settle an episode after a learner's report and forget its messages. The group's last member frees the group's
-        credit."""
+        """Settle an episode after a learner's report, if no other report on it is missing, and forget its messages. The
+        group's last member frees the group's credit. `outcome`: (policy, state, version, reason) of the report."""
         group = self.published[group_id]
         _, state, _, reason = outcome
         effects: list[do.Effect] = []

@@ -124,7 +124,8 @@ class TicketWindow:
         """Grant the freed credit and issue tickets.
 
         `lacking`: kind that a learner may wait for -> slots that its most complete half-open group lacks. `starved`: whether no
-        learner has the groups of a batch waiting. `idle`: number of groups that wait for learners at their last step.
+        learner has the groups of a batch waiting. `idle`: number of groups that wait only for policies that have made their last
+        step.
         """
         if not self.is_open:
             return [*self._list_changed()]
@@ -160,7 +161,7 @@ class TicketWindow:
         return sum(self.of(kind).allocated for kind in self._kinds)
 
     def _grant(self, groups: int) -> None:
-        """Grant groups in the order of batches."""
+        """Grant this number of groups, to kinds in the order of batches."""
         for _ in range(groups):
             if not any(credit.due for credit in self.kinds.values()):
                 self._plan_batch()

@@ -56,7 +56,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     """Natural log-probability of each token under the distribution that was sampled."""
     entries: list[Logprob] = []
-    """Log-probabilities with token text and alternatives, if requested."""
+    """Log-probabilities with token text and alternatives, if `generate` was called with `detailed`."""
     finish_reason: str | None = None
     """Why the choice ended: `stop`, `length` or, if repetition detection is on, `repetition`. Set only in its last delta."""
     stop_reason: str | int | None = None

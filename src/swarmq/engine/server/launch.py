@@ -306,7 +306,8 @@ def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, c
 
 
 def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for the server. The user's values are kept, except for those that weight control needs."""
+    """Return environment variables for the server. Values in `given`, the user's environment, are kept, except for those that
+    weight control needs."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
     if model.is_folder:
         wanted["HF_HUB_OFFLINE"] = "1"

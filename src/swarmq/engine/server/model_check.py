@@ -158,7 +158,7 @@ def _get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _get_int(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is set, else 0."""
+    """Return the first value in `config` that is set among the fields `names`, else 0."""
     return next((int(value) for name in names if (value := _get_text_config(config).get(name))), 0)
 
 

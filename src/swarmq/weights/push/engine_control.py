@@ -293,7 +293,7 @@ class EngineControl:
         return await self.status()
 
     async def condemn(self, version: int) -> None:
-        """Mark the engine as needing a restart."""
+        """Mark the engine as needing a restart. `version`: the weight version that could not be pushed to it."""
         await self._label(f"{UPDATING}{version}{CONDEMNED}")
 
     async def update(self, payload: Payload, version: int) -> float:
