@@ -256,7 +256,7 @@ def describe_nodes(
     broker: State = "down" if (board.get("broker") or {}).get("state") == "away" else "ok"
 
     def process(*found: Mapping[str, Any], busy: bool = False) -> State:
-        """Return the state of processes that report their own state."""
+        """Return the state of a station from what its processes reported last (`found`). `busy`: whether they have work to do."""
         if not is_live:
             return "unknown" if not board else "down"
         if not found or any(now - float(part.get("at", now)) > SILENT_S for part in found):

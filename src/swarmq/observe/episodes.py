@@ -470,8 +470,8 @@ def _timelines(found: Conversation) -> tuple[list[Row], list[str]]:
 
 
 def _fold_loosely(turns: Sequence[Turn], known: Iterable[Turn]) -> tuple[list[Timeline], bool]:
-    """Fold turns that cannot be trained: their parents may belong to another policy, and parents or numbers may be missing.
-    Also return whether something is missing."""
+    """Fold turns that cannot be trained: their parents may belong to another policy, and parents, tokens or
+    log-probabilities may be missing. Also return whether any of these are."""
     by_id = {turn.call_id: turn for turn in known}
     whole: dict[str, np.ndarray] = {}
     missing = False

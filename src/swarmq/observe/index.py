@@ -222,7 +222,7 @@ class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
     stray: dict[str, int]
     """Reason, or `open` -> number of episodes whose begin never came, which are not in `begun`."""
     is_balanced: bool
-    """Whether the sum is exact, and equal to the collector's own counters, reason by reason."""
+    """Whether the account adds up exactly, and agrees with the collector's own counters for every reason."""
     explanations: dict[str, str]
     """Reason -> what it means and what to do."""
 
@@ -517,8 +517,8 @@ class RunIndex:
             yield 1.0
 
     def _catch_up(self, db: sqlite3.Connection, ledger: sqlite3.Connection) -> bool:
-        """Read new, live and just settled episodes and the counters in one short transaction. Return whether the whole ledger
-        is read then."""
+        """Read new, live and just settled episodes and the counters in one short transaction. Return whether
+        the whole ledger has been read by then."""
         last = _get(db, "ledger") or ""
         known_live = {row[0] for row in db.execute(f"SELECT id FROM episodes WHERE state IN {LIVE}")}
         ledger.execute("BEGIN")

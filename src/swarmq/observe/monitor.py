@@ -41,7 +41,7 @@ RECORDED = LASTING - {"step"}
 """Lasting events that listeners record. Learners record their steps themselves, also while the broker is away."""
 ALL_BUT_STEPS = frozenset[EventName](get_args(EventName)) - {"step"}
 RECALLED_BYTES = 8 * 1024 * 1024
-"""Bytes read from the end of the event file when a board is opened, enough for more steps than a curve shows."""
+"""Maximum bytes read from the end of the event file when a board is opened, enough for more steps than a curve shows."""
 GLANCE_S = 3.0
 """Seconds within which every process reports its state at least once."""
 
@@ -66,7 +66,7 @@ class Follower:
             listen(event)
 
     async def until(self, true_of: Callable[[Board], bool]) -> None:
-        """Wait until the predicate holds for the board."""
+        """Wait until `true_of` holds for the board."""
         while not true_of(self.board):
             self._changed.clear()
             await self._changed.wait()
@@ -96,7 +96,7 @@ class Outage:
     """One warning when a part of the recording stops working, and one line when it works again."""
 
     def __init__(self, what: str) -> None:
-        """`what`: the recorded file or the source of the figures."""
+        """`what`: name of the recorded file, or of the source of figures, for the messages."""
         self._what = what
         self._is_on = False
 

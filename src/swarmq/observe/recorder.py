@@ -42,9 +42,9 @@ from swarmq.runtime.files import LineFile, write_atomically
 log = structlog.get_logger()
 
 SAMPLES_BYTES = 64 * 1024 * 1024
-"""Size of samples.jsonl beyond which every second of its lines is removed."""
+"""Maximum bytes of samples.jsonl; from a larger file, every second line is removed."""
 AGE_POINTS = 4096
-"""Number of observations kept for the age of a queue's oldest message."""
+"""Maximum number of observations that are kept of each queue to tell the age of its oldest message."""
 MANAGEMENT_ENV = "SWARMQ_MANAGEMENT_URL"
 
 

@@ -15,7 +15,7 @@ from swarmq.observe.curves import read_events
 from swarmq.runtime.processes import is_locked
 
 READ_BYTES = 8 * 1024 * 1024
-"""Bytes read from the end of an event file to find the newest step."""
+"""Maximum bytes read from the end of an event file to find the newest step."""
 UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 

@@ -17,9 +17,9 @@ from swarmq.observe.monitor import Follower, follow
 log = structlog.get_logger()
 
 LONG_QUEUE = 1000
-"""Number of messages for the collector from which a line mentions its queue."""
+"""Minimum number of messages in the collector's queue at which a line mentions the queue."""
 MOSTLY = 0.5
-"""Smallest share of a step spent waiting at which its line mentions the waiting."""
+"""Minimum share of a step spent waiting at which its line mentions the waiting."""
 
 
 class StepLines:

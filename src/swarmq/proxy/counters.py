@@ -96,7 +96,7 @@ class Counters:
         }
 
     def alerts(self) -> list[str]:
-        """Return the warnings that are due: for each engine with unusable answers since the last call; once for each limit that
+        """Return the warnings that are due: for each engine with unusable answers since `alerts` was last called; once for each limit that
         cuts answers and for each thing left out of requests; and for each policy with drift above the threshold, again only
         after its drift was well below."""
         lines = [

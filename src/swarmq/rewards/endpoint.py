@@ -90,7 +90,7 @@ class ChatEndpoint:
     ) -> Parsed:
         """Return the parsed answer to a question or conversation; an answer for which `parse` raises ValueError is asked for again.
 
-        Equal questions are asked once and then come from the cache; `sample` tells questions apart that should be asked again.
+        Equal questions are asked once and then come from the cache; `sample`: another number has the same question asked again.
         Raises EndpointError if the endpoint does not answer, if no answer can be parsed, or if the budget is spent.
         """
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)

@@ -23,7 +23,7 @@ SPARE_S = 20
 
 
 class UnusableError(Exception):
-    """The expected answer or the schema is wrong."""
+    """The expected answer or the schema is invalid, so that no answer can be checked with it."""
 
 
 def main() -> None:
@@ -73,14 +73,14 @@ def main() -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process after so many further seconds of CPU time, also inside C code."""
+    """Let the kernel end this process after `seconds` further seconds of CPU time, also inside C code."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + seconds), hard))
 
 
 Scorer = Callable[[str], str]
-"""Takes an answer and returns what is wrong with it, or ""."""
+"""Function from an answer to what is wrong with it, or "" if nothing is."""
 
 
 def prepare_math() -> Callable[..., Scorer]:

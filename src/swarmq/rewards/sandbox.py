@@ -484,7 +484,8 @@ class Running:
 
 
 def _holds_too_much(folder: str, limits: Limits) -> bool:
-    """Return whether a folder exceeds the limits. The program goes on changing it, so any name may be gone."""
+    """Return whether the files in a folder exceed the limits. The program goes on changing them, so any
+    file may vanish meanwhile."""
     size, number, folders = 0, 0, [folder]
     for path in folders:
         if len(path) > MAX_PATH:
@@ -640,7 +641,8 @@ def _make_folder() -> tuple[str, int]:
 
 
 def _lock_folder(folder: str) -> int | None:
-    """Lock a folder; None if it is locked, is gone, or is no folder of ours."""
+    """Lock a folder and return the file descriptor that holds the lock; None if another process has locked the folder, or if this
+    process cannot open it."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -42,7 +42,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"check.expected is {self.expected[0]!r}: a check of type choice needs one letter")
 
     def score(self, answer: str) -> Score:
-        """Return the score of an answer, given without other words around it."""
+        """Return the score of an answer. `answer` is the answer alone, as `extract_answer` returns it."""
         match self.type:
             case "exact":
                 return exact_match(answer, self.expected)

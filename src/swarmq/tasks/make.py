@@ -96,7 +96,7 @@ class MakePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakeReport(msgspec.Struct, kw_only=True):
-    """Counts of passages and drafts, and what became of them."""
+    """Counts of passages and drafts, with the reasons for which drafts were dropped and passages failed."""
 
     passages: int = 0
     drafts: int = 0

@@ -84,7 +84,7 @@ class EpisodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     last_attempt: bool = False
     code_version: str | None = None
     idle_timeout_s: float | None = None
-    """`silence_s` of `begin_episode`."""
+    """Seconds without a model call after which the collector gives the episode up (`silence_s` of `begin_episode`)."""
     lifetime_s: float = KEY_LIFETIME_S
     max_calls: int = 0
     max_tokens: int = 0

@@ -42,7 +42,8 @@ def hash_source_file(function: Callable[..., Any]) -> str:
 
 @cache
 def hash_main_script() -> str:
-    """Return a short hash of the running script as it was at the first call, or "" in a notebook or an interactive session."""
+    """Return a short hash of the running script as it was when this function was first called, or "" in a notebook or an
+    interactive session."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return _shorten_hash(Path(path).read_bytes()) if path else ""

@@ -76,7 +76,7 @@ class ReceivedAnswers:
         self._calls.difference_update(calls)
 
     def add_when(self, calls: tuple[str, ...], is_read: Callable[[], bool]) -> None:
-        """Add the calls as soon as `is_read` returns true; it is asked whenever the received calls are listed."""
+        """Add the calls as soon as `is_read` returns true; it is called whenever the received calls are listed."""
         self._collect_read()
         self._unread.append((calls, is_read))
 

@@ -33,7 +33,7 @@ class ServedAgent(Protocol):
     """An agent that needs something to run beside its attempts, as environments do."""
 
     text: str
-    """Name for messages."""
+    """Name of the agent in messages."""
 
     async def __call__(self, ep: AsyncEpisode) -> Returned: ...
 
@@ -46,9 +46,10 @@ AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitab
 """An agent's function. It returns a reward or an Outcome, or None if it has ended the episode itself."""
 
 ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
-"""Default seconds of one attempt, which is also the lifetime of its API key."""
+"""Default maximum seconds of one attempt; also the lifetime of its API key."""
 RETRY_PAUSE_S = 1.0
-"""Pause before the second attempt; doubled before each further one, so that a short outage does not use up all attempts."""
+"""Seconds to pause before the second attempt; doubled before each further one, so that a short outage does not use up all
+attempts."""
 
 
 class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 16
     """Number of concurrent episodes; for workers, per kind and process."""
     max_attempts: int = 3
-    """Number of attempts at a slot before it is given up."""
+    """Maximum number of attempts at a slot; then it is given up."""
     retry_pause_s: float = RETRY_PAUSE_S
     attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
     progress: bool = True

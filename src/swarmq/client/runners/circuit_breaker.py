@@ -20,8 +20,8 @@ from swarmq.runtime.logs import log
 
 MIN_FAILURES = 8
 UNUSUAL = 10
-"""Multiple of the usual number of failures between two successes that counts as an outage. If nine attempts in ten fail
-independently, as many failures in a row happen once in ten thousand times."""
+"""Number of failures in a row that counts as an outage, as a multiple of the usual number between two successes. If nine
+attempts in ten fail independently, one success in ten thousand has as many failures before it."""
 RECENT = 0.1
 """Weight of the newest success in the moving average of failures before a success; the first successes weigh more."""
 PATIENCE = 4
@@ -43,7 +43,7 @@ class CircuitBreaker:
     """Circuit breaker that is shared by lanes that attempt tasks concurrently."""
 
     def __init__(self, *, lanes: int, pause_s: float, serves: Callable[[], Awaitable[bool]] = _always_serves) -> None:
-        """`pause_s`: pause before the first attempt of an outage, doubled for each further attempt, up to a minute. `serves`:
+        """`pause_s`: seconds to pause before the first attempt of an outage, doubled for each further attempt, up to a minute. `serves`:
         returns whether the proxy serves at present."""
         self._least = max(MIN_FAILURES, 2 * lanes)
         self._usual = 0.0

@@ -28,7 +28,7 @@ _END = object()
 
 
 class PlannedSlot(msgspec.Struct, frozen=True):
-    """One slot to fill by attempts."""
+    """A slot that is to be attempted, with its task."""
 
     task: SwarmTask
     slot: Slot

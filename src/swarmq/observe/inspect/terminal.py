@@ -32,7 +32,7 @@ from swarmq.token_drift import Drift
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
 """Log-probabilities above which a sampled token was nearly certain, and below which it was surprising."""
 STRONG = 0.5
-"""Share of the episode's largest contribution from which a token is highlighted."""
+"""Minimum contribution of a token that is highlighted, as a share of the largest contribution in the episode."""
 SHORT = 8
 """Number of characters to show of an id: the last ones, which are random and identify the episode."""
 PORTION = 256

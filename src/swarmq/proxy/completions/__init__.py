@@ -1,4 +1,4 @@
-"""The path of a call: limits, sampling settings, rendering, sampling, recording, delivery reports.
+"""The path of a model call: limits, sampling settings, rendering, sampling, recording, delivery reports.
 
 Runs in the proxy. `pipeline.Completions` is the entry; dialects never import this package.
 """

@@ -53,7 +53,7 @@ class WrittenAnswer(msgspec.Struct):
 
 
 class AnswerReceipts:
-    """The delivery reports of one proxy. `report` must run as a task."""
+    """Collects and publishes the delivery reports of one proxy. `report` must run as a task."""
 
     def __init__(self, run: str, broker: TurnPublisher, *, pause_s: float = PAUSE_S) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""Time limit of a call: one timer, however often a stream waits for its next token."""
+"""Time limit of a model call: one timer, however often a stream waits for its next token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmq.proxy.http_errors import DeadlineError
 
 
 class Deadline:
-    """Time limit of a call in the task that created it. Put `with deadline:` around every wait: it raises DeadlineError when
+    """Time limit of a model call, for the task that created it. Put `with deadline:` around every wait: it raises DeadlineError when
     the time is over.
 
     Nothing is cancelled between two waits, so an async generator may yield there. Call `close` at the end.

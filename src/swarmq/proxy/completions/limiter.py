@@ -1,4 +1,5 @@
-"""Bounded queueing of calls: a limited number runs, a limited number waits, and further calls are refused with `Retry-After`."""
+"""Bounded queueing of model calls: a limited number runs, a limited number waits, and further calls are refused with
+`Retry-After`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling settings of a policy at present: the job's settings with the changes made while the run is up.
+"""Sampling settings that are in effect: the job's settings with the changes made while the run is up.
 
 The collector repeats the changes in its `state` event, so a proxy that missed one, or has just started, learns them within
 seconds. A delay does no harm, because every turn records its sampling parameters.
@@ -31,12 +31,12 @@ class LiveSampling:
         return msgspec.structs.replace(setting, max_tokens=limit or None)
 
     def episode_tokens(self, claims: Claims) -> int:
-        """Return the most tokens that the episode may sample: the lower limit of its key and of its kind; 0: no limit."""
+        """Return the maximum number of tokens that the episode may sample: the lower limit of its key and of its kind; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_tokens, own.episode_tokens if own else None)
 
     def episode_calls(self, claims: Claims) -> int:
-        """Return the most calls that the episode may make: the lower limit of its key and of its kind; 0: no limit."""
+        """Return the maximum number of model calls that the episode may make: the lower limit of its key and of its kind; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_calls, own.episode_calls if own else None)
 

@@ -1,4 +1,4 @@
-"""The path of every call: render -> stitch -> generate -> derender -> record -> answer.
+"""The path of every model call: render -> stitch -> generate -> derender -> record -> answer.
 
 begin()     renders, stitches and waits for the first token; until then a failed engine is replaced by another
 stream()    yields the deltas of each choice, and a complete choice when its turn is confirmed
@@ -76,7 +76,7 @@ class Completions:
         self._timeout_s = timeout_s
 
     async def begin(self, request: RequestContext) -> ActiveCall:
-        """Begin a call. Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError if no engine could start it."""
+        """Begin a model call. Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError if no engine could start it."""
         with ExitStack() as held:
             memory = self._episodes.open_call(request.claims.episode_id, request.claims.client)
             held.callback(self._episodes.close_call, memory)
@@ -102,7 +102,7 @@ class Completions:
     async def _try_engines(
         self, request: RequestContext, memory: EpisodeState, attempt: Callable[[EngineLane], Awaitable[T]]
     ) -> T:
-        """Start a call on the best engine, or on another if it fails; if all are down, wait for an engine and start again."""
+        """Start a model call on the best engine, or on another if it fails; if all are down, wait for an engine and start again."""
         pool = self._pools[request.policy]
         while True:
             try:

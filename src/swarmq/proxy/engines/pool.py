@@ -28,7 +28,7 @@ from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 SHUN_S = 5.0
 """Seconds for which an engine that failed is tried last."""
 PORTION_S = 0.03
-"""Seconds between two tokens below which a stream brings several tokens at a time. Agents do not notice it, and it is
+"""Maximum seconds of sampling that a stream collects into one portion of tokens. Agents do not notice it, and it is
 cheaper: a portion of several tokens costs engine and proxy as much as one token."""
 MOST_TOGETHER = 8
 """Maximum number of tokens in a portion."""
@@ -37,7 +37,7 @@ MOST_TEXTS = 4096
 LATELY = 0.2
 """Weight of the newest stream in the moving average of an engine's pace."""
 CROWDED = 16
-"""Number of open calls beyond twice those of the least busy engine, above which an episode leaves its engine."""
+"""An episode leaves an engine that has more open calls than twice those of the least busy engine plus this number."""
 
 WAIT_S = 540.0
 """Seconds that calls wait for an engine with weights for training; then they take any engine, as in a run without a learner.
@@ -104,7 +104,8 @@ class EngineLane:
         return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
 
     async def finds_calls(self) -> bool:
-        """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the first call."""
+        """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the
+        first model call."""
         async with self._rehearsing:
             if self._finds_calls is None:
                 self._finds_calls = await finds_tool_calls(self.engine)
@@ -218,7 +219,7 @@ class EnginePool:
             self._out_since, self._tell_after_s = time.monotonic(), TELL_AFTER_S
 
     def news(self) -> str:
-        """Return a message about an outage that began or ended since the last call, or ""."""
+        """Return a message about an outage that began or ended since `news` was last called, or ""."""
         out_s = time.monotonic() - self._out_since
         if self._ready.is_set():
             told, self._told = self._told, False

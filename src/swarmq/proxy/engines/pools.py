@@ -67,7 +67,7 @@ class EnginePools:
         return {name: [lane.view for lane in pool.lanes] for name, pool in self.pools.items()}
 
     def news(self) -> list[str]:
-        """Return a line for each policy whose engines went away or came back since the last call."""
+        """Return a line for each policy whose engines went away or came back since `news` was last called."""
         return [f"policy {name}: {line}" for name, pool in self.pools.items() if (line := pool.news())]
 
     async def follow(self) -> None:

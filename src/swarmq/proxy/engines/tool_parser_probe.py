@@ -25,11 +25,11 @@ _SAID = {
     ],
 }
 CUTS = (1000, 16, 5)
-"""Sizes of a portion to try, in tokens."""
+"""Sizes of portions with which the parsers are tried, in tokens."""
 
 
 async def finds_tool_calls(engine: Engine) -> bool:
-    """Return whether the parsers find all calls; also False if the model's template does not show how two calls are written."""
+    """Return whether the parsers find all tool calls; also False if the model's template does not show how two calls are written."""
     chat = {"messages": [_ASKED], "tools": _TOOLS}
     try:
         prompt = (await engine.render(chat)).token_ids

@@ -73,7 +73,7 @@ class EpisodeState:
         self.client = client
         """Client name in the API keys of its model calls."""
         self.lost = lost
-        """Whether the episode may have made calls that this proxy does not know."""
+        """Whether the episode may have made model calls that this proxy does not know."""
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, EngineLane] = {}
         """Policy -> engine that answered last."""
@@ -157,7 +157,7 @@ class EpisodeCache:
         return memory
 
     def open_call(self, episode_id: str, client: str = "") -> EpisodeState:
-        """Count an open call and return the episode's state, which is not evicted before `close_call` unless the episode
+        """Count an open model call and return the episode's state, which is not evicted before `close_call` unless the episode
         ends. Raises RefusedError."""
         memory = self.of(episode_id, client)
         if memory.open_calls >= self._max_calls:
@@ -176,7 +176,7 @@ class EpisodeCache:
 
     @contextmanager
     def arriving(self, claims: keys.Claims) -> Iterator[EpisodeState]:
-        """Yield the state of a call whose body has not arrived yet. Raises RefusedError."""
+        """Yield the episode's state for a model call whose body has not arrived yet. Raises RefusedError."""
         memory = self.open_call(claims.episode_id, claims.client)
         try:
             yield memory

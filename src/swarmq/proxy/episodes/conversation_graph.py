@@ -143,7 +143,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     node: Node | None = None
     shared: int = 0
     depth: int = 0
-    """Number of leading messages that the turn covers, too."""
+    """Number of the request's leading messages that are also recorded with that turn."""
     begins: bool = False
     """Whether the prompt only shares its first tokens with the turn and does not continue it."""
 
@@ -200,8 +200,8 @@ class Graph:
         return history.keys[0] in self._seen or not self._given.isdisjoint(history.answers)
 
     def origin(self, stitched: Stitched, history: History, request_id: str) -> Origin:
-        """Return the confirmed turn with most of the prompt's tokens: that of an equal request, the continued turn, or a turn
-        with the same beginning.
+        """Return the confirmed turn from which the first tokens of the prompt can be taken: that of an equal request, the continued
+        turn, or a turn with the same beginning.
 
         An equal request counts only if both continue the same turn, so that every continued turn is recognised as such. Only
         another choice of the same request also covers the messages: an earlier sending may be dropped as lost.

@@ -21,7 +21,8 @@ class RecordedEnd(NamedTuple):
 
 
 class EpisodeEntry:
-    """Entry of one episode. A begin or end holds `lock`, so that a repeated request waits for the first."""
+    """The begin and the ends of one episode that were recorded over HTTP. A begin or end holds `lock`, so that
+    a repeated request waits for the first."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -30,12 +31,12 @@ class EpisodeEntry:
         """Recorded ends, at most one per client, because this proxy may not know whose episode it is."""
 
     def end_of(self, client_id: str) -> RecordedEnd | None:
-        """Return the recorded end of this client or of an operator (asked by an operator: of any client), or None."""
+        """Return the end that this client or an operator recorded, or None; for an operator's `client_id`, the end of any client."""
         return next((one for one in self.ends if not is_foreign(client_id, one.end.client_id)), None)
 
 
 class IdempotencyStore:
-    """Entries by episode; the oldest are discarded first."""
+    """The newest episodes' entries, by episode id; beyond a limit, the oldest are discarded."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit

@@ -1,4 +1,4 @@
-"""Budgets of episodes: calls and tokens that they may still use, exact within one proxy, also for concurrent calls.
+"""Budgets of episodes: model calls and tokens that they may still use, exact within one proxy, also for concurrent calls.
 
 An episode that changes its proxy is counted anew there; it stays with its proxy as long as that lives.
 """
@@ -9,7 +9,7 @@ from swarmq.proxy.http_errors import RefusedError
 
 
 class TokenBudget:
-    """Budget of calls and tokens of one episode."""
+    """Budget of model calls and tokens of one episode."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -18,7 +18,7 @@ class TokenBudget:
         """Number of tokens that open calls may still sample."""
 
     def take_call(self, *, max_calls: int, max_tokens: int) -> None:
-        """Count a call. Raises RefusedError if the episode has used all its calls or tokens; 0: no limit."""
+        """Count a model call. Raises RefusedError if the episode has used all its calls or tokens; 0: no limit."""
         if max_calls and self.calls >= max_calls:
             raise RefusedError(
                 f"the episode has made its {max_calls} calls", status=403, code="episode_calls_exhausted"
@@ -30,7 +30,7 @@ class TokenBudget:
         self.calls += 1
 
     def give_call_back(self) -> None:
-        """Uncount a call that failed through no fault of the agent."""
+        """Take a model call that failed through no fault of the agent out of the count."""
         self.calls -= 1
 
     def room(self, max_tokens: int, choices: int) -> int | None:

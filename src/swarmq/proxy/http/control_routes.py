@@ -246,7 +246,8 @@ def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) 
 
 
 def _field_and_flaw(key: str, flaw: str, request: Request[Any, Any, Any]) -> tuple[str, str]:
-    """Return field and fault of a validation error; Litestar calls the body `data` and gives no details if it is missing."""
+    """Return the name of an invalid field and what is wrong with it; Litestar calls the body `data` and gives
+    no details if it is missing."""
     if key != "data":
         return key, flaw
     body = request.route_handler.parsed_fn_signature.parameters["data"].annotation

@@ -66,7 +66,7 @@ class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_tokens: Limit = 0
     """Maximum number of sampled tokens; 0: no limit."""
     agent: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,64}$")] | None = None
-    """Agent tag of all calls with this key."""
+    """Agent tag of all model calls with the episode's API key."""
     wait_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 30.0
     """Seconds to wait for a ticket."""
 
