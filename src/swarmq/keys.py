@@ -38,7 +38,7 @@ OPERATOR_MEMBER = "operator."
 """Prefix of operators' names among the entries of the client registry."""
 ROOT_BYTES = 32
 CLOCK_LEEWAY_S = 60.0
-"""Seconds by which a client's clock may differ from the proxy's before fresh keys count as expired."""
+"""Seconds by which a client's clock may be behind the proxy's before its fresh keys count as expired."""
 
 
 _PEM = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----")

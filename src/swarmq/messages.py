@@ -287,7 +287,7 @@ class StepReport(Record, frozen=True, kw_only=True, tag="consumed"):
     """Weight version after the step."""
     trained: tuple[str, ...]
     dropped: dict[str, str] = {}
-    """Episode id -> reason."""
+    """Episode id -> reason why the learner dropped its rollout."""
 
 
 class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):

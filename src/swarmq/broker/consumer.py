@@ -101,7 +101,7 @@ class UnackedMessage(NamedTuple):
 
 
 class ConsumerSession:
-    """The unacknowledged messages of one session."""
+    """One session of a consumer: its unacknowledged messages, and its end before they are too old."""
 
     def __init__(self, session: Session, queue: str, deliveries: Deliveries) -> None:
         self._session = session

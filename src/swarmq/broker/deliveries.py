@@ -89,7 +89,7 @@ class FeedQueue(Generic[Item]):
     """Queue between a broker session, which puts items, and one reader, until the feed fails or is closed."""
 
     def __init__(self, *, max_items: int | None = None) -> None:
-        """`max_items`: backlog above which the oldest items are lost."""
+        """`max_items`: number of waiting items above which the oldest are lost; None: no limit."""
         self._items: deque[Item] = deque(maxlen=max_items)
         self._changed = asyncio.Event()
         self._failure: BrokerError | None = None

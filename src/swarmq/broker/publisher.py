@@ -33,7 +33,7 @@ WARN_EVERY_S = 60.0
 
 POLL_S = 0.05
 UNBOUND_KEY = "swarmq.nobody"
-"""Routing key of no queue."""
+"""Routing key to which no queue is bound."""
 
 APP_ID = f"swarmq/{__version__}"
 CONTENT_TYPE = "application/msgpack"

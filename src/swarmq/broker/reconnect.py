@@ -63,7 +63,7 @@ class BrokerOutage:
 
 
 _outages: dict[str, BrokerOutage] = {}
-"""Outages by the broker's address."""
+"""Address of a broker -> its outage, shared by all links of this process."""
 
 
 class BrokerLink:

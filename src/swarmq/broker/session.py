@@ -85,7 +85,7 @@ class Session:
 
     @classmethod
     async def on(cls, connection: AbstractConnection, where: str) -> Self:
-        """Open a channel on `connection` and return its session."""
+        """Open a channel on `connection`, and return a session of both. `where`: the broker's address for messages."""
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
         # Uses the channel below aio-pika, which does not report that the broker cancelled a consumer or blocks the connection,
         # and never calls close callbacks that are registered after the close.

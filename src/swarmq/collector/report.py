@@ -80,7 +80,7 @@ class NoTurnsWarnings:
         """Episode id -> reason why a proxy refused a model call of the episode."""
 
     def hear(self, refused: Mapping[str, Any]) -> None:
-        """Remember the fields of a proxy's `refused` event."""
+        """Remember why a proxy refused a model call. `refused`: fields of its `refused` event."""
         self._refused[str(refused.get("episode_id"))] = str(refused.get("why"))
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)

@@ -217,8 +217,8 @@ class Collector:
                     self._no_turns.hear(event.fields)
 
     async def _give_back(self) -> None:
-        """Put tasks that invited clients give back on their queues again. A crash after the confirm does this twice, which is
-        harmless: the first winner of a slot counts."""
+        """Requeue tasks that invited clients give back. A crash after the confirm does this twice, which is harmless: the
+        first winner of a slot counts."""
         while True:
             try:
                 async with self._broker.consume(topology.returned_tasks(self.job.run), prefetch=WINDOW) as deliveries:

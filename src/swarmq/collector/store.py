@@ -183,7 +183,7 @@ _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Bodies:
-    """The messages of one episode."""
+    """The encoded messages of one episode."""
 
     __slots__ = ("row", "size", "turns")
 

@@ -10,7 +10,7 @@ from swarmq.errors import SwarmqError
 from swarmq.runtime.logs import log
 
 REQUEST_S = 5.0
-"""Seconds within which a request must have arrived."""
+"""Time limit in seconds for a request to arrive completely."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from swarmq.runtime.logs import log
 
 FIRST_S = 10.0
-"""Seconds until the first warning."""
+"""Default seconds until the first warning."""
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     windowed: dict[int, float] = {}
     """Attention window -> cost of one visible pair, summed over all layers with that window."""
     frozen: float = 0.0
-    """Part of `token` for products with frozen weights."""
+    """Part of the cost `token` that is spent on products with frozen weights."""
 
     def attention(self, layouts: Iterable[Layout]) -> float:
         """Return the cost of attention over all pairs of `layouts`."""
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layouts: list[Layout]
     way: Way
     reason: str
-    """Reason in one line, for the log."""
+    """Reason for rows or trees in one line, for the log."""
     tokens: int
     """Number of tokens that these layouts compute."""
     tokens_unfolded: int

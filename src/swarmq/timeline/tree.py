@@ -17,7 +17,7 @@ from swarmq.timeline.turns import IntArray, ResolvedTurn
 
 
 class PrefixTree:
-    """Episodes, each a list of turns, in one trie."""
+    """Turns of one or several episodes in one trie, laid out for forward passes."""
 
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
         self.episodes = episodes

@@ -29,7 +29,7 @@ class Trie:
         self.children: list[dict[int, int]] = [{}]
         """Node -> first token -> child, in order of arrival."""
         self._trails = [Trail(-1)]
-        """Node -> its trail."""
+        """Node -> the trail that it belongs to."""
         self._trails[ROOT].insert(ROOT, 0)
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class Trail:
 
     def __init__(self, start: int, above: Trail | None = None) -> None:
         self.start = start
-        """Number of tokens before the first node."""
+        """Number of tokens before the trail's first node."""
         self.nodes: list[int] = []
         self.ends: list[int] = []
         """Number of tokens up to the last token of each node, ascending."""

@@ -41,7 +41,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of demonstrations of similar length that are padded together."""
     learning_rate: float = 3e-3
     rise: int = 30
-    """Steps of the linear rise of the learning rate, before it falls."""
+    """Number of steps in which the learning rate rises linearly, before it falls."""
     tokenizer_chats: int = 2000
     """Number of chats from which the tokenizer is learned, taken before those of the first step."""
     vocabulary: int = 768

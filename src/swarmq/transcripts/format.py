@@ -45,11 +45,11 @@ class TranscriptMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     state: str
     """`trained`, `dropped` or `eval`."""
     reason: str = ""
-    """Why it was dropped; the status of an evaluation episode; empty if it was trained."""
+    """Why the episode was dropped; for an evaluation episode its status; empty if it was trained."""
     mode: Mode = "train"
     kind: str
     slot: str
-    """`Slot.id`."""
+    """`Slot.id` of the episode's slot."""
     task_id: str
     group_id: str
     attempt: int = 0
@@ -112,7 +112,7 @@ class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Frame(NamedTuple):
-    """One frame of a segment."""
+    """One frame of a segment: a transcript, or what a damaged or forgotten one left."""
 
     number: int
     offset: int

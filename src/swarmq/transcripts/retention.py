@@ -17,7 +17,7 @@ import msgspec
 from swarmq.messages import EQUAL_REWARDS
 
 KEPT = 32
-"""Number of newest conversations of every kind, state and reason that always stay."""
+"""Number of newest conversations that always stay, for each combination of kind, state and reason."""
 TARGET = 0.9
 """Share of the size cap down to which conversations are removed, so that segments are not rewritten all the time."""
 FORGOTTEN = 0xFFFF
@@ -41,7 +41,7 @@ class SegmentIndex(msgspec.Struct, kw_only=True):
     classes: array[int] = msgspec.field(default_factory=lambda: array("H"))
     """Class of each frame, as numbered by `Classes`; FORGOTTEN for one without meta."""
     bodies: array[int] = msgspec.field(default_factory=lambda: array("I"))
-    """Bytes of each frame's body; 0: removed."""
+    """Size of each frame's body in bytes; 0 if it was removed."""
 
     def add(self, class_: int, body_size: int, closed_at: float) -> None:
         self.classes.append(class_)
@@ -72,11 +72,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Segments, bodies and metas to remove."""
 
     remove: tuple[int, ...] = ()
-    """Segments to delete as a whole."""
+    """Numbers of the segments to delete as a whole."""
     strip: dict[int, frozenset[int]] = {}
-    """Segment -> frames that lose their bodies."""
+    """Number of a segment -> indices of frames that lose their bodies."""
     forget: dict[int, frozenset[int]] = {}
-    """Segment -> frames that lose their metas, too."""
+    """Number of a segment -> indices of frames that lose their metas, too."""
 
     def __bool__(self) -> bool:
         return bool(self.remove or self.strip or self.forget)
@@ -90,7 +90,7 @@ def interest(state: str, reason: str) -> int:
 
 
 def find_protected(segments: Sequence[SegmentIndex], *, kept: int = KEPT) -> dict[int, frozenset[int]]:
-    """Return segment -> frames whose bodies always stay."""
+    """Return number of a segment -> indices of frames whose bodies always stay."""
     seen: Counter[int] = Counter()
     protected: dict[int, frozenset[int]] = {}
     for segment in reversed(segments):

@@ -140,7 +140,7 @@ class Deployment:
         )
 
     def metrics_urls(self) -> dict[str, str]:
-        """Return process -> URL of its metrics."""
+        """Return name of a process -> URL of its metrics."""
         settings, proxies = self.job.metrics, self.invite.base_urls
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         own = {"collector": settings.collector_port}

@@ -41,7 +41,7 @@ CONTEXT_STEP = 1024
 HALF_BYTES = 2
 FULL_BYTES = 4
 SHARE_DIGITS = 3
-"""Decimal digits of memory fractions."""
+"""Number of decimals to which memory fractions are rounded."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class PlacementMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_used(self) -> bool:
-        """Whether other processes hold more than the driver's overhead."""
+        """Whether other processes hold more memory than the driver's overhead."""
         return self.held > DRIVER_BYTES
 
     def share_of_gpu(self, size: float) -> float:

@@ -37,7 +37,7 @@ def assign_proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
 
 
 def metrics_names(job: SwarmJob) -> list[str]:
-    """Return the processes that serve their metrics on a port of their own."""
+    """Return the names of the processes that serve their metrics on a port of their own."""
     return ["collector", *(f"learner.{policy}" for policy in job.trained)]
 
 

@@ -33,7 +33,7 @@ START_BYTES = 100_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartTimes:
-    """Timing of restarts."""
+    """Time settings for restarts of parts that died."""
 
     death_window_s: float = 120.0
     """Seconds within which deaths are counted together."""
@@ -205,7 +205,7 @@ async def _keep_restarting(
     """
     deaths = DeathCounter(times.death_window_s)
     failed = 0
-    """Failed starts in a row."""
+    """Number of consecutive failed starts."""
     while True:
         why = await ended()
         if deaths.record_death() >= MAX_DEATHS:

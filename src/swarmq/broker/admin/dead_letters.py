@@ -54,7 +54,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a requeue."""
+    """How many letters were requeued, and which were not."""
 
     sent: int
     left: dict[str, str]

@@ -19,7 +19,7 @@ from swarmq.registries.clients import ClientRegistry, InvitedClient, read_client
 from swarmq.runtime.files import write_atomically
 
 HOST_CLIENT = "local"
-"""Client name in the invite in the run folder."""
+"""Client name in the host's own invite, which is in the run folder."""
 
 
 class ClientAddresses(msgspec.Struct, frozen=True, kw_only=True):

@@ -227,7 +227,7 @@ class EvalDone(Effect, frozen=True):
     reward: float
     success: bool
     metrics: bytes
-    """msgpack of a bounded map from names to values."""
+    """msgpack of name -> value, with a bounded number of metrics."""
     slot_id: str
 
 
@@ -247,7 +247,7 @@ class SendEvaluation(Effect, frozen=True):
     policy: str
     began_at: float
     body: bytes
-    """An encoded `Evaluation`."""
+    """The results, as an encoded `Evaluation`."""
 
 
 class EvaluationSent(Effect, frozen=True):

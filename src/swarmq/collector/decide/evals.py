@@ -39,7 +39,7 @@ class EvalTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalSlot(msgspec.Struct, kw_only=True):
-    """One attempt that a round needs."""
+    """One attempt that an evaluation round needs, with its result once it has ended."""
 
     slot: Slot
     kind: str

@@ -32,15 +32,15 @@ class OpenGroup(msgspec.Struct, kw_only=True):
     since: float = 0.0
     """Time when the first member finished; 0 before."""
     running: dict[str, str] = {}
-    """Running episode -> its slot."""
+    """Id of a running episode -> id of its slot."""
     winners: dict[str, WaitingMember] = {}
-    """Slot -> the attempt that finished first."""
+    """Slot -> its attempt that finished first."""
     given_up: dict[str, float] = {}
     """Given-up slot -> time when it was given up. It may get a winner after all."""
 
     @property
     def lacks(self) -> int:
-        """Number of slots whose winner may still come."""
+        """Number of slots without a winner that may still get one."""
         gone = self.given_up.keys() - self.winners.keys() - set(self.running.values()) if self.given_up else ()
         return max(self.size - len(self.winners) - len(gone), 0)
 
@@ -54,7 +54,7 @@ class Groups:
         self.open: dict[str, OpenGroup] = {}
         self.published: dict[str, PublishedGroup] = {}
         self.place: dict[str, str] = {}
-        """Published episode -> its group."""
+        """Episode id of a published group -> id of the group."""
         self.ready: Counter[str] = Counter()
         """Policy -> number of groups that its learner was sent and has not completely reported on."""
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)

@@ -150,7 +150,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     withdrawn: set[str] = set()
     """Call ids whose answers were never sent, according to delivery reports; their turns may never arrive."""
     taint: str = ""
-    """One of `TAINTS`."""
+    """Why the recorded turns may be wrong, one of `TAINTS`; empty if they are not in doubt."""
 
     def hear(self, report: DeliveryReport) -> tuple[list[str], list[str]]:
         """Record a delivery report on this episode, and return the newly sent and the newly withdrawn calls."""
@@ -227,11 +227,11 @@ class PublishedGroup(msgspec.Struct, kw_only=True):
     kind: str
     size: int
     pending: dict[str, set[str]]
-    """Policy -> episodes on which it has yet to report."""
+    """Policy -> ids of the episodes on which its learner has yet to report."""
     members: dict[str, int] = {}
-    """Policy -> number of episodes that it was sent."""
+    """Policy -> number of episodes that its learner was sent."""
     trained: set[str] = set()
-    """Episodes that some policy trained."""
+    """Ids of the episodes that at least one learner has trained."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -239,9 +239,9 @@ class Usage(msgspec.Struct, kw_only=True):
 
     running: int = 0
     waiting: int = 0
-    """Slots finished in incomplete groups."""
+    """Number of finished slots in groups that are not published yet."""
     published: int = 0
-    """Slots of the groups that learners work on, including missing members."""
+    """Number of slots of the groups that learners work on, including missing members."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True):

@@ -43,7 +43,7 @@ class TicketWindow:
         self.out: dict[str, set[str]] = {name: set() for name in kinds}
         self.adopt(rules)
         self.serial = serial
-        """Number of tickets ever issued; names the next one."""
+        """Number of tickets ever issued, from which the next ticket's id is made."""
         self.lent: frozenset[str] = frozenset()
         """Dry kinds whose share goes to the other kinds at present."""
         self.is_open = True

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a GPU in bytes."""
+    """Total and free memory of a GPU in bytes."""
 
     total: int
     free: int

@@ -38,7 +38,7 @@ __all__ = ["EngineProcess", "check_arguments", "check_model"]
 
 HOST = "127.0.0.1"
 DEFAULT_GPU_SHARE = 0.45
-"""Default share of a GPU's memory for an engine."""
+"""Default fraction of a GPU's memory for an engine."""
 DEFAULT_CONTEXT = 4096
 """Default context length in tokens."""
 POLL_S = 0.2

@@ -34,9 +34,9 @@ class LowRankUpdate(NamedTuple):
     """A low-rank update of a matrix [out, in]: scale * up @ down."""
 
     down: torch.Tensor
-    """[r, in] float32"""
+    """First matrix of the update: [r, in] float32."""
     up: torch.Tensor
-    """[out, r] float32"""
+    """Second matrix of the update: [out, r] float32."""
     scale: float
 
     def add_to(self, base: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class FolderWeight(NamedTuple):
     """A weight of the model's folder, with or without an adapter. An engine that has the folder needs only the adapter."""
 
     base: torch.Tensor | LazyTensor
-    """Weight in the folder."""
+    """The weight as it is in the folder."""
     adapter: LowRankUpdate | None = None
 
     @property
@@ -107,7 +107,7 @@ class PackedLayout:
             view.copy_(materialize(tensors[name], adding_on=buffer.device), non_blocking=True)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors in `buffer` as views."""
+        """Return name -> tensor, as views of `buffer`."""
         return {
             name: buffer[start : start + size].view(getattr(torch, dtype)).view(shape)
             for (name, dtype, shape), (start, size) in zip(self.entries, self._spans, strict=True)
@@ -121,7 +121,7 @@ def checksum_buffer(buffer: torch.Tensor) -> int:
 
 
 def checksum_file(path: str | Path) -> int:
-    """Return the checksum of a file, padded with zeros."""
+    """Return the checksum of a file's bytes, padded with zeros to a multiple of 8."""
     raw = np.memmap(path, np.uint8, "r")
     whole = raw.size // 8 * 8
     rest = int.from_bytes(raw[whole:].tobytes(), "little")

@@ -20,7 +20,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 class SafetensorsIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
-    """Weight -> file name."""
+    """Name of a weight -> name of the file that holds it."""
 
 
 _header_decoder = msgspec.json.Decoder(dict[str, TensorHeader])

@@ -121,7 +121,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts reported by one worker of an engine."""
 
     gpu: str
-    """Uuid of the physical GPU; "" on a CPU."""
+    """Uuid of the worker's physical GPU; "" on a CPU."""
     dtype: str
     """Dtype of the weights in computations, such as `bfloat16`."""
     pid: int
@@ -130,7 +130,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     loads: int = 0
     """Number of updates that changed the worker's weights."""
     checksum: int | None = None
-    """Checksum of the newest update, as received."""
+    """Checksum of the newest update, computed by the worker from what it received."""
 
 
 class _WorkerFactsReply(msgspec.Struct, frozen=True, kw_only=True):

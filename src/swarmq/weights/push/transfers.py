@@ -69,7 +69,7 @@ class Transfer(Protocol):
     """A method by which tensors reach engines."""
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
-        """Prepare an engine before its pause. Raises EngineError."""
+        """Do what the method needs from an engine before it is paused, such as a rendezvous. Raises EngineError."""
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Payload:
         """Publish the tensors for engines. Raises EngineError if there is no room."""

@@ -39,7 +39,7 @@ PATCHED = (
 _log = logging.getLogger("vllm.swarmq")  # vLLM shows only messages of loggers below its own
 
 _stock_slice_request = LogprobsLists.slice_request
-"""vLLM's unpatched method."""
+"""vLLM's unpatched `slice_request`."""
 
 DeferredRows = tuple[LogprobsLists, int, int]
 """A deferred call of `slice_request`: a step's log-probabilities, the request's index, its number of positions."""

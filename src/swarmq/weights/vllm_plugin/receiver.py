@@ -52,7 +52,7 @@ class RendezvousInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Location of the whole model's weights, with Hugging Face's names and shapes."""
+    """An update: where the worker finds the weights of the whole model, with Hugging Face's names and shapes."""
 
     path: str | None = None
     adapters: str | None = None
@@ -65,14 +65,14 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type: ignore[misc]
-    """Worker's side of a weight push."""
+    """vLLM's weight-transfer backend for swarmq: the worker's side of a weight push."""
 
     init_info_cls = RendezvousInfo
     update_info_cls = UpdateInfo
     loads = 0
     """Number of updates that have changed this worker's weights."""
     checksum: int | None = None
-    """Checksum of the newest update, as received."""
+    """Checksum of the newest update, computed from what was received."""
     _expected: dict[str, Shape] | None = None
     _served: ServedFolder | None = None
     _group: nccl_group.NcclGroup | None = None
