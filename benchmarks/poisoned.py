@@ -1,12 +1,12 @@
-"""An environment that fails: `python -m benchmarks.poisoned --rates 0 0.3 0.6 0.9 --seeds 0 1 2 --jobs 1`.
+"""A tool server that fails: `python -m benchmarks.poisoned --rates 0 0.3 0.6 0.9 --seeds 0 1 2 --jobs 1`.
 
-A share of all attempts dies after the model's first answer, whatever that answer was, as attempts do whose container or tool
-server breaks. The demo's model and agent are trained twice at each rate, on the same seeds:
+For a share of all attempts the search server of the retrieval tutorial is down: the attempt dies at its first search. An attempt
+that guesses without a search never dies. The tutorial's model is trained twice at each rate, on the same seeds:
 
     ours    the agent raises: the episode has failed and is never trained, the slot is attempted again
     zero    the agent catches the exception and returns a reward of 0, which other systems do by themselves
 
-A failed attempt is repeated until it is whole, so both ways make the same number of optimizer steps of the same number of
+A failed attempt is repeated until one of its slot ends, so both ways make the same number of optimizer steps of the same number of
 episodes. Held-out reward is measured without failures, on the same tasks in all runs. Each run is a process of its own on `--cores`
 cores, `--jobs` of them at once; finished runs in `--folder` are not repeated.
 """
@@ -27,19 +27,18 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from openai import OpenAI
+from examples.retrieval import environment
+from examples.retrieval.agent import attempt, run_tool
 
 from benchmarks import report
-from swarmq import AsyncSwarmClient, Episode, Outcome, SwarmTask, keys
+from benchmarks.examples.manifest import EXAMPLES
+from swarmq import AsyncSwarmClient, Episode, Outcome, keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.data.feed import feed
+from swarmq.client.data.tasks import as_task
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
-from swarmq.demo.agent import MAX_TOKENS, TOOLS, attempt, opening
-from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.make_model import ensure_model
-from swarmq.demo.model_recipe import user_cache_folder
-from swarmq.demo.problems import KINDS, Problem, problems
+from swarmq.config import SwarmJob
 from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import follow
@@ -47,18 +46,20 @@ from swarmq.up import deploy
 
 Way = Literal["ours", "zero"]
 WAYS: tuple[Way, ...] = ("ours", "zero")
-SIZE = DemoSize(steps=30, held_out=192, concurrency=48)
-GROUPS_PER_BATCH = 4
-TASKS = 8_000
+STEPS, CONCURRENCY, EPOCHS = 40, 48, 40
+"""Of one run: optimizer steps, attempts at once, and times that the tasks are fed, which are more than it can take."""
+REPEATS = 2
+"""Attempts at each held-out task."""
+JOB, MODEL = EXAMPLES / "retrieval" / "job.toml", Path("runs/toy/retrieval").resolve()
 MAX_ATTEMPTS = 200
 """Attempts at a slot: if nine in ten fail, so many in a row fail once in a billion times."""
 RETRY_PAUSE_S = 0.1
-"""Attempts of the demo take less than a second, so its pauses are short, too."""
+"""Attempts take less than a second, so their pauses are short, too."""
 LIMIT_S = 3 * 3600.0
 """Longest training of one run, which fails if it has not made all steps by then."""
 
 
-class ToolServerDown(Exception):  # noqa: N818 - the name of what happened
+class SearchServerDown(Exception):  # noqa: N818 - the name of what happened
     """The failure that is injected."""
 
 
@@ -76,17 +77,17 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     rewards: list[float]
     """Mean reward of the trained episodes by step."""
     begun: int
-    failed: int
+    killed: int
     trained: int
-    doomed_trained: int
-    """Episodes among the trained ones that the environment had killed."""
+    killed_trained: int
+    """Episodes among the trained ones that the server had killed."""
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=SIZE.steps)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--cores", type=int, default=2, help="cores of each run")
     parser.add_argument("--folder", type=Path, default=Path("runs/poisoned"), help="results of single runs")
@@ -106,7 +107,9 @@ def main() -> None:
         (rate, way, seed) for rate in sorted(options.rates, reverse=True) for way in WAYS for seed in options.seeds
     ]
     if not all(_row(options, one).exists() for one in wanted):
-        asyncio.run(ensure_model(user_cache_folder(), print))
+        subprocess.run(
+            [sys.executable, "-m", "swarmq.toy_model", "examples.retrieval.demonstrations", str(MODEL)], check=True
+        )
     free = [f"{i * options.cores}-{(i + 1) * options.cores - 1}" for i in range(options.jobs)]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         runs = [run for run in pool.map(lambda one: _run_one(one, options, free), wanted) if run]
@@ -157,34 +160,34 @@ def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, free: lis
 
 
 async def train(rate: float, way: Way, seed: int, steps: int) -> Trained:
-    """Train the demo's model in an environment that kills attempts at this rate."""
-    model = await ensure_model(user_cache_folder(), lambda _: None)
-    size = msgspec.structs.replace(SIZE, steps=steps)
+    """Train the tutorial's model while the search server is down for this share of the attempts."""
     with tempfile.TemporaryDirectory(prefix="swarmq-poisoned-") as folder:
-        job = demo_job(model, run="poisoned", seed=seed, size=size)
-        groups = msgspec.structs.replace(job.groups, groups_per_batch=GROUPS_PER_BATCH)
-        job = msgspec.structs.replace(job, folder=folder, groups=groups)
+        plain = msgspec.to_builtins(SwarmJob.load(JOB))
+        plain["policies"]["main"]["train"] |= {"max_steps": steps, "seed": seed}
+        plain["policies"]["main"]["model"] = str(MODEL)
+        job = SwarmJob.build(plain | {"run": "poisoned", "folder": folder})
         async with contextlib.AsyncExitStack() as stack:
             deployment = await stack.enter_async_context(deploy(job, report=_say))
             broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="poisoned"))
             await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
             client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
-            for kind in KINDS:
-                tasks = [
-                    SwarmTask(p.task_id, p.kind, msgspec.to_builtins(p))
-                    for p in problems(kind, "train", TASKS // len(KINDS), start=seed * 1_000_000)
-                ]
-                secret = keys.derive_task_secret(keys.load_root(job.run_folder.root_secret))
-                progress = job.run_folder.path / f"fed-{kind}.json"
-                await feed(
-                    broker, job.run, tasks, kind, repeats=groups.group_size, progress_file=progress, secret=secret
-                )
+            await feed(
+                broker,
+                job.run,
+                [as_task(task) for task in environment.train()],
+                "default",
+                repeats=job.groups.group_size,
+                epochs=EPOCHS,
+                seed=seed,
+                progress_file=job.run_folder.path / "fed.json",
+                secret=keys.derive_task_secret(keys.load_root(job.run_folder.root_secret)),
+            )
             agent = Poisoned(rate, way)
-            before = await _measure(client, agent)
+            before = await _measure(client)
             began = time.monotonic()
             seconds = await _work(client, agent, deployment.learners_done)
             _say(f"trained in {time.monotonic() - began:.0f} s")
-            after = await _measure(client, agent)
+            after = await _measure(client)
         events = list(read_events(job.run_folder.events))
         log = [record for record in read_records(job.run_folder.batch_log("main")) if record.episodes]
     rewards = [float(event.fields["reward"]) for event in events if event.name == "step"]
@@ -199,61 +202,48 @@ async def train(rate: float, way: Way, seed: int, steps: int) -> Trained:
         seconds=seconds,
         rewards=rewards,
         begun=agent.begun,
-        failed=agent.killed,
+        killed=len(agent.killed),
         trained=len(trained),
-        doomed_trained=sum(agent.dooms(episode) for episode in trained),
+        killed_trained=len(agent.killed.intersection(trained)),
     )
 
 
 class Poisoned:
-    """The demo's agent in an environment that kills it."""
+    """The tutorial's agent, with a search server that is down for some attempts."""
 
     def __init__(self, rate: float, way: Way) -> None:
         self.rate, self.way = rate, way
-        self.begun = self.killed = 0
+        self.begun = 0
+        self.killed: set[str] = set()
+        """Episodes that died of their first search."""
 
-    def dooms(self, episode_id: str) -> bool:
-        """Whether the environment kills this attempt; independent of what the model does."""
+    def is_down(self, episode_id: str) -> bool:
+        """Return whether the server is down for an attempt, whatever its task is."""
         return random.Random(episode_id).random() < self.rate
 
     def train(self, ep: Episode) -> Outcome:
         self.begun += 1
         try:
-            return self.solve(ep, doomed=self.dooms(ep.episode_id))
-        except ToolServerDown:
-            self.killed += 1
+            return attempt(ep, self._break_search if self.is_down(ep.episode_id) else run_tool)
+        except SearchServerDown:
+            self.killed.add(ep.episode_id)
             if self.way == "ours":
                 raise
             return Outcome(0.0)
 
-    def solve(self, ep: Episode, *, doomed: bool = False) -> Outcome:
-        problem = msgspec.convert(ep.payload, Problem)
-        with OpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=4, timeout=120.0) as model:
-            if doomed:
-                model.chat.completions.create(
-                    model=ep.model,
-                    messages=opening(problem.question),  # type: ignore[arg-type]
-                    tools=TOOLS,  # type: ignore[arg-type]
-                    temperature=1.0,
-                    max_tokens=MAX_TOKENS,
-                )
-                raise ToolServerDown
-            done = attempt(model, ep.model, problem)
-        return Outcome(done.reward, success=done.success)
+    @staticmethod
+    def _break_search(_texts: environment.Corpus, _name: str, _arguments: str) -> str:
+        raise SearchServerDown
 
 
 async def _work(client: AsyncSwarmClient, agent: Poisoned, done: asyncio.Event) -> float:
     """Work until the learner's last step, or until the time limit; the seconds that it took."""
     began, stop = time.monotonic(), asyncio.Event()
     options = RunnerOptions(
-        concurrency=SIZE.concurrency // len(KINDS),
-        max_attempts=MAX_ATTEMPTS,
-        retry_pause_s=RETRY_PAUSE_S,
-        progress=False,
+        concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, retry_pause_s=RETRY_PAUSE_S, progress=False
     )
     async with asyncio.TaskGroup() as tasks:
-        for kind in KINDS:
-            tasks.create_task(Worker(client, agent.train, kind=kind, options=options).run(stop))
+        tasks.create_task(Worker(client, agent.train, kind="default", options=options).run(stop))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), LIMIT_S)
         seconds = time.monotonic() - began
@@ -261,13 +251,9 @@ async def _work(client: AsyncSwarmClient, agent: Poisoned, done: asyncio.Event) 
     return seconds
 
 
-async def _measure(client: AsyncSwarmClient, agent: Poisoned) -> float:
-    tasks = [
-        SwarmTask(p.task_id, p.kind, msgspec.to_builtins(p))
-        for kind in KINDS
-        for p in problems(kind, "held-out", SIZE.held_out // len(KINDS))
-    ]
-    measured = await client.evaluate(tasks, agent.solve, repeats=1, concurrency=SIZE.concurrency, progress=False)
+async def _measure(client: AsyncSwarmClient) -> float:
+    tasks = list(environment.held_out())
+    measured = await client.evaluate(tasks, attempt, repeats=REPEATS, concurrency=CONCURRENCY, progress=False)
     return measured.mean_reward or 0.0
 
 
@@ -298,9 +284,9 @@ def publish(runs: list[Trained], options: argparse.Namespace) -> None:
                     r.steps,
                     r.seconds,
                     r.begun,
-                    r.failed,
+                    r.killed,
                     r.trained,
-                    r.doomed_trained,
+                    r.killed_trained,
                 )
                 for r in sorted(runs, key=lambda r: (r.rate, r.way, r.seed))
             ],
@@ -313,7 +299,7 @@ def publish(runs: list[Trained], options: argparse.Namespace) -> None:
         )
         for rate, way in sorted({(r.rate, r.way) for r in runs})
     }
-    figures["killed_episodes_trained_ours"] = sum(r.doomed_trained for r in runs if r.way == "ours")
+    figures["killed_episodes_trained_ours"] = sum(r.killed_trained for r in runs if r.way == "ours")
     report.save("poisoned", figures, detail={"runs": msgspec.to_builtins(runs)}, out=options.out)
 
 
@@ -336,7 +322,7 @@ def draw(runs: list[Trained], path: Path) -> None:
                 panel.plot([0, run.steps], ends, "o--", color=colours[way], label=label, linewidth=1.0)
                 smooth = _smooth(run.rewards)
                 panel.plot(range(1, len(smooth) + 1), smooth, color=colours[way], alpha=0.4, linewidth=1.0)
-        panel.set_title(f"{rate:.0%} of attempts fail")
+        panel.set_title(f"down for {rate:.0%} of attempts")
         panel.set_xlabel("step")
         panel.set_ylim(0, 1)
     panels[0].set_ylabel("reward (dots: held out, lines: trained)")

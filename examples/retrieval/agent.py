@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from examples.retrieval.environment import TOOLS, Corpus, corpus, score
@@ -37,7 +38,7 @@ def run_tool(texts: Corpus, name: str, arguments: str) -> str:
         return 'error: give {"query": "..."}'
 
 
-def attempt(ep: Episode) -> Outcome:
+def attempt(ep: Episode, tool: Callable[[Corpus, str, str], str] = run_tool) -> Outcome:
     task: dict[str, Any] = ep.payload
     model = OpenAI(base_url=ep.base_url, api_key=ep.api_key, http_client=POOL)
     messages: list[Any] = opening(task["size"], task["question"])
@@ -52,7 +53,7 @@ def attempt(ep: Episode) -> Outcome:
             return Outcome(reward, success=reward == 1.0, metrics={"searches": searches})
         messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
         for call in message.tool_calls:
-            result = run_tool(corpus(task["size"]), call.function.name, call.function.arguments)
+            result = tool(corpus(task["size"]), call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             searches += 1
     return Outcome(0.0, success=False, metrics={"searches": searches})

@@ -12,7 +12,7 @@ ONES = [(rate, way, seed) for rate in (0.0, 0.9) for way in ("ours", "zero") for
 
 def result(rate, way, seed):
     after = {"ours": 0.8, "zero": 0.8 - rate / 2}[way] + seed / 10
-    counts = {"begun": 96, "failed": 0, "trained": 96, "doomed_trained": 0 if way == "ours" else 7}
+    counts = {"begun": 96, "killed": 0, "trained": 96, "killed_trained": 0 if way == "ours" else 7}
     rewards = [0.2, 0.4, 0.6]
     return poisoned.Trained(
         rate=rate, way=way, seed=seed, before=0.2, after=after, steps=3, seconds=9.0, rewards=rewards, **counts
@@ -50,7 +50,7 @@ def test_finished_rows_are_not_repeated_and_become_one_figure_and_means_by_rate(
     assert (tmp_path / "one.png").stat().st_size > 10_000
 
 
-def test_the_environment_kills_as_many_attempts_as_it_should_whatever_the_task():
+def test_the_server_is_down_for_as_many_attempts_as_it_should_whatever_the_task():
     agent = poisoned.Poisoned(0.9, "ours")
-    assert sum(agent.dooms(f"episode-{number}") for number in range(2000)) == pytest.approx(1800, abs=60)
-    assert agent.dooms("episode-1") == poisoned.Poisoned(0.9, "zero").dooms("episode-1")
+    assert sum(agent.is_down(f"episode-{number}") for number in range(2000)) == pytest.approx(1800, abs=60)
+    assert agent.is_down("episode-1") == poisoned.Poisoned(0.9, "zero").is_down("episode-1")
