@@ -745,7 +745,7 @@ class RunFolder:
 
     @property
     def prometheus_targets(self) -> Path:
-        """JSON of the run's `/metrics` pages, for Prometheus (`file_sd_configs`)."""
+        """JSON file that lists the addresses of the run's `/metrics` pages for Prometheus (`file_sd_configs`)."""
         return self.path / "prometheus.json"
 
     @property

@@ -95,7 +95,7 @@ def receipts(run: str, kind: str, data: str) -> str:
 
 
 def control(run: str, policy: str | None = None) -> str:
-    """Return the queue of commands to the collector or, with a policy, of changes to its learner."""
+    """Return the queue for commands to the collector or, if `policy` is given, for changed settings sent to that policy's learner."""
     return f"swarmq.{run}.{policy}.control" if policy else f"swarmq.{run}.control"
 
 

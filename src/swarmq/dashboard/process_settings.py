@@ -1,4 +1,4 @@
-"""Conventions between a proxy and the dashboard's process behind it."""
+"""What a proxy gives to the dashboard process that it starts and forwards pages from."""
 
 from __future__ import annotations
 

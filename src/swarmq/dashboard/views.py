@@ -156,8 +156,7 @@ def _stretches(job: SwarmJob, changes: Iterable[Any], policy: str) -> list[Stret
 
 
 def _flat(run: Run, kinds: Sequence[str], ends: Sequence[float]) -> dict[str, list[float | None]]:
-    """Return kind -> for each step, the share with equal rewards among the groups that ended during the step; None without
-    groups."""
+    """Return, by kind, each step's share of groups with equal rewards among those that ended during the step; None if none ended."""
     counts: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     for kind, ended, is_flat in run.index.query(
         "SELECT kind, max(coalesce(ended, began_at)), max(reason = 'equal_rewards') FROM episodes "

@@ -29,7 +29,7 @@ Agent = Callable[[Episode], None]
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a client's ledger: the begin of an attempt or, with its reward, its confirmed outcome."""
+    """A line of a client's ledger: the start of an attempt, or its confirmed outcome with the reward."""
 
     episode_id: str
     slot: str

@@ -112,7 +112,8 @@ class ProgramRun(msgspec.Struct, frozen=True, kw_only=True):
     stdout: str
     stderr: str
     stopped: Literal["", "time", "cpu", "memory", "processes", "output", "disk"] = ""
-    """Limit for which the program was killed. A program that handles an error (no memory, no further process) is not."""
+    """Limit that the program exceeded and was killed for; "" if none. A program that handles the error itself (out of memory, no further
+    process) is not killed."""
     wall_s: float
 
     @property

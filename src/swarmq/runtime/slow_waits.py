@@ -41,5 +41,5 @@ def warn_if_slow(
 
 
 def if_first_waiter(waiter: object, waiting: Sequence[object]) -> Callable[[], Mapping[str, Any] | None]:
-    """Return a `now` for `warn_if_slow`, for waiters in a queue: only the first waiter warns, with the number of waiters."""
+    """Return a function for the argument `now` of `warn_if_slow`, so that of several waiters only the first warns, with their number."""
     return lambda: {"waiting": len(waiting)} if waiting and waiting[0] is waiter else None

@@ -46,7 +46,7 @@ class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     turns: Sequence[Turn], *, vocab_size: int | None = None, max_length: int | None = None
 ) -> list[ResolvedTurn]:
-    """Resolve the turns of one episode and policy, in the same order, with their full prompts.
+    """Return the turns of one episode and policy, in their order, each with its full prompt: what it shares with its parent is filled in.
 
     Raises TimelineError, whose `reason` is one of `duplicate_call`, `parent_unknown`, `parent_cycle`, `shared_beyond_parent`,
     `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`), `id_outside_vocabulary`, `logprob_missing`,

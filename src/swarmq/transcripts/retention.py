@@ -128,8 +128,8 @@ def plan_size(
 ) -> Plan:
     """If the segments exceed `cap` bytes, plan removals that leave at most `target` bytes.
 
-    Bodies go by interest and age. If that is not enough, the oldest segments without bodies go as a whole, except for the
-    last one.
+    The plan removes bodies first, the least interesting and oldest ones before others. If that is not enough, it removes whole segments
+    without bodies, oldest first, but never the newest segment.
     """
     excess = sum(segment.size for segment in segments) - target
     if excess + target <= cap:

@@ -404,7 +404,8 @@ def _place_split(
 def _place_shared(
     policy: Policy, model: ModelFacts, needs: PolicyNeeds, numbers: tuple[int, ...], memory: PlacementMemory
 ) -> Placement:
-    """Place the learner and an engine on every GPU. Prefers side by side to taking turns, and a full copy per GPU to sharding."""
+    """Place the learner and an engine on every GPU. Prefers running both at the same time to
+    taking turns, and a full copy of the model per GPU to sharding."""
     engines_per_gpu, requested = _engines_per_gpu(policy, len(numbers)), policy.engine.gpu_memory_utilization
     least = (
         int(requested * engines_per_gpu * memory.total / memory.share) if requested else engines_per_gpu * needs.engine

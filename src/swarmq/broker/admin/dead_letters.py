@@ -3,7 +3,8 @@
 Letters are read with `basic.get` and only those requeued or purged are acknowledged. The rest returns to the queue when the session
 closes, so listing loses nothing; two concurrent readers each see only part of the letters.
 
-The origin of a letter is never taken from headers that its sender could have written:
+The origin of a letter is taken from what RabbitMQ or a process of the run has written, except for letters that clients of older
+versions parked themselves:
 
 | exchange of the letter | parked by                                  | queue from       | sender from                       |
 |---|---|---|---|

@@ -57,10 +57,10 @@ class ReceivedAnswers:
         return tuple(sorted(self._calls)) if self._is_marked else None
 
     def mark_request(self, url: str) -> bool:
-        """Return whether a request to this URL is watched and must be marked. If so, `calls` counts the episode as watched
-        from now on.
+        """Return whether answers to requests to this URL are recorded here, so that the caller must mark its request. From the first such
+        request on, `calls` returns a tuple instead of None.
 
-        Requests of forked processes are not watched, because they could not report to this one.
+        Answers to requests of forked processes are not recorded, because those could not report to this one.
         """
         host = urlsplit(url).netloc
         if host != self._host:

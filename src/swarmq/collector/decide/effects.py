@@ -1,8 +1,8 @@
 """The effects that the core asks its shell to carry out.
 
-Most effects are rows, whose fields are named by the placeholders of their SQL statement (`store.SQL`). `Forward`,
-`IssueTicket`, `IssueEval`, `SendControl` and `SendEvaluation` are rows of an outbox and are published after the commit; repeating one publishes
-it again. `Emit` and `SendDeadLetter` are not rows.
+Most effects are rows; their fields have the names of the placeholders in their SQL statement (`store.SQL`). `Forward`,
+`IssueTicket`, `IssueEval`, `SendControl` and `SendEvaluation` are rows of an outbox and are published after the commit; one that is carried
+out again after a crash is published again. `Emit` and `SendDeadLetter` are not rows.
 """
 
 from __future__ import annotations

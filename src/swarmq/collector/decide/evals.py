@@ -5,8 +5,8 @@
   ends ──> results, or given up ──> nothing more will come, or the deadline ──> pass@k by kind, with intervals
 
 There is one round at a time: the next one begins when the present one is closed, so evaluations never pile up. A round is
-closed when each attempt has a result or is given up and nobody works on it. Results that come before that count, also for given-up
-attempts.
+closed when each attempt has a result or is given up and nobody works on it. Results that arrive before a round is closed are
+counted, even those of attempts that were given up.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class BatchFeeder:
                     await self._emit_state()
                     raise StoppedError
                 case Hello():
-                    raise AssertionError("a second hello")
+                    raise AssertionError("the trainer sent a second hello")
 
     @property
     def next_step(self) -> int:

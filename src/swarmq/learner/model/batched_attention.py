@@ -23,7 +23,7 @@ PIECE_QUERIES = 512
 MAX_PADDING_RATIO = 1.5
 """Largest ratio of padded to real (query, key) pairs in a batch."""
 MIN_BATCH_PAIRS = 1 << 16
-"""Number of (query, key) pairs below which a batch costs little more than its call."""
+"""Number of (query, key) pairs below which starting the kernel takes longer than computing the batch."""
 
 
 class AttentionForm(NamedTuple):

@@ -129,7 +129,8 @@ class LayoutModel(nn.Module):
         rotary_embeddings.pin_rotations(model, max_model_len)
         self.model: Any = model
         self.head_apart = True
-        """Whether the head computes logits from hidden states; otherwise all logits of a layout exist at once."""
+        """Whether the head is applied apart from the model, to parts of the hidden states; otherwise the model returns all logits of a layout at
+        once."""
         self.head_chunk: int | None = None
         """Number of tokens whose logits exist at once; None: as many as fit."""
         self.rows_only: str | None = "not checked yet"
@@ -159,7 +160,7 @@ class LayoutModel(nn.Module):
 
     def compile_layers(self) -> None:
         """Let the first pass compile all operations between matrix products and attention into a few kernels, once for all layers
-        and lengths. Only on CUDA.
+        and lengths. Requires CUDA.
 
         A layer that the compiler refuses is computed uncompiled, and torch logs it.
         """

@@ -23,7 +23,7 @@ LOOK_S = 0.05
 
 
 class Fence:
-    """Check that the process that held the lock file when the fence was created still holds it."""
+    """Guard that detects if the lock file has changed hands since the guard was created."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._ours = path, _content(path)

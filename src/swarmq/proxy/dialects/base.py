@@ -214,7 +214,8 @@ def named_event(value: Json) -> bytes:
 
 
 def answer_id(begun: ActiveCall) -> str:
-    """Return the id of an answer: the call id if there is one choice, so that an agent can name the call that it rewards."""
+    """Return the id of an answer: the call id if there is one choice, so that an agent can name the call that it rewards; otherwise
+    the request id."""
     request = begun.request
     return request.call_id(0) if request.num_choices == 1 else request.request_id
 
@@ -292,7 +293,7 @@ def refuse_fields(body: Json, *names: str, why: str) -> None:
     """Raise RefusedError if the body has one of these fields."""
     for name in names:
         if body.get(name):
-            raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
+            raise RefusedError(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
 
 
 def policy_of(model: str, policies: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> str | None:

@@ -173,7 +173,7 @@ class EpisodeControl:
         entry = self._ledger.of(begin.episode_id)
         async with entry.lock:
             if entry.begin is not None and not _same(entry.begin, begin, sized=asked.group_size is not None):
-                raise _conflict(f"episode {begin.episode_id} has begun otherwise: take another id")
+                raise _conflict(f"episode {begin.episode_id} was already begun with other values: choose another id")
             repeated = entry.begin is not None
             if not repeated:
                 entry.begin = await self._send(begin, asked.wait_s)
