@@ -181,6 +181,11 @@ class Agent:
         self._http: aiohttp.ClientSession | None = None
 
     async def __call__(self, ep: AsyncEpisode) -> float:
+        await self.ask(ep)
+        return await self.act()
+
+    async def ask(self, ep: AsyncEpisode) -> None:
+        """Make the model call."""
         if self._http is None:
             limits = aiohttp.TCPConnector(limit=0)
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S), connector=limits)
@@ -190,6 +195,9 @@ class Agent:
             answer = msgspec.json.decode(await response.read())
         if "choices" not in answer:
             raise RuntimeError(str(answer))
+
+    async def act(self) -> float:
+        """Take the environment's time, and return the reward."""
         if self._pace.seconds:
             await asyncio.sleep(random.expovariate(1 / self._pace.seconds))
         if random.random() < self._pace.fails:

@@ -350,10 +350,14 @@ def dashboard_block(known: dict[str, Any]) -> Iterator[str]:
     yield "\n"
     if "dashboard_calls" in known:
         record, figures = known["dashboard_calls"], known["dashboard_calls"]["figures"]
+        paced, saturated = (
+            f"{figures[f'{load}_call_ms_with']:.1f} ms with transcripts, {figures[f'{load}_call_ms_without']:.1f} ms without "
+            f"(median ratio {figures[f'{load}_call_ratio']:.2f})"
+            for load in ("paced", "saturated")
+        )
         yield (
-            f"\nThe proxy does nothing for transcripts, the collector beside it does. {_origin(record)}: an agent's call took "
-            f"{figures['call_ms_with']:.0f} ms with transcripts, {figures['call_ms_without']:.0f} ms without (medians of "
-            f"{len(record['detail']['seconds'])} rounds in turns; median ratio {figures['call_ratio_transcripts']:.2f}).\n\n"
+            f"\nA proxy does nothing for transcripts, the collector beside it does. {_origin(record)}: an agent's call took {paced} "
+            f"where agents pause, and {saturated} where everything competes for the cores.\n\n"
         )
 
 
