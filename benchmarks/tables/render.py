@@ -356,7 +356,7 @@ def dashboard_block(known: dict[str, Any]) -> Iterator[str]:
             for load in ("paced", "saturated")
         )
         yield (
-            f"\nA proxy does nothing for transcripts, the collector beside it does. {_origin(record)}: an agent's call took {paced} "
+            f"A proxy does nothing for transcripts, the collector beside it does. {_origin(record)}: an agent's call took {paced} "
             f"where agents pause, and {saturated} where everything competes for the cores.\n\n"
         )
 
