@@ -109,7 +109,7 @@ def memory_table() -> Iterator[str]:
         facts = make_facts(model)
         shape = to_learner_shape(facts)
         for words, train in TRAININGS.items():
-            host = host_bytes(shape, train, here=range(1), ranks=1, full=False, cuda=True, judged_by=())
+            host = host_bytes(shape, train, here=range(1), ranks=1, full=False, cuda=True, judge_sizes=())
             sizes = (state_bytes(shape, train), learner_bytes(shape, train), 2 * facts.parameters, host)
             rows.append((model, f"{facts.parameters / 1e9:.2f} B", words, *(f"{each / GIB:.0f}" for each in sizes)))
     yield "\n"

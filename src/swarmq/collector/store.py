@@ -232,7 +232,7 @@ class Store:
                 self._db = sqlite3.connect(self._where, isolation_level=None)
                 for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=2000"):
                     self._db.execute(f"PRAGMA {pragma}")
-                self._check(run)
+                self._prepare(run)
         except CollectorError:
             self.close()
             raise
@@ -453,7 +453,7 @@ class Store:
     def _all(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
         return self._db.execute(statement, parameters).fetchall()
 
-    def _check(self, run: str) -> None:
+    def _prepare(self, run: str) -> None:
         """Create the tables of a new file, or check an existing one. Raises CollectorError for a file of another run or
         schema."""
         if self._one("SELECT 1 FROM sqlite_master LIMIT 1") is None:

@@ -37,11 +37,11 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     gpus = check_settings(job)
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
-    judged_by = _reference_model_sizes(job, models) if gpus else {}
+    judge_sizes = _reference_model_sizes(job, models) if gpus else {}
     host_cache = get_cpu_cache_bytes(os.environ)
-    lengths = choose_context_limits(job.policies, models, gpus, judges=judged_by, host_cache=host_cache)
+    lengths = choose_context_limits(job.policies, models, gpus, judges=judge_sizes, host_cache=host_cache)
     job = _with_contexts(job, lengths)
-    placements = place_all(job.policies, models, gpus, judges=judged_by)
+    placements = place_all(job.policies, models, gpus, judges=judge_sizes)
     for name in job.trained:
         with _prefix_errors(name):
             preflight.check(job, name, ranks=_num_ranks(placements.get(name)))

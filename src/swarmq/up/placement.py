@@ -149,9 +149,9 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, policy: Policy, model: ModelFacts, *, num_gpus: int, judged_by: Sequence[int] | None = None
+        cls, policy: Policy, model: ModelFacts, *, num_gpus: int, judge_sizes: Sequence[int] | None = None
     ) -> PolicyNeeds:
-        """Compute the needs. `judged_by` are the parameter counts of the frozen models that the learner holds besides its own."""
+        """Compute the needs. `judge_sizes` are the parameter counts of the frozen models that the learner holds besides its own."""
         train, shape = policy.train, to_learner_shape(model)
         weights = HALF_BYTES * model.parameters
         requested = policy.engine.max_model_len or MIN_CONTEXT
@@ -167,8 +167,8 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
                 LearnerNeeds(
                     ranks=ranks,
                     full=full,
-                    step=learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by),
-                    state=state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by),
+                    step=learner_bytes(shape, train, ranks=ranks, full=full, judge_sizes=judge_sizes),
+                    state=state_bytes(shape, train, ranks=ranks, full=full, judge_sizes=judge_sizes),
                 )
                 for ranks, full in ways
             ),
@@ -225,7 +225,7 @@ def choose_context_limits(
         return {name: _limit_on_cpu(policies[name], model, host_cache) for name, model in open_.items()}
     places = _assign_gpus(models, gpus)
     return {
-        name: _limit_on_gpus(policies[name], model, *places[name], judged_by=(judges or {}).get(name))
+        name: _limit_on_gpus(policies[name], model, *places[name], judge_sizes=(judges or {}).get(name))
         for name, model in open_.items()
     }
 
@@ -261,7 +261,7 @@ def _limit_on_gpus(
     first: int,
     share: float,
     *,
-    judged_by: Sequence[int] | None,
+    judge_sizes: Sequence[int] | None,
 ) -> ContextLimit:
     bound = _upper_bound(policy, model)
 
@@ -269,11 +269,11 @@ def _limit_on_gpus(
         """Return the properties of the plan that longer requests must not change; None if requests of `tokens` do not fit."""
         own_policy = ContextLimit(tokens=tokens, reason="").apply_to(policy)
         try:
-            placement = place(own_policy, model, gpus, first=first, share=share, judged_by=judged_by)
+            placement = place(own_policy, model, gpus, first=first, share=share, judge_sizes=judge_sizes)
         except ConfigError:
             return None
         requested = policy.engine.gpu_memory_utilization
-        needs = PolicyNeeds.of(own_policy, model, num_gpus=len(gpus), judged_by=judged_by)
+        needs = PolicyNeeds.of(own_policy, model, num_gpus=len(gpus), judge_sizes=judge_sizes)
         fixed = needs.engine - needs.weights
         if requested and needs.weights / len(placement.engines[0]) + fixed > requested * min(gpu.total for gpu in gpus):
             return None
@@ -321,7 +321,7 @@ def place_all(
         return {}
     assigned = _assign_gpus(models, gpus)
     return {
-        name: place(policies[name], model, own_gpus, first=first, share=share, judged_by=(judges or {}).get(name))
+        name: place(policies[name], model, own_gpus, first=first, share=share, judge_sizes=(judges or {}).get(name))
         for name, (own_gpus, first, share), model in ((name, assigned[name], model) for name, model in models.items())
     }
 
@@ -333,7 +333,7 @@ def place(
     *,
     first: int = 0,
     share: float = 1.0,
-    judged_by: Sequence[int] | None = None,
+    judge_sizes: Sequence[int] | None = None,
 ) -> Placement:
     """Place a policy on `gpus`, of which the first has the number `first`, using the fraction `share` of each.
 
@@ -341,7 +341,7 @@ def place(
     not fit into the free memory.
     """
     memory = PlacementMemory.of(gpus, share)
-    needs = PolicyNeeds.of(policy, model, num_gpus=len(gpus), judged_by=judged_by)
+    needs = PolicyNeeds.of(policy, model, num_gpus=len(gpus), judge_sizes=judge_sizes)
     numbers = tuple(range(first, first + len(gpus)))
     if not policy.trained:
         return _place_untrained(policy, model, needs, numbers, memory)

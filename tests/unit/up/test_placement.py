@@ -83,9 +83,9 @@ def test_the_engine_sleeps_where_both_do_not_fit_but_each_does() -> None:
 def test_a_reference_or_a_teacher_takes_its_room() -> None:
     judged = policy(train=msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)))
     assert not place(policy(), model(4), [H200]).sleep
-    assert place(judged, model(4), [H200], judged_by=[9_500_000_000]).sleep
+    assert place(judged, model(4), [H200], judge_sizes=[9_500_000_000]).sleep
     with pytest.raises(ConfigError, match="are missing"):
-        place(judged, model(4), [H200], judged_by=[40_000_000_000])
+        place(judged, model(4), [H200], judge_sizes=[40_000_000_000])
 
 
 def test_a_model_too_large_says_how_much_is_missing_and_what_to_change() -> None:

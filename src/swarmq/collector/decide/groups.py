@@ -94,7 +94,7 @@ class Groups:
         effects: list[do.Effect] = []
         for group_id in self._overdue(now):
             effects += self._publish(group_id)
-        for group_id in self._is_abandoned(now):
+        for group_id in self._find_abandoned(now):
             effects += self._forget(group_id)
         return effects
 
@@ -172,7 +172,7 @@ class Groups:
         deadline_s = self.run.rules.deadline_s
         return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
 
-    def _is_abandoned(self, now: float) -> list[str]:
+    def _find_abandoned(self, now: float) -> list[str]:
         """Return the ids of groups in which every begun slot was given up, the last one at least `deadline_s` ago."""
         return [
             gid

@@ -133,7 +133,7 @@ def compute_length_penalty(episode: Rollout, train: Train) -> float:
     return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
 
 
-def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
+def find_credit_levels(group: Sequence[Rollout], train: Train) -> list[str]:
     """Return, for each turn of the group, the level of the reward that credits it: `call`, `agent` or `episode`."""
     return [level for _, keys in _find_credits(group, train) for (level, _), _ in keys]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from swarmq.config import Train
 from swarmq.estimates import MetricSum, add_metrics, keep_most_reported, sum_metrics
-from swarmq.learner.algorithms.advantages import compute_length_penalty, count_credited, group_by_slot
+from swarmq.learner.algorithms.advantages import compute_length_penalty, find_credit_levels, group_by_slot
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import Rollout
 from swarmq.token_drift import Drift
@@ -90,7 +90,7 @@ def _means(sums: Mapping[str, MetricSum]) -> dict[str, float]:
 
 def _credit_shares(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
     """Return the shares of turns credited with the reward of their call, their agent tag, or their episode."""
-    counts = Counter(level for group in group_by_slot(episodes) for level in count_credited(group, train))
+    counts = Counter(level for group in group_by_slot(episodes) for level in find_credit_levels(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 

@@ -62,11 +62,11 @@ def list_frozen_models(train: Train, initial: str) -> dict[str, str]:
 
 
 def learner_bytes(
-    shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
+    shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judge_sizes: Sequence[int] | None = None
 ) -> int:
     """Return the bytes that training takes on one GPU: the state of its share of the parameters, and the largest micro-batch.
 
-    `full`: whether the ranks shard the model; otherwise each holds the whole model. `judged_by`: number of parameters of each
+    `full`: whether the ranks shard the model; otherwise each holds the whole model. `judge_sizes`: number of parameters of each
     frozen model, by default that of the policy.
     """
     half = train.precision(cuda=True) == "bf16"
@@ -75,7 +75,7 @@ def learner_bytes(
     layer, kept = layer_bytes(units, train.context_parallel), KEPT_BYTES * units
     once = kept * shape.layers + layer if train.gradient_checkpointing else layer * shape.layers
     wide = 1 if half else 2
-    state = state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
+    state = state_bytes(shape, train, ranks=ranks, full=full, judge_sizes=judge_sizes)
     return state + copies + wide * once
 
 
@@ -93,7 +93,7 @@ def whole_bytes(shape: ModelShape, train: Train) -> int:
 
 
 def state_bytes(
-    shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
+    shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judge_sizes: Sequence[int] | None = None
 ) -> int:
     """Return the bytes on one GPU that are allocated between steps.
 
@@ -106,12 +106,12 @@ def state_bytes(
     whole = HALF_BYTES * shape.parameters if parts == 1 else 0
     if ranks > parts:
         whole += BUCKET_BYTES * _count_trained_parameters(shape, train)
-    frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(list_frozen_models(train, "")))
+    frozen = sum(judge_sizes if judge_sizes is not None else [shape.parameters] * len(list_frozen_models(train, "")))
     return (_count_state_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
 
 
 def host_bytes(
-    shape: ModelShape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judged_by: Sequence[int]
+    shape: ModelShape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judge_sizes: Sequence[int]
 ) -> int:
     """Return the largest number of bytes that the ranks `here`, among `ranks` ranks, take on a host while models are loaded or a
     checkpoint is written. Other arguments as for `learner_bytes`.
@@ -125,9 +125,9 @@ def host_bytes(
     kept = (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters if gathering else 0
     if not cuda or (full and train.cpu_offload):
         own = _count_state_bytes(shape, train, cuda=cuda)
-        kept += (own + FROZEN_BYTES * sum(judged_by)) * len(here) // (ranks if full else 1)
+        kept += (own + FROZEN_BYTES * sum(judge_sizes)) * len(here) // (ranks if full else 1)
     copies = int(gathering) if full else len(here) if cuda else 0  # on a CPU, the loaded model is the trained one
-    loaded = max([_count_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judged_by)])
+    loaded = max([_count_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judge_sizes)])
     return kept + max(loaded * copies, saved)
 
 

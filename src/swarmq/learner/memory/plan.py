@@ -92,7 +92,7 @@ def choose_sharding(source: str, train: Train) -> Sharding:
         return Sharding(full=False, reason="no GPU whose memory could be short")
     gpu = torch.cuda.get_device_properties(0).total_memory
     needed = learner_bytes(
-        load_shape(source), train, ranks=ranks, full=False, judged_by=_list_frozen_sizes(source, train)
+        load_shape(source), train, ranks=ranks, full=False, judge_sizes=_list_frozen_sizes(source, train)
     )
     said = f"the whole model takes {needed / GIB:.0f} of a GPU's {gpu / GIB:.0f} GiB"
     return Sharding(full=needed > HEADROOM * gpu, reason=said)
@@ -105,7 +105,7 @@ def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemo
     Raises LearnerError if they do not fit, with the missing memory and what to change.
     """
     return check_shape(
-        load_shape(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_list_frozen_sizes(source, train)
+        load_shape(source), train, ranks=ranks, full=full, gpu=gpu, judge_sizes=_list_frozen_sizes(source, train)
     )
 
 
@@ -120,7 +120,7 @@ def has_room_for_whole(source: str, train: Train, *, ranks: int, gpu: GpuMemory 
     if gpu is None:
         return True
     shape = load_shape(source)
-    needed = learner_bytes(shape, train, ranks=ranks, judged_by=_list_frozen_sizes(source, train)) + whole_bytes(
+    needed = learner_bytes(shape, train, ranks=ranks, judge_sizes=_list_frozen_sizes(source, train)) + whole_bytes(
         shape, train
     )
     return needed <= gpu.free
@@ -133,10 +133,10 @@ def check_shape(
     ranks: int,
     full: bool = True,
     gpu: GpuMemory,
-    judged_by: Sequence[int] | None = None,
+    judge_sizes: Sequence[int] | None = None,
 ) -> str:
-    """Check a model of these sizes as `check_gpu` does. `judged_by` as in `learner_bytes`."""
-    needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
+    """Check a model of these sizes as `check_gpu` does. `judge_sizes` as in `learner_bytes`."""
+    needed = learner_bytes(shape, train, ranks=ranks, full=full, judge_sizes=judge_sizes)
     others = gpu.total - gpu.free
     said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} free GiB (other processes take {others / GIB:.1f})"
     if needed <= gpu.free:
@@ -161,15 +161,15 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    here, shape, judged_by = get_local_ranks(), load_shape(source), _list_frozen_sizes(source, train)
-    taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
+    here, shape, judge_sizes = get_local_ranks(), load_shape(source), _list_frozen_sizes(source, train)
+    taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judge_sizes=judge_sizes)
     needed = taking(full=full)
     instead = "raise the limit of the container, or use a host with more memory"
     if taking(full=True) < needed:
         instead += "; or set train.sharding = 'full', with which one rank loads the model for all ranks"
     if full and train.cpu_offload:
         instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
-    if judged_by:
+    if judge_sizes:
         instead += "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
     for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"

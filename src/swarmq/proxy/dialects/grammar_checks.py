@@ -46,7 +46,7 @@ def check_schemas(chat: Json) -> None:
             "tools",
             f"{held} tools are strict or forced, but at most {MAX_HELD_TOOLS} may be: compiling their grammar delays all calls",
         )
-    parts, enforced = 0, _is_enforced(chat)
+    parts, enforced = 0, _find_enforced(chat)
     for where, schema in _schemas(chat):
         nodes = []
         for node, depth, _ in _descent(schema, partial(_steps, root=schema), set()):
@@ -94,7 +94,7 @@ def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
             yield where, parsed
 
 
-def _is_enforced(chat: Json) -> frozenset[str]:
+def _find_enforced(chat: Json) -> frozenset[str]:
     """Return the places whose schemas constrain the answer; those of other tools are only shown to the model."""
     choice, tools = chat.get("tool_choice"), chat.get("tools")
     functions = (

@@ -252,14 +252,14 @@ def _field_and_flaw(key: str, flaw: str, request: Request[Any, Any, Any]) -> tup
         return key, flaw
     body = request.route_handler.parsed_fn_signature.parameters["data"].annotation
     if flaw == "'data'":
-        flaw = _flaw_of_nothing(body)
+        flaw = _describe_missing_body(body)
     if named := re.fullmatch(r"Object (missing required|contains unknown) field `(.+)`", flaw):
         there = ", ".join(one.encode_name for one in msgspec.structs.fields(body))
         return named[2], "needed" if named[1].startswith("missing") else f"unknown; there are {there}"
     return "body", flaw
 
 
-def _flaw_of_nothing(body: type) -> str:
+def _describe_missing_body(body: type) -> str:
     """Return what is wrong with a missing body, which counts as `{}`."""
     try:
         msgspec.convert({}, body)

@@ -18,7 +18,7 @@ from swarmq.config import LengthPenalty, Loss, Train
 from swarmq.learner.algorithms.advantages import (
     WITHIN_GROUP,
     compute_advantages,
-    count_credited,
+    find_credit_levels,
     has_signal,
     update_baselines,
 )
@@ -168,8 +168,8 @@ def test_one_call_reward_in_a_group_has_all_its_episodes_credited_with_returns()
     got = compute_advantages([group], train)
     assert got["g-0"] == [0.25, 0.5, 1.0]
     assert got["g-1"] == got["g-2"] == got["g-3"] == pytest.approx([-1.75 / 9] * 3)
-    assert count_credited(group, train) == ["call"] * 12
-    assert count_credited(group, Train()) == ["call", *["episode"] * 11]
+    assert find_credit_levels(group, train) == ["call"] * 12
+    assert find_credit_levels(group, Train()) == ["call", *["episode"] * 11]
 
 
 def test_choices_of_one_request_are_one_step_of_the_returns() -> None:
@@ -203,7 +203,7 @@ def test_a_judges_call_reward_changes_nothing_for_other_agents() -> None:
         for e in group
     ]
     group[0] = msgspec.structs.replace(group[0], call_rewards={"c1": 0.5})
-    assert count_credited(group, Train(call_discount=0.9)) == ["episode", "call"] * 2
+    assert find_credit_levels(group, Train(call_discount=0.9)) == ["episode", "call"] * 2
 
 
 def test_calls_that_one_episode_alone_has_are_not_compared_with_each_other() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import compute_advantages, count_credited, group_by_slot
+from swarmq.learner.algorithms.advantages import compute_advantages, find_credit_levels, group_by_slot
 from swarmq.learner.batching.micro_batches import MicroBatch, MicroBatchBuilder, ModelProfile, build_rank_batch
 from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.store.records import BatchIndex, BatchRecord
@@ -116,7 +116,7 @@ def test_figures_say_what_turns_are_credited_by_and_drift_as_everywhere_else() -
     group[0] = msgspec.structs.replace(
         group[0], turns=turns, call_rewards={"c1": 1.0}, agent_rewards={"a": 0.5, "nobody": 9.0}
     )
-    assert count_credited(group, Train()) == ["agent", "call", "episode", "episode", *["episode"] * 4]
+    assert find_credit_levels(group, Train()) == ["agent", "call", "episode", "episode", *["episode"] * 4]
     figures = batch_metrics(
         BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(group), settings=Train()), []
     )

@@ -125,14 +125,14 @@ def test_the_limits_of_this_very_process_are_read() -> None:
 def needed(here: range = NODE, *, full: bool = True, cuda: bool = True, **changed: object) -> float:
     """Bytes for each parameter of the policy."""
     train = msgspec.structs.replace(SHARED, **changed)
-    return host_bytes(SHAPE, train, here=here, ranks=16, full=full, cuda=cuda, judged_by=[]) / SHAPE.parameters
+    return host_bytes(SHAPE, train, here=here, ranks=16, full=full, cuda=cuda, judge_sizes=[]) / SHAPE.parameters
 
 
 def test_one_rank_loads_for_all_that_share_a_policy_out() -> None:
     assert needed() == 2 + 8, "weights for engines, and the moments of a checkpoint, which take more than loading"
     assert needed(range(8, 16)) == 0, "the other host"
     assert needed(full=False, sharding="none") == 8 * 4
-    judge = host_bytes(SHAPE, SHARED, here=NODE, ranks=16, full=True, cuda=True, judged_by=[5000])
+    judge = host_bytes(SHAPE, SHARED, here=NODE, ranks=16, full=True, cuda=True, judge_sizes=[5000])
     assert judge == 2 * 1000 + 4 * 5000, "a larger teacher is loaded by rank 0, too"
 
 
