@@ -55,18 +55,30 @@ BATCH = 500
 """Maximum number of messages in one transaction."""
 WINDOW = 32
 """Maximum number of messages that are published at the same time, which bounds the memory of outgoing rollouts."""
-TICK_S = 1.0
-LOOK_S = 5.0
-STATE_S = 2.0
-RETRY_S = 2.0
-PATIENCE_S = 30.0
-"""Seconds that a message may stay unconfirmed before its queue is checked."""
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
 Outgoing = Forward | IssueTicket | IssueEval | SendControl | SendEvaluation
 
 log = structlog.get_logger()
+
+
+class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals and time limits of a collector."""
+
+    tick_s: float = 1.0
+    """Seconds between two looks for deadlines that have passed."""
+    look_s: float = 5.0
+    """Seconds between two checks of the queues."""
+    state_s: float = 2.0
+    """Seconds between two `state` events."""
+    retry_s: float = 2.0
+    """Seconds until a transaction that the disk refused is tried again."""
+    confirm_s: float = 30.0
+    """Seconds that a message may stay unconfirmed before its queue is checked."""
+
+
+INTERVALS = Intervals()
 
 
 class Collector:
@@ -80,6 +92,7 @@ class Collector:
         *,
         transcripts: TranscriptWriter | None = None,
         clock: Callable[[], float] = time.time,
+        intervals: Intervals = INTERVALS,
     ) -> None:
         """`transcripts`: records every closed episode; None records nothing."""
         self.job = job
@@ -92,6 +105,7 @@ class Collector:
         self._closed: list[ClosedEpisode] = []
         """Episodes closed by committed transactions that the transcript writer has not received yet."""
         self._clock = clock
+        self._intervals = intervals
         self._core: Core | None = None
         self._deciding = asyncio.Lock()
         self._outgoing: deque[Outgoing] = deque()
@@ -251,13 +265,13 @@ class Collector:
 
     async def _ticker(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._intervals.tick_s)
             await self._decide(lambda core: core.tick(self._clock()))
             await self._tell_all()
 
     async def _warden(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._intervals.look_s)
             await self._look()
 
     async def _look(self) -> None:
@@ -286,7 +300,7 @@ class Collector:
     async def _reporter(self) -> None:
         watch = StandstillWatch()
         while True:
-            await asyncio.sleep(STATE_S)
+            await asyncio.sleep(self._intervals.state_s)
             core = self._load_core()
             await self._tell("state", self.read_state())
             for text in self._transcripts.warnings() if self._transcripts else ():
@@ -306,12 +320,12 @@ class Collector:
                     return
                 except CollectorError as error:
                     self._core = None
-                    log.warning("store_unavailable", reason=str(error), retry_s=RETRY_S)
+                    log.warning("store_unavailable", reason=str(error), retry_s=self._intervals.retry_s)
                     await self._tell("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
                 except BaseException:
                     self._core = None  # the core may be ahead of the store
                     raise
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._intervals.retry_s)
 
     def _commit(self, step: Step) -> None:
         core, began = self._load_core(), time.perf_counter()
@@ -380,7 +394,7 @@ class Collector:
             message = build_rollout(self._store, item)
         while message is not None:
             try:
-                await self._broker.publish(queue, message, deadline_s=PATIENCE_S)
+                await self._broker.publish(queue, message, deadline_s=self._intervals.confirm_s)
                 return
             except UnroutableError:
                 await self._restore()

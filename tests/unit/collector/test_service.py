@@ -11,12 +11,11 @@ import pytest
 from support.disk import StoreOnFullDisk
 from swarmq.broker import topology
 from swarmq.broker.deliveries import REASON_HEADER
-from swarmq.collector import service
 from swarmq.collector.decide import episodes
 from swarmq.collector.decide import tickets as ticket_window
 from swarmq.collector.decide.effects import Forward
 from swarmq.collector.decide.state import TurnMeta
-from swarmq.collector.service import Collector
+from swarmq.collector.service import Collector, Intervals
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.messages import Command, Rollout, Ticket, decode
@@ -44,11 +43,11 @@ async def broker(job):
 
 
 @contextlib.asynccontextmanager
-async def collecting(job, broker, store):
+async def collecting(job, broker, store, **intervals):
     """A collector at work; drained at the end."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(Collector(job, broker, store).run(stop))
+        tasks.create_task(Collector(job, broker, store, intervals=Intervals(**intervals)).run(stop))
         yield
         stop.set()
 
@@ -76,11 +75,10 @@ async def test_pieces_in_episodes_and_tickets_out(job, broker, say):
     assert (state.source, state.fields["finished"], state.fields["forwarded"]) == ("collector", 1, 1)
 
 
-async def test_nothing_is_acknowledged_before_it_is_committed(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "RETRY_S", 0.0)
+async def test_nothing_is_acknowledged_before_it_is_committed(job, broker, say):
     store = StoreOnFullDisk()
     await broker.publish(IN, say.begin())
-    async with collecting(job, broker, store):
+    async with collecting(job, broker, store, retry_s=0.0):
         store.full = True
         await broker.publish(IN, say.turn())
         await broker.publish(IN, say.end())
@@ -184,9 +182,8 @@ class _Breaks(TurnMeta):
         return TurnMeta.of(turn, size_bytes)
 
 
-async def test_deleted_queues_are_made_again(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "LOOK_S", 0.01)
-    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r")):
+async def test_deleted_queues_are_made_again(job, broker, say):
+    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r"), look_s=0.01):
         await arrivals(broker, topology.tickets("r", "math"), 2)
         broker.delete(IN)
         broker.delete(READY)
@@ -206,10 +203,9 @@ async def test_an_episode_that_called_no_model_is_a_warning_that_people_see(job,
     assert "does the agent use ep.base_url and ep.api_key?" in warning
 
 
-async def test_what_deleted_queues_held_is_sent_again(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "LOOK_S", 0.01)
+async def test_what_deleted_queues_held_is_sent_again(job, broker, say):
     tickets = topology.tickets("r", "math")
-    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r")):
+    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r"), look_s=0.01):
         for piece in (say.begin(ticket_id="math.1"), say.turn(), say.end()):
             await broker.publish(IN, piece)
         (before,) = await arrivals(broker, READY, 1)
@@ -225,11 +221,9 @@ async def test_what_deleted_queues_held_is_sent_again(job, broker, say, monkeypa
 
 
 async def test_queues_that_the_broker_cannot_bring_up_are_made_again_with_what_they_held(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "LOOK_S", 0.01)
-    monkeypatch.setattr(service, "PATIENCE_S", 0.01)
     monkeypatch.setattr(ticket_window, "LOST_S", 0.0)
     tickets = topology.tickets("r", "math")
-    async with collecting(job, broker, Store(None, run="r")):
+    async with collecting(job, broker, Store(None, run="r"), look_s=0.01, confirm_s=0.01):
         await arrivals(broker, tickets, 2)
         broker.wreck(tickets)  # nothing is to be sent there: that its tickets are missing is found out
         broker.wreck(READY)
@@ -253,10 +247,9 @@ async def test_a_queue_that_was_deleted_while_no_collector_ran_is_filled_by_the_
 
 
 async def test_tickets_that_are_in_no_queue_and_used_by_nobody_are_issued_again(job, broker, monkeypatch):
-    monkeypatch.setattr(service, "LOOK_S", 0.01)
     monkeypatch.setattr(ticket_window, "LOST_S", 0.0)
     tickets = topology.tickets("r", "math")
-    async with collecting(job, broker, Store(None, run="r")):
+    async with collecting(job, broker, Store(None, run="r"), look_s=0.01):
         await arrivals(broker, tickets, 2)
         broker.purge(tickets)
         assert [ticket.ticket_id for ticket in await arrivals(broker, tickets, 2)] == ["math.1", "math.2"]

@@ -11,10 +11,9 @@ import pytest
 
 from support.disk import StoreOnFullDisk
 from swarmq.broker import topology
-from swarmq.collector import service
 from swarmq.collector.decide import effects as do
 from swarmq.collector.main import record_transcripts
-from swarmq.collector.service import Collector
+from swarmq.collector.service import Collector, Intervals
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.messages import Message, Turn, encode
@@ -53,12 +52,15 @@ class Clock:
 
 
 @contextlib.asynccontextmanager
-async def collecting(job, broker, store, clock):
+async def collecting(job, broker, store, clock, **intervals):
     """A collector with transcripts at work; all of them written at the end."""
     stop = asyncio.Event()
     with record_transcripts(job) as transcripts:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Collector(job, broker, store, transcripts=transcripts, clock=clock).run(stop))
+            collector = Collector(
+                job, broker, store, transcripts=transcripts, clock=clock, intervals=Intervals(**intervals)
+            )
+            tasks.create_task(collector.run(stop))
             yield
             stop.set()
 
@@ -73,8 +75,7 @@ def found(job):
     return {meta.episode_id: meta for _, meta in scan(job.run_folder.transcripts)}
 
 
-async def test_every_fate_leaves_a_transcript_with_the_exact_messages(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "TICK_S", 0.01)
+async def test_every_fate_leaves_a_transcript_with_the_exact_messages(job, broker, say):
     clock = Clock()
     sent: dict[str, list[Message]] = {}
 
@@ -90,7 +91,7 @@ async def test_every_fate_leaves_a_transcript_with_the_exact_messages(job, broke
         return [say.begin(name, task or name, **fields), call, *more]
 
     with closing(Store(None, run="r")) as store:
-        async with collecting(job, broker, store, clock):
+        async with collecting(job, broker, store, clock, tick_s=0.01):
             await publish("published", *attempt("trained", say.end("trained", reward=0.25, metrics={"speed": 2.0})))
             await publish("published", *attempt("equal", say.end("equal")))
             await publish("dropped", *attempt("failed", say.end("failed", "failed", reason="boom")))
@@ -138,12 +139,11 @@ async def test_every_fate_leaves_a_transcript_with_the_exact_messages(job, broke
             assert transcript.end is None
 
 
-async def test_members_of_a_group_that_is_too_small_leave_transcripts(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "TICK_S", 0.01)
+async def test_members_of_a_group_that_is_too_small_leave_transcripts(job, broker, say):
     groups = msgspec.structs.replace(job.groups, group_size=3, min_group=2, deadline_s=5.0)
     clock = Clock()
     with closing(Store(None, run="r")) as store:
-        async with collecting(msgspec.structs.replace(job, groups=groups), broker, store, clock):
+        async with collecting(msgspec.structs.replace(job, groups=groups), broker, store, clock, tick_s=0.01):
             for piece in (say.begin(group_size=3), say.turn(), say.end()):
                 await broker.publish(IN, piece)
             await in_state(store, "e", "waiting")
@@ -155,10 +155,9 @@ async def test_members_of_a_group_that_is_too_small_leave_transcripts(job, broke
     assert read_transcript(job.run_folder.transcripts, "e").turns == (say.turn(),)
 
 
-async def test_nothing_is_recorded_before_its_commit_and_everything_once(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "RETRY_S", 0.0)
+async def test_nothing_is_recorded_before_its_commit_and_everything_once(job, broker, say):
     with closing(StoreOnFullDisk()) as store:
-        async with collecting(job, broker, store, Clock()):
+        async with collecting(job, broker, store, Clock(), retry_s=0.0):
             for piece in (say.begin(), say.turn()):
                 await broker.publish(IN, piece)
             await in_state(store, "e", "open")
@@ -184,12 +183,11 @@ async def test_a_run_without_transcripts_has_no_folder_and_no_count(job, broker,
     assert "transcripts_lost" not in [event for event in broker.emitted if event.name == "state"][-1].fields
 
 
-async def test_lost_transcripts_are_told_and_training_goes_on(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "STATE_S", 0.01)
+async def test_lost_transcripts_are_told_and_training_goes_on(job, broker, say):
     job.run_folder.path.mkdir()
     job.run_folder.transcripts.write_text("in the way")
     with closing(Store(None, run="r")) as store:
-        async with broker.events("r") as events, collecting(job, broker, store, Clock()):
+        async with broker.events("r") as events, collecting(job, broker, store, Clock(), state_s=0.01):
             for name in ("a", "b"):
                 for piece in (say.begin(name, name), say.turn(episode=name), say.end(name, "failed")):
                     await broker.publish(IN, piece)
