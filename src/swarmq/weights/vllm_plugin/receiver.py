@@ -149,7 +149,7 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
             if self._update_checksum != update.checksum:
                 raise RuntimeError("received bytes differ from those sent")
         except Exception as error:
-            raise ValueError(f"the learner's memory cannot be read: {error}; {UNTOUCHED}") from error
+            raise ValueError(f"the learner's memory cannot be read, {UNTOUCHED}: {error}") from error
         yield packed.views(buffer)
 
     def _find_served_folder(self) -> ServedFolder:
