@@ -63,7 +63,7 @@ Outgoing = Forward | IssueTicket | IssueEval | SendControl | SendEvaluation
 log = structlog.get_logger()
 
 
-class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+class CollectorIntervals(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals and time limits of a collector."""
 
     tick_s: float = 1.0
@@ -78,7 +78,7 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a message may stay unconfirmed before its queue is checked."""
 
 
-INTERVALS = Intervals()
+INTERVALS = CollectorIntervals()
 
 
 class Collector:
@@ -92,7 +92,7 @@ class Collector:
         *,
         transcripts: TranscriptWriter | None = None,
         clock: Callable[[], float] = time.time,
-        intervals: Intervals = INTERVALS,
+        intervals: CollectorIntervals = INTERVALS,
     ) -> None:
         """`transcripts`: records every closed episode; None records nothing."""
         self.job = job

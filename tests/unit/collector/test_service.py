@@ -15,7 +15,7 @@ from swarmq.collector.decide import episodes
 from swarmq.collector.decide import tickets as ticket_window
 from swarmq.collector.decide.effects import Forward
 from swarmq.collector.decide.state import TurnMeta
-from swarmq.collector.service import Collector, Intervals
+from swarmq.collector.service import Collector, CollectorIntervals
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.messages import Command, Rollout, Ticket, decode
@@ -47,7 +47,7 @@ async def collecting(job, broker, store, **intervals):
     """A collector at work; drained at the end."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(Collector(job, broker, store, intervals=Intervals(**intervals)).run(stop))
+        tasks.create_task(Collector(job, broker, store, intervals=CollectorIntervals(**intervals)).run(stop))
         yield
         stop.set()
 

@@ -13,7 +13,7 @@ from support.disk import StoreOnFullDisk
 from swarmq.broker import topology
 from swarmq.collector.decide import effects as do
 from swarmq.collector.main import record_transcripts
-from swarmq.collector.service import Collector, Intervals
+from swarmq.collector.service import Collector, CollectorIntervals
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.messages import Message, Turn, encode
@@ -58,7 +58,7 @@ async def collecting(job, broker, store, clock, **intervals):
     with record_transcripts(job) as transcripts:
         async with asyncio.TaskGroup() as tasks:
             collector = Collector(
-                job, broker, store, transcripts=transcripts, clock=clock, intervals=Intervals(**intervals)
+                job, broker, store, transcripts=transcripts, clock=clock, intervals=CollectorIntervals(**intervals)
             )
             tasks.create_task(collector.run(stop))
             yield
