@@ -4,7 +4,7 @@
                         ^                                   |
                         └────────── ack once EpisodeBegin is confirmed
 
-The consumer is open only while a begin waits, and `LINGER_S` longer: a ticket held by an idle client would be missing in the
+The consumer is open only while a begin waits, and `linger_s` longer: a ticket held by an idle client would be missing in the
 group of a busy one.
 """
 
@@ -20,12 +20,7 @@ from swarmq.broker.protocol import Broker
 from swarmq.errors import BrokerError, BrokerLostError, SwarmqError, UnroutableError
 from swarmq.messages import Ticket
 from swarmq.runtime.logs import log
-from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
-
-LINGER_S = 2.0
-"""Seconds that the consumer stays open after the last waiting begin."""
-RETRY_S = 1.0
-"""Seconds between two attempts to consume a deleted queue, which the collector declares again."""
+from swarmq.runtime.slow_waits import FIRST_WARNING_S, if_first_waiter, warn_if_slow
 
 
 class TicketGrant:
@@ -39,7 +34,19 @@ class TicketGrant:
 class TicketSource:
     """First-come, first-served source of one kind's tickets. `serve` must run as a task."""
 
-    def __init__(self, broker: Broker, queue: str, kind: str) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        queue: str,
+        kind: str,
+        *,
+        linger_s: float = 2.0,
+        retry_s: float = 1.0,
+        warn_s: float = FIRST_WARNING_S,
+    ) -> None:
+        """`linger_s`: seconds that the consumer stays open after the last waiting begin. `retry_s`: seconds between two attempts to
+        consume a deleted queue, which the collector declares again. `warn_s`: seconds of waiting until the first warning."""
+        self._linger_s, self._retry_s, self._warn_s = linger_s, retry_s, warn_s
         self._broker = broker
         self._queue = queue
         self._kind = kind
@@ -79,7 +86,7 @@ class TicketSource:
                     log.warning(
                         "ticket_queue_deleted", queue=self._queue, action="requests for tickets wait until it is back"
                     )
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(self._retry_s)
                 else:
                     self.refuse(error)
 
@@ -115,6 +122,7 @@ class TicketSource:
         try:
             with warn_if_slow(
                 "waiting_for_ticket",
+                first_s=self._warn_s,
                 kind=self._kind,
                 now=if_first_waiter(waiter, self._waiting),
                 reason="the collector issues tickets as the learner trains, and none while the run is paused or drained; "
@@ -145,7 +153,7 @@ class TicketSource:
 
     async def _wanted(self) -> bool:
         try:
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(self._linger_s):
                 await self._someone.wait()
         except TimeoutError:
             return False

@@ -9,13 +9,17 @@ from typing import Any
 
 from swarmq.runtime.logs import log
 
-FIRST_S = 10.0
+FIRST_WARNING_S = 10.0
 """Default seconds until the first warning."""
 
 
 @contextlib.contextmanager
 def warn_if_slow(
-    event: str, *, first_s: float | None = None, now: Callable[[], Mapping[str, Any] | None] = dict, **fields: Any
+    event: str,
+    *,
+    first_s: float = FIRST_WARNING_S,
+    now: Callable[[], Mapping[str, Any] | None] = dict,
+    **fields: Any,
 ) -> Iterator[None]:
     """Log the warning `event`, with the seconds waited, while the block still runs after 1, 3, 7, ... times `first_s`.
 
@@ -33,7 +37,7 @@ def warn_if_slow(
     def schedule(interval_s: float) -> None:
         timers[:] = [loop.call_later(interval_s, warn, interval_s)]
 
-    schedule(FIRST_S if first_s is None else first_s)
+    schedule(first_s)
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import structlog
 
 from swarmq.broker import Broker, Delivery, topology
@@ -56,15 +57,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-STATE_EVERY_S = 2.0
-STUCK_S = 60.0
-"""Seconds that the trainer waits for a batch before a warning says what is missing."""
-ASK_S = 20.0
-"""Seconds without a rollout after which the collector is asked to repeat lost messages."""
-RETRY_S = 2.0
-"""Seconds between two attempts at an operation that the broker or the disk refuses."""
-DRAIN_S = 10.0
-"""Maximum number of seconds that a stop waits for confirmation of reports; the next start sends the rest."""
 PREDECESSOR_S = 15.0
 """Maximum number of seconds to wait for the batch feeder of a killed trainer to end."""
 MAX_PREFETCH = 65535
@@ -144,12 +136,39 @@ class StoppedError(Exception):
     """Signal that the trainer asked to stop and all reports are sent; ends the task group."""
 
 
+class FeederIntervals(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals and time limits of a batch feeder."""
+
+    state_s: float = 2.0
+    """Seconds between two `state` events."""
+    stuck_s: float = 60.0
+    """Seconds that the trainer waits for a batch before a warning says what is missing."""
+    ask_s: float = 20.0
+    """Seconds without a rollout after which the collector is asked to repeat lost messages."""
+    retry_s: float = 2.0
+    """Seconds between two attempts at an operation that the broker or the disk refuses."""
+    drain_s: float = 10.0
+    """Maximum number of seconds that a stop waits for confirmation of reports; the next start sends the rest."""
+
+
+INTERVALS = FeederIntervals()
+
+
 class BatchFeeder:
     """Moves rollouts from the queue to the log and to the trainer, and sends reports to the collector."""
 
-    def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        folder: Path,
+        broker: Broker,
+        writer: asyncio.StreamWriter,
+        *,
+        intervals: FeederIntervals = INTERVALS,
+    ) -> None:
         job, policy = hello.job, hello.policy
         self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
+        self.intervals = intervals
         self.fence = Fence(folder / "lock")
         self.log = BatchLog(folder, RunIdentity.of(job, policy), needed=hello.version)
         self.control = ControlState(folder / "control", job, policy)
@@ -230,7 +249,7 @@ class BatchFeeder:
                         await self._emit("control", self.control.answer(self.next_step) | {"checkpoint": self.version})
                 case records.Stop():
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(DRAIN_S):
+                        async with asyncio.timeout(self.intervals.drain_s):
                             await self._publish_due()
                     self.phase = "ended"
                     await self._emit_state()
@@ -350,10 +369,10 @@ class BatchFeeder:
                 result = write()
             except DiskFullError as error:
                 if not full:
-                    log.warning("disk_full", error=str(error), retry_s=RETRY_S)
+                    log.warning("disk_full", error=str(error), retry_s=self.intervals.retry_s)
                     await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
                 full = True
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self.intervals.retry_s)
                 continue
             if full:
                 log.info("disk_has_room")
@@ -420,9 +439,9 @@ class BatchFeeder:
             try:
                 return await self.broker.publish(topology.inbox(self.job.run), message)
             except UnroutableError as error:
-                log.warning("queue_missing", error=str(error), retry_s=RETRY_S)
+                log.warning("queue_missing", error=str(error), retry_s=self.intervals.retry_s)
                 await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self.intervals.retry_s)
 
     async def _ask_collector(self) -> None:
         """Ask the collector to publish lost rollouts again. Reports are repeated first, because the collector takes rollouts
@@ -441,12 +460,12 @@ class BatchFeeder:
             await self._emit_state()
             now = time.monotonic()
             waited = now - (self.wanted_since or now)
-            if not self.asked_collector and min(waited, now - self.heard_at) > ASK_S:
+            if not self.asked_collector and min(waited, now - self.heard_at) > self.intervals.ask_s:
                 await self._ask_collector()
-            if waited > STUCK_S and time.monotonic() - warned_at > STUCK_S:
+            if waited > self.intervals.stuck_s and time.monotonic() - warned_at > self.intervals.stuck_s:
                 warned_at = time.monotonic()
                 await self._warn_stuck(waited)
-            await asyncio.sleep(STATE_EVERY_S)
+            await asyncio.sleep(self.intervals.state_s)
 
     async def _emit_state(self) -> None:
         ready = sum(self.intake.groups_ready.values())

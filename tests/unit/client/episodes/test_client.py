@@ -9,14 +9,13 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from swarmq.broker import tickets, topology
+from swarmq.broker import topology
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.client.episodes.client import ClientLimits
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
 from swarmq.keys import verify
 from swarmq.messages import Slot
 from swarmq.outcome import Outcome
-from swarmq.runtime import slow_waits
 
 ROOT = b"r" * 32
 RUN = "r1"
@@ -76,38 +75,6 @@ async def test_a_begin_that_waits_too_long_says_what_it_waited_for(swarm_of):
         await client.begin_episode("t")
 
 
-async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys):
-    monkeypatch.setattr(slow_waits, "FIRST_S", 0.0)
-    swarm = await swarm_of()
-    async with swarm.client() as client:
-        waiting = asyncio.ensure_future(client.begin_episode("t"))
-        said = ""
-        while "waiting_for_ticket" not in said:
-            await asyncio.sleep(0)
-            said += capsys.readouterr().out
-        assert "math" in said
-        assert "none while the run is paused or drained" in said
-        await swarm.issue(1)
-        await waiting
-
-
-async def test_many_who_wait_for_a_ticket_say_so_once_with_how_many_they_are(swarm_of, monkeypatch):
-    monkeypatch.setattr(slow_waits, "FIRST_S", 0.2)
-    swarm = await swarm_of()
-    async with swarm.client() as client:
-        with capture_logs() as told:
-            waiting = [asyncio.ensure_future(client.begin_episode(f"t{number}")) for number in range(6)]
-            async with asyncio.timeout(30):
-                while len(told) < 3:  # noqa: ASYNC110 - the loop's timers speak
-                    await asyncio.sleep(0.001)
-            await swarm.issue(6)
-            await asyncio.gather(*waiting)
-    words = [(one["event"], one["waiting"]) for one in told]
-    assert set(words) == {("waiting_for_ticket", 6)}
-    assert [one["waited_s"] for one in told] == sorted(one["waited_s"] for one in told)
-    assert len(told) < 6, "the first one's three, not one of each"
-
-
 async def test_a_cancelled_wait_gives_its_ticket_to_the_next(swarm_of):
     swarm = await swarm_of()
     async with swarm.client() as client:
@@ -152,23 +119,6 @@ async def test_a_missing_ticket_queue_is_an_error_for_those_who_wait_and_heals(s
         await swarm.declare()
         await swarm.issue(1)
         await client.begin_episode("t")
-
-
-async def test_a_ticket_queue_that_was_there_and_was_deleted_is_waited_for(swarm, monkeypatch):
-    monkeypatch.setattr(tickets, "LINGER_S", 0.0)
-    monkeypatch.setattr(tickets, "RETRY_S", 0.0)
-    queue = topology.tickets(RUN, "math")
-    async with swarm.client() as client, asyncio.timeout(60):
-        await client.begin_episode("t")
-        while (await swarm.broker.depths([queue]))[queue].consumers:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        swarm.broker.delete(queue)
-        waiting = asyncio.ensure_future(client.begin_episode("t"))
-        await asyncio.sleep(0.01)
-        await swarm.declare()
-        await swarm.issue(1)
-        await waiting
-    assert len(swarm.begins) == 2
 
 
 async def test_poison_among_the_tickets_is_parked_and_the_next_ticket_is_used(swarm_of):

@@ -20,7 +20,7 @@ from swarmq.errors import LearnerError
 from swarmq.event_fields import undescribed
 from swarmq.learner.feed import frames, process
 from swarmq.learner.feed.batcher import BatchLimits
-from swarmq.learner.feed.process import BatchFeeder
+from swarmq.learner.feed.process import BatchFeeder, FeederIntervals
 from swarmq.learner.store import batch_log, records
 from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.learner.store.records import BatchRecord, Hello, decode_record
@@ -72,14 +72,21 @@ class Trainer:
 
 
 @asynccontextmanager
-async def desk(folder: Path, broker: MemoryBroker, *, version: int = 0, **train: object) -> AsyncIterator[Trainer]:
+async def desk(
+    folder: Path,
+    broker: MemoryBroker,
+    *,
+    version: int = 0,
+    intervals: FeederIntervals = process.INTERVALS,
+    **train: object,
+) -> AsyncIterator[Trainer]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     their_reader, their_writer = await asyncio.open_connection(sock=theirs)
     the_job = job(folder, **train)
     hello = Hello(job=the_job, policy="main", version=version, vocab_size=128)
     try:
-        the_desk = BatchFeeder(hello, the_job.run_folder.batch_log("main"), broker, their_writer)
+        the_desk = BatchFeeder(hello, the_job.run_folder.batch_log("main"), broker, their_writer, intervals=intervals)
         running = asyncio.ensure_future(the_desk.run(lambda: frames.read(their_reader)))
         try:
             yield Trainer(reader, writer, the_desk, running)
@@ -389,11 +396,9 @@ async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path)
             pass
 
 
-async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "STUCK_S", -1.0)
-    monkeypatch.setattr(process, "STATE_EVERY_S", 0.0)
+async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path) -> None:
     broker = await broker_with([make_episode("a", 0)])
-    async with desk(tmp_path, broker) as trainer:
+    async with desk(tmp_path, broker, intervals=FeederIntervals(state_s=0.0, stuck_s=-1.0)) as trainer:
         await trainer.tell(records.RequestBatch())
         async with broker.events("r") as events:
             async for event in events:
@@ -403,16 +408,22 @@ async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, mon
 
 
 async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what_is_not_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(process, "STATE_EVERY_S", 0.0)
     half, other = make_group("b")
     broker = await broker_with(make_group("a"), [half])
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=9) as inbox:
         await trainer.batch()
         await trainer.tell(records.StepDone(version=1))
-        report = (await anext(inbox)).message
-        monkeypatch.setattr(process, "ASK_S", 0.0)
+        delivery = await anext(inbox)
+        await delivery.ack()
+        report = delivery.message
+        await stopped(trainer)
+    impatient = FeederIntervals(state_s=0.0, ask_s=0.0)
+    async with (
+        desk(tmp_path, broker, version=1, intervals=impatient) as trainer,
+        broker.consume(topology.inbox("r"), prefetch=9) as inbox,
+    ):
         await trainer.tell(records.RequestBatch())
         assert [(await anext(inbox)).message for _ in range(2)] == [
             report,
@@ -426,10 +437,9 @@ async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what
         assert unacked(broker) == 0
 
 
-async def test_a_report_waits_for_an_inbox_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "RETRY_S", 0.0)
+async def test_a_report_waits_for_an_inbox_that_was_deleted(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a"))
-    async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
+    async with desk(tmp_path, broker, intervals=FeederIntervals(retry_s=0.0)) as trainer, broker.events("r") as events:
         await trainer.batch()
         broker.delete(topology.inbox("r"))
         await trainer.tell(records.StepDone(version=1))
@@ -450,7 +460,6 @@ def test_the_io_process_never_loads_torch() -> None:
 async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "RETRY_S", 0.0)
     append, confirm = batch_log.BatchLog.append, ReportOffsets.confirm
     full = True
 
@@ -466,7 +475,7 @@ async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_t
     monkeypatch.setattr(batch_log.BatchLog, "append", refusing(append))
     monkeypatch.setattr(ReportOffsets, "confirm", refusing(confirm))
     broker = await broker_with(make_group("a"))
-    async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
+    async with desk(tmp_path, broker, intervals=FeederIntervals(retry_s=0.0)) as trainer, broker.events("r") as events:
         await trainer.tell(records.RequestBatch())
         warning = await anext(event async for event in events if event.name == "warning")
         assert "No space left on device: free space there" in warning.fields["text"]
