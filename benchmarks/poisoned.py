@@ -32,6 +32,7 @@ from examples.retrieval.agent import attempt, run_tool
 
 from benchmarks import report
 from benchmarks.examples.manifest import EXAMPLES
+from benchmarks.pinned import CorePool
 from swarmq import AsyncSwarmClient, Episode, Outcome, keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.data.feed import feed
@@ -110,9 +111,9 @@ def main() -> None:
         subprocess.run(
             [sys.executable, "-m", "swarmq.toy_model", "examples.retrieval.demonstrations", str(MODEL)], check=True
         )
-    free = [f"{i * options.cores}-{(i + 1) * options.cores - 1}" for i in range(options.jobs)]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        runs = [run for run in pool.map(lambda one: _run_one(one, options, free), wanted) if run]
+    pool = CorePool(options.jobs, options.cores)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
+        runs = [run for run in threads.map(lambda one: _run_one(one, options, pool), wanted) if run]
     if len(runs) == len(wanted):
         publish(runs, options)
 
@@ -124,11 +125,10 @@ def _row(options: argparse.Namespace, one: tuple[float, Way, int]) -> Path:
     return folder / f"{rate:g}-{way}-{seed}-{options.steps}.json"
 
 
-def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, free: list[str]) -> Trained | None:
+def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, pool: CorePool) -> Trained | None:
     (rate, way, seed), path = one, _row(options, one)
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Trained)
-    cores = free.pop()
     command = [
         sys.executable,
         "-m",
@@ -141,12 +141,9 @@ def _run_one(one: tuple[float, Way, int], options: argparse.Namespace, free: lis
         str(seed),
     ]
     log = path.with_suffix(".log")
-    try:
-        with log.open("wb") as sink:
-            done = subprocess.run(["taskset", "-c", cores, *command], stdout=subprocess.PIPE, stderr=sink, check=False)
-        log.write_bytes(log.read_bytes() + done.stdout)
-    finally:
-        free.append(cores)
+    with pool.pinned() as pinned, log.open("wb") as sink:
+        done = subprocess.run([*pinned, *command], stdout=subprocess.PIPE, stderr=sink, check=False)
+    log.write_bytes(log.read_bytes() + done.stdout)
     if done.returncode:
         print(f"rate {rate:g}, {way}, seed {seed}: failed, see {log}", flush=True)
         return None

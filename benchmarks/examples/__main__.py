@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import queue
 import subprocess
 import sys
 import time
@@ -29,9 +28,7 @@ from benchmarks import report
 from benchmarks.examples import curve
 from benchmarks.examples.course import Course, CourseError, Row, row_path, rows_in
 from benchmarks.examples.manifest import EXAMPLES, ROOT, digest, load, names
-
-STAGGER_S = 3.0
-"""Seconds between two starts, so that runs do not look for free ports at the same moment."""
+from benchmarks.pinned import STAGGER_S, CorePool
 
 
 def main() -> None:
@@ -85,10 +82,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="run finished ones again")
     parser.add_argument("--attempts", type=int, default=8, help="of `try`, at each held-out task")
     options = parser.parse_args()
-    available = len(os.sched_getaffinity(0))
-    if options.jobs * options.cores > available:
-        options.cores = max(1, available // options.jobs)
-        print(f"{available} cores for {options.jobs} jobs: {options.cores} for each", flush=True)
     options.folder = options.folder.resolve()
     return options
 
@@ -103,33 +96,27 @@ def is_finished(path: Path, name: str) -> bool:
 
 def run_all(todo: Sequence[tuple[str, int]], options: argparse.Namespace) -> None:
     """Run each in a process of its own, pinned to free cores; output goes to a log if there are several at once."""
-    cores = sorted(os.sched_getaffinity(0))
-    sets: queue.Queue[list[int]] = queue.Queue()
-    for number in range(options.jobs):
-        sets.put(cores[number * options.cores : (number + 1) * options.cores])
+    pool = CorePool(options.jobs, options.cores, stagger_s=STAGGER_S if options.jobs > 1 else 0.0)
     more = [*(("--minutes", str(options.minutes)) if options.minutes else ())]
     more += [*(("--steps", str(options.steps)) if options.steps else ())]
 
-    def run(place: int, name: str, seed: int) -> None:
-        mine = sets.get()
-        if place < options.jobs:
-            time.sleep(place * STAGGER_S)
-        command = ["taskset", "-c", ",".join(map(str, mine)), sys.executable, "-m", "benchmarks.examples.course", name]
+    def run(name: str, seed: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.examples.course", name]
         command += ["--seed", str(seed), "--folder", str(options.folder), *more]
         log = options.folder / "logs" / f"{name}-{seed}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        if options.jobs == 1:
-            status = subprocess.run(command, check=False).returncode
-        else:
-            with log.open("wb") as sink:
-                status = subprocess.run(command, stdout=sink, stderr=sink, check=False).returncode
-        what = "done" if status == 0 else f"failed, see {log if options.jobs > 1 else 'above'}"
-        print(f"{name}, seed {seed}: {what}, {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
-        sets.put(mine)
+        with pool.pinned() as pinned:
+            began = time.monotonic()
+            if options.jobs == 1:
+                status = subprocess.run([*pinned, *command], check=False).returncode
+            else:
+                with log.open("wb") as sink:
+                    status = subprocess.run([*pinned, *command], stdout=sink, stderr=sink, check=False).returncode
+            what = "done" if status == 0 else f"failed, see {log if options.jobs > 1 else 'above'}"
+            print(f"{name}, seed {seed}: {what}, {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for done in [pool.submit(run, place, *one) for place, one in enumerate(todo)]:
+    with ThreadPoolExecutor(options.jobs) as runs:
+        for done in [runs.submit(run, *one) for one in todo]:
             done.result()
 
 
