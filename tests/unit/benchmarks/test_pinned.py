@@ -6,7 +6,6 @@ import os
 from contextlib import ExitStack
 
 import pytest
-
 from benchmarks.pinned import CorePool
 
 AVAILABLE = sorted(os.sched_getaffinity(0))
