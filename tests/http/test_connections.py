@@ -91,9 +91,8 @@ async def test_a_body_that_dribbles_is_408_though_its_key_is_good(stages):
         assert body["error"]["code"] == "request_timeout"
 
 
-async def test_a_body_that_nobody_waits_for_does_not_hold_its_connection(stages, monkeypatch):
-    monkeypatch.setattr("swarmq.proxy.main.KEEP_S", 0)
-    async with stages(receive_timeout_s=SOON) as stage, connected(stage) as (reader, writer):
+async def test_a_body_that_nobody_waits_for_does_not_hold_its_connection(stages):
+    async with stages(receive_timeout_s=SOON, keep_s=0) as stage, connected(stage) as (reader, writer):
         writer.write(head(stage, key="sk-wrong", length=10**6))
         answer = await closed(reader, writer, b" ")
         assert answer.startswith(b"HTTP/1.1 401 ")

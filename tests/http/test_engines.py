@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmq.proxy.engines.pool import CROWDED, MOST_TOGETHER, EnginePool
+from swarmq.proxy.engines.pool import CROWDED, MOST_TOGETHER, EnginePool, PoolTimings
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
@@ -65,18 +65,19 @@ def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together
 
 
 async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_their_agent_wants_otherwise(
-    stage, monkeypatch
+    stages,
 ):
-    monkeypatch.setattr("swarmq.proxy.engines.pool.PORTION_S", 1e6)  # quick is what this machine is
-    asked = []
-    for fields in ({}, {}, {"stream_interval": 2}):
-        stage.engine.say("several tokens")
-        await stage.stream(HI, **fields)
-        asked.append(stage.engine.requests[-1].sampling.get("stream_interval"))
-    stage.engine.say("whole")
-    await stage.ask(HI)
-    assert asked == [None, MOST_TOGETHER, 2]
-    assert "stream_interval" not in stage.engine.requests[-1].sampling
+    any_machine_is_quick = PoolTimings(portion_s=1e6)
+    async with stages(engine_timings=any_machine_is_quick) as stage:
+        asked = []
+        for fields in ({}, {}, {"stream_interval": 2}):
+            stage.engine.say("several tokens")
+            await stage.stream(HI, **fields)
+            asked.append(stage.engine.requests[-1].sampling.get("stream_interval"))
+        stage.engine.say("whole")
+        await stage.ask(HI)
+        assert asked == [None, MOST_TOGETHER, 2]
+        assert "stream_interval" not in stage.engine.requests[-1].sampling
 
 
 async def change(stage, what, url, policy="main"):
@@ -266,9 +267,8 @@ async def test_calls_wait_while_the_only_engine_that_answers_was_started_again_w
     assert await waiting
 
 
-async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over(monkeypatch):
-    monkeypatch.setattr("swarmq.proxy.engines.pool.TELL_AFTER_S", 0.0)
-    pool = pool_of(1)
+async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over():
+    pool = pool_of(1, timings=PoolTimings(report_s=0.0))
     await pool.probe()
     assert pool.news() == ""
     pool.lanes[0].engine.down = True
@@ -281,9 +281,9 @@ async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over(monkeypa
     assert pool.news() == ""
 
 
-async def test_calls_outlast_an_engine_that_is_away_and_people_hear_of_it(stages, monkeypatch):
-    monkeypatch.setattr("swarmq.proxy.engines.pool.TELL_AFTER_S", 0.0)
-    async with stages(engine_wait_s=60.0) as stage, stage.broker.events("r") as events, asyncio.timeout(30):
+async def test_calls_outlast_an_engine_that_is_away_and_people_hear_of_it(stages):
+    timings = PoolTimings(wait_s=60.0, report_s=0.0)
+    async with stages(engine_timings=timings) as stage, stage.broker.events("r") as events, asyncio.timeout(30):
         stage.engine.down = True
         asking = [asyncio.create_task(stage.ask(HI)), asyncio.create_task(stage.stream(HI))]
         async for event in events:
@@ -297,7 +297,7 @@ async def test_calls_outlast_an_engine_that_is_away_and_people_hear_of_it(stages
 
 
 async def test_calls_that_wait_too_long_for_an_engine_are_told_to_come_back(stages):
-    async with stages(engine_wait_s=0.2) as stage, asyncio.timeout(30):
+    async with stages(engine_timings=PoolTimings(wait_s=0.2)) as stage, asyncio.timeout(30):
         stage.engine.down = True
         status, error = await stage.refused({"model": "main", "messages": [HI]})
         assert (status, error["code"]) == (503, "engine_unavailable")
@@ -305,7 +305,7 @@ async def test_calls_that_wait_too_long_for_an_engine_are_told_to_come_back(stag
 
 async def test_where_a_run_goes_on_calls_to_what_was_trained_wait_and_others_do_not(stages, tmp_path):
     (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    async with stages(folder=str(tmp_path), engine_wait_s=600.0) as stage, asyncio.timeout(30):
+    async with stages(folder=str(tmp_path), engine_timings=PoolTimings(wait_s=600.0)) as stage, asyncio.timeout(30):
         for line in "abcd":
             stage.engine.say(line)
         asking, key = asyncio.create_task(stage.ask(HI)), stage.key("e2", policies=("other",))
@@ -317,7 +317,7 @@ async def test_where_a_run_goes_on_calls_to_what_was_trained_wait_and_others_do_
 
 async def test_calls_do_not_wait_for_ever_for_weights_that_nobody_pushes(stages, tmp_path):
     (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    async with stages(folder=str(tmp_path), engine_wait_s=0.2) as stage, asyncio.timeout(30):
+    async with stages(folder=str(tmp_path), engine_timings=PoolTimings(wait_s=0.2)) as stage, asyncio.timeout(30):
         for line in ("one", "two"):
             stage.engine.say(line)
         await asyncio.gather(stage.ask(HI), stage.ask(HI))
@@ -325,7 +325,7 @@ async def test_calls_do_not_wait_for_ever_for_weights_that_nobody_pushes(stages,
 
 async def test_a_call_waits_for_weights_as_long_as_a_call_may_take(stages, tmp_path):
     (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    async with stages(folder=str(tmp_path), request_timeout_s=0.2, engine_wait_s=600.0) as stage:
+    async with stages(folder=str(tmp_path), request_timeout_s=0.2, engine_timings=PoolTimings(wait_s=600.0)) as stage:
         body = {"model": "main", "messages": [HI]}
         status, error = await stage.refused(body)
         assert (status, error["code"]) == (504, "deadline_exceeded")

@@ -9,7 +9,7 @@ from support.proxy import events
 from swarmq.broker import topology
 from swarmq.engine.client.protocol import Delta
 from swarmq.errors import EngineRefusedError
-from swarmq.proxy.engines import pool
+from swarmq.proxy.engines.pool import PoolTimings
 
 from .test_metrics import scrape
 
@@ -316,9 +316,11 @@ async def test_an_answer_that_cannot_be_trained_is_refused_for_good_and_counted(
     assert (await scrape(stage))["swarmq_unusable_answers_total", reason] == 1
 
 
-async def test_an_engine_with_unusable_answers_is_told_of_and_asked_last(stages, monkeypatch):
-    monkeypatch.setattr(pool, "SHUN_S", 1e9)
-    async with stages(engines=2) as stage, stage.broker.events("r") as heard:
+async def test_an_engine_with_unusable_answers_is_told_of_and_asked_last(stages):
+    async with (
+        stages(engines=2, engine_timings=PoolTimings(wait_s=0.0, shun_s=1e9)) as stage,
+        stage.broker.events("r") as heard,
+    ):
         broken, sound = stage.engines
         broken.generate = flawed([NAN])
         for _ in range(12):

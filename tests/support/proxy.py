@@ -18,7 +18,7 @@ from litestar import Litestar
 
 from swarmq import keys
 from swarmq.config import ProxySettings
-from swarmq.proxy.main import server_config
+from swarmq.proxy.main import KEEP_S, server_config
 
 ROOT = b"r" * 32
 
@@ -46,7 +46,12 @@ class Server(uvicorn.Server):
 
 @asynccontextmanager
 async def served(
-    app: Litestar, *, tls: Path | None = None, settings: ProxySettings | None = None, most_connections: int = 4096
+    app: Litestar,
+    *,
+    tls: Path | None = None,
+    settings: ProxySettings | None = None,
+    most_connections: int = 4096,
+    keep_s: int = KEEP_S,
 ) -> AsyncIterator[str]:
     """The url under which `app` answers; by https with the certificate in the folder `tls`."""
     settings = settings or ProxySettings()
@@ -55,7 +60,7 @@ async def served(
         settings = msgspec.structs.replace(settings, **files)
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # or every answer waits 40 ms
         listener.bind(("127.0.0.1", 0))
-        config = server_config(app, settings, most_connections=most_connections)
+        config = server_config(app, settings, most_connections=most_connections, keep_s=keep_s)
         config.timeout_graceful_shutdown = 2
         server = Server(config)
         async with asyncio.TaskGroup() as tasks:

@@ -12,12 +12,15 @@ from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.messages import Message, Turn, decode
+from swarmq.proxy.engines.pool import PoolTimings
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app
+from swarmq.proxy.main import KEEP_S
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 RUN = "r"
+NO_WAIT = PoolTimings(wait_s=0.0)
 
 
 class Stage(Agent):
@@ -55,7 +58,8 @@ async def staged(
     aliases: Any = (),
     broker: MemoryBroker | None = None,
     most_connections: int = 4096,
-    engine_wait_s: float = 0.0,
+    engine_timings: PoolTimings = NO_WAIT,
+    keep_s: int = KEEP_S,
     **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
@@ -92,9 +96,12 @@ async def staged(
         opener=opener,
         number=number,
         watchers=watchers,
-        engine_wait_s=engine_wait_s,
+        engine_timings=engine_timings,
     )
-    async with served(app, settings=job.proxy, most_connections=most_connections) as url, ClientSession() as http:
+    async with (
+        served(app, settings=job.proxy, most_connections=most_connections, keep_s=keep_s) as url,
+        ClientSession() as http,
+    ):
         stage = Stage(url, RUN, http)
         stage.engines, stage.broker, stage.job, stage.app, stage.episodes = scripted, broker, job, app, episodes
         yield stage

@@ -39,17 +39,17 @@ from swarmq.runtime.processes import listen, raise_file_limit
 
 DRAIN_S = 10
 KEEP_S = 30
-"""Seconds that an idle connection is kept between two calls."""
 LEAVE_S = 30.0
 """Seconds without any call after which a leaving proxy drains, because episodes that began at a proxy stay with it."""
-LOOK_S = 0.5
+CHECK_S = 0.5
+"""Seconds between two checks whether a leaving proxy has calls."""
 BACKLOG = 2048
 YOUNG_OBJECTS = 10_000
 """Number of allocations between two young garbage collections; a stream's events are freed before and never scanned."""
 log = structlog.get_logger()
 
 
-class Pages(Protocol):
+class ExtraPages(Protocol):
     """Pages that a proxy serves beside its own routes."""
 
     @property
@@ -59,7 +59,7 @@ class Pages(Protocol):
         """End answers that do not end by themselves, because the proxy drains. Called by a signal handler."""
 
 
-PagesOpener = Callable[[SwarmJob], AbstractAsyncContextManager[Pages]]
+PagesOpener = Callable[[SwarmJob], AbstractAsyncContextManager[ExtraPages]]
 
 
 def run(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpener | None = None) -> None:
@@ -86,7 +86,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         listener = stack.enter_context(listen(job.proxy.host, job.proxy.port, backlog=BACKLOG, setting="proxy.port"))
         port = listener.getsockname()[1]
         number = port if join else number
-        own_url, visit = job.proxy.url(port), Visit()
+        own_url, membership = job.proxy.url(port), Membership()
         name = f"swarmq proxy.{number} {job.run}"
         broker = await stack.enter_async_context(
             AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s())
@@ -104,7 +104,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         following = tasks.create_task(follow(job.run, broker, [tuning.hear, episodes.hear]))
         stack.callback(following.cancel)
-        watchers = [visit.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
+        watchers = [membership.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
         opened = await stack.enter_async_context(pages(job)) if pages else None
         app = create_app(
             job,
@@ -122,16 +122,19 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         server = DrainingServer(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
         server.pages = opened
         if join:
-            server.visit = visit
-            staying = tasks.create_task(_stay(server, visit, ProxyRegistry(job.run_folder.proxies), own_url))
-            stack.callback(staying.cancel)
+            server.membership = membership
+            registry = ProxyRegistry(job.run_folder.proxies)
+            keeping = tasks.create_task(_keep_membership(server, membership, registry, own_url))
+            stack.callback(keeping.cancel)
         await server.serve(sockets=[listener])
 
 
-def server_config(app: Litestar, proxy: ProxySettings, *, most_connections: int) -> uvicorn.Config:
-    """Return the configuration of uvicorn for the proxy."""
+def server_config(
+    app: Litestar, proxy: ProxySettings, *, most_connections: int, keep_s: int = KEEP_S
+) -> uvicorn.Config:
+    """Return the configuration of uvicorn for the proxy. `keep_s`: seconds that an idle connection is kept between two calls."""
     door = ConnectionLimits(
-        most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=KEEP_S, read_s=proxy.request_timeout_s
+        most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=keep_s, read_s=proxy.request_timeout_s
     )
     return uvicorn.Config(
         app,
@@ -143,38 +146,39 @@ def server_config(app: Litestar, proxy: ProxySettings, *, most_connections: int)
         ssl_keyfile=proxy.key,
         lifespan="on",
         timeout_graceful_shutdown=DRAIN_S,
-        timeout_keep_alive=KEEP_S,
+        timeout_keep_alive=keep_s,
     )
 
 
-class Visit:
+class Membership:
     """The membership of a proxy in a run that it has joined."""
 
-    def __init__(self) -> None:
-        self.over = asyncio.Event()
-        self._called_at = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.leaving = asyncio.Event()
+        self._clock = clock
+        self._called_at = clock()
 
     def called(self, _turn: Turn, _seconds: float) -> None:
         self.touch()
 
     def touch(self) -> None:
-        self._called_at = time.monotonic()
+        self._called_at = self._clock()
 
     @property
     def idle_s(self) -> float:
-        return time.monotonic() - self._called_at
+        return self._clock() - self._called_at
 
 
 class DrainingServer(uvicorn.Server):
     """Server that drains on the first signal and stops waiting on the second; neither is raised again afterwards, so the
-    process ends with status 0. With a visit, the first signal ends the visit, and the server drains when that is over."""
+    process ends with status 0. A server with a membership leaves the run's list at the first signal, and drains later."""
 
-    visit: Visit | None = None
-    pages: Pages | None = None
+    membership: Membership | None = None
+    pages: ExtraPages | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self.visit and not self.visit.over.is_set():
-            self.visit.over.set()
+        if self.membership and not self.membership.leaving.is_set():
+            self.membership.leaving.set()
             return
         self.force_exit = self.should_exit
         self.should_exit = True
@@ -182,18 +186,20 @@ class DrainingServer(uvicorn.Server):
             self.pages.finish()
 
 
-async def _stay(server: DrainingServer, visit: Visit, proxies: ProxyRegistry, url: str) -> None:
-    """Keep this proxy in the run's list until the visit is over, then go on serving the episodes that began here."""
+async def _keep_membership(
+    server: DrainingServer, membership: Membership, proxies: ProxyRegistry, url: str, *, check_s: float = CHECK_S
+) -> None:
+    """Keep this proxy in the run's list until it leaves, then go on serving the episodes that began here."""
     proxies.add(url)
     log.info("joined", url=url)
     try:
-        await visit.over.wait()
+        await membership.leaving.wait()
     finally:
         proxies.remove(url)
-    visit.touch()  # clients that have just read the list may not have called yet
+    membership.touch()  # clients that have just read the list may not have called yet
     log.info("leaving", url=url, idle_s=LEAVE_S)
-    while server.server_state.tasks or visit.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked
-        await asyncio.sleep(LOOK_S)
+    while server.server_state.tasks or membership.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked
+        await asyncio.sleep(check_s)
     server.should_exit = True
 
 

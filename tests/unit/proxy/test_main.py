@@ -47,15 +47,14 @@ async def test_a_job_without_addresses_is_refused(broker, words, monkeypatch):
         await serve(job)
 
 
-async def test_a_proxy_that_leaves_serves_on_for_a_while_however_long_nobody_has_asked(tmp_path, monkeypatch):
+async def test_a_proxy_that_leaves_serves_on_for_a_while_however_long_nobody_has_asked(tmp_path):
     now = 0.0
-    monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(main, "LOOK_S", 0.0)
-    server, visit = SimpleNamespace(server_state=SimpleNamespace(tasks=set()), should_exit=False), main.Visit()
+    membership = main.Membership(clock=lambda: now)
+    server = SimpleNamespace(server_state=SimpleNamespace(tasks=set()), should_exit=False)
     proxies = ProxyRegistry(tmp_path / "proxies.json")
-    staying = asyncio.create_task(main._stay(server, visit, proxies, "http://h/v1"))
+    staying = asyncio.create_task(main._keep_membership(server, membership, proxies, "http://h/v1", check_s=0.0))
     now = 1000.0
-    visit.over.set()
+    membership.leaving.set()
     for _ in range(10):
         await asyncio.sleep(0)
     assert (server.should_exit, proxies.urls()) == (False, ())

@@ -25,29 +25,36 @@ from swarmq.engine.client.protocol import Engine
 from swarmq.errors import EngineError
 from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 
-SHUN_S = 5.0
-"""Seconds for which an engine that failed is tried last."""
-PORTION_S = 0.03
-"""Maximum seconds of sampling that a stream collects into one portion of tokens. Agents do not notice it, and it is
-cheaper: a portion of several tokens costs engine and proxy as much as one token."""
 MOST_TOGETHER = 8
 """Maximum number of tokens in a portion."""
 MOST_TEXTS = 4096
 """Maximum number of texts for which it is cached whether they are single tokens."""
-LATELY = 0.2
+PACE_WEIGHT = 0.2
 """Weight of the newest stream in the moving average of an engine's pace."""
 CROWDED = 16
 """An episode leaves an engine that has more open calls than twice those of the least busy engine plus this number."""
 
-WAIT_S = 540.0
-"""Seconds that calls wait for an engine with weights for training; then they take any engine, as in a run without a learner.
-The collector gives up an episode without a model call a little later (`groups.idle_timeout_s`)."""
-TELL_AFTER_S = 2.0
-"""Seconds that an outage lasts before it is reported."""
-START_S = 60.0
-"""Seconds that the outage at the start of a resumed run lasts before it is reported."""
-
 log = structlog.get_logger()
+
+
+class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Time limits of a pool of engines."""
+
+    wait_s: float = 540.0
+    """Seconds that calls wait for an engine with weights for training; then they take any engine, as in a run without a learner.
+    The collector gives up an episode without a model call a little later (`groups.idle_timeout_s`)."""
+    shun_s: float = 5.0
+    """Seconds for which an engine that failed is tried last."""
+    report_s: float = 2.0
+    """Seconds that an outage lasts before it is reported."""
+    report_at_start_s: float = 60.0
+    """Seconds that the outage at the start of a resumed run lasts before it is reported."""
+    portion_s: float = 0.03
+    """Maximum seconds of sampling that a stream collects into one portion of tokens. Agents do not notice it, and it is
+    cheaper: a portion of several tokens costs engine and proxy as much as one token."""
+
+
+TIMINGS = PoolTimings()
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +72,9 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLane:
     """One engine with its measured state."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, portion_s: float = TIMINGS.portion_s) -> None:
         self.engine = engine
+        self._portion_s = portion_s
         self.open_calls = 0
         self.healthy = True
         self.draining = False
@@ -96,12 +104,12 @@ class EngineLane:
         """Measure a stream: `num_tokens` tokens after the first took `seconds`."""
         if num_tokens > 0:
             newest = seconds / num_tokens
-            self.token_s = newest if self.token_s is None else self.token_s + LATELY * (newest - self.token_s)
+            self.token_s = newest if self.token_s is None else self.token_s + PACE_WEIGHT * (newest - self.token_s)
 
     @property
     def together(self) -> int:
         """Number of tokens that a stream may bring at a time after its first one."""
-        return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
+        return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(self._portion_s / self.token_s)))
 
     async def finds_calls(self) -> bool:
         """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the
@@ -143,25 +151,34 @@ class EngineLane:
 
 class EnginePool:
     def __init__(
-        self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0, wait_s: float = WAIT_S
+        self,
+        engines: Sequence[Engine],
+        *,
+        max_behind: int = 1_000_000,
+        resumed_at: int = 0,
+        timings: PoolTimings = TIMINGS,
     ) -> None:
         """`max_behind`: number of weight versions by which a preferred engine may be behind the newest one. `resumed_at`:
-        version at which the run resumes; 0 for a new run. `wait_s`: seconds that calls wait in an outage."""
-        self.lanes = [EngineLane(engine) for engine in engines]
+        version at which the run resumes; 0 for a new run."""
+        self._timings = timings
+        self.lanes = [self.lane(engine) for engine in engines]
         self._max_behind = max_behind
         self._oldest = resumed_at
         """Oldest weight version whose turns can be trained."""
-        self._wait_s = wait_s
         self._out_since = time.monotonic()
         """Begin of the present outage, or of the newest one."""
         self._ready = asyncio.Event()
         if not resumed_at:
             self._ready.set()
         self._waiting = 0
-        self._told = False
-        self._tell_after_s = START_S
+        self._reported = False
+        self._report_s = timings.report_at_start_s
         self._probing = asyncio.Lock()
         self._probed_at = float("-inf")
+
+    def lane(self, engine: Engine) -> EngineLane:
+        """Return a lane for an engine, which is not in the pool yet."""
+        return EngineLane(engine, portion_s=self._timings.portion_s)
 
     def order(self, favourite: EngineLane | None, episode_id: str = "") -> list[EngineLane]:
         """Return the lanes in the order in which to try them, without draining ones. `favourite`: the lane that answered the
@@ -173,7 +190,7 @@ class EnginePool:
 
         def rank(lane: EngineLane) -> tuple[bool, bool, bool, int, bytes]:
             return (
-                not lane.healthy or now - lane.failed_at < SHUN_S,
+                not lane.healthy or now - lane.failed_at < self._timings.shun_s,
                 lane.version is not None and newest - lane.version > self._max_behind,
                 lane is not favourite or lane.open_calls > crowd,
                 lane.open_calls,
@@ -191,7 +208,7 @@ class EnginePool:
         if not self._ready.is_set():
             self._waiting += 1
             try:
-                async with asyncio.timeout(self._out_since + self._wait_s - time.monotonic()):
+                async with asyncio.timeout(self._out_since + self._timings.wait_s - time.monotonic()):
                     await self._ready.wait()
             except TimeoutError:
                 pass
@@ -216,18 +233,16 @@ class EnginePool:
             self._ready.set()
         elif self._ready.is_set():
             self._ready.clear()
-            self._out_since, self._tell_after_s = time.monotonic(), TELL_AFTER_S
+            self._out_since, self._report_s = time.monotonic(), self._timings.report_s
 
     def news(self) -> str:
         """Return a message about an outage that began or ended since `news` was last called, or ""."""
         out_s = time.monotonic() - self._out_since
         if self._ready.is_set():
-            told, self._told = self._told, False
-            return f"an engine answers again after {out_s:.0f} s: calls go on" if told else ""
-        if self._told or out_s < self._tell_after_s:
+            reported, self._reported = self._reported, False
+            return f"an engine answers again after {out_s:.0f} s: calls go on" if reported else ""
+        if self._reported or out_s < self._report_s:
             return ""
-        self._told = True
+        self._reported = True
         why = f"has weights of version {self._oldest} or later yet" if self.num_healthy else "answers"
-        return (
-            f"no engine {why}: calls wait for one, at most {self._wait_s:.0f} s in all ({self._waiting} calls wait now)"
-        )
+        return f"no engine {why}: calls wait for one, at most {self._timings.wait_s:.0f} s in all ({self._waiting} calls wait now)"

@@ -15,7 +15,7 @@ import structlog
 from swarmq.engine.client.protocol import Engine
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, try_tokenize
 from swarmq.errors import EngineError
-from swarmq.proxy.engines.pool import WAIT_S, EngineLane, EnginePool, EngineView
+from swarmq.proxy.engines.pool import TIMINGS, EngineLane, EnginePool, EngineView, PoolTimings
 from swarmq.proxy.http_errors import RefusedError
 from swarmq.registries.engines import EngineRegistry
 
@@ -36,13 +36,13 @@ class EnginePools:
         probe_every_s: float,
         opener: Opener | None = None,
         resumed_at: Mapping[str, int] | None = None,
-        wait_s: float = WAIT_S,
+        timings: PoolTimings = TIMINGS,
     ) -> None:
         """`engines` are opened and closed by the caller; engines that are added later are opened with `opener`. `resumed_at`:
-        policy -> version at which it resumes. `wait_s`: seconds that calls wait for an engine in an outage."""
+        policy -> version at which it resumes."""
         versions = resumed_at or {}
         self.pools = {
-            name: EnginePool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
+            name: EnginePool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), timings=timings)
             for name, given in engines.items()
         }
         self.roster = roster
@@ -108,12 +108,12 @@ class EnginePools:
         if not self._opener:
             return
         async with self._opener(url) as engine:
-            told = await try_tokenize(engine)
-        if told is None:
+            token_ids = await try_tokenize(engine)
+        if token_ids is None:
             return
         answers = {lane.engine.url: await try_tokenize(lane.engine) for lane in pool.lanes if lane.healthy}
         try:
-            check_same_token_ids(url, told, {other: ids for other, ids in answers.items() if ids})
+            check_same_token_ids(url, token_ids, {other: ids for other, ids in answers.items() if ids})
         except EngineError as error:
             raise RefusedError(str(error), param="url") from error
 
@@ -128,9 +128,10 @@ class EnginePools:
 
     async def _add(self, policy: str, url: str) -> None:
         assert self._opener
-        lane = EngineLane(await self._opened.enter_async_context(self._opener(url)))
+        pool = self.pools[policy]
+        lane = pool.lane(await self._opened.enter_async_context(self._opener(url)))
         await lane.probe()
-        self.pools[policy].lanes.append(lane)
+        pool.lanes.append(lane)
         log.info("engine_added", policy=policy, engine=url, healthy=lane.healthy)
 
     def _drain(self, policy: str, lane: EngineLane) -> None:

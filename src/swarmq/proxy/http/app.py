@@ -30,7 +30,7 @@ from swarmq.proxy.completions.pipeline import Completions
 from swarmq.proxy.completions.recorder import Recorder, TurnPublisher
 from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects import dialect_of, request_headers
-from swarmq.proxy.engines.pool import WAIT_S
+from swarmq.proxy.engines.pool import TIMINGS, PoolTimings
 from swarmq.proxy.engines.pools import EnginePools, Opener
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.agent_routes import AgentRoutes, make_unknown_url_error
@@ -63,7 +63,7 @@ def create_app(
     episodes: EpisodeCache | None = None,
     opener: Opener | None = None,
     watchers: Sequence[Callable[[Turn, float], None]] = (),
-    engine_wait_s: float = WAIT_S,
+    engine_timings: PoolTimings = TIMINGS,
     pages: Sequence[ASGIRouteHandler] = (),
 ) -> Litestar:
     """Create the proxy of a run.
@@ -71,8 +71,7 @@ def create_app(
     `engines`: policy -> its engines; the caller opens and closes them and the broker. `number`: index among the run's
     proxies. `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's
     events to them (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every
-    confirmed turn and the seconds that its confirmation took. `engine_wait_s`: seconds that calls wait while no engine can answer.
-    `pages`: further routes, which have an authorization of their own.
+    confirmed turn and the seconds that its confirmation took. `pages`: further routes, which have an authorization of their own.
     """
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     episodes = EpisodeCache.of_job(job, number=number, now=now) if episodes is None else episodes
@@ -84,7 +83,7 @@ def create_app(
         probe_every_s=job.proxy.probe_every_s,
         opener=opener,
         resumed_at={name: job.run_folder.newest_checkpoint(name) for name in job.policies if name not in job.frozen},
-        wait_s=engine_wait_s,
+        timings=engine_timings,
     )
     service = ProxyService(
         job=job,
