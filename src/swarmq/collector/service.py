@@ -42,6 +42,7 @@ from swarmq.collector.decide.effects import (
     SendEvaluation,
 )
 from swarmq.collector.decide.state import Rules
+from swarmq.collector.decide.tickets import LOST_S
 from swarmq.collector.report import NoTurnsWarnings, StandstillWatch, state_fields
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
@@ -76,6 +77,8 @@ class CollectorIntervals(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until a transaction that the disk refused is tried again."""
     confirm_s: float = 30.0
     """Seconds that a message may stay unconfirmed before its queue is checked."""
+    lost_s: float = LOST_S
+    """Seconds that a ticket may be in no queue and unused before it is issued again."""
 
 
 INTERVALS = CollectorIntervals()
@@ -280,7 +283,8 @@ class Collector:
         if not self._outgoing and not depths[topology.inbox(self.job.run)].ready:
             kinds = {kind: topology.tickets(self.job.run, kind) for kind in self.job.task_kinds}
             waiting = {kind: depths[queue].ready for kind, queue in kinds.items()}
-            await self._decide(lambda core: core.check_tickets(waiting, self._clock()))
+            lost_s = self._intervals.lost_s
+            await self._decide(lambda core: core.check_tickets(waiting, self._clock(), lost_s=lost_s))
 
     async def _sender(self) -> None:
         """Publish decided messages in order, a window at a time."""

@@ -25,7 +25,7 @@ from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.live_settings import format_value
 from swarmq.messages import Action, Command, Event, Slot, Task, new_id
 
-AGAIN_S = 5.0
+REPEAT_S = 5.0
 PATIENCE_S = 60.0
 
 
@@ -48,11 +48,13 @@ async def send_command(
     *,
     sender: str = "",
     patience_s: float = PATIENCE_S,
+    repeat_s: float = REPEAT_S,
     say: Callable[[str], None] = lambda _: None,
 ) -> ControlAnswer:
     """Send a command and wait for its answers.
 
-    `say`: called with a text when no answer has come for a while. `patience_s`: seconds to wait for the answers.
+    `say`: called with a text when no answer has come for a while. `patience_s`: seconds to wait for the answers. `repeat_s`: seconds
+    after which the command is sent again.
     Raises ConfigError if the run refuses the command, and SwarmqError if the collector does not answer in time.
     """
     command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
@@ -60,7 +62,7 @@ async def send_command(
     applied: dict[str, dict[str, Any]] = {}
     refused = ""
     async with broker.events(run) as events:
-        sending = asyncio.create_task(_send(broker, run, command, say))
+        sending = asyncio.create_task(_send(broker, run, command, say, repeat_s))
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
@@ -117,14 +119,14 @@ async def send_eval_tasks(
     return len(named)
 
 
-async def _send(broker: Broker, run: str, command: Command, say: Callable[[str], None]) -> None:
+async def _send(broker: Broker, run: str, command: Command, say: Callable[[str], None], repeat_s: float) -> None:
     for sent in itertools.count():
         await broker.publish(topology.control(run), command)
         if sent == 1:
             say(
                 f"no answer yet: the command waits in the queue {topology.control(run)}; processes that start later execute it, too"
             )
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(repeat_s)
 
 
 async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterator[dict[str, Any]]:

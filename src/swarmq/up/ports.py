@@ -17,8 +17,7 @@ from swarmq.runtime.files import read_or_reset, write_atomically
 from swarmq.runtime.processes import is_port_free, reserve_port
 
 PORTS = msgspec.json.Decoder(dict[str, int])
-PORT_S = 5.0
-"""Maximum seconds to wait until a killed proxy's port becomes free."""
+WAIT_S = 5.0
 LOOK_S = 0.1
 
 
@@ -50,13 +49,14 @@ def assign_metrics_ports(job: SwarmJob, engines: Iterable[str]) -> MetricsSettin
     return msgspec.structs.replace(job.metrics, collector_port=collector, learner_ports=learners)
 
 
-async def wait_for_proxy_ports(job: SwarmJob) -> None:
-    """Wait until the ports that the job names for its proxies are free; a run that was just killed releases its ports soon.
+async def wait_for_proxy_ports(job: SwarmJob, *, wait_s: float = WAIT_S) -> None:
+    """Wait up to `wait_s` seconds until the ports that the job names for its proxies are free; a run that was just killed releases
+    its ports soon.
 
     Raises ConfigError if another program holds a port.
     """
     for port in range(job.proxy.port, job.proxy.port + job.proxy.count) if job.proxy.port else ():
-        until = time.monotonic() + PORT_S
+        until = time.monotonic() + wait_s
         while True:
             try:
                 socket.create_server((job.proxy.host, port)).close()

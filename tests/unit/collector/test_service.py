@@ -12,7 +12,6 @@ from support.disk import StoreOnFullDisk
 from swarmq.broker import topology
 from swarmq.broker.deliveries import REASON_HEADER
 from swarmq.collector.decide import episodes
-from swarmq.collector.decide import tickets as ticket_window
 from swarmq.collector.decide.effects import Forward
 from swarmq.collector.decide.state import TurnMeta
 from swarmq.collector.service import Collector, CollectorIntervals
@@ -220,10 +219,9 @@ async def test_what_deleted_queues_held_is_sent_again(job, broker, say):
         assert len(await arrivals(broker, tickets, 2)) == 2
 
 
-async def test_queues_that_the_broker_cannot_bring_up_are_made_again_with_what_they_held(job, broker, say, monkeypatch):
-    monkeypatch.setattr(ticket_window, "LOST_S", 0.0)
+async def test_queues_that_the_broker_cannot_bring_up_are_made_again_with_what_they_held(job, broker, say):
     tickets = topology.tickets("r", "math")
-    async with collecting(job, broker, Store(None, run="r"), look_s=0.01, confirm_s=0.01):
+    async with collecting(job, broker, Store(None, run="r"), look_s=0.01, confirm_s=0.01, lost_s=0.0):
         await arrivals(broker, tickets, 2)
         broker.wreck(tickets)  # nothing is to be sent there: that its tickets are missing is found out
         broker.wreck(READY)
@@ -246,10 +244,9 @@ async def test_a_queue_that_was_deleted_while_no_collector_ran_is_filled_by_the_
         assert await arrivals(broker, READY, 1) == before
 
 
-async def test_tickets_that_are_in_no_queue_and_used_by_nobody_are_issued_again(job, broker, monkeypatch):
-    monkeypatch.setattr(ticket_window, "LOST_S", 0.0)
+async def test_tickets_that_are_in_no_queue_and_used_by_nobody_are_issued_again(job, broker):
     tickets = topology.tickets("r", "math")
-    async with collecting(job, broker, Store(None, run="r"), look_s=0.01):
+    async with collecting(job, broker, Store(None, run="r"), look_s=0.01, lost_s=0.0):
         await arrivals(broker, tickets, 2)
         broker.purge(tickets)
         assert [ticket.ticket_id for ticket in await arrivals(broker, tickets, 2)] == ["math.1", "math.2"]

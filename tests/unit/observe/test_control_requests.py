@@ -16,7 +16,6 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.messages import Control, Event
-from swarmq.observe import control_requests
 from swarmq.observe.control_requests import describe_answer, send_command, send_eval_tasks
 from swarmq.testing import MemoryBroker
 
@@ -95,12 +94,11 @@ async def test_without_a_collector_the_command_waits_in_its_queue():
     assert len(broker.stored(topology.control("r"))) == 1
 
 
-async def test_who_waits_for_an_answer_is_told_once_where_the_command_is(monkeypatch):
-    monkeypatch.setattr(control_requests, "AGAIN_S", 0.01)
+async def test_who_waits_for_an_answer_is_told_once_where_the_command_is():
     broker, told = MemoryBroker(), list[str]()
     await broker.declare("r", policies=[], kinds=[])
     with pytest.raises(SwarmqError, match="has not answered"):
-        await send_command(broker, "r", "pause", patience_s=0.5, say=told.append)
+        await send_command(broker, "r", "pause", patience_s=0.5, repeat_s=0.01, say=told.append)
     (line,) = told
     assert f"the command waits in the queue {topology.control('r')}; processes that start later execute it, too" in line
 

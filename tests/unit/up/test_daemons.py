@@ -73,15 +73,14 @@ async def test_what_can_never_be_up_is_not_started_again(tmp_path: Path) -> None
     assert told == ["learner.main: train.lora: no such thing"]
 
 
-async def test_a_port_that_others_have_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "PORT_S", 0.2)
+async def test_a_port_that_others_have_is_refused_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "proxy": {"port": port}})
         with pytest.raises(
             ConfigError, match=rf"proxy.port: cannot listen on 127.0.0.1:{port} \(Address already in use\)"
         ):
-            await ports.wait_for_proxy_ports(job)
+            await ports.wait_for_proxy_ports(job, wait_s=0.2)
     await ports.wait_for_proxy_ports(job)
 
 

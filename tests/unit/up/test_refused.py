@@ -4,6 +4,7 @@ import asyncio
 import json
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from support.tiny_model import tiny_model
-from swarmq.broker.node import files
 from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
 from swarmq.learner.checkpoint.discovery import MANIFEST, File, Manifest
@@ -49,7 +49,7 @@ def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None
 
 def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
-    monkeypatch.setattr(files, "DISK_LIMIT_BYTES", 10**18)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
     job = training(tmp_path)
     error = refused(job)
     assert isinstance(error, BrokerError)

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,9 +23,6 @@ from swarmq.broker.node.container import BrokerContainer, find_container, start_
 from swarmq.errors import BrokerError, SwarmqError
 
 HOME_VARIABLE = "SWARMQ_RABBITMQ_HOME"
-SYSTEM_ROOT = Path("/")
-BREW_PREFIXES = (Path("/opt/homebrew"), Path("/usr/local"), Path("/home/linuxbrew/.linuxbrew"))
-
 ERLANG_PARTS = [
     "base",
     "asn1",
@@ -46,14 +44,26 @@ ERLANG_PARTS = [
 ]
 PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in ERLANG_PARTS))
 
-POLICY = Path("/usr/sbin/policy-rc.d")
-"""Script that Debian asks whether a package may start its service; exit status 101 means no."""
-
 INSTALL_HINT = (
     "get RabbitMQ 3.10 or newer in one of these ways: `sudo apt-get install --no-install-recommends rabbitmq-server`; "
     "`brew install rabbitmq`; `docker compose up -d rabbitmq` with this project's docker-compose.yml and "
     "SWARMQ_AMQP_URL set to it; or set SWARMQ_AMQP_URL to a RabbitMQ on another machine"
 )
+
+
+class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
+    """Paths of a host where package managers install."""
+
+    root: Path = Path("/")
+    brew_prefixes: tuple[Path, ...] = (Path("/opt/homebrew"), Path("/usr/local"), Path("/home/linuxbrew/.linuxbrew"))
+
+    @property
+    def policy(self) -> Path:
+        """Script that Debian asks whether a package may start its service; exit status 101 means no."""
+        return self.root / "usr/sbin/policy-rc.d"
+
+
+HOST = HostPaths()
 
 
 class RabbitmqInstall(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +80,7 @@ class RabbitmqInstall(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.home)
 
 
-def find_server() -> RabbitmqInstall | None:
+def find_server(host: HostPaths = HOST) -> RabbitmqInstall | None:
     """Return the first usable server in the search order, or None. Raises BrokerError if $SWARMQ_RABBITMQ_HOME contains none."""
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
@@ -78,23 +88,23 @@ def find_server() -> RabbitmqInstall | None:
         if server is None:
             raise BrokerError(f"{HOME_VARIABLE}={chosen} has no sbin/rabbitmq-server, or `erl` is missing: correct it")
         return server
-    return next((server for home in _candidate_homes() if (server := _inspect_home(home)) is not None), None)
+    return next((server for home in _candidate_homes(host) if (server := _inspect_home(home)) is not None), None)
 
 
-def install(report: Callable[[str], None]) -> RabbitmqInstall | BrokerContainer:
+def install(report: Callable[[str], None], host: HostPaths = HOST) -> RabbitmqInstall | BrokerContainer:
     """Return the RabbitMQ that is found or newly installed. Raises BrokerError with all failures and other ways to get one."""
-    if (found := find_server() or find_container()) is not None:
+    if (found := find_server(host) or find_container()) is not None:
         report(f"RabbitMQ is at {found.place}")
         return found
     failures: list[str] = []
-    for get in _applicable_installers():
+    for get in _applicable_installers(host):
         try:
             get(report)
         except BrokerError as error:
             failures.append(str(error))
             report(f"failed: {error}")
             continue
-        if (found := find_server() or find_container()) is not None:
+        if (found := find_server(host) or find_container()) is not None:
             report(f"RabbitMQ is at {found.place}")
             return found
         failures.append("the installed packages contain no usable server")
@@ -102,20 +112,20 @@ def install(report: Callable[[str], None]) -> RabbitmqInstall | BrokerContainer:
     raise BrokerError(f"{why}: {INSTALL_HINT}")
 
 
-def _applicable_installers() -> Iterator[Callable[[Callable[[str], None]], None]]:
+def _applicable_installers(host: HostPaths) -> Iterator[Callable[[Callable[[str], None]], None]]:
     """Yield the installers that can work on this machine, best first. A container comes last because it cannot run as a private
     node."""
     if shutil.which("apt-get") and shutil.which("dpkg"):
-        yield _install_as_root if os.geteuid() == 0 else _install_for_user
+        yield partial(_install_as_root, host.policy) if os.geteuid() == 0 else _install_for_user
     if shutil.which("brew"):
         yield _install_with_brew
     if shutil.which("docker"):
         yield start_container
 
 
-def _candidate_homes() -> Iterator[Path]:
-    yield from _find_package_homes(SYSTEM_ROOT)
-    for prefix in BREW_PREFIXES:
+def _candidate_homes(host: HostPaths) -> Iterator[Path]:
+    yield from _find_package_homes(host.root)
+    for prefix in host.brew_prefixes:
         yield prefix / "opt" / "rabbitmq"
     yield from _find_package_homes(user_folder())
 
@@ -162,13 +172,13 @@ def _find_epmd(erlang_bin: Path) -> Path | None:
     return packed[-1] if packed else Path(found) if found else None
 
 
-def _install_as_root(report: Callable[[str], None]) -> None:
+def _install_as_root(policy: Path, report: Callable[[str], None]) -> None:
     """Install the system's package, without starting the service, which would listen on all interfaces."""
     report("installing rabbitmq-server with apt-get (its system service stays off)")
-    is_policy_new = not POLICY.exists()
+    is_policy_new = not policy.exists()
     if is_policy_new:
-        POLICY.write_text("#!/bin/sh\nexit 101\n")
-        POLICY.chmod(0o755)
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
     try:
         command = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
         if not run_command(command).ok:
@@ -179,7 +189,7 @@ def _install_as_root(report: Callable[[str], None]) -> None:
             run_command(["systemctl", "disable", "rabbitmq-server"])
     finally:
         if is_policy_new:
-            POLICY.unlink(missing_ok=True)
+            policy.unlink(missing_ok=True)
 
 
 def _install_for_user(report: Callable[[str], None]) -> None:

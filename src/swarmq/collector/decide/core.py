@@ -44,7 +44,7 @@ from swarmq.collector.decide.episodes import OpenEpisodes
 from swarmq.collector.decide.evals import Evals
 from swarmq.collector.decide.groups import Groups
 from swarmq.collector.decide.state import PastEpisodes, Rules, RunState, Snapshot
-from swarmq.collector.decide.tickets import TicketWindow
+from swarmq.collector.decide.tickets import LOST_S, TicketWindow
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import (
@@ -181,11 +181,11 @@ class Core:
         self.counts["sent_again"] += len(effects)
         return effects
 
-    def check_tickets(self, waiting: Mapping[str, int], now: float) -> list[do.Effect]:
+    def check_tickets(self, waiting: Mapping[str, int], now: float, *, lost_s: float = LOST_S) -> list[do.Effect]:
         """Compare the tickets that are out with the queues' depths (`waiting`: kind -> tickets), while nothing is in flight,
-        and issue lost tickets again."""
+        and issue again those that are missing for `lost_s` seconds."""
         effects: list[do.Effect] = []
-        for kind in self.tickets.find_lost(waiting, now):
+        for kind in self.tickets.find_lost(waiting, now, lost_s=lost_s):
             effects += self.resend_lost({topology.tickets(self.rules.run, kind)})
         return effects
 

@@ -32,7 +32,6 @@ from swarmq.collector.decide.state import KindWindow, Rules, Usage
 from swarmq.task_mix import deal
 
 LOST_S = 15.0
-"""Seconds after which tickets that are out, in no queue and unused, count as lost: a client uses a ticket within a moment."""
 
 
 class TicketWindow:
@@ -79,8 +78,9 @@ class TicketWindow:
         """Return all tickets of a kind that are out, to be published again."""
         return [IssueTicket(ticket_id, kind) for ticket_id in sorted(self.out.get(kind, ()))]
 
-    def find_lost(self, waiting: Mapping[str, int], now: float) -> list[str]:
-        """Return the kinds whose tickets are lost: out, in no queue (`waiting`: kind -> tickets in its queue), unused for LOST_S."""
+    def find_lost(self, waiting: Mapping[str, int], now: float, *, lost_s: float = LOST_S) -> list[str]:
+        """Return the kinds whose tickets are lost: out, in no queue (`waiting`: kind -> tickets in its queue), and unused for `lost_s`
+        seconds, because a client uses a ticket within a moment."""
         before, self._unaccounted = self._unaccounted, {}
         lost = []
         for kind, num in waiting.items():
@@ -90,7 +90,7 @@ class TicketWindow:
             known, since = before.get(kind, (out, now))
             if known != out:
                 since = now
-            elif now - since >= LOST_S:
+            elif now - since >= lost_s:
                 lost.append(kind)
                 since = now
             self._unaccounted[kind] = (out, since)

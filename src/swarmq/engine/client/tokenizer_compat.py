@@ -22,11 +22,13 @@ REQUEST_TIMEOUT_S = 10.0
 """Maximum seconds to wait for one engine's answer; short, because answers of several engines are awaited together."""
 
 
-async def tokenize_with_all(urls: Sequence[str], text: str = PROBE_TEXT, *, secret: str = "") -> dict[str, list[int]]:
+async def tokenize_with_all(
+    urls: Sequence[str], text: str = PROBE_TEXT, *, secret: str = "", timeout_s: float = REQUEST_TIMEOUT_S
+) -> dict[str, list[int]]:
     """Return the token ids of `text` by engine url. Engines that do not answer are logged and left out. `secret`: the engines'
-    secret."""
+    secret. `timeout_s`: maximum seconds to wait for an engine's answer."""
     async with AsyncExitStack() as opened:
-        opener = partial(VllmEngine.open, deadline_s=REQUEST_TIMEOUT_S, secret=secret)
+        opener = partial(VllmEngine.open, deadline_s=timeout_s, secret=secret)
         engines = [await opened.enter_async_context(opener(url)) for url in urls]
         answers = zip(urls, await asyncio.gather(*(try_tokenize(engine, text) for engine in engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}

@@ -34,9 +34,9 @@ SMALLEST_GROUP = 2
 """Minimum number of members of a group that has a baseline."""
 
 MIN_KNOWN = 20_000
-"""Minimum number of ids of logged episodes to keep."""
 WINDOWS_KNOWN = 4
-"""Number of ids of logged episodes to keep, as a multiple of the collector's window, if that is more than MIN_KNOWN. Until the
+"""Number of ids of logged episodes to keep, as a multiple of the collector's window, if that is more than
+`BatchLimits.min_known`. Until the
 collector has processed the report on a rollout, it may send the rollout again, and at most one window of other episodes
 finishes."""
 
@@ -59,6 +59,8 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Dry kinds; their shares go to the other kinds for the time being."""
     control: int = 0
     """Sequence number of the control state from which these limits follow."""
+    min_known: int = MIN_KNOWN
+    """Minimum number of ids of logged episodes to keep."""
 
     def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
         """Return kind -> share of the batch of `step`. `lent`: kinds that get no share, by default those in `self.lent`."""
@@ -67,7 +69,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_known(self) -> int:
         """Number of the newest logged episodes whose ids are kept, because they may be delivered again."""
-        return max(MIN_KNOWN, WINDOWS_KNOWN * self.window)
+        return max(self.min_known, WINDOWS_KNOWN * self.window)
 
     @property
     def window(self) -> int:

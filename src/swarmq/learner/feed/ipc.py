@@ -67,13 +67,18 @@ class StopSignal:
 
 class FeederLink:
     """Link to the batch feeder, used as a context manager. `hello`: function that returns the trainer's state; called whenever
-    the batch feeder is started."""
+    the batch feeder is started. `death_window_s`: seconds within which MAX_DEATHS ends of the batch feeder are too many."""
 
     def __init__(
-        self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
+        self,
+        hello: Callable[[], records.Hello],
+        stop: StopSignal,
+        *,
+        command: Sequence[str] = COMMAND,
+        death_window_s: float = DEATH_WINDOW_S,
     ) -> None:
         self._hello, self._stop, self._command = hello, stop, command
-        self._deaths = DeathCounter(DEATH_WINDOW_S)
+        self._deaths = DeathCounter(death_window_s)
 
     def __enter__(self) -> Self:
         self._start(again=False)

@@ -87,8 +87,12 @@ class ActivationCheckpointing:
             if isinstance(decide := getattr(layer, "_gradient_checkpointing_func", None), ActivationCheckpointing):
                 decide.held = held
 
-    def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """`parameters`: function that returns the model's present parameters; sharding replaces them."""
+    def __init__(
+        self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]], *, share: float = ACTIVATION_SHARE
+    ) -> None:
+        """`parameters`: function that returns the model's present parameters; sharding replaces them. `share`: share of the free
+        memory for kept activations."""
+        self._share = share
         self._num_layers, self._parameters = num_layers, parameters
         self.held: bool | None = None
         """Whether sharded layers stay gathered between micro-batches; None if each rank has whole layers."""
@@ -134,7 +138,7 @@ class ActivationCheckpointing:
         later = (
             self._estimate_later_bytes(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
         )
-        return ACTIVATION_SHARE * (get_keepable_bytes(hidden.device) - later)
+        return self._share * (get_keepable_bytes(hidden.device) - later)
 
     def _count_pass(self) -> None:
         """Count the passes since layers were gathered, because parameters that stay gathered do not show whether a gradient

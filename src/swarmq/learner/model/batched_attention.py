@@ -93,16 +93,20 @@ def build_batches(
     window: int | None,
     device: torch.device,
     tokens: IntArray | None = None,
+    *,
+    piece_queries: int = PIECE_QUERIES,
+    min_batch_pairs: int = MIN_BATCH_PAIRS,
 ) -> AttentionBatches:
     """Build the batches of a layout. `paths`: the runs of tokens from the root to the end of each node. `tokens` [L],
-    ascending: the tokens with queries, by default all."""
+    ascending: the tokens with queries, by default all. `piece_queries`: number of queries per piece of a node that needs a mask.
+    `min_batch_pairs`: number of (query, key) pairs up to which a batch may be padded freely."""
     parts = zip(nodes, paths, strict=True) if tokens is None else _select_parts(tokens, nodes, paths)
-    pieces = [piece for part, path in parts for piece in _cut_node(part, path, window)]
+    pieces = [piece for part, path in parts for piece in _cut_node(part, path, window, piece_queries)]
     pieces.sort(key=lambda piece: (piece.num_keys, piece.num_queries), reverse=True)
     batches = []
     answers = np.empty(max(end for _, end in nodes), np.int64)
     done = 0
-    for members in _group_by_size(pieces):
+    for members in _group_by_size(pieces, min_batch_pairs):
         batches.append(_build_batch(members, window, device))
         width = batches[-1].queries.shape[1]
         for piece in members:
@@ -149,11 +153,11 @@ def _select_parts(
                 yield (first, last), _slice_path(path, 0, length - (end - last))
 
 
-def _cut_node(node: Run, path: Sequence[Run], window: int | None) -> Iterator[QueryPiece]:
+def _cut_node(node: Run, path: Sequence[Run], window: int | None, piece_queries: int) -> Iterator[QueryPiece]:
     start, end = node
     length = sum(b - a for a, b in path)
     depth = length - (end - start)
-    step = end - start if depth == 0 and window is None else PIECE_QUERIES
+    step = end - start if depth == 0 and window is None else piece_queries
     for first in range(start, end, step):
         last = min(first + step, end)
         unseen = 0 if window is None else max(0, depth + first - start - window + 1)
@@ -172,7 +176,7 @@ def _slice_path(path: Sequence[Run], first: int, last: int) -> list[Run]:
     return kept
 
 
-def _group_by_size(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
+def _group_by_size(pieces: Sequence[QueryPiece], min_batch_pairs: int) -> Iterator[list[QueryPiece]]:
     """Yield groups of pieces of similar size that can be padded to one size without much waste."""
     members: list[QueryPiece] = []
     real = widest = 0
@@ -180,7 +184,7 @@ def _group_by_size(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
         pairs = piece.num_queries * piece.num_keys
         width = max(widest, piece.num_queries)
         padded = (len(members) + 1) * width * (members[0] if members else piece).num_keys
-        if members and padded > max(MIN_BATCH_PAIRS, MAX_PADDING_RATIO * (real + pairs)):
+        if members and padded > max(min_batch_pairs, MAX_PADDING_RATIO * (real + pairs)):
             yield members
             members, real, width = [], 0, piece.num_queries
         members.append(piece)

@@ -59,14 +59,21 @@ class BatchLog:
     """An open log, to which only `append` adds. The indices of all records are kept in memory."""
 
     def __init__(
-        self, folder: Path, identity: RunIdentity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
+        self,
+        folder: Path,
+        identity: RunIdentity,
+        *,
+        needed: int = 0,
+        segment_bytes: int = SEGMENT_BYTES,
+        segment_records: int = SEGMENT_RECORDS,
     ) -> None:
         """Open the log for writing, move a torn tail aside, and make sure that the rest is on disk.
 
         Raises LearnerError if the log belongs to another run, is newer than this version, damaged or not writable, or if the torn
         tail holds a batch up to version `needed`, the version of the newest checkpoint.
         """
-        self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
+        self.folder, self.identity = folder, identity
+        self._segment_bytes, self._segment_records = segment_bytes, segment_records
         self._descriptor: int | None = None
         with map_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +158,7 @@ class BatchLog:
         return len(gone)
 
     def _is_full(self, record: int) -> bool:
-        return self._size >= self._segment_bytes or record - int(self._path.stem) >= SEGMENT_RECORDS
+        return self._size >= self._segment_bytes or record - int(self._path.stem) >= self._segment_records
 
     def _makes(self, position: int, version: int) -> bool:
         index = self.places[position].index

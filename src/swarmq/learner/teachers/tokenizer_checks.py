@@ -12,6 +12,7 @@ import structlog
 
 from swarmq.engine.client.tokenizer_compat import (
     PROBE_TEXT,
+    REQUEST_TIMEOUT_S,
     describe_difference,
     fetch_max_model_len,
     tokenize_with_all,
@@ -29,10 +30,17 @@ class EngineTokenizers:
     """Compares the tokenizer of each of a policy's engines with the model's, once per engine, as soon as the engine answers."""
 
     def __init__(
-        self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None, secret: str = ""
+        self,
+        model: str,
+        current: Callable[[], Sequence[str]],
+        *,
+        max_model_len: int | None = None,
+        secret: str = "",
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """`current`: returns the URLs of the engines that are up. `max_model_len`: context length that the learner assumes for
-        the engines. `secret`: secret that the engines require."""
+        the engines. `secret`: secret that the engines require. `timeout_s`: maximum seconds to wait for an engine's token ids."""
+        self._timeout_s = timeout_s
         self._model, self._current, self._max_model_len, self._secret = model, current, max_model_len, secret
         self._same: set[str] = set()
 
@@ -45,8 +53,9 @@ class EngineTokenizers:
         urls = [url for url in self._current() if url not in self._same]
         if not urls or (ids := encode_ids(self._model, text := build_probe(self._model))) is None:
             return
-        for url, told in asyncio.run(tokenize_with_all(urls, text, secret=self._secret)).items():
-            if (how := describe_difference(told, ids)) is not None:
+        tokenized = asyncio.run(tokenize_with_all(urls, text, secret=self._secret, timeout_s=self._timeout_s))
+        for url, engine_ids in tokenized.items():
+            if (how := describe_difference(engine_ids, ids)) is not None:
                 raise SetUpError(
                     f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the trained model, or set "
                     "policies.*.model to the served model. If agents have already sampled from this engine, start a new run, because "

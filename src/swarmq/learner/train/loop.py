@@ -20,6 +20,7 @@ same. A learner that was suspended while another took its place notices before i
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 import torch.distributed
 
@@ -49,17 +51,6 @@ from swarmq.learner.train.trainer import Trainer, load_trainer
 from swarmq.messages import Evaluation
 
 log = structlog.get_logger()
-
-ENSURE_EVERY_S = 10.0
-"""Seconds between two checks that engines serve the present weights, while the learner waits for a batch."""
-BEHIND_EVERY_S = 2.0
-"""Seconds between two checks that engines serve the present weights while none is known to, for instance while engines restart."""
-
-TEACHER_TOLD_S = 60.0
-"""Seconds between two warnings that a batch waits for its teacher."""
-
-ROOM_S = 10.0
-"""Seconds between two attempts to write a requested checkpoint while the disk has no room for it."""
 
 
 class RankCommand(NamedTuple):
@@ -89,6 +80,22 @@ class _PendingCheckpoint(NamedTuple):
     """Seconds that training waited for the copy."""
 
 
+class LearnerIntervals(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals of a learner."""
+
+    ensure_s: float = 10.0
+    """Seconds between two checks that engines serve the present weights, while the learner waits for a batch."""
+    ensure_behind_s: float = 2.0
+    """Seconds between two such checks while no engine is known to serve them, for instance while engines restart."""
+    warn_s: float = 60.0
+    """Seconds between two warnings that a batch waits for its teacher."""
+    save_s: float = 10.0
+    """Seconds between two attempts to write a requested checkpoint while the disk has no room for it."""
+
+
+INTERVALS = LearnerIntervals()
+
+
 class Learner:
     """Training of one policy, on this rank."""
 
@@ -100,10 +107,11 @@ class Learner:
         pusher: WeightPusherProtocol | None,
         stop: StopSignal,
         tokenizers: EngineTokenizers | None = None,
+        intervals: LearnerIntervals = INTERVALS,
     ) -> None:
         """Load the newest valid checkpoint or the initial model. Raises LearnerError if that fails."""
         self.job, self.policy, self.stop = job, policy, stop
-        self._tokenizers = tokenizers
+        self._tokenizers, self._intervals = tokenizers, intervals
         self.settings = job.policies[policy]
         self.identity = RunIdentity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
@@ -269,7 +277,7 @@ class Learner:
         self.engines.wake()
 
     def _idle_s(self) -> float:
-        return BEHIND_EVERY_S if self.engines.behind else ENSURE_EVERY_S
+        return self._intervals.ensure_behind_s if self.engines.behind else self._intervals.ensure_s
 
     def _while_waiting(self, link: FeederLink, *, again: bool) -> None:
         self._report_finished_checkpoint(link)
@@ -294,15 +302,15 @@ class Learner:
     def _teacher_answers(self, link: FeederLink) -> bool:
         """Wait until the teacher answers, warning repeatedly and keeping engines updated. Returns False if the learner is
         stopped first."""
-        told = -TEACHER_TOLD_S
+        warned_at = -math.inf
         while trouble := self._teacher_trouble():
             if self.stop.asked:
                 return False
-            if (now := time.monotonic()) - told >= TEACHER_TOLD_S:
-                told = now
+            if (now := time.monotonic()) - warned_at >= self._intervals.warn_s:
+                warned_at = now
                 self._warn(link, f"a batch waits for its teacher {trouble}: start it; nothing is lost")
             self._while_waiting(link, again=True)
-            select.select([self.stop.wakeup], [], [], ENSURE_EVERY_S)
+            select.select([self.stop.wakeup], [], [], self._intervals.ensure_s)
         return True
 
     def _warn(self, link: FeederLink, what: str) -> None:
@@ -371,7 +379,7 @@ class Learner:
                 self._warn_disk_full(link, version, error, asked=asked)
             self._no_room = version
             if link and asked:
-                select.select([self.stop.wakeup], [], [], ROOM_S)
+                select.select([self.stop.wakeup], [], [], self._intervals.save_s)
         except LearnerError:
             self.fence.check()  # after a takeover, the other learner removes drafts, which causes such errors
             raise

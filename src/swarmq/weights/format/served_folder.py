@@ -55,10 +55,11 @@ class ServedFolder:
             yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
-def checksum_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the checksum of a tensor's bytes after conversion to `dtype`; it is the same on every device."""
+def checksum_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, chunk_elements: int = CHUNK_ELEMENTS) -> int:
+    """Return the checksum of a tensor's bytes after conversion to `dtype`; it is the same on every device. `chunk_elements`: number
+    of elements that are converted at a time, a multiple of 8."""
     total = 0
-    for piece in torch.split(tensor.reshape(-1), CHUNK_ELEMENTS):
+    for piece in torch.split(tensor.reshape(-1), chunk_elements):
         raw = piece.to(dtype).view(torch.uint8)
         if raw.storage_offset() % 8:  # tensors in some files are not aligned
             raw = raw.clone()

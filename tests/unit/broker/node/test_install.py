@@ -64,22 +64,24 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(install.HOME_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setattr(install, "SYSTEM_ROOT", tmp_path / "system")
-    monkeypatch.setattr(install, "BREW_PREFIXES", (tmp_path / "brew",))
     return tmp_path
 
 
+def host(machine: Path) -> install.HostPaths:
+    return install.HostPaths(root=machine / "system", brew_prefixes=(machine / "brew",))
+
+
 def test_nothing_is_found_where_nothing_is(machine: Path) -> None:
-    assert find_server() is None
+    assert find_server(host(machine)) is None
 
 
 def test_the_systems_server_comes_before_the_users(machine: Path) -> None:
     mine = plant(machine / "data/swarmq/rabbitmq", "4.9.9")
-    found = find_server()
+    found = find_server(host(machine))
     assert found is not None
     assert found.home == mine
     system = plant(machine / "system", "3.10.8")
-    found = find_server()
+    found = find_server(host(machine))
     assert found is not None
     assert found.home == system
     assert found.erlang_bin == machine / "system/usr/lib/erlang/bin"
@@ -89,17 +91,17 @@ def test_the_systems_server_comes_before_the_users(machine: Path) -> None:
 def test_the_newest_of_several_is_taken(machine: Path) -> None:
     plant(machine / "system", "3.9.20")
     newest = plant(machine / "system", "3.10.8")
-    found = find_server()
+    found = find_server(host(machine))
     assert found is not None
     assert found.home == newest
 
 
 def test_homebrews_server_uses_the_erlang_in_path(machine: Path) -> None:
     executable(machine / "brew/opt/rabbitmq/sbin/rabbitmq-server")
-    assert find_server() is None  # no Erlang yet
+    assert find_server(host(machine)) is None  # no Erlang yet
     executable(machine / "bin/erl")
     executable(machine / "bin/epmd")
-    found = find_server()
+    found = find_server(host(machine))
     assert found is not None
     assert found.home == machine / "brew/opt/rabbitmq"
     assert found.erlang_bin == machine / "bin"
@@ -109,17 +111,17 @@ def test_a_chosen_server_comes_first_and_must_be_one(machine: Path, monkeypatch:
     plant(machine / "system", "3.10.8")
     chosen = plant(machine / "elsewhere", "4.3.6")
     monkeypatch.setenv(install.HOME_VARIABLE, str(chosen))
-    found = find_server()
+    found = find_server(host(machine))
     assert found is not None
     assert found.home == chosen
     monkeypatch.setenv(install.HOME_VARIABLE, str(machine))
     with pytest.raises(BrokerError, match="has no sbin/rabbitmq-server"):
-        find_server()
+        find_server(host(machine))
 
 
 def test_where_it_cannot_be_installed_the_other_ways_are_named(machine: Path) -> None:
     with pytest.raises(BrokerError) as refusal:
-        install.install(lambda _: None)
+        install.install(lambda _: None, host(machine))
     assert "neither apt-get nor brew nor docker" in str(refusal.value)
     for way in ("apt-get install", "brew install rabbitmq", "docker compose up", "SWARMQ_AMQP_URL"):
         assert way in str(refusal.value)
@@ -128,7 +130,7 @@ def test_where_it_cannot_be_installed_the_other_ways_are_named(machine: Path) ->
 def test_an_installed_server_is_reported_and_not_installed_again(machine: Path) -> None:
     home = plant(machine / "system", "3.10.8")
     said: list[str] = []
-    assert install.install(said.append).place == str(home)
+    assert install.install(said.append, host(machine)).place == str(home)
     assert said == [f"RabbitMQ is at {home}"]
 
 
@@ -138,14 +140,14 @@ def test_without_root_the_packages_are_unpacked_into_the_users_folder_once(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     plant_apt(machine, erlang_exits=0)
     said: list[str] = []
-    server = install.install(said.append)
+    server = install.install(said.append, host(machine))
     assert isinstance(server, install.RabbitmqInstall)
     folder = machine / "data/swarmq/rabbitmq"
     assert server.home == folder / "usr/lib/rabbitmq/lib/rabbitmq_server-4.0.5"
     assert f"ROOTDIR={folder}/usr/lib/erlang" in (server.erlang_bin / "erl").read_text()
     assert any("without root" in line for line in said)
     said.clear()
-    assert install.install(said.append) == server
+    assert install.install(said.append, host(machine)) == server
     assert said == [f"RabbitMQ is at {server.home}"]
 
 
@@ -153,8 +155,8 @@ def test_an_erlang_that_does_not_start_is_not_kept(machine: Path, monkeypatch: p
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     plant_apt(machine, erlang_exits=1)
     with pytest.raises(BrokerError, match="Erlang does not start here"):
-        install.install(lambda _: None)
-    assert find_server() is None
+        install.install(lambda _: None, host(machine))
+    assert find_server(host(machine)) is None
     assert not (machine / "data/swarmq/rabbitmq").exists()
 
 
@@ -181,16 +183,16 @@ def program(machine: Path, name: str, code: str) -> None:
 def test_as_root_the_systems_package_is_installed_and_its_service_stays_off(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, policy = machine / "log", machine / "policy-rc.d"
+    log, policy = machine / "log", host(machine).policy
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(install, "POLICY", policy)
+    policy.parent.mkdir(parents=True)
     program(
         machine, "apt-get", ROOT_APT_GET.replace("LOG_POLICY_MACHINE", repr(tuple(map(str, (log, policy, machine)))))
     )
     program(machine, "dpkg", "")
     program(machine, "systemctl", f"import sys; open({str(log)!r}, 'a').write(' '.join(sys.argv[1:]))")
     said: list[str] = []
-    assert install.install(said.append).place.startswith(str(machine / "system"))
+    assert install.install(said.append, host(machine)).place.startswith(str(machine / "system"))
     assert "refreshing the package lists" in said
     install_line = "install -y --no-install-recommends rabbitmq-server 101"
     assert log.read_text().splitlines() == [install_line, "update 101", install_line, "disable rabbitmq-server"]
@@ -213,7 +215,7 @@ def test_where_apt_fails_brew_is_asked_and_its_erlang_need_not_be_in_path(
         "    path.touch()\n",
     )
     said: list[str] = []
-    server = install.install(said.append)
+    server = install.install(said.append, host(machine))
     assert isinstance(server, install.RabbitmqInstall)
     assert (server.home, server.erlang_bin) == (machine / "brew/opt/rabbitmq", machine / "brew/opt/erlang/bin")
     assert any("failed: Erlang does not start here" in line for line in said)
@@ -239,7 +241,7 @@ match sys.argv[1]:
 
 def test_where_nothing_else_is_docker_runs_one_on_loopback_with_a_password_of_its_own(machine: Path) -> None:
     program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
-    made = install.install(lambda _: None)
+    made = install.install(lambda _: None, host(machine))
     assert isinstance(made, BrokerContainer)
     [line] = [line for line in (machine / "log").read_text().splitlines() if line.startswith("run ")]
     assert f"--publish 127.0.0.1:{made.amqp_port}:5672 --publish 127.0.0.1:{made.management_port}:15672" in line
@@ -248,18 +250,18 @@ def test_where_nothing_else_is_docker_runs_one_on_loopback_with_a_password_of_it
     assert made.password not in line, "other users see command lines"
     assert (machine / "data/swarmq/container.json").stat().st_mode & 0o77 == 0
     said: list[str] = []
-    assert install.install(said.append) == made, "it is found again, and started if it was not"
+    assert install.install(said.append, host(machine)) == made, "it is found again, and started if it was not"
     assert said == [f"RabbitMQ is at {made.place}"]
     assert made.amqp_url == f"amqp://swarmq:{made.password}@127.0.0.1:{made.amqp_port}/"
 
 
 def test_a_container_that_does_not_start_keeps_its_queues(machine: Path) -> None:
     program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
-    install.install(lambda _: None)
+    install.install(lambda _: None, host(machine))
     (machine / "container").unlink()
     (machine / "log").unlink()
     with pytest.raises(BrokerError, match="`docker start swarmq-rabbitmq` says why"):
-        install.install(lambda _: None)
+        install.install(lambda _: None, host(machine))
     assert {line.split()[0] for line in (machine / "log").read_text().splitlines()} == {"start"}
 
 
@@ -267,5 +269,5 @@ def test_a_docker_that_does_not_work_leaves_the_other_ways(machine: Path) -> Non
     program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
     (machine / "broken").touch()
     with pytest.raises(BrokerError, match=r"Cannot connect to the Docker daemon.*: get RabbitMQ 3\.10 or newer"):
-        install.install(lambda _: None)
+        install.install(lambda _: None, host(machine))
     assert find_container() is None

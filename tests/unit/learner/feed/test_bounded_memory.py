@@ -9,9 +9,7 @@ import pytest
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.feed import batcher
 from swarmq.learner.feed.batcher import Batcher, BatchLimits
-from swarmq.learner.store import batch_log
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 
@@ -19,11 +17,9 @@ from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 def test_24_000_logged_episodes_take_no_more_memory_than_12_000(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_log, "SEGMENT_RECORDS", 8)
-    monkeypatch.setattr(batcher, "MIN_KNOWN", 500)
     monkeypatch.setattr("os.fsync", lambda _: None)
-    log = BatchLog(tmp_path, RunIdentity(run="r", policy="main", model="m"))
-    box = Batcher(BatchLimits(groups_per_batch=1, group_size=2, mix={"a": 1.0}, max_staleness=1))
+    log = BatchLog(tmp_path, RunIdentity(run="r", policy="main", model="m"), segment_records=8)
+    box = Batcher(BatchLimits(groups_per_batch=1, group_size=2, mix={"a": 1.0}, max_staleness=1, min_known=500))
     body = tuple(make_group("g"))
 
     def train(until: int) -> int:

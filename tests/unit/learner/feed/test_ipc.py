@@ -12,7 +12,6 @@ import pytest
 
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.feed import ipc as link_module
 from swarmq.learner.feed.ipc import MAX_DEATHS, FeederLink, StopSignal
 from swarmq.learner.store.records import BatchReady, CheckpointSaved, EvaluationLogged, Hello, StepDone
 from swarmq.messages import Evaluation
@@ -42,11 +41,13 @@ class Idle:
         self.then()
 
 
-def link(script: str, stop: StopSignal | None = None, *, versions: list[int] | None = None) -> FeederLink:
+def link(
+    script: str, stop: StopSignal | None = None, *, versions: list[int] | None = None, **timings: float
+) -> FeederLink:
     job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}})
     pending = iter(versions or [0] * 99)
     hello = lambda: Hello(job=job, policy="main", version=next(pending), vocab_size=9)  # noqa: E731
-    return FeederLink(hello, stop or StopSignal(), command=[sys.executable, "-c", SCRIPT + script])
+    return FeederLink(hello, stop or StopSignal(), command=[sys.executable, "-c", SCRIPT + script], **timings)
 
 
 def unexpected(evaluation: Evaluation) -> None:
@@ -138,9 +139,12 @@ hear(); say(records.BatchReady(record=b'asked again', replayed=True)); hear()
     assert batch == BatchReady(record=b"asked again", replayed=True)
 
 
-def test_an_io_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "DEATH_WINDOW_S", 3600.0)  # a busy machine takes long to start five
-    with pytest.raises(LearnerError, match=f"died {MAX_DEATHS} times"), link("sys.exit(9)") as one:
+def test_an_io_process_that_keeps_dying_is_given_up() -> None:
+    hour_s = 3600.0  # a busy machine takes long to start five
+    with (
+        pytest.raises(LearnerError, match=f"died {MAX_DEATHS} times"),
+        link("sys.exit(9)", death_window_s=hour_s) as one,
+    ):
         one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
 
 

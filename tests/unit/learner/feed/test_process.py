@@ -361,7 +361,7 @@ async def test_what_is_no_episode_of_ours_is_parked(tmp_path: Path) -> None:
 async def test_old_batches_go_only_when_no_kept_checkpoint_needs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_log.BatchLog.__init__, "__kwdefaults__", {"segment_bytes": 1})
+    monkeypatch.setitem(batch_log.BatchLog.__init__.__kwdefaults__, "segment_bytes", 1)
     monkeypatch.setattr(BatchLimits, "num_known", 2)
     broker = await broker_with(*(make_group(name) for name in "abc"))
     async with desk(tmp_path, broker, keep_batches=False) as trainer:

@@ -91,11 +91,10 @@ class Decoder:
 
     def __init__(self, monkeypatch, layers, total):
         self.total, self.taken = total, 0
-        monkeypatch.setattr(keeping, "ACTIVATION_SHARE", 1)
         monkeypatch.setattr(keeping, "get_keepable_bytes", lambda _: self.total - self.taken)
         monkeypatch.setattr(keeping, "get_allocated_bytes", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
-        self.layers, self.checkpointing = layers, ActivationCheckpointing(LAYERS, list)
+        self.layers, self.checkpointing = layers, ActivationCheckpointing(LAYERS, list, share=1.0)
         self.kept, self.context = [], ALONE
 
     def checkpoint(self, layer, *inputs, use_reentrant):

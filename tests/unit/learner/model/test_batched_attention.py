@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from swarmq.learner.model import batched_attention
 from swarmq.learner.model.batched_attention import MAX_PADDING_RATIO, build_batches
 from swarmq.learner.model.layout_attention import Visibility
 from swarmq.timeline import PrefixTree, plan_rows
@@ -19,9 +18,9 @@ def laid(way, make_group):
     return layout
 
 
-def batches(layout, window):
+def batches(layout, window, **sizes):
     visibility = Visibility(layout, CPU, compiled=False)
-    return build_batches(visibility.nodes, visibility.paths, window, CPU)
+    return build_batches(visibility.nodes, visibility.paths, window, CPU, **sizes)
 
 
 def seen(made, size):
@@ -40,11 +39,10 @@ def seen(made, size):
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("piece", [2, 512])
 @pytest.mark.parametrize("worthwhile", [0, 1 << 16])
-def test_every_token_sees_its_ancestors_and_nothing_else(make_group, monkeypatch, way, window, piece, worthwhile):
-    monkeypatch.setattr(batched_attention, "PIECE_QUERIES", piece)
-    monkeypatch.setattr(batched_attention, "MIN_BATCH_PAIRS", worthwhile)
+def test_every_token_sees_its_ancestors_and_nothing_else(make_group, way, window, piece, worthwhile):
     layout = laid(way, make_group)
-    assert np.array_equal(seen(batches(layout, window), layout.num_tokens), build_mask(layout, window))
+    made = batches(layout, window, piece_queries=piece, min_batch_pairs=worthwhile)
+    assert np.array_equal(seen(made, layout.num_tokens), build_mask(layout, window))
 
 
 def test_packed_rows_need_no_mask(make_group):
@@ -52,10 +50,9 @@ def test_packed_rows_need_no_mask(make_group):
 
 
 @pytest.mark.parametrize("way", ["rows", "tree"])
-def test_little_is_padded_where_it_would_cost(make_group, monkeypatch, way):
-    monkeypatch.setattr(batched_attention, "MIN_BATCH_PAIRS", 0)
+def test_little_is_padded_where_it_would_cost(make_group, way):
     layout = laid(way, make_group)
-    made = batches(layout, None).batches
+    made = batches(layout, None, min_batch_pairs=0).batches
     padded = sum(batch.queries.numel() * batch.keys.shape[1] for batch in made)
     each = Visibility(layout, CPU, compiled=False)
     real = sum((b - a) * sum(y - x for x, y in path) for (a, b), path in zip(each.nodes, each.paths, strict=True))
@@ -63,7 +60,6 @@ def test_little_is_padded_where_it_would_cost(make_group, monkeypatch, way):
     assert len(made) < len(each.nodes) / 2
 
 
-def test_no_mask_grows_with_the_square_of_a_long_node(monkeypatch):
-    monkeypatch.setattr(batched_attention, "PIECE_QUERIES", 8)
-    made = build_batches([(0, 100), (100, 200)], [[(0, 100)], [(0, 200)]], None, CPU)
+def test_no_mask_grows_with_the_square_of_a_long_node():
+    made = build_batches([(0, 100), (100, 200)], [[(0, 100)], [(0, 200)]], None, CPU, piece_queries=8)
     assert all(batch.queries.shape[1] <= 8 for batch in made.batches if batch.mask is not None)

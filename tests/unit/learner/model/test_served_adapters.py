@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,15 +304,13 @@ def test_a_damaged_file_is_refused_before_anything_is_made(damage: Callable[[Pat
 
 @pytest.mark.parametrize("size", [1, 3, 4, 7, 16, 17, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checksum_sees_every_number_wherever_it_lies(
-    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_folder, "CHUNK_ELEMENTS", 16)
+def test_a_checksum_sees_every_number_wherever_it_lies(size: int, dtype: torch.dtype) -> None:
+    checksum = functools.partial(served_folder.checksum_tensor, dtype=dtype, chunk_elements=16)
     numbers = torch.linspace(0.5, 1.5, size + 1, dtype=dtype)
     plain, shifted = numbers[1:].clone(), numbers[1:]
-    told = served_folder.checksum_tensor(plain, dtype)
-    assert told == served_folder.checksum_tensor(shifted, dtype)
+    expected = checksum(plain)
+    assert checksum(shifted) == expected
     for place in range(size):
         other = plain.clone()
         other[place] *= 1.5
-        assert served_folder.checksum_tensor(other, dtype) != told
+        assert checksum(other) != expected

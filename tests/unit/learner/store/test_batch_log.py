@@ -229,9 +229,8 @@ def test_pruning_leaves_what_is_not_trained_not_reported_or_may_come_again(
     log.close()
 
 
-def test_a_segment_ends_after_so_many_records_however_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_log, "SEGMENT_RECORDS", 3)
-    filled(tmp_path, 7)
+def test_a_segment_ends_after_so_many_records_however_small(tmp_path: Path) -> None:
+    filled(tmp_path, 7, segment_records=3)
     assert [path.stem.lstrip("0") for path in sorted(tmp_path.glob("*.log"))] == ["1", "4", "7"]
     assert [place.index.record for place in BatchLog(tmp_path, OURS).places] == [*range(1, 8)]
 

@@ -21,8 +21,7 @@ from swarmq.learner.doctor.examine import layouts_agree
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, ToIO, Warn, encode_record
 from swarmq.learner.teachers.availability import find_teacher_trouble
-from swarmq.learner.train import loop
-from swarmq.learner.train.loop import Learner
+from swarmq.learner.train.loop import Learner, LearnerIntervals
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling
 
@@ -171,16 +170,14 @@ class Waiting:
 
 @pytest.mark.parametrize("comes", [True, False], ids=["until it answers", "until it is stopped"])
 def test_a_batch_waits_for_a_teacher_that_is_away_and_people_are_told_again_and_again(
-    tmp_path: Path, tiny_qwen: Path, teacher: Vllm, monkeypatch: pytest.MonkeyPatch, comes: bool
+    tmp_path: Path, tiny_qwen: Path, teacher: Vllm, comes: bool
 ) -> None:
-    monkeypatch.setattr(loop, "ENSURE_EVERY_S", 0.01)
-    monkeypatch.setattr(loop, "TEACHER_TOLD_S", 0.0)
     teacher.away, stop = True, StopSignal()
     train = msgspec.structs.replace(TRAIN, teacher=teacher.url, trackers=(), max_steps=1)
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
     record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=BATCH, settings=train)
     link = Waiting(record, (lambda: setattr(teacher, "away", False)) if comes else stop.ask)
-    learner = Learner(job, "main", pusher=None, stop=stop)
+    learner = Learner(job, "main", pusher=None, stop=stop, intervals=LearnerIntervals(ensure_s=0.01, warn_s=0.0))
     learner.run(link)
     assert learner.trainer.version == comes
     assert link.told == [

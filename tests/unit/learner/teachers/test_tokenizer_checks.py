@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 from support.episodes import make_group
 from support.tiny_model import MARKERS, SPECIAL_TOKENS, tiny_model
 from swarmq.config import Loss, Policy, SwarmJob, Train
-from swarmq.engine.client import tokenizer_compat
 from swarmq.errors import LearnerError
 from swarmq.learner import main
 from swarmq.learner.feed.ipc import Idle, StopSignal
@@ -178,12 +177,10 @@ async def test_a_server_that_answers_something_else_is_not_judged() -> None:
     assert ["without `tokens`: is it a vLLM server?" in line["reason"] for line in said] == [True]
 
 
-def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tokenizer_compat, "REQUEST_TIMEOUT_S", 0.1)
+def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_moment() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as said:
-        check(tiny_model(), url := f"http://127.0.0.1:{silent.getsockname()[1]}")
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        EngineTokenizers(str(tiny_model()), lambda: [url], timeout_s=0.1).check()
     assert [line["reason"] for line in said] == [f"{url}/tokenize did not answer within 0.1 s"]
 
 
