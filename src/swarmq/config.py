@@ -57,7 +57,8 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
     """The RabbitMQ of the run: `url`, else `$SWARMQ_AMQP_URL`, else a private node in the run folder."""
 
     url: str | None = None
-    """AMQP URL of a RabbitMQ of your own, with user and password; None: `$SWARMQ_AMQP_URL`, or a private node."""
+    """AMQP URL of a RabbitMQ of your own, with user and password; the URLs of a cluster's nodes are separated by commas. None:
+    `$SWARMQ_AMQP_URL`, or a private node."""
     port: Port = 0
     """AMQP port of the private node; 0 picks a free one."""
     tls_port: Port = 0

@@ -30,6 +30,7 @@ import msgspec
 
 from swarmq.errors import ConfigError, KeyRefusedError
 from swarmq.messages import Mode, Task
+from swarmq.runtime.amqp_urls import map_nodes
 from swarmq.runtime.files import locked_for_change, write_atomically
 
 PREFIX = "sq1"
@@ -120,8 +121,8 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
         """`amqp_url` with the certificate authority as a query parameter, as the driver expects it."""
         if not self.ca:
             return self.amqp_url
-        joint = "&" if "?" in self.amqp_url else "?"
-        return f"{self.amqp_url}{joint}cadata={quote(base64.b64encode(self.ca), safe='')}"
+        authority = f"cadata={quote(base64.b64encode(self.ca), safe='')}"
+        return map_nodes(self.amqp_url, lambda url: f"{url}{'&' if '?' in url else '?'}{authority}")
 
     def base_url_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> str:
         """Return the base URL of the episode's proxy, always the same one, because that proxy holds the episode's conversation.

@@ -33,7 +33,6 @@ from swarmq.broker.deliveries import (
     Deliveries,
     Delivery,
 )
-from swarmq.broker.error_mapping import redact_url
 from swarmq.broker.events import EventEmitter, open_event_feed
 from swarmq.broker.protocol import Depth, Receipts
 from swarmq.broker.publisher import Publisher
@@ -41,6 +40,7 @@ from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.messages import Event, Message, encode, idempotency_key
+from swarmq.runtime.amqp_urls import split_nodes
 from swarmq.runtime.logs import log
 
 LOGIN_PATIENCE_S = 30.0
@@ -95,7 +95,7 @@ class AmqpBroker:
         default_ack_s: float = DEFAULT_ACK_S,
         login_patience_s: float = LOGIN_PATIENCE_S,
     ) -> AsyncIterator[Self]:
-        """Connect, retrying an unreachable broker for `deadline_s` seconds, or without a deadline if None.
+        """Connect, retrying an unreachable broker for `deadline_s` seconds a node, or without a deadline if None.
 
         Raises BrokerError at once for a malformed URL, a wrong password or an unknown vhost, and at the deadline.
 
@@ -104,13 +104,13 @@ class AmqpBroker:
         `login_patience_s` is how long an invited client's login may be refused after it has worked once, before the client
         counts as removed.
         """
-        redact_url(url)
+        nodes = split_nodes(url)
         patience_s = login_patience_s if user else math.inf
         link = BrokerLink(url, name=f"{name}.publish", login_patience_s=patience_s)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(link.keep())
             try:
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout(deadline_s and deadline_s * len(nodes)):
                     await link.session()
             except TimeoutError:
                 raise BrokerError(

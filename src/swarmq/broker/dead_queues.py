@@ -14,6 +14,7 @@ from aio_pika.exceptions import ChannelNotFoundEntity
 from swarmq.broker.protocol import Depth
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError
+from swarmq.runtime.amqp_urls import split_nodes
 
 PROBES = 2
 PROBE_S = 5.0
@@ -21,7 +22,13 @@ PROBE_S = 5.0
 
 
 async def delete_if_dead(session: Session, url: str, queue: str, *, name: str) -> bool:
-    """Delete `queue` and return True if it is dead; `name`: name of the probes' connections. See `Broker.delete_if_dead`."""
+    """Delete `queue` and return True if it is dead; `name`: name of the probes' connections. See `Broker.delete_if_dead`.
+
+    In a cluster, a queue that lacks a majority of its nodes looks dead, too, and RabbitMQ would delete it with its messages. So no
+    queue of a cluster counts as dead.
+    """
+    if len(split_nodes(url)) > 1:
+        return False
     depth = (await session.call(read_depths(session.connection, [queue]))).get(queue)
     if depth != Depth(0, 0):
         return False

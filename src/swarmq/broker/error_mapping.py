@@ -6,28 +6,13 @@ After a BrokerLostError, connect again. Any other BrokerError lasts until a pers
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from aio_pika import exceptions as amqp
 from aiormq.exceptions import ConnectionInternalError
 
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
-
-URL_HINT = "write it as amqp://user:password@host:5672/vhost"
-
-
-def redact_url(url: str) -> str:
-    """Return `host:port/vhost` of an AMQP URL, for messages without the password. Raises BrokerError for a malformed URL."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (5671 if parts.scheme == "amqps" else 5672)
-    except ValueError as error:
-        raise BrokerError(f"the broker's url is malformed ({error}): {URL_HINT}") from error
-    if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
-        raise BrokerError(f"the broker's url needs amqp:// or amqps:// and a host: {URL_HINT}")
-    vhost = unquote(parts.path[1:])
-    return f"{parts.hostname}:{port}" + (f"/{vhost}" if vhost.strip("/") else "")
 
 
 def map_error(error: Exception, where: str) -> BrokerError:
@@ -62,6 +47,26 @@ def map_error(error: Exception, where: str) -> BrokerError:
             return BrokerLostError(
                 f"RabbitMQ at {where} cannot be reached ({text}): start it (`swarmq up` starts a run's own) or correct the url"
             )
+
+
+def combine_failures(failures: Mapping[str, BrokerError]) -> BrokerError:
+    """Return one error for the failed nodes of a cluster, which names each node with its reason; `failures`: by place.
+
+    A refusal outweighs unreachable nodes, because all nodes of a cluster have the same users.
+    """
+    if len(failures) == 1:
+        return next(iter(failures.values()))
+    reasons = {place: f"{place} ({extract_cause(error)})" for place, error in failures.items()}
+    for place, error in failures.items():
+        if not isinstance(error, BrokerLostError):
+            del reasons[place]
+            return type(error)(f"{error}; also tried: {'; '.join(reasons.values())}")
+    return BrokerLostError(f"no node of the RabbitMQ cluster can be reached: {'; '.join(reasons.values())}")
+
+
+def extract_cause(error: BrokerError) -> str:
+    """Return the text of RabbitMQ or the operating system behind an error of `map_error`."""
+    return extract_text(error.__cause__ or error)
 
 
 def extract_text(error: BaseException) -> str:

@@ -57,7 +57,9 @@ class Publisher:
                 while not await self._attempt(queue, body, kind=kind, headers=headers):
                     pass
         except TimeoutError as error:
-            trouble = self._link.trouble or "it is blocked by a memory or disk alarm, or overloaded"
+            trouble = self._link.trouble or (
+                "it is blocked by a memory or disk alarm, or overloaded, or the queue lacks a majority of its nodes"
+            )
             raise UnconfirmedError(
                 f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
             ) from error

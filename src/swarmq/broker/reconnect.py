@@ -18,9 +18,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from swarmq.broker.error_mapping import redact_url
 from swarmq.broker.session import RECYCLED_PREFIX, Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError
+from swarmq.runtime.amqp_urls import redact_url
 from swarmq.runtime.logs import log
 
 FIRST_DELAY_S = 0.1

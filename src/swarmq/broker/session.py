@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
@@ -22,8 +22,10 @@ from aio_pika.abc import AbstractChannel, AbstractConnection
 from aio_pika.exceptions import DeliveryError
 from yarl import URL
 
-from swarmq.broker.error_mapping import describe_closing, map_error, redact_url
-from swarmq.errors import BrokerLostError
+from swarmq.broker.error_mapping import combine_failures, describe_closing, extract_cause, map_error
+from swarmq.broker.failover import NodeFailures
+from swarmq.errors import BrokerError, BrokerLostError
+from swarmq.runtime.amqp_urls import redact_node, split_nodes
 from swarmq.runtime.logs import log
 
 HEARTBEAT_S = 15
@@ -51,28 +53,67 @@ for driver in ("aio_pika", "aiormq"):
     logging.getLogger(driver).addHandler(logging.NullHandler())
 
 
+node_failures = NodeFailures()
+
+
 @asynccontextmanager
 async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
-    """Open a session. Raises BrokerLostError if the broker cannot be reached, BrokerError if it refuses."""
-    where = redact_url(url)
-    query = {"heartbeat": str(HEARTBEAT_S), **URL(url).query, "name": name}
-    connection = aio_pika.Connection(URL(url).with_query(query))
-    session = None
+    """Open a session with the first node of `url` that can be reached.
+
+    Raises BrokerLostError if no node can be reached, BrokerError if one refuses and none accepts.
+    """
+    node, session = await _open_any(split_nodes(url), name)
     try:
-        await _await_open(connection.connect(), where)
-        session = await _await_open(Session.on(connection, where), where)
         yield session
     finally:
-        await _close_quietly(_disconnect(connection, session))
+        if session.lost.done() and not session.lost.result().startswith(RECYCLED_PREFIX):
+            node_failures.add(node)
+        await _close_quietly(_disconnect(session))
+
+
+async def _open_any(nodes: tuple[str, ...], name: str) -> tuple[str, Session]:
+    failures: dict[str, BrokerError] = {}
+    for node in node_failures.order(nodes):
+        try:
+            session = await _open(node, name, nodes)
+        except BrokerError as error:
+            node_failures.add(node)
+            failures[node] = error
+            continue
+        for failed, failure in failures.items():
+            node_failures.skip(failed, extract_cause(failure))
+        node_failures.remove(node)
+        return node, session
+    raise combine_failures({redact_node(node): failure for node, failure in failures.items()})
+
+
+async def _open(node: str, name: str, nodes: tuple[str, ...]) -> Session:
+    where = redact_node(node)
+    query = {"heartbeat": str(HEARTBEAT_S), **URL(node).query, "name": name}
+    connection = aio_pika.Connection(URL(node).with_query(query))
+    try:
+        await _await_open(connection.connect(), where)
+        return await _await_open(Session.on(connection, where, [redact_node(one) for one in nodes]), where)
+    except BaseException:
+        await _close_quietly(connection.close())
+        raise
 
 
 class Session:
     """An open connection and channel; the future `lost` gets the reason when the session has ended."""
 
-    def __init__(self, connection: AbstractConnection, channel: AbstractChannel, underlay: Any, where: str) -> None:
+    def __init__(
+        self,
+        connection: AbstractConnection,
+        channel: AbstractChannel,
+        underlay: Any,
+        where: str,
+        nodes: Sequence[str],
+    ) -> None:
         self.connection = connection
         self.channel = channel
         self.where = where
+        self._nodes = nodes
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._underlay = underlay
         self._gates: set[asyncio.Future[None]] = set()
@@ -84,12 +125,13 @@ class Session:
         underlay.on_consumer_cancel_callbacks.add(lambda _: self.fail("the broker cancelled the consumer"))
 
     @classmethod
-    async def on(cls, connection: AbstractConnection, where: str) -> Self:
-        """Open a channel on `connection`, and return a session of both. `where`: the broker's address for messages."""
+    async def on(cls, connection: AbstractConnection, where: str, nodes: Sequence[str]) -> Self:
+        """Open a channel on `connection`, and return a session of both. `where`: the node's address for messages; `nodes`: the
+        addresses of all nodes of its cluster."""
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
         # Uses the channel below aio-pika, which does not report that the broker cancelled a consumer or blocks the connection,
         # and never calls close callbacks that are registered after the close.
-        return cls(connection, channel, await channel.get_underlay_channel(), where)
+        return cls(connection, channel, await channel.get_underlay_channel(), where, nodes)
 
     def fail(self, reason: str) -> None:
         """End the session; every call in flight ends with BrokerLostError."""
@@ -154,7 +196,12 @@ class Session:
                 await self._sit_out_alarm()
                 deadline = clock() + answer_s
             elif clock() >= deadline:
-                self.fail(f"no answer within {answer_s:g} s")
+                self.fail(f"no answer within {answer_s:g} s{self._majority_hint()}")
+
+    def _majority_hint(self) -> str:
+        if len(self._nodes) == 1:
+            return ""
+        return f"; a queue answers only while most of its nodes are up: check {', '.join(self._nodes)}"
 
     async def _sit_out_alarm(self) -> None:
         if not self._blocked:
@@ -177,7 +224,7 @@ async def _await_open(opening: Coroutine[Any, Any, T], where: str) -> T:
     try:
         await asyncio.wait({task}, timeout=CONNECT_S)
         if not task.done():
-            raise TimeoutError
+            raise TimeoutError(f"no answer within {CONNECT_S:g} s")
         if task.cancelled():
             raise ConnectionError("cut off while connecting")
         return task.result()
@@ -187,12 +234,12 @@ async def _await_open(opening: Coroutine[Any, Any, T], where: str) -> T:
         _abandon(task)
 
 
-async def _disconnect(connection: AbstractConnection, session: Session | None) -> None:
+async def _disconnect(session: Session) -> None:
     """Close the channel, then the connection, so that queued acknowledgements are sent first."""
-    if session is not None and not session.lost.done():
+    if not session.lost.done():
         session.fail("closed by us")
         await _close_quietly(session.channel.close())
-    await connection.close()
+    await session.connection.close()
 
 
 async def _close_quietly(operation: Awaitable[Any]) -> None:

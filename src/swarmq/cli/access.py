@@ -234,7 +234,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
         return
     _check_name(name)
     api.add_viewer(user, password := secrets.token_urlsafe(18))
-    click.echo(f"{api.url}  user {user}  password {password}")
+    click.echo(f"{' or '.join(api.urls)}  user {user}  password {password}")
 
 
 def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:

@@ -15,6 +15,7 @@ from swarmq.broker import Broker
 from swarmq.broker.node.files import HOST, read_identity
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
+from swarmq.runtime.amqp_urls import split_nodes
 from swarmq.runtime.processes import is_locked
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def load_live_run(run: Path) -> SwarmJob:
 def check_up(job: SwarmJob) -> None:
     """Raise ConfigError if the run's private RabbitMQ has ended."""
     folder = job.run_folder
-    node = read_identity(folder.broker)
-    if node and urlsplit(job.broker.url or "").port == node.amqp_port and not is_locked(folder.lock):
+    node, url = read_identity(folder.broker), job.broker.url
+    ports = [urlsplit(one).port for one in split_nodes(url)] if url else []
+    if node and node.amqp_port in ports and not is_locked(folder.lock):
         raise ConfigError(
             f"run {job.run!r} is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {folder.job}`"
         )

@@ -1,34 +1,12 @@
-"""Urls and refusals in words a person can act on, and never with a password."""
+"""Refusals in words that a person can act on."""
 
 from __future__ import annotations
 
 import pytest
 from aiormq import exceptions as amqp
 
-from swarmq.broker.error_mapping import map_error, redact_url
+from swarmq.broker.error_mapping import combine_failures, map_error
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
-
-
-@pytest.mark.parametrize(
-    ("url", "where"),
-    [
-        ("amqp://u:p@host:1234/", "host:1234"),
-        ("amqp://u:p@host", "host:5672"),
-        ("amqps://u:p@host/team", "host:5671/team"),
-        ("amqp://u:p@host/%2F", "host:5672"),
-        ("amqp://u:p@[::1]:5000/a%20b?heartbeat=3", "::1:5000/a b"),
-    ],
-)
-def test_an_address_names_the_place_without_the_password(url: str, where: str) -> None:
-    assert redact_url(url) == where
-
-
-@pytest.mark.parametrize(
-    "url", ["", "host:5672", "http://host/", "amqp://", "amqp://h:99999", "amqp://h:port", "amqp://[::1"]
-)
-def test_a_bad_url_is_refused_with_an_example(url: str) -> None:
-    with pytest.raises(BrokerError, match="amqp://user:password@host:5672/vhost"):
-        redact_url(url)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +30,41 @@ def test_what_may_pass_is_told_from_what_will_not(error: Exception, kind: type, 
     assert type(mapped) is kind
     assert words in str(mapped)
     assert "host:5672" in str(mapped)
+
+
+def test_an_unreachable_cluster_names_every_node_with_its_reason() -> None:
+    failures = {
+        "a:5672": mapped(ConnectionRefusedError(111, "Connection refused"), "a:5672"),
+        "b:5672": mapped(OSError(-2, "Name or service not known"), "b:5672"),
+        "c:5672": mapped(TimeoutError("no answer within 8 s"), "c:5672"),
+    }
+    combined = combine_failures(failures)
+    assert type(combined) is BrokerLostError
+    assert str(combined) == (
+        "no node of the RabbitMQ cluster can be reached: a:5672 ([Errno 111] Connection refused); "
+        "b:5672 ([Errno -2] Name or service not known); c:5672 (no answer within 8 s)"
+    )
+
+
+def test_a_refusal_of_one_node_is_not_hidden_by_unreachable_ones() -> None:
+    failures = {
+        "a:5672": mapped(ConnectionRefusedError(111, "Connection refused"), "a:5672"),
+        "b:5672": mapped(amqp.ProbableAuthenticationError("ACCESS_REFUSED"), "b:5672"),
+    }
+    combined = combine_failures(failures)
+    assert type(combined) is LoginRefusedError
+    assert str(combined).startswith("RabbitMQ at b:5672 refused user or password")
+    assert str(combined).endswith("also tried: a:5672 ([Errno 111] Connection refused)")
+
+
+def test_the_only_node_keeps_its_own_error() -> None:
+    only = mapped(TimeoutError(), "a:5672")
+    assert combine_failures({"a:5672": only}) is only
+
+
+def mapped(error: Exception, where: str) -> BrokerError:
+    """The error as `open_session` raises it, with its cause."""
+    try:
+        raise map_error(error, where) from error
+    except BrokerError as raised:
+        return raised

@@ -60,7 +60,10 @@ def test_a_client_is_invited_listed_and_removed(run):
     [
         (["add", "Alice", "--http"], "lower-case"),
         (["add", "alice"], "--management"),
-        (["add", "alice", "--amqp", "gpu.example.org"], "give amqp:// or amqps:// and a host"),
+        (
+            ["add", "alice", "--amqp", "gpu.example.org"],
+            "--amqp: the broker's url needs amqp:// or amqps:// and a host",
+        ),
         (["add", "alice", "--http", "--proxy", "gpu"], "give http:// or https://"),
         (["add", "alice", "--http", "--ca", "nothing.pem"], "not a certificate in PEM form"),
         (["remove", "bob"], "no client 'bob': this run has invited nobody"),
@@ -96,7 +99,7 @@ def test_several_runs_must_be_told_apart(run):
         ),
         (
             ["--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1", "--amqp", "h"],
-            "--amqp 'h' is not a valid address: give amqp://",
+            "--amqp: the broker's url needs amqp:// or amqps:// and a host",
         ),
     ],
 )

@@ -11,11 +11,11 @@ import msgspec
 
 from swarmq import keys
 from swarmq.broker.admin.users import MAX_CHANNELS, MAX_CONNECTIONS, ManagementApi
-from swarmq.broker.error_mapping import redact_url
 from swarmq.config import RunFolder, SwarmJob, make_folder, resolve_amqp_url
-from swarmq.errors import ConfigError
+from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.registries.clients import ClientRegistry, InvitedClient, read_clients
+from swarmq.runtime.amqp_urls import map_nodes, split_nodes
 from swarmq.runtime.files import write_atomically
 
 HOST_CLIENT = "local"
@@ -72,9 +72,9 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
         raise ConfigError(
             "--proxy is missing: give the URL by which clients reach the proxy, or set proxy.host and proxy.port"
         )
-    redact_url(url)  # raises for a malformed URL
-    _check_url("--amqp", amqp or "", ("amqp", "amqps"))
-    _check_url("--proxy", proxy or "", ("http", "https"))
+    split_nodes(url)  # raises for a malformed URL
+    _check_amqp_url(amqp or "")
+    _check_proxy_url(proxy or "")
     make_folder(folder.path)
     resolved = msgspec.structs.replace(
         job, folder=str(Path(job.folder).resolve()), broker=msgspec.structs.replace(job.broker, url=url)
@@ -102,8 +102,8 @@ def add_client(
     registers no client."""
     ca = keys.read_certificate(reach.ca) if reach.ca else host.ca
     amqp_url = "" if reach.http else reach.amqp or host.amqp_url
-    _check_url("--amqp", amqp_url, ("amqp", "amqps"))
-    _check_url("--proxy", reach.proxy or host.base_url, ("http", "https"))
+    _check_amqp_url(amqp_url)
+    _check_proxy_url(reach.proxy or host.base_url)
     with ClientRegistry.open(folder.clients) as members:
         members.check_new(name)
         password = secrets.token_urlsafe(24)
@@ -117,7 +117,7 @@ def add_client(
         host,
         client=name,
         secret=keys.derive_client_secret(keys.load_root(folder.root_secret), name),
-        amqp_url=amqp_url and _with_login(amqp_url, user, password),
+        amqp_url=amqp_url and map_nodes(amqp_url, lambda url: _with_login(url, user, password)),
         base_url=reach.proxy or host.base_url,
         base_urls=() if reach.proxy else host.base_urls,
         invited=not reach.http,
@@ -144,11 +144,17 @@ def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
             management.grant(member.broker_user)
 
 
-def _check_url(what: str, url: str, schemes: tuple[str, ...]) -> None:
-    if url and (urlsplit(url).scheme not in schemes or not urlsplit(url).hostname):
-        raise ConfigError(
-            f"{what} {url!r} is not a valid address: give {' or '.join(f'{scheme}://' for scheme in schemes)} and a host"
-        )
+def _check_amqp_url(url: str) -> None:
+    try:
+        if url:
+            split_nodes(url)
+    except BrokerError as error:
+        raise ConfigError(f"--amqp: {error}") from error
+
+
+def _check_proxy_url(url: str) -> None:
+    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+        raise ConfigError(f"--proxy {url!r} is not a valid address: give http:// or https:// and a host")
 
 
 def _with_login(url: str, user: str, password: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import re
 import ssl
 import urllib.error
@@ -25,6 +26,7 @@ import msgspec
 
 from swarmq.broker import topology
 from swarmq.errors import BrokerError
+from swarmq.runtime.amqp_urls import SEPARATOR, split_nodes
 
 ANSWER_S = 20.0
 MANAGEMENT_PORT = {"http": 15672, "https": 15671}
@@ -70,7 +72,8 @@ class _ListedQueue(msgspec.Struct, frozen=True):
 class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
     """The management API of a broker and one virtual host. Methods raise BrokerError with what to do."""
 
-    url: str
+    urls: tuple[str, ...]
+    """One URL for each node of a cluster; every node answers for all."""
     user: str
     password: str
     vhost: str = "/"
@@ -78,20 +81,28 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, amqp_url: str, management_url: str | None = None, *, ca: bytes = b"") -> ManagementApi:
-        """Build from URLs. The credentials come from `management_url` if it has any, else from `amqp_url`; without
-        `management_url` the host is the broker's and the port the API's default."""
-        amqp = urlsplit(amqp_url)
-        api = urlsplit(management_url or f"http://{amqp.hostname}:{MANAGEMENT_PORT['http']}/")
-        if api.scheme not in MANAGEMENT_PORT or not api.hostname:
+        """Build from URLs, each of which may list the nodes of a cluster, separated by commas. The credentials come from
+        `management_url` if it has any, else from `amqp_url`; without `management_url` the hosts are the broker's and the port is
+        the API's default."""
+        nodes = [urlsplit(node) for node in split_nodes(amqp_url)]
+        default = [f"http://{_bracket_host(node.hostname or '')}:{MANAGEMENT_PORT['http']}/" for node in nodes]
+        apis = [urlsplit(url) for url in (SEPARATOR.split(management_url) if management_url else default)]
+        if any(api.scheme not in MANAGEMENT_PORT or not api.hostname for api in apis):
             raise BrokerError(
-                f"{management_url!r} is not the url of a management API: http://user:password@host:15672/"
+                "the url of the management API needs http:// or https:// and a host: http://user:password@host:15672/"
             )
-        host = f"[{api.hostname}]" if ":" in api.hostname else api.hostname
+        if len({(api.username, api.password) for api in apis}) > 1:
+            raise BrokerError(
+                "the urls of the management API have different users or passwords: the nodes of a cluster share them"
+            )
         return cls(
-            url=f"{api.scheme}://{host}:{api.port or MANAGEMENT_PORT[api.scheme]}{api.path.rstrip('/')}",
-            user=unquote(api.username or amqp.username or "guest"),
-            password=unquote(api.password or amqp.password or "guest"),
-            vhost=unquote(amqp.path[1:]) or "/",
+            urls=tuple(
+                f"{api.scheme}://{_bracket_host(api.hostname or '')}:{api.port or MANAGEMENT_PORT[api.scheme]}{api.path.rstrip('/')}"
+                for api in apis
+            ),
+            user=unquote(apis[0].username or nodes[0].username or "guest"),
+            password=unquote(apis[0].password or nodes[0].password or "guest"),
+            vhost=unquote(nodes[0].path[1:]) or "/",
             ca=ca,
         )
 
@@ -163,11 +174,24 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         self._ask("PUT", path, body)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, missing_ok: bool = False) -> Any:
+        """Send a request to the nodes in random order, until one can be reached."""
+        unreachable: list[str] = []
+        for url in random.sample(self.urls, len(self.urls)):
+            try:
+                return self._ask_node(url, method, path, body, missing_ok=missing_ok)
+            except (OSError, ValueError) as error:
+                unreachable.append(f"{url} ({error})")
+        raise BrokerError(
+            f"the management API cannot be reached at {'; '.join(unreachable)}: give its address with --management URL, or invite the "
+            "client with --http, which needs no RabbitMQ user"
+        )
+
+    def _ask_node(self, url: str, method: str, path: str, body: dict[str, Any] | None, *, missing_ok: bool) -> Any:
         login = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
         headers = {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/api/{path}", data, headers, method=method)  # noqa: S310 - http(s), see `of`
-        context = ssl.create_default_context(cadata=self.ca or None) if self.url.startswith("https") else None
+        request = urllib.request.Request(f"{url}/api/{path}", data, headers, method=method)  # noqa: S310 - http(s), see `of`
+        context = ssl.create_default_context(cadata=self.ca or None) if url.startswith("https") else None
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S, context=context) as answer:  # noqa: S310
                 text = answer.read()
@@ -178,14 +202,13 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
                 body_text = error.read(300).decode(errors="replace")
             hint = "give its user the tag administrator" if error.code in (401, 403) else body_text
             raise BrokerError(
-                f"the management API at {self.url} answered {error.code} to {method} {path}: {hint}"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise BrokerError(
-                f"the management API at {self.url} cannot be reached ({error}): give its address with --management URL, or invite "
-                "the client with --http, which needs no RabbitMQ user"
+                f"the management API at {url} answered {error.code} to {method} {path}: {hint}"
             ) from error
         return json.loads(text) if text else None
+
+
+def _bracket_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _exact_pattern(name: str) -> str:
