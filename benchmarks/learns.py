@@ -34,7 +34,7 @@ from swarmq.config import SwarmJob, Train
 from swarmq.demo import agent
 from swarmq.demo import problems as arithmetic
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.model_recipe import Recipe
+from swarmq.demo.model_recipe import DemoRecipe
 from swarmq.demo.scenario import Scenario
 from swarmq.demo.warmup import demonstrate
 from swarmq.learner.warm_start import WarmStart, warm
@@ -136,7 +136,7 @@ def parse() -> argparse.Namespace:
 def ensure_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> Path:
     """Fresh weights, then copying, which takes longest to learn, then the final mix."""
     folder.mkdir()
-    dice, recipe = random.Random(seed), Recipe()
+    dice, recipe = random.Random(seed), DemoRecipe()
     questions = itertools.cycle(problems(seed))
     shown = (demonstrate(p.question, *arithmetic.solution(p), calls=2) for p in itertools.islice(questions, DIALOGUES))
     words = build_tokenizer("".join(stretches) for stretches in render_chats(shown, agent.TOOLS))

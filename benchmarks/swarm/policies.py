@@ -31,7 +31,7 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import read_fates
 from swarmq.config import EngineSettings, GroupSettings, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
-from swarmq.demo.model_recipe import Recipe, user_cache_folder
+from swarmq.demo.model_recipe import DemoRecipe, user_cache_folder
 from swarmq.demo.problems import SPLIT_SIZE, Problem, Split, problems, score, solution
 from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.monitor import Follower, follow
@@ -41,8 +41,8 @@ from swarmq.up import Deployment, deploy
 CACHE = user_cache_folder()
 OPENER, CLOSER = "opener", "closer"
 RECIPES = {
-    OPENER: Recipe(steps=420, settling_steps=80),
-    CLOSER: Recipe(steps=420, settling_steps=80, architecture=Architecture(hidden=96, heads=3, feed_forward=256)),
+    OPENER: DemoRecipe(steps=420, settling_steps=80),
+    CLOSER: DemoRecipe(steps=420, settling_steps=80, architecture=Architecture(hidden=96, heads=3, feed_forward=256)),
 }
 SEED_STRIDE = 1_000_000
 HELD_OUT = 96

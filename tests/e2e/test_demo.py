@@ -32,12 +32,12 @@ SETTINGS = (
 
 def make_model(cache: Path) -> Path:
     """What an earlier demo would have left in its cache, after a few steps of warm-up instead of hundreds."""
-    from swarmq.demo.model_recipe import Recipe, model_folder
+    from swarmq.demo.model_recipe import DemoRecipe, model_folder
     from swarmq.demo.warmup import warm_up
     from swarmq.toy_model.network import save
 
-    folder = model_folder(cache, Recipe())
-    words, model = warm_up(Recipe(steps=6, settling_steps=2, batch=8, rise=2), report=lambda _: None)
+    folder = model_folder(cache, DemoRecipe())
+    words, model = warm_up(DemoRecipe(steps=6, settling_steps=2, batch=8, rise=2), report=lambda _: None)
     save(model, words, folder)
     return folder
 

@@ -143,7 +143,7 @@ def die_in_drafts(root: Path) -> None:
 
     seal = save_load._seal
 
-    def seal_or_die(draft: save_load.Draft) -> None:
+    def seal_or_die(draft: save_load.CheckpointDraft) -> None:
         if (root / "slow" / f"draft-{draft.version}").exists():
             while str(draft.version + 1) not in (root / "pushed").read_text().split():
                 time.sleep(0.01)

@@ -12,7 +12,7 @@ from litestar.openapi import OpenAPIConfig
 
 from swarmq.config import SwarmJob
 from swarmq.dashboard.access import LinkAccess
-from swarmq.dashboard.app import Pages
+from swarmq.dashboard.app import DashboardPages
 from swarmq.dashboard.shelf import Shelf
 from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
@@ -39,7 +39,7 @@ def proxy() -> str:
 
 def dashboard() -> str:
     """Return the routes of the dashboard, as a table."""
-    pages = Pages(Shelf([]), LinkAccess("token", name="name", cookie="cookie"), base="", is_secure=False)
+    pages = DashboardPages(Shelf([]), LinkAccess("token", name="name", cookie="cookie"), base="", is_secure=False)
     config = OpenAPIConfig(title="dashboard", version="", use_handler_docstrings=True)
     described = Litestar(pages.handlers(), openapi_config=config).openapi_schema.to_schema()
     lines = ["| route | what |", "|---|---|"]

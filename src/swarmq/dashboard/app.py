@@ -98,7 +98,7 @@ def create_app(shelf: Shelf, access: Access, *, base: str = "", is_secure: bool 
 
     `base`: prefix of its paths in the browser. `is_secure`: whether browsers reach it only by https.
     """
-    pages = Pages(shelf, access, base=base, is_secure=is_secure)
+    pages = DashboardPages(shelf, access, base=base, is_secure=is_secure)
 
     @contextlib.asynccontextmanager
     async def close_shelf(_: Litestar) -> AsyncIterator[None]:
@@ -168,7 +168,7 @@ def _status_of(error: Exception) -> int:
             return 500
 
 
-class Pages:
+class DashboardPages:
     """The handlers of the dashboard."""
 
     def __init__(self, shelf: Shelf, access: Access, *, base: str, is_secure: bool) -> None:

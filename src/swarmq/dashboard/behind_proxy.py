@@ -27,7 +27,7 @@ from yarl import URL
 
 from swarmq.config import SwarmJob
 from swarmq.dashboard.access import HEADERS
-from swarmq.dashboard.process_settings import BASE, READY, Settings
+from swarmq.dashboard.process_settings import BASE, READY, DashboardProcessSettings
 
 NEEDED = ("numpy", "tokenizers", "zstandard")
 """Packages that the dashboard needs beyond those of a proxy."""
@@ -47,7 +47,7 @@ class DashboardMount:
 
     def __init__(self, job: SwarmJob, folder: Path, *, installed: Callable[[str], object]) -> None:
         """`folder`: an empty folder for the socket. `installed`: returns None for a package that is not installed."""
-        self._settings = Settings(
+        self._settings = DashboardProcessSettings(
             run=job.run,
             folder=str(job.run_folder.path.resolve()),
             socket=str(folder / "socket"),

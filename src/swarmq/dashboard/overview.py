@@ -35,7 +35,7 @@ GROWING = 200
 RECENT_STEPS = 5
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class Station(msgspec.Struct, frozen=True, kw_only=True):
     """One station of the pipeline."""
 
     id: str
@@ -239,7 +239,7 @@ def describe_nodes(
     *,
     now: float,
     is_live: bool,
-) -> list[Node]:
+) -> list[Station]:
     """Return the stations of the pipeline in the order in which an episode passes them."""
     parts: Mapping[str, Any] = board.get("parts") or {}
     collector = parts.get("collector") or {}
@@ -273,14 +273,14 @@ def describe_nodes(
     engine_states = {str(one.get("state")) for one in engines.values()}
     is_learner_waiting = bool(phases) and set(phases) <= {"waiting", "paused", "ended"}
     nodes = [
-        Node(
+        Station(
             id="clients",
             label="clients",
             depth=flow.open_episodes,
             state="unknown" if not is_live else "ok" if flow.open_episodes else "waiting",
             detail=f"{collector.get('begun', 0)} episodes begun" if collector else "",
         ),
-        Node(
+        Station(
             id="tickets",
             label="tickets",
             depth=flow.tickets,
@@ -289,7 +289,7 @@ def describe_nodes(
             state=queue(ticket_queues),
             detail=", ".join(f"{kind} {n}" for kind, n in (collector.get("tickets_out") or {}).items()),
         ),
-        Node(
+        Station(
             id="proxies",
             label="proxies",
             depth=flow.open_calls,
@@ -297,7 +297,7 @@ def describe_nodes(
             state=process(*proxies.values(), busy=bool(flow.open_calls)),
             detail=f"{len(proxies)} {'proxy' if len(proxies) == 1 else 'proxies'}, rate in tokens" if proxies else "",
         ),
-        Node(
+        Station(
             id="in",
             label="in",
             depth=queues.get(inbox),
@@ -305,14 +305,14 @@ def describe_nodes(
             rate_per_s=(details.get(inbox) or {}).get("out_per_s"),
             state=queue([inbox], used=False),
         ),
-        Node(
+        Station(
             id="collector",
             label="collector",
             depth=collector.get("waiting"),
             state=process(*([collector] if collector else []), busy=bool(queues.get(inbox))),
             detail=_describe_collector(collector),
         ),
-        Node(
+        Station(
             id="ready",
             label="ready",
             depth=_sum(queues.get(name) for name in ready_queues),
@@ -321,7 +321,7 @@ def describe_nodes(
             state=queue(ready_queues),
             detail=f"{flow.ready_groups} groups, a batch takes {flow.groups_per_batch}" if collector else "",
         ),
-        Node(
+        Station(
             id="learner",
             label="learner" if len(job.trained) == 1 else "learners",
             depth=collector.get("in_learners"),
@@ -329,7 +329,7 @@ def describe_nodes(
             state=process(*training, busy=True) if training or not (is_live and learners) else "ok",
             detail=", ".join(phases),
         ),
-        Node(
+        Station(
             id="engines",
             label="engines",
             depth=_sum(value for one in engines.values() for value in (one.get("running"), one.get("waiting"))),

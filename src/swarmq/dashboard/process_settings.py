@@ -10,7 +10,7 @@ READY = "ready"
 """Line that the process prints when it can be reached."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class DashboardProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the process, given as JSON in its only argument."""
 
     run: str

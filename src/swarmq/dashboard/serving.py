@@ -21,7 +21,7 @@ from swarmq import keys
 from swarmq.config import RunFolder
 from swarmq.dashboard.access import LinkAccess, OperatorAccess
 from swarmq.dashboard.app import create_app
-from swarmq.dashboard.process_settings import BASE, READY, Settings
+from swarmq.dashboard.process_settings import BASE, READY, DashboardProcessSettings
 from swarmq.dashboard.shelf import Shelf
 from swarmq.registries.clients import RevokedNames
 from swarmq.runtime import logs
@@ -48,7 +48,7 @@ def serve(
     asyncio.run(Server(_config(app)).serve(sockets=[listener]))
 
 
-def serve_behind_proxy(settings: Settings) -> None:
+def serve_behind_proxy(settings: DashboardProcessSettings) -> None:
     """Serve one run on a socket file until the parent process ends."""
     logs.configure(role="dashboard", run=settings.run)
     die_with_parent()
@@ -86,4 +86,4 @@ def _config(app: object) -> uvicorn.Config:
 
 
 if __name__ == "__main__":
-    serve_behind_proxy(msgspec.json.decode(sys.argv[1], type=Settings))
+    serve_behind_proxy(msgspec.json.decode(sys.argv[1], type=DashboardProcessSettings))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.demo.model_recipe import Recipe, model_folder
+from swarmq.demo.model_recipe import DemoRecipe, model_folder
 from swarmq.errors import SwarmqError
 from swarmq.runtime.processes import die_with_parent, stop_group
 from swarmq.toy_model.recipe import WarmupProgress, is_complete
@@ -23,7 +23,7 @@ SHOWN = 10
 
 async def ensure_model(cache: Path, report: Callable[[str], None]) -> str:
     """Return the folder of the demo's model, making it unless it is in `cache`. Raises SwarmqError if that fails."""
-    folder = model_folder(cache, Recipe())
+    folder = model_folder(cache, DemoRecipe())
     if is_complete(folder):
         report(f"model: found in {cache}")
         return str(folder)
@@ -60,7 +60,7 @@ def main() -> None:
             sys.stdout.buffer.write(msgspec.json.encode(now) + b"\n")
             sys.stdout.buffer.flush()
 
-    load_or_warm_up(Path(sys.argv[1]), Recipe(), report=show)
+    load_or_warm_up(Path(sys.argv[1]), DemoRecipe(), report=show)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from swarmq.toy_model import recipe as toy_model
 
 
-class Recipe(toy_model.Recipe, frozen=True, kw_only=True):
+class DemoRecipe(toy_model.Recipe, frozen=True, kw_only=True):
     """Everything that determines the demo's warmed-up model, besides code and problems."""
 
     copying_share: float = 0.9
@@ -21,12 +21,12 @@ def user_cache_folder() -> Path:
     return toy_model.user_cache_folder("demo-models")
 
 
-def model_folder(cache: Path, recipe: Recipe) -> Path:
+def model_folder(cache: Path, recipe: DemoRecipe) -> Path:
     """Return the folder in `cache` for the model of this recipe."""
     return cache / f"demo-model-{recipe_digest(recipe)}"
 
 
-def recipe_digest(recipe: Recipe) -> str:
+def recipe_digest(recipe: DemoRecipe) -> str:
     """Return a digest of the recipe and of the code and problems that it uses."""
     names = ("agent", "model_recipe", "problems", "warmup")
     return toy_model.digest_sources(recipe, [Path(__file__).with_name(f"{name}.py") for name in names])

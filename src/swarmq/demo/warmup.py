@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from swarmq.demo import agent
 from swarmq.demo import problems as arithmetic
-from swarmq.demo.model_recipe import Recipe, model_folder
+from swarmq.demo.model_recipe import DemoRecipe, model_folder
 from swarmq.demo.problems import KINDS, problems, solution
 from swarmq.toy_model.demonstrations import Message
 from swarmq.toy_model.recipe import WarmupProgress
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
-def load_or_warm_up(cache: Path, recipe: Recipe, *, report: Callable[[WarmupProgress], None]) -> Path:
+def load_or_warm_up(cache: Path, recipe: DemoRecipe, *, report: Callable[[WarmupProgress], None]) -> Path:
     """Return the folder of the model for this recipe, made on the first call and found in `cache` afterwards."""
     folder = model_folder(cache, recipe)
     return make_toy_model(folder, demonstrations(recipe), recipe, tools=agent.TOOLS, report=report)
 
 
 def warm_up(
-    recipe: Recipe, *, report: Callable[[WarmupProgress], None]
+    recipe: DemoRecipe, *, report: Callable[[WarmupProgress], None]
 ) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
     """Return tokenizer and model after all steps; on one machine, the same for the same recipe."""
     return warm_up_on(demonstrations(recipe), recipe, tools=agent.TOOLS, report=report)
 
 
-def demonstrations(recipe: Recipe) -> Iterator[list[Message]]:
+def demonstrations(recipe: DemoRecipe) -> Iterator[list[Message]]:
     """Yield an endless stream of demonstrations for a recipe: first those for the tokenizer, then a batch per step."""
     dice = random.Random(recipe.seed)
     start = dice.randrange(arithmetic.SPLIT_SIZE // 2)

@@ -51,7 +51,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the axis spans 0 to 1 at least."""
 
 
-class History(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Everything of one policy of one run that can be drawn."""
 
     label: str
@@ -114,7 +114,7 @@ def draw_runs(runs: Sequence[Run], path: Path, *, series: Sequence[str] = (), po
         plt.close(figure)
 
 
-def read_histories(run: Run, policy: str | None = None) -> list[History]:
+def read_histories(run: Run, policy: str | None = None) -> list[PolicyHistory]:
     """Return the history of each trained policy of a run, or of one."""
     events = list(run.events("step", "control"))
     evaluations = list(run.evaluations())
@@ -124,7 +124,7 @@ def read_histories(run: Run, policy: str | None = None) -> list[History]:
         rows = list(run.steps(name))
         label = run.folder.path.resolve().name + (f" {name}" if len(run.policies) > 1 else "")
         histories.append(
-            History(
+            PolicyHistory(
                 label=label,
                 steps=[row.step for row in rows],
                 rows=[flatten(row) for row in rows],
@@ -136,9 +136,9 @@ def read_histories(run: Run, policy: str | None = None) -> list[History]:
     return histories
 
 
-def make_panels(histories: Sequence[History], series: Sequence[str] = ()) -> list[Panel]:
+def make_panels(histories: Sequence[PolicyHistory], series: Sequence[str] = ()) -> list[Panel]:
     """Return the panels of the figure. Raises ConfigError for a series that no run has."""
-    makers: dict[str, Callable[[Sequence[History]], Panel]] = {
+    makers: dict[str, Callable[[Sequence[PolicyHistory]], Panel]] = {
         "reward": _reward,
         "evaluation": _evaluation,
         "staleness": _staleness,
@@ -155,7 +155,7 @@ def make_panels(histories: Sequence[History], series: Sequence[str] = ()) -> lis
     return panels
 
 
-def place_marks(history: History) -> dict[int, list[Mark]]:
+def place_marks(history: PolicyHistory) -> dict[int, list[Mark]]:
     """Return step -> changes that took effect after it."""
     placed: dict[int, list[Mark]] = defaultdict(list)
     for mark in sorted(history.marks, key=lambda one: one.at):
@@ -165,7 +165,7 @@ def place_marks(history: History) -> dict[int, list[Mark]]:
     return placed
 
 
-def _reward(histories: Sequence[History]) -> Panel:
+def _reward(histories: Sequence[PolicyHistory]) -> Panel:
     curves = [_curve(history, history.label, lambda row: row.get("reward")) for history in histories]
     if len(histories) == 1:
         kinds = _names(histories[0], "reward_by_kind/")
@@ -178,7 +178,7 @@ def _reward(histories: Sequence[History]) -> Panel:
     return Panel(title="training reward", curves=_drawable(curves), has_reward_limits=True)
 
 
-def _evaluation(histories: Sequence[History]) -> Panel:
+def _evaluation(histories: Sequence[PolicyHistory]) -> Panel:
     """Return the panel of evaluations by kind: pass@k for the smallest k with its 95 % interval, or the reward if no success
     is reported."""
     curves = []
@@ -205,7 +205,7 @@ def _evaluation(histories: Sequence[History]) -> Panel:
     return Panel(title="evaluation, 95 % intervals", curves=curves, has_reward_limits=True)
 
 
-def _staleness(histories: Sequence[History]) -> Panel:
+def _staleness(histories: Sequence[PolicyHistory]) -> Panel:
     def ages(row: dict[str, Any]) -> dict[int, float]:
         return {
             int(name.removeprefix("staleness/")): n for name, n in row.items() if name.startswith("staleness/") and n
@@ -221,7 +221,7 @@ def _staleness(histories: Sequence[History]) -> Panel:
     return Panel(title="staleness in versions", curves=_drawable(curves))
 
 
-def _drops(histories: Sequence[History]) -> Panel:
+def _drops(histories: Sequence[PolicyHistory]) -> Panel:
     """Return the panel of episodes that the learner dropped since the step before, by reason."""
 
     def total(row: dict[str, Any]) -> float:
@@ -236,7 +236,7 @@ def _drops(histories: Sequence[History]) -> Panel:
     return Panel(title="episodes dropped by the learner", curves=_drawable(curves))
 
 
-def _times(histories: Sequence[History]) -> Panel:
+def _times(histories: Sequence[PolicyHistory]) -> Panel:
     if len(histories) > 1:
         curves = [_curve(history, history.label, _getter("step_s")) for history in histories]
     else:
@@ -247,7 +247,7 @@ def _times(histories: Sequence[History]) -> Panel:
     return Panel(title="seconds of a step", curves=_drawable(curves))
 
 
-def _series(histories: Sequence[History], name: str) -> Panel:
+def _series(histories: Sequence[PolicyHistory], name: str) -> Panel:
     return Panel(title=name, curves=_drawable([_curve(history, history.label, _getter(name)) for history in histories]))
 
 
@@ -255,7 +255,9 @@ def _getter(name: str, default: float | None = None) -> Callable[[dict[str, Any]
     return lambda row: row.get(name, default)
 
 
-def _curve(history: History, label: str, value_of: Callable[[dict[str, Any]], Any], *, is_thin: bool = False) -> Curve:
+def _curve(
+    history: PolicyHistory, label: str, value_of: Callable[[dict[str, Any]], Any], *, is_thin: bool = False
+) -> Curve:
     """Return a curve without the steps that have no number."""
     points = [(step, value_of(row)) for step, row in zip(history.steps, history.rows, strict=True)]
     known = [
@@ -268,12 +270,12 @@ def _drawable(curves: Iterable[Curve]) -> list[Curve]:
     return [curve for curve in curves if curve.steps]
 
 
-def _names(history: History, prefix: str) -> list[str]:
+def _names(history: PolicyHistory, prefix: str) -> list[str]:
     """Return the names below a prefix that any step has, in alphabetical order."""
     return sorted({name.removeprefix(prefix) for row in history.rows for name in row if name.startswith(prefix)})
 
 
-def _suggest(histories: Sequence[History], name: str) -> str:
+def _suggest(histories: Sequence[PolicyHistory], name: str) -> str:
     known = sorted(
         {
             field

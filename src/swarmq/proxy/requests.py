@@ -12,7 +12,7 @@ from swarmq.engine.client.protocol import Delta, Logprob
 from swarmq.keys import Claims
 from swarmq.messages import Sampling, Timings, VersionSpan
 from swarmq.proxy.deltas import LeadingBlanks, StopTrim
-from swarmq.proxy.episodes.conversation_graph import EMPTY_HISTORY, EMPTY_PROMPT, History, Stitched
+from swarmq.proxy.episodes.conversation_graph import EMPTY_HISTORY, EMPTY_PROMPT, HistoryKeys, Stitched
 from swarmq.proxy.http_errors import RefusedError
 
 Json = dict[str, Any]
@@ -97,7 +97,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     """Time in seconds on the monotonic clock at which the request began."""
 
-    history: History = EMPTY_HISTORY
+    history: HistoryKeys = EMPTY_HISTORY
     """The conversation before the answer."""
     stitched: Stitched = EMPTY_PROMPT
     """The prompt, and how it continues earlier turns."""

@@ -58,7 +58,7 @@ TOLERANCE = 0.01
 MAX_ANSWER_CHARS = 200
 
 
-class Draft(msgspec.Struct, frozen=True):
+class TaskDraft(msgspec.Struct, frozen=True):
     """A task as the teacher wrote it, before any check."""
 
     question: str
@@ -129,13 +129,13 @@ def make_tasks(
     for number, text in enumerate(against):
         seen.add(f"text {number} to stay away from", text)
 
-    def work(passage: Passage) -> tuple[list[Draft] | EndpointError, Passage]:
+    def work(passage: Passage) -> tuple[list[TaskDraft] | EndpointError, Passage]:
         try:
             return write(passage, teacher, plan), passage
         except EndpointError as error:
             return error, passage
 
-    def solve(one: tuple[Draft, Check, Passage]) -> MadeTask | str:
+    def solve(one: tuple[TaskDraft, Check, Passage]) -> MadeTask | str:
         return _try(*one, teacher=teacher, student=student, plan=plan)
 
     with ThreadPoolExecutor(plan.concurrency) as pool:
@@ -165,13 +165,13 @@ def make_tasks(
             progress(report.passages, report.kept)
 
 
-def write(passage: Passage, teacher: ChatEndpoint, plan: MakePlan) -> list[Draft]:
+def write(passage: Passage, teacher: ChatEndpoint, plan: MakePlan) -> list[TaskDraft]:
     """Return the teacher's drafts for a passage. Raises EndpointError if it gives no list."""
     prompt = WRITE.format(passage=passage.text, number=plan.per_passage, instructions=plan.instructions)
     return teacher.ask(prompt, _parse_drafts)
 
 
-def examine(draft: Draft, passage: Passage) -> Check | str:
+def examine(draft: TaskDraft, passage: Passage) -> Check | str:
     """Return the draft's check, or why the draft is dropped, as far as code can judge it without solving it."""
     answer = str(draft.answer).strip()
     if not draft.question.strip() or not answer:
@@ -191,7 +191,13 @@ def examine(draft: Draft, passage: Passage) -> Check | str:
 
 
 def _try(
-    draft: Draft, check: Check, passage: Passage, *, teacher: ChatEndpoint, student: ChatEndpoint | None, plan: MakePlan
+    draft: TaskDraft,
+    check: Check,
+    passage: Passage,
+    *,
+    teacher: ChatEndpoint,
+    student: ChatEndpoint | None,
+    plan: MakePlan,
 ) -> MadeTask | str:
     question = SOLVE.format(question=draft.question.strip())
     open_book = OPEN_BOOK.format(passage=passage.text) + question
@@ -224,7 +230,7 @@ def _share_solved(model: ChatEndpoint, question: str, check: Check, attempts: in
     return right[True] / attempts
 
 
-def _parse_drafts(text: str) -> list[Draft]:
+def _parse_drafts(text: str) -> list[TaskDraft]:
     try:
         value: Any = extract_json(text)
     except (ValueError, RecursionError) as error:
@@ -234,7 +240,7 @@ def _parse_drafts(text: str) -> list[Draft]:
     drafts = []
     for entry in value:
         try:
-            drafts.append(msgspec.json.decode(json.dumps(entry), type=Draft))
+            drafts.append(msgspec.json.decode(json.dumps(entry), type=TaskDraft))
         except msgspec.ValidationError:
             continue  # leaves out a malformed entry
     if not drafts:

@@ -8,7 +8,7 @@
 
 from swarmq.timeline.fold import Timeline, fold, unfold
 from swarmq.timeline.layout import Layout, lay_rows, pad_rows
-from swarmq.timeline.layout_plan import Cost, FoldedEpisodes, Plan, plan_layouts, plan_rows
+from swarmq.timeline.layout_plan import Cost, FoldedEpisodes, LayoutPlan, plan_layouts, plan_rows
 from swarmq.timeline.pack import pack
 from swarmq.timeline.tree import PrefixTree
 from swarmq.timeline.turns import ResolvedTurn, make_resolved_turn, resolve
@@ -17,7 +17,7 @@ __all__ = [
     "Cost",
     "FoldedEpisodes",
     "Layout",
-    "Plan",
+    "LayoutPlan",
     "PrefixTree",
     "ResolvedTurn",
     "Timeline",

@@ -47,7 +47,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return (3 * self.token - self.frozen) * _count_tokens(layouts) + 3 * self.attention(layouts)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The layouts of one batch and the reason for the choice."""
 
     layouts: list[Layout]
@@ -84,7 +84,7 @@ def plan_layouts(
     only: Way | None = None,
     because: str = "",
     row_pass: int | None = None,
-) -> Plan:
+) -> LayoutPlan:
     """Return layouts of at most `budget` tokens that train every sampled token once.
 
     `only`: use rows or trees whatever they cost, for the reason `because`. `row_pass`: tokens per pass of packed rows, if larger
@@ -122,5 +122,5 @@ def _count_tokens(layouts: Sequence[Layout]) -> int:
     return sum(layout.num_tokens for layout in layouts)
 
 
-def _make_plan(layouts: list[Layout], way: Way, reason: str, unfolded: int) -> Plan:
-    return Plan(layouts=layouts, way=way, reason=reason, tokens=_count_tokens(layouts), tokens_unfolded=unfolded)
+def _make_plan(layouts: list[Layout], way: Way, reason: str, unfolded: int) -> LayoutPlan:
+    return LayoutPlan(layouts=layouts, way=way, reason=reason, tokens=_count_tokens(layouts), tokens_unfolded=unfolded)

@@ -68,7 +68,7 @@ class Classes:
         return found
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Segments, bodies and metas to remove."""
 
     remove: tuple[int, ...] = ()
@@ -105,14 +105,14 @@ def find_protected(segments: Sequence[SegmentIndex], *, kept: int = KEPT) -> dic
     return protected
 
 
-def plan_age(segments: Sequence[SegmentIndex], *, before: float, kept: int = KEPT) -> Plan:
+def plan_age(segments: Sequence[SegmentIndex], *, before: float, kept: int = KEPT) -> RetentionPlan:
     """Plan the removal of segments whose episodes were all closed before the time `before`, except for protected bodies.
 
     The last segment, to which frames are appended, is left alone.
     """
     aged = [segment for segment in segments[:-1] if segment.newest_at < before]
     if not aged:
-        return Plan()
+        return RetentionPlan()
     protected = find_protected(segments, kept=kept)
     forget = {}
     for segment in aged:
@@ -120,12 +120,12 @@ def plan_age(segments: Sequence[SegmentIndex], *, before: float, kept: int = KEP
         gone = {frame for frame, class_ in enumerate(segment.classes) if class_ != FORGOTTEN} - stay
         if stay and gone:
             forget[segment.number] = frozenset(gone)
-    return Plan(remove=tuple(one.number for one in aged if one.number not in protected), forget=forget)
+    return RetentionPlan(remove=tuple(one.number for one in aged if one.number not in protected), forget=forget)
 
 
 def plan_size(
     segments: Sequence[SegmentIndex], interests: Sequence[int], *, cap: int, target: int, kept: int = KEPT
-) -> Plan:
+) -> RetentionPlan:
     """If the segments exceed `cap` bytes, plan removals that leave at most `target` bytes.
 
     The plan removes bodies first, the least interesting and oldest ones before others. If that is not enough, it removes whole segments
@@ -133,13 +133,13 @@ def plan_size(
     """
     excess = sum(segment.size for segment in segments) - target
     if excess + target <= cap:
-        return Plan()
+        return RetentionPlan()
     protected = find_protected(segments, kept=kept)
     strip: dict[int, set[int]] = defaultdict(set)
     for level in sorted(set(interests)):
         for segment, frame in _bodies(segments, protected, interests, level):
             if excess <= 0:
-                return Plan(strip=_frozen(strip))
+                return RetentionPlan(strip=_frozen(strip))
             strip[segment.number].add(frame)
             excess -= segment.bodies[frame]
     remove = []
@@ -149,7 +149,7 @@ def plan_size(
         if segment.number not in protected:
             remove.append(segment.number)
             excess -= segment.size - sum(segment.bodies[frame] for frame in strip.pop(segment.number, ()))
-    return Plan(remove=tuple(remove), strip=_frozen(strip))
+    return RetentionPlan(remove=tuple(remove), strip=_frozen(strip))
 
 
 def _bodies(

@@ -39,7 +39,7 @@ from swarmq.transcripts.format import (
     segment_path,
     walk,
 )
-from swarmq.transcripts.retention import FORGOTTEN, TARGET, Classes, Plan, SegmentIndex, plan_age, plan_size
+from swarmq.transcripts.retention import FORGOTTEN, TARGET, Classes, RetentionPlan, SegmentIndex, plan_age, plan_size
 
 log = structlog.get_logger()
 
@@ -277,7 +277,7 @@ class Segments:
                 index.size = frame.end
             return index
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _carry_out(self, plan: RetentionPlan) -> None:
         if not plan:
             return
         for number in plan.remove:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.model_recipe import Recipe, model_folder, recipe_digest
+from swarmq.demo.model_recipe import DemoRecipe, model_folder, recipe_digest
 from swarmq.demo.problems import KINDS, problems
 from swarmq.demo.run import DemoOptions
 from swarmq.demo.warmup import demonstrations, load_or_warm_up, reductions, warm_up
@@ -21,7 +21,7 @@ from swarmq.toy_model.recipe import Architecture, WarmupProgress
 
 pytestmark = pytest.mark.slow
 
-MICRO = Recipe(
+MICRO = DemoRecipe(
     architecture=Architecture(hidden=32, layers=1, heads=1, feed_forward=32), steps=6, settling_steps=2, batch=8, rise=2
 )
 
@@ -102,14 +102,14 @@ def test_the_demo_job_is_a_valid_job_of_all_kinds():
 
 
 def test_a_model_that_was_made_is_found_without_torch(tmp_path: Path):
-    model_folder(tmp_path, Recipe()).mkdir()
-    (model_folder(tmp_path, Recipe()) / "config.json").touch()
+    model_folder(tmp_path, DemoRecipe()).mkdir()
+    (model_folder(tmp_path, DemoRecipe()) / "config.json").touch()
     look = (
         "import asyncio, sys; from pathlib import Path; from swarmq.demo.make_model import ensure_model; "
         "print(asyncio.run(ensure_model(Path(sys.argv[1]), print)), 'torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines() == [f"model: found in {tmp_path}", f"{model_folder(tmp_path, Recipe())} False"]
+    assert said.stdout.splitlines() == [f"model: found in {tmp_path}", f"{model_folder(tmp_path, DemoRecipe())} False"]
 
 
 def test_models_are_kept_in_the_users_cache_whatever_folder_a_demo_is_started_in(tmp_path: Path, monkeypatch):

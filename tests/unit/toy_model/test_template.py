@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening
-from swarmq.demo.model_recipe import Recipe
+from swarmq.demo.model_recipe import DemoRecipe
 from swarmq.demo.warmup import demonstrate, demonstrations
 from swarmq.toy_model.tokenizer import TURN_END, build_tokenizer
 from swarmq.toy_model.warmup import render_chats
@@ -26,7 +26,7 @@ def words() -> Any:
 
 
 def shown(count: int) -> list[list[str]]:
-    return list(render_chats(itertools.islice(demonstrations(Recipe()), count), TOOLS))
+    return list(render_chats(itertools.islice(demonstrations(DemoRecipe()), count), TOOLS))
 
 
 def rendered(*arguments: str, calls: int) -> list[str]:

@@ -24,7 +24,7 @@ from swarmq.timeline import (
     Cost,
     FoldedEpisodes,
     Layout,
-    Plan,
+    LayoutPlan,
     ResolvedTurn,
     make_resolved_turn,
     pad_rows,
@@ -81,7 +81,7 @@ class RankBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     passes: list[MicroBatch]
     """Micro-batches of this rank, as many as every other rank has."""
-    plan: Plan
+    plan: LayoutPlan
     """Layouts of all ranks."""
     num_episodes: int
     totals: BatchTotals
@@ -213,7 +213,7 @@ class MicroBatchBuilder:
         )
 
 
-def _plan_layouts(folded: FoldedEpisodes, train: Train, traits: ModelProfile, budget: int) -> Plan:
+def _plan_layouts(folded: FoldedEpisodes, train: Train, traits: ModelProfile, budget: int) -> LayoutPlan:
     if train.layout != "auto":
         return plan_layouts(
             folded,

@@ -102,7 +102,7 @@ def save_checkpoint(folder: Path, trainer: TrainerState, identity: RunIdentity, 
     return oldest
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointDraft(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that is being written and that a crash may lose."""
 
     path: Path
@@ -120,7 +120,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 
 def draft_checkpoint(
     folder: Path, trainer: TrainerState, identity: RunIdentity, *, model: str, copies: HostCopies | None = None
-) -> Draft:
+) -> CheckpointDraft:
     """Draft a checkpoint of the trainer's state, after removing earlier drafts. Every rank calls it.
 
     With `copies`, training may go on afterwards: data is copied and written later, or written now if the host has no memory for a
@@ -145,18 +145,18 @@ def draft_checkpoint(
     return msgspec.structs.replace(draft, writing=tuple(writing))
 
 
-def _begin_draft(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> Draft:
+def _begin_draft(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> CheckpointDraft:
     """Return an empty draft, the same on every rank, in a unique folder, because another learner of the run may be writing,
     too."""
     path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
-    draft = Draft(path=path, identity=identity, version=version)
+    draft = CheckpointDraft(path=path, identity=identity, version=version)
     with _fail_together(accelerator, draft):
         if accelerator.is_main_process:
             remove_drafts(folder)
             draft = msgspec.structs.replace(draft, whole=_is_whole(draft))
             if not draft.whole:
                 (path / STATE).mkdir(parents=True)
-    same: list[Draft] = broadcast_object_list([draft])
+    same: list[CheckpointDraft] = broadcast_object_list([draft])
     return same[0]
 
 
@@ -222,7 +222,7 @@ def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Traine
     return f"{(short.free + gathered) / GIB:.1f} GiB are free in {short.source}, but a copy takes {needed / GIB:.1f}"
 
 
-def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
+def finish_checkpoint(draft: CheckpointDraft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
     """Complete a draft, remove all but the `keep` newest checkpoints, and return the version of the oldest one kept.
 
     Rank 0 alone calls it, without a trainer. `check`: called before each write and before the final rename; raises
@@ -239,7 +239,7 @@ def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = la
     return _prune(draft.path.parent, draft.version, keep)
 
 
-def _write(draft: Draft, check: Callable[[], None]) -> None:
+def _write(draft: CheckpointDraft, check: Callable[[], None]) -> None:
     for write in draft.writing:
         check()
         write()
@@ -279,7 +279,7 @@ def copy_tokenizer(model: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
+def _fail_together(accelerator: Accelerator, draft: CheckpointDraft) -> Iterator[None]:
     """Raise an error of one rank on every rank, so that none waits forever, and remove the draft."""
     own: LearnerError | None = None
     try:
@@ -296,7 +296,7 @@ def _fail_together(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explain_write_errors(draft: Draft) -> Iterator[None]:
+def _explain_write_errors(draft: CheckpointDraft) -> Iterator[None]:
     """Map errors of writing a draft to LearnerError. Errors of torch and safetensors do not distinguish a full disk from
     others."""
     with map_os_errors(draft.path.parent):
@@ -320,7 +320,7 @@ def _explain_write_errors(draft: Draft) -> Iterator[None]:
             ) from error
 
 
-def _is_whole(draft: Draft) -> bool:
+def _is_whole(draft: CheckpointDraft) -> bool:
     """Return whether a valid checkpoint of this version exists."""
     try:
         return draft.target.is_dir() and not draft.identity.difference(verify(draft.target).identity)
@@ -335,7 +335,7 @@ def _optimizer(trainer: TrainerState) -> Any:
     return trainer.optimizer
 
 
-def _seal(draft: Draft) -> None:
+def _seal(draft: CheckpointDraft) -> None:
     path = draft.path
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     manifest = Manifest(
@@ -350,7 +350,7 @@ def _seal(draft: Draft) -> None:
     fsync_tree(path)
 
 
-def _publish(draft: Draft) -> None:
+def _publish(draft: CheckpointDraft) -> None:
     # an existing checkpoint of this version is damaged, otherwise nothing would be written
     damaged = _aside(draft.target) if draft.target.exists() else None
     draft.path.rename(draft.target)

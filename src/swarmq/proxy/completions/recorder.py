@@ -20,7 +20,7 @@ from swarmq.messages import (
     unpack_floats,
 )
 from swarmq.proxy.counters import Counters
-from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, Node, Origin, digest, hash_answer, next_key
+from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, Origin, TurnNode, digest, hash_answer, next_key
 from swarmq.proxy.requests import ChoiceResult, RequestContext
 
 Json = dict[str, Any]
@@ -99,10 +99,10 @@ def build_turn(request: RequestContext, choice: ChoiceResult, origin: Origin) ->
     )
 
 
-def build_node(request: RequestContext, choice: ChoiceResult, turn: Turn, origin: Origin) -> Node:
+def build_node(request: RequestContext, choice: ChoiceResult, turn: Turn, origin: Origin) -> TurnNode:
     """Return the turn's node, which later requests may continue."""
     message = choice.message
-    return Node(
+    return TurnNode(
         call_id=turn.call_id,
         request_id=turn.request_id,
         key=next_key(request.history.keys[-1], message),

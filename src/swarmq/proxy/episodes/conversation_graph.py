@@ -54,7 +54,7 @@ NODE_BYTES, KEY_BYTES = 832, 128
 _hash_json = msgspec.json.Encoder(order="deterministic")
 
 
-class History(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The messages of a request as keys to look up."""
 
     base: bytes
@@ -67,7 +67,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the assistant's messages with content, whatever precedes them."""
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class TurnNode(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One confirmed turn."""
 
     call_id: str
@@ -79,7 +79,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Hash of the answer, whatever precedes it; None for an empty one."""
     depth: int
     """Number of messages, including the answer."""
-    parent: Node | None
+    parent: TurnNode | None
     """Node that holds the first tokens: the continued turn, or another turn with the same beginning."""
     shared: int
     """Number of leading tokens in the parent's sequence."""
@@ -105,7 +105,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def tokens(self, count: int | None = None) -> bytes:
         """Return the first `count` tokens of the sequence, or all of them."""
         pieces: list[bytes] = []
-        node: Node | None = self
+        node: TurnNode | None = self
         need = self.num_tokens if count is None else count
         while node is not None and need:
             if need > node.shared:
@@ -124,7 +124,7 @@ class Stitched(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to sample from, and how it continues earlier turns."""
 
     prompt: bytes
-    parent: Node | None = None
+    parent: TurnNode | None = None
     shared: int = 0
     """Number of first tokens that are the first tokens of the parent's sequence."""
     depth: int = 0
@@ -133,14 +133,14 @@ class Stitched(msgspec.Struct, frozen=True, kw_only=True):
     branch: Reason | None = None
 
 
-EMPTY_HISTORY = History(base=b"", keys=(), answered=0, answers=())
+EMPTY_HISTORY = HistoryKeys(base=b"", keys=(), answered=0, answers=())
 EMPTY_PROMPT = Stitched(prompt=b"")
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """The confirmed turn that holds the first tokens of a prompt, so that they are not sent again."""
 
-    node: Node | None = None
+    node: TurnNode | None = None
     shared: int = 0
     depth: int = 0
     """Number of the request's leading messages that are also recorded with that turn."""
@@ -154,7 +154,7 @@ class Graph:
     __slots__ = ("_answers", "_claims", "_edited", "_given", "_newest", "_prompts", "_seen", "size_bytes")
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, list[Node]] = {}
+        self._answers: dict[bytes, list[TurnNode]] = {}
         """Key of an answer -> its twins: one per equal request that was answered in the same words."""
         self._claims: dict[str, str] = {}
         """Call id of a twin -> the request that continues it."""
@@ -163,32 +163,32 @@ class Graph:
         """Hashes of all answers sent to the agent, regardless of the messages before them."""
         self._edited: set[bytes] = set()
         """Keys of conversations up to an answer that the agent sent back changed."""
-        self._prompts: dict[tuple[bytes, str], Node] = {}
+        self._prompts: dict[tuple[bytes, str], TurnNode] = {}
         """(digest of a prompt, continued call id) -> first node with it."""
-        self._newest: dict[bytes, Node] = {}
+        self._newest: dict[bytes, TurnNode] = {}
         """First key of a conversation -> its newest node; b"" -> the newest of all."""
         self.size_bytes = 0
 
-    def known(self, history: History) -> list[list[Node]]:
+    def known(self, history: HistoryKeys) -> list[list[TurnNode]]:
         """Return the nodes of known prefixes of the messages, the longest first, twins together, the newest first."""
         return [self._answers[key][::-1] for key in reversed(history.keys) if key in self._answers]
 
-    def claim(self, node: Node, request_id: str) -> None:
+    def claim(self, node: TurnNode, request_id: str) -> None:
         """Mark a node as continued by the request, so that other requests prefer a twin that nothing continues yet."""
         if len(self._answers[node.key]) > 1 and node.call_id not in self._claims:
             self._claims[node.call_id] = request_id
             self.size_bytes += KEY_BYTES
 
-    def unclaim(self, node: Node, request_id: str) -> None:
+    def unclaim(self, node: TurnNode, request_id: str) -> None:
         if self._claims.get(node.call_id) == request_id:
             del self._claims[node.call_id]
             self.size_bytes -= KEY_BYTES
 
-    def is_claimed(self, node: Node, request_id: str) -> bool:
+    def is_claimed(self, node: TurnNode, request_id: str) -> bool:
         """Return whether another request continues this node."""
         return self._claims.get(node.call_id, request_id) != request_id
 
-    def is_edited(self, history: History) -> bool:
+    def is_edited(self, history: HistoryKeys) -> bool:
         """Return whether the conversation is known, but its last answer was changed or moved.
 
         Few-shot examples before every question do not count as the model's answers: they recur unchanged.
@@ -199,7 +199,7 @@ class Graph:
             return key in self._edited
         return history.keys[0] in self._seen or not self._given.isdisjoint(history.answers)
 
-    def origin(self, stitched: Stitched, history: History, request_id: str) -> Origin:
+    def origin(self, stitched: Stitched, history: HistoryKeys, request_id: str) -> Origin:
         """Return the confirmed turn from which the first tokens of the prompt can be taken: that of an equal request, the continued
         turn, or a turn with the same beginning.
 
@@ -218,7 +218,7 @@ class Graph:
         shared = common_tokens(near.tokens(near.prompt_tokens), stitched.prompt)
         return Origin(node=near, shared=shared, begins=begins) if shared >= WORTH_TOKENS else Origin()
 
-    def add(self, node: Node, stitched: Stitched, history: History) -> None:
+    def add(self, node: TurnNode, stitched: Stitched, history: HistoryKeys) -> None:
         """Add a confirmed turn, so that later ones may refer to it."""
         if self.is_edited(history):
             self._edited.add(history.keys[history.answered - 1])
@@ -233,7 +233,7 @@ class Graph:
         self.size_bytes += len(node.prompt) + len(node.sampled) + NODE_BYTES + KEY_BYTES * (len(self._seen) - known)
 
 
-def history_of(chat: dict[str, Any]) -> History:
+def history_of(chat: dict[str, Any]) -> HistoryKeys:
     messages = chat["messages"]
     key, keys = b"", []
     for message in messages:
@@ -241,7 +241,7 @@ def history_of(chat: dict[str, Any]) -> History:
         keys.append(key)
     answered = [i + 1 for i, message in enumerate(messages) if message.get("role") == "assistant"]
     base = digest(_hash_json.encode([chat.get("tools") or None, chat.get("chat_template_kwargs") or None]))
-    return History(
+    return HistoryKeys(
         base=base,
         keys=tuple(keys),
         answered=answered[-1] if answered else 0,
@@ -270,7 +270,7 @@ def canonical(message: dict[str, Any]) -> list[Any]:
     return [message.get("role"), message.get("name"), content, calls]
 
 
-def continue_node(node: Node, fresh: bytes) -> Stitched | None:
+def continue_node(node: TurnNode, fresh: bytes) -> Stitched | None:
     """Continue after the node's answer if the tokens alone show that the rendering spells the same text; else return None."""
     rest = fresh[node.fresh_bytes :]
     if not rest.startswith(node.sampled) or not node.begins_rendering(fresh):
@@ -279,7 +279,7 @@ def continue_node(node: Node, fresh: bytes) -> Stitched | None:
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
 
 
-def branch_off(known: Sequence[Sequence[Node]], fresh: bytes, reason: Reason) -> Stitched:
+def branch_off(known: Sequence[Sequence[TurnNode]], fresh: bytes, reason: Reason) -> Stitched:
     """Branch off the recorded conversation, as late as tokens alone allow. `known`: twins of known prefixes, longest first."""
     for twins in known:
         if found := next((found for node in twins if (found := continue_node(node, fresh))), None):
@@ -299,7 +299,7 @@ def branch_off(known: Sequence[Sequence[Node]], fresh: bytes, reason: Reason) ->
     return Stitched(prompt=fresh, parent=newest if shared else None, shared=shared, branch=reason)
 
 
-def branch_reason(node: Node, history: History) -> Reason:
+def branch_reason(node: TurnNode, history: HistoryKeys) -> Reason:
     """Return why a rendering does not begin with the text of the node."""
     if history.base != node.base:
         return "tools_changed"
@@ -318,7 +318,7 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return low
 
 
-def _prompt_key(prompt: bytes, parent: Node | None) -> tuple[bytes, str]:
+def _prompt_key(prompt: bytes, parent: TurnNode | None) -> tuple[bytes, str]:
     return prompt, parent.call_id if parent else ""
 
 

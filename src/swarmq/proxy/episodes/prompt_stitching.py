@@ -19,10 +19,10 @@ from swarmq.messages import pack_ids, unpack_ids
 from swarmq.proxy.episodes.conversation_graph import (
     ID_BYTES,
     Graph,
-    History,
-    Node,
+    HistoryKeys,
     Reason,
     Stitched,
+    TurnNode,
     branch_off,
     branch_reason,
     continue_node,
@@ -37,7 +37,7 @@ REPLACED = "\ufffd"
 
 async def stitch(
     graph: Graph,
-    history: History,
+    history: HistoryKeys,
     fresh_ids: list[int],
     engine: Engine,
     *,
@@ -63,8 +63,8 @@ async def stitch(
 
 async def _continuation(
     graph: Graph,
-    twins: list[Node],
-    history: History,
+    twins: list[TurnNode],
+    history: HistoryKeys,
     fresh: bytes,
     engine: Engine,
     request_id: str,
@@ -92,7 +92,7 @@ async def _continuation(
 
 
 async def _by_text(
-    node: Node, history: History, fresh: bytes, engine: Engine, messages: Sequence[Json]
+    node: TurnNode, history: HistoryKeys, fresh: bytes, engine: Engine, messages: Sequence[Json]
 ) -> Stitched | Reason:
     recorded = node.tokens()
     said, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
@@ -109,7 +109,7 @@ async def _by_text(
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
 
 
-async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
+async def _by_key(node: TurnNode, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
     """Continue an answer whose text lacks something that was sampled: the agent sent it back unchanged, so the recorded tokens
     stand for it if the rendering shows nothing else. `given`: the answer's message."""
     content = given.get("content")

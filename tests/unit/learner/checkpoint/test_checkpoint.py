@@ -550,10 +550,10 @@ def test_a_learner_and_its_successor_do_no_harm_to_each_others_drafts(tiny_qwen:
     old, new = Trainer(str(tiny_qwen), TRAIN), Trainer(str(tiny_qwen), TRAIN)
     for trainer in (old, new):
         trainer.step(batch(1))
-    drawn: list[save_load.Draft] = []
+    drawn: list[save_load.CheckpointDraft] = []
     looks = itertools.count(1)
 
-    def draw(trainer: Trainer) -> save_load.Draft:
+    def draw(trainer: Trainer) -> save_load.CheckpointDraft:
         return save_load.draft_checkpoint(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
 
     def stand_still() -> None:

@@ -33,7 +33,7 @@ from swarmq.learner.model.layout_model import evaluation_mode
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.train.trainer import GradientTally, Trainer
 from swarmq.messages import Rollout, Sampling, pack_floats
-from swarmq.timeline import Plan, lay_rows, resolve, unfold
+from swarmq.timeline import LayoutPlan, lay_rows, resolve, unfold
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def unfolded(trainer: Trainer, train: Train) -> RankBatch:
     """The oracle: every turn a row, every episode a pass."""
     layouts = [lay_rows([(e, row) for row in unfold(resolve(turns.turns))]) for e, turns in enumerate(batch())]
     tokens = sum(layout.num_tokens for layout in layouts)
-    plan = Plan(layouts=layouts, way="rows", reason="", tokens=tokens, tokens_unfolded=tokens)
+    plan = LayoutPlan(layouts=layouts, way="rows", reason="", tokens=tokens, tokens_unfolded=tokens)
     weigh = MicroBatchBuilder(batch(), train)
     passes = [weigh(layout) for layout in layouts]
     return RankBatch(passes=passes, plan=plan, num_episodes=len(batch()), totals=weigh.totals)

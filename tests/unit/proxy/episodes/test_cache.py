@@ -11,7 +11,7 @@ import pytest
 from support.proxy import token
 from swarmq.messages import Event, new_id
 from swarmq.proxy.episodes.cache import MAX_GONE, OVERHEAD_BYTES, EpisodeCache
-from swarmq.proxy.episodes.conversation_graph import Node, Stitched, digest, hash_answer, history_of, next_key
+from swarmq.proxy.episodes.conversation_graph import Stitched, TurnNode, digest, hash_answer, history_of, next_key
 from swarmq.proxy.http.agent_routes import GoneError, cancel_if_gone
 from swarmq.proxy.http_errors import RefusedError
 
@@ -29,7 +29,7 @@ def converse(episodes, episode, *, turns=1, tokens=0):
     memory, said, parent = episodes.open_call(episode), [HI], None
     for number in range(turns):
         history, answer = history_of({"messages": said}), {"role": "assistant", "content": f"{episode} {number}"}
-        parent = Node(
+        parent = TurnNode(
             call_id=f"{episode}.{number}", request_id=f"{episode}{number}", key=next_key(history.keys[-1], answer),
             base=history.base, answer=hash_answer(answer), depth=len(said) + 1, parent=parent, shared=0, prompt=b"",
             sampled=bytes(4 * tokens), repaired=False, fresh_bytes=0, fresh_digest=digest(said[-1]["content"].encode()), cut=False,
