@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,13 +32,19 @@ def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048, trained
 
 
 @contextlib.contextmanager
-def running_engine(model: Path, log_path: Path, *arguments: str, sees: bool = False) -> Iterator[EngineProcess]:
+def running_engine(
+    model: Path, log_path: Path, *arguments: str, sees: bool = False, environment: Mapping[str, str] | None = None
+) -> Iterator[EngineProcess]:
     """The server, kept by a loop in a thread of its own: tests have loops of their own. `sees`: the model takes images."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
     engine = EngineProcess(
-        tiny_policy(model, *arguments, trained=not sees), port=reserve_port(), log_path=log_path, secret=SECRET
+        tiny_policy(model, *arguments, trained=not sees),
+        port=reserve_port(),
+        log_path=log_path,
+        secret=SECRET,
+        environment=environment,
     )
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -21,9 +21,10 @@ from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import lay_rows, make_resolved_turn, unfold
 from swarmq.weights.format.conventions import UNANNOUNCED
+from swarmq.weights.format.scratch import FOLDER_PREFIX, SHARED_MEMORY
 from swarmq.weights.push.engine_control import EngineControl, EngineStatus, Payload
 from swarmq.weights.push.pusher import WeightPusher
-from swarmq.weights.push.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdapterTransfer, FileTransfer, deduplicate
+from swarmq.weights.push.transfers import AdapterTransfer, FileTransfer, deduplicate
 
 from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
 

@@ -96,9 +96,10 @@ class EngineProcess:
         secret: str | None = None,
         progress: Callable[[str], None] | None = None,
         gpus: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`secret`: secret that callers must send; None: a new random one. `progress`: called with each new stage of the start.
-        `gpus`: GPU numbers; None: all."""
+        `gpus`: GPU numbers; None: all. `environment`: further variables for vLLM, such as those of a weight receiver."""
         self.url = f"http://{HOST}:{port}"
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
@@ -107,6 +108,7 @@ class EngineProcess:
         self._policy = policy
         self._port = port
         self._gpus = gpus
+        self._environment = dict(environment or {})
         self._progress = progress or (lambda _stage: None)
         self._process: asyncio.subprocess.Process | None = None
         self._children: dict[int, str] = {}
@@ -191,6 +193,7 @@ class EngineProcess:
                 env=os.environ
                 | build_environment(model, cuda=cuda, given=os.environ)
                 | build_gpu_environment(self._gpus)
+                | self._environment
                 | {SECRET_ENV: self.secret},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,

@@ -13,3 +13,6 @@ UNTOUCHED = "the model was not touched"
 
 WORKER_FACTS_ROUTE = "/swarmq/facts"
 """HTTP route that returns the facts of every worker (`worker_extension.py`)."""
+
+RECEIVER_PORT_ENV = "SWARMQ_RECEIVER_PORT"
+"""Environment variable that tells an engine the port of the weight receiver on its host (`weights/receiver/`)."""

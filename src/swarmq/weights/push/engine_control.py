@@ -131,6 +131,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of updates that changed the worker's weights."""
     checksum: int | None = None
     """Checksum of the newest update, computed by the worker from what it received."""
+    receiver_port: int = 0
+    """Port of the weight receiver on the worker's host; 0: there is none."""
 
 
 class _WorkerFactsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,9 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     send: Callable[[str, float], None] | None = None
     """Function that the learner runs in a thread while an engine receives; its arguments are the engine's url and a time limit in
     seconds."""
+    deliver: Callable[[str], Awaitable[Payload]] | None = None
+    """Function that sends the weights to the receiver at a url and returns the payload as the engine there finds it. It is called
+    while the engine still serves, and raises EngineError."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.weights.format.cuda_ipc import get_gpu_uuid
 from swarmq.weights.format.packing import FolderWeight, NamedTensors, Tensors
 from swarmq.weights.push.engine_control import EngineControl, EngineSilentError, Payload, Timeouts, WorkerFacts
+from swarmq.weights.push.http_transfer import HttpTransfer
 from swarmq.weights.push.transfers import (
     AdapterTransfer,
     FileTransfer,
@@ -76,7 +77,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     pauses: dict[str, float] = {}
     """`engine_N` -> pause in seconds; N is the engine's index among the policy's engines at that time."""
     methods: dict[str, str] = {}
-    """Engine url -> `ipc`, `nccl`, `adapters` or `file`."""
+    """Engine url -> transfer method (transfers.py)."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
     """Engine url -> reason why the engine does not serve this version. `ensure` updates the engine later."""
@@ -114,6 +115,8 @@ class WeightPusher:
             "nccl": NcclTransfer(staging),
             "adapters": AdapterTransfer(engine_urls, folder),
             "file": FileTransfer(engine_urls, folder),
+            "http_adapters": HttpTransfer(AdapterTransfer((), folder), secret=secret),
+            "http": HttpTransfer(FileTransfer((), folder), secret=secret),
         }
         self._secret, self._timeouts = secret, timeouts or Timeouts()
         self._patience_s, self._retry_s, self._cooldown_s = patience_s, retry_s, cooldown_s
@@ -300,6 +303,9 @@ class WeightPusher:
                     continue
                 self._check()
                 try:
+                    if payload.deliver:
+                        payload = await payload.deliver(route.receiver)
+                        self._check()
                     pause_s = await engine.update(payload, snapshot.version)
                 except EngineError as error:
                     failed = error
@@ -308,7 +314,7 @@ class WeightPusher:
                     )
                     if not isinstance(error, EngineRefusedError):
                         break
-                    if method != "file":
+                    if method != route.methods[-1]:
                         self._unusable.add((url, method, route.workers))
                 else:
                     self._doubtful_pushes.pop(url, None)

@@ -1,11 +1,12 @@
 """Transfer methods of a weight push, and the choice among them:
 
-same GPU          ipc       a buffer of the learner that the engine opens: no copy leaves the GPU
-other GPUs here   nccl      the same buffer, broadcast to all workers of the engine
-anything else     adapters  a file of the adapters; the engine has the base weights in its served folder
-                  file      all weights, without adapters or if the engine serves another folder
+same GPU       ipc       a buffer of the learner that the engine opens: no copy leaves the GPU
+other GPUs     nccl      the same buffer, broadcast to all workers of the engine, on this host or another
+anything else  adapters  a file of the adapters; the engine has the base weights in its served folder
+               file      all weights, without adapters or if the engine serves another folder
 
-Both files are in shared memory on this host, else on a shared disk. `file` is also the fallback if another method fails.
+Both files are in shared memory on this host, else on a shared disk. If a weight receiver runs beside the engine, they are sent
+to it instead, as `http_adapters` and `http` (http_transfer.py). `file` or `http` is also the fallback if another method fails.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import concurrent.futures
 import ipaddress
 import os
 import shutil
-import tempfile
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -43,13 +44,10 @@ from swarmq.weights.format.packing import (
     get_stored_tensor,
     materialize,
 )
+from swarmq.weights.format.scratch import SHARED_MEMORY, has_room, make_scratch_folder, remove_leftovers
 from swarmq.weights.push.engine_control import EngineControl, Payload, WorkerFacts
 
 T = TypeVar("T")
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
-FOLDER_PREFIX = "swarmq-weights-"
-LOOPBACK = "127.0.0.1"
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +61,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Process ids of the engine's workers."""
     nccl: tuple[str, ...] = ()
     """Distinct NCCL versions of the workers."""
+    receiver: str = ""
+    """URL of the weight receiver on the engine's host; "" if there is none."""
 
 
 class Transfer(Protocol):
@@ -83,13 +83,16 @@ def choose_route(url: str, facts: Sequence[WorkerFacts], own_gpu: str, *, has_ad
     are trained."""
     dtypes = {worker.dtype for worker in facts}
     gpus = [worker.gpu for worker in facts]
+    port = max((worker.receiver_port for worker in facts), default=0)
+    adapters, whole = ("http_adapters", "http") if port else ("adapters", "file")
     methods, reason = _choose_methods(url, gpus, own_gpu)
     return Route(
-        methods=(*methods, "adapters", "file") if has_adapters else (*methods, "file"),
+        methods=(*methods, adapters, whole) if has_adapters else (*methods, whole),
         reason=reason,
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
         workers=tuple(worker.pid for worker in facts),
         nccl=tuple(sorted({worker.nccl for worker in facts})),
+        receiver=_replace_port(url, port) if port else "",
     )
 
 
@@ -102,11 +105,15 @@ def _choose_methods(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[
         return ("ipc",), "engine and learner share a GPU"
     if own_gpu in gpus:
         return (), "the engine spans the learner's GPU and others"
-    if not is_loopback(url):
-        return (), "the engine is on another host"
     if not all(gpus):
         return (), "the engine has no GPU"
-    return ("nccl",), "the engine has GPUs of its own on this host"
+    return ("nccl",), f"the engine has GPUs of its own on {'this' if is_loopback(url) else 'another'} host"
+
+
+def _replace_port(url: str, port: int) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def deduplicate(named_tensors: NamedTensors) -> Tensors:
@@ -141,9 +148,12 @@ class FileTransfer:
         placed = {name: cast(materialize(weight), CPU, dtype).contiguous() for name, weight in tensors.items()}
         return _make_payload("path", self._write_file(placed, version), _sum_size_bytes(placed))
 
-    def withdraw(self) -> None:
-        while self._scratch:
-            shutil.rmtree(self._scratch.pop(), ignore_errors=True)
+    def withdraw(self, keep: Collection[Path] = ()) -> None:
+        """Delete the files, except those in `keep`."""
+        for folder in self._scratch:
+            if not any(path.parent == folder for path in keep):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._scratch = [folder for folder in self._scratch if folder.exists()]
 
     def _write_file(
         self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None
@@ -160,7 +170,7 @@ class FileTransfer:
 
     def _new_folder(self, size_bytes: int) -> Path:
         try:
-            folder = _make_scratch_folder(self._choose_parent(size_bytes))
+            folder = make_scratch_folder(self._choose_parent(size_bytes))
         except OSError as error:
             raise EngineError(
                 f"no folder for weights can be created in {self._parent} or {self._fallback}: {error}; give this user write permission there"
@@ -171,8 +181,8 @@ class FileTransfer:
     def _choose_parent(self, size_bytes: int) -> Path:
         for parent in (self._parent, self._fallback):
             parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(parent)
-            if shutil.disk_usage(parent).free > size_bytes + (64 << 20):
+            remove_leftovers(parent)
+            if has_room(parent, size_bytes):
                 return parent
         raise EngineError(
             f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free space there"
@@ -271,12 +281,13 @@ class NcclTransfer:
             return
         if group is not None:
             self._forget(engine.url)
-        world_size, port = 1 + len(route.workers), find_free_port()
+        address = find_own_address(engine.url)
+        world_size, port = 1 + len(route.workers), find_free_port(address)
         device = torch.device("cuda", torch.cuda.current_device())
         joining = _run_in_daemon_thread(
             partial(
                 nccl_group.join_group,
-                LOOPBACK,
+                address,
                 port,
                 rank=nccl_group.LEARNER_RANK,
                 world_size=world_size,
@@ -284,10 +295,13 @@ class NcclTransfer:
             )
         )
         try:
-            await engine.rendezvous(address=LOOPBACK, port=port, world_size=world_size)
+            await engine.rendezvous(address=address, port=port, world_size=world_size)
             self._groups[engine.url] = (route.workers, await asyncio.wait_for(joining, nccl_group.RENDEZVOUS_TIMEOUT_S))
         except TimeoutError as error:
-            raise EngineError(f"learner and engine did not meet within {nccl_group.RENDEZVOUS_TIMEOUT_S} s") from error
+            raise EngineError(
+                f"learner and engine {engine.url} did not meet at {address}:{port} within "
+                f"{nccl_group.RENDEZVOUS_TIMEOUT_S} s: can the engine's host reach this one?"
+            ) from error
         finally:
             joining.cancel()
 
@@ -326,32 +340,23 @@ def _run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(done)
 
 
+def find_own_address(url: str) -> str:
+    """Return the address of this host that the host of `url` can reach: the one from which packets go there. Raises EngineError."""
+    parts = urlsplit(url)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(
+            f"engine {url}: no way leads to its host ({error}); check the name and the network"
+        ) from error
+
+
 def is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _make_scratch_folder(parent: Path) -> Path:
-    """Create a folder that only this user can read, with this process's id in its name."""
-    return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Delete the folders of killed pushers, whose shared memory is not freed automatically."""
-    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
-        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not _is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

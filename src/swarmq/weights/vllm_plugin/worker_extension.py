@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from swarmq.weights.format import nccl_group
+from swarmq.weights.format.conventions import RECEIVER_PORT_ENV
 from swarmq.weights.format.cuda_ipc import get_gpu_uuid
 
 
@@ -20,4 +21,5 @@ class WorkerExtension:
             "nccl": nccl_group.get_nccl_version() if on_gpu else "",
             "loads": getattr(self.weight_transfer_engine, "loads", 0),
             "checksum": getattr(self.weight_transfer_engine, "checksum", None),
+            "receiver_port": int(os.environ.get(RECEIVER_PORT_ENV, "0")),
         }

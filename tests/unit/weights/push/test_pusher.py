@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from swarmq.errors import EngineError, LearnerError
 from swarmq.weights.format.conventions import UNANNOUNCED
 from swarmq.weights.format.packing import FolderWeight, LazyTensor, LowRankUpdate
+from swarmq.weights.format.scratch import FOLDER_PREFIX
 from swarmq.weights.push.engine_control import EngineControl, Payload, Timeouts, WorkerFacts
 from swarmq.weights.push.pusher import MAX_DOUBTFUL_PUSHES, WeightPusher
 from swarmq.weights.push.transfers import (
-    FOLDER_PREFIX,
     FileTransfer,
     IpcTransfer,
     NcclTransfer,
@@ -167,7 +167,8 @@ LOCAL, FAR = "http://127.0.0.1:8000", "http://far.example:8000"
         (LOCAL, [THERE], HERE, ("nccl", "file")),
         (LOCAL, [THERE, "GPU-3"], HERE, ("nccl", "file")),
         (LOCAL, [HERE, THERE], HERE, ("file",)),
-        (FAR, [THERE], HERE, ("file",)),
+        (FAR, [THERE], HERE, ("nccl", "file")),
+        (FAR, [""], HERE, ("file",)),
         (LOCAL, [""], HERE, ("file",)),
         (LOCAL, [THERE], "", ("file",)),
         (LOCAL, [], HERE, ("file",)),

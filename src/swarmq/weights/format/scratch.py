@@ -1,0 +1,44 @@
+"""Folders in shared memory for weight files, each with the id of its process in its name. Standard library only.
+
+Shared memory of a killed process is not freed automatically, so the next process removes its folders.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
+FOLDER_PREFIX = "swarmq-weights-"
+SPARE_BYTES = 64 << 20
+"""Room in bytes that a weight file leaves to others."""
+
+
+def make_scratch_folder(parent: Path) -> Path:
+    """Create a folder that only this user can read, with this process's id in its name."""
+    return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+
+
+def has_room(parent: Path, size_bytes: int) -> bool:
+    """Return whether the file system of `parent` has room for a weight file of this size."""
+    return shutil.disk_usage(parent).free > size_bytes + SPARE_BYTES
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Delete the folders of processes that no longer run."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
