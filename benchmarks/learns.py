@@ -87,11 +87,11 @@ class Course(Scenario):
         began = time.monotonic()
         try:
             for name in ("a", "b"):
-                await self._hire(name, "honest")
+                await self._start_client(name, "honest")
             for step in range(self.measure_every, self._size.steps, self.measure_every):
-                await self._reach(step)
+                await self._wait_for_step(step)
                 await self._measure()
-            await self._reach(self._size.steps)
+            await self._wait_for_step(self._size.steps)
             await self._deployment.learners_done.wait()
         finally:
             self.train_seconds = time.monotonic() - began

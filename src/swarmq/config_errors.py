@@ -110,7 +110,7 @@ def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], 
         lambda: _nearest(wrong, own, name, most=1),
         lambda: [path for path in others if _plain(name(path)) == _plain(wrong)],
         lambda: _nearest(wrong, own, name, most=max(1, len(wrong) // 3)),
-        lambda: _of_like_words(wrong, own, name),
+        lambda: _find_similar_words(wrong, own, name),
         lambda: _nearest(wrong, others, name, most=1 if len(wrong) > WORD else 0),
     )
     found: list[str] = next((some for stage in stages if (some := stage())), [])
@@ -151,7 +151,9 @@ def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], ro
     if others:
         best = max(others, key=lambda path: _count_shared(path, pattern))
         return f"; {value} is a value of {_fill_pattern(best, steps, tree)}"
-    near = _nearest(str(value), own, str, most=max(1, len(str(value)) // 3)) or _of_like_words(str(value), own, str)
+    near = _nearest(str(value), own, str, most=max(1, len(str(value)) // 3)) or _find_similar_words(
+        str(value), own, str
+    )
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -166,7 +168,7 @@ def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, mo
     return [path for path, distance in near.items() if distance == min(near.values())]
 
 
-def _of_like_words(wrong: str, paths: Sequence[str], name: Callable[[str], str]) -> list[str]:
+def _find_similar_words(wrong: str, paths: Sequence[str], name: Callable[[str], str]) -> list[str]:
     """Return the paths whose name shares the most words (or word beginnings) with `wrong`, provided that these are at least
     half of the words of either name."""
     words = _words(wrong)

@@ -59,7 +59,7 @@ async def test_metrics_count_calls_tokens_engines_and_durations(stages):
 
 async def test_metrics_have_what_the_collector_counts_of_answers_that_nobody_received(stage):
     fields = {"orphan_turns": 3, "unseen_turns": 1, "rewards_uncredited": 2}
-    stage.episodes.hear(Event(run="r", source="collector", name="state", at=0.0, fields=fields))
+    stage.episodes.handle_event(Event(run="r", source="collector", name="state", at=0.0, fields=fields))
     found = await scrape(stage)
     assert {name: found[f"swarmq_{name}_total",] for name in fields} == fields
 

@@ -51,7 +51,7 @@ class TicketSource:
         self._queue = queue
         self._kind = kind
         self._waiting: deque[asyncio.Future[TicketGrant]] = deque()
-        self._someone = asyncio.Event()
+        self._has_waiter = asyncio.Event()
         self.group_size: int | None = None
         """Group size of the kind, from the newest ticket."""
 
@@ -76,7 +76,7 @@ class TicketSource:
         """
         known = False
         while True:
-            await self._someone.wait()
+            await self._has_waiter.wait()
             try:
                 async with self._broker.consume(self._queue, prefetch=1) as deliveries:
                     known = True
@@ -118,7 +118,7 @@ class TicketSource:
             self._waiting.appendleft(waiter)
         else:
             self._waiting.append(waiter)
-        self._someone.set()
+        self._has_waiter.set()
         try:
             with warn_if_slow(
                 "waiting_for_ticket",
@@ -149,12 +149,12 @@ class TicketSource:
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiter)
         if not self._waiting:
-            self._someone.clear()
+            self._has_waiter.clear()
 
     async def _wanted(self) -> bool:
         try:
             async with asyncio.timeout(self._linger_s):
-                await self._someone.wait()
+                await self._has_waiter.wait()
         except TimeoutError:
             return False
         return True

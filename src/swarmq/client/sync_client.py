@@ -80,11 +80,11 @@ class SwarmClient:
         self._client.agent_loop = LoopThread("swarmq-agents")
         self._io = LoopThread("swarmq-client")
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._life = asyncio.run_coroutine_threadsafe(self._run_client(opened), self._io.loop)
+        self._running = asyncio.run_coroutine_threadsafe(self._run_client(opened), self._io.loop)
         try:
             opened.result()
         except BaseException as error:
-            self._life.cancel()
+            self._running.cancel()
             self._stop_threads()
             raise drop_traceback(error) from None
         self._pid = os.getpid()
@@ -106,7 +106,7 @@ class SwarmClient:
         atexit.unregister(self.close)
         self._io.loop.call_soon_threadsafe(self._closing.set)
         try:
-            self._life.result(timeout=2 * self._client.limits.drain_s)
+            self._running.result(timeout=2 * self._client.limits.drain_s)
         finally:
             self._stop_threads()
 
@@ -144,9 +144,9 @@ class SwarmClient:
         self._call(lambda: self._client.require_end(ep))
 
     def _call(self, make_coroutine: CoroutineFactory[T]) -> T:
-        if not self._life.done():
+        if not self._running.done():
             self._client.check_usable()
-        elif error := self._life.exception():
+        elif error := self._running.exception():
             raise ClientError(f"the client has failed ({error!r}): create a new one") from error
         return run_blocking(self._io.loop, make_coroutine)
 

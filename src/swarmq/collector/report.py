@@ -75,11 +75,11 @@ class NoTurnsWarnings:
 
     def __init__(self) -> None:
         self._num = 0
-        self._tell_at = 0.0
+        self._next_warning_at = 0.0
         self._refused: OrderedDict[str, str] = OrderedDict()
         """Episode id -> reason why a proxy refused a model call of the episode."""
 
-    def hear(self, refused: Mapping[str, Any]) -> None:
+    def note_refusal(self, refused: Mapping[str, Any]) -> None:
         """Remember why a proxy refused a model call. `refused`: fields of its `refused` event."""
         self._refused[str(refused.get("episode_id"))] = str(refused.get("why"))
         if len(self._refused) > MAX_REFUSED:
@@ -91,9 +91,9 @@ class NoTurnsWarnings:
         if episode["reason"] != "no_turns":
             return None
         self._num += 1
-        if now < self._tell_at:
+        if now < self._next_warning_at:
             return None
-        num, self._num, self._tell_at = self._num, 0, now + PATIENCE_S
+        num, self._num, self._next_warning_at = self._num, 0, now + PATIENCE_S
         who = f"the last {episode['episode_id']} of client {episode['client_id']}, kind {episode['kind']}"
         if why := self._refused.get(episode["episode_id"]):
             return f"{num} episodes ended without an answered model call and are not trained, {who}: its calls were refused: {why}"

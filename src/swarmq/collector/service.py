@@ -231,7 +231,7 @@ class Collector:
         async with self._broker.events(self.job.run) as events:
             async for event in events:
                 if event.name == "refused":
-                    self._no_turns.hear(event.fields)
+                    self._no_turns.note_refusal(event.fields)
 
     async def _give_back(self) -> None:
         """Requeue tasks that invited clients give back. A crash after the confirm does this twice, which is harmless: the

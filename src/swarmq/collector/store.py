@@ -404,7 +404,9 @@ class Store:
         for episode_id, began_at, tainted, begin, end in self._all(
             "SELECT id, began_at, tainted, begin, end FROM episodes WHERE state = 'open' ORDER BY began_at, id"
         ):
-            episode = OpenEpisode(episode_id=episode_id, began_at=began_at, heard_at=began_at, taint=TAINTS[tainted])
+            episode = OpenEpisode(
+                episode_id=episode_id, began_at=began_at, last_message_at=began_at, taint=TAINTS[tainted]
+            )
             if begin and isinstance(message := _messages.decode(begin), EpisodeBegin):
                 episode.begin = message
             if end and isinstance(message := _messages.decode(end), EpisodeEnd):
@@ -414,7 +416,7 @@ class Store:
                     case Turn() as turn:
                         episode.calls[turn.call_id] = TurnMeta.of(turn, len(body))
                     case DeliveryReport() as report:
-                        episode.hear(report)
+                        episode.take_report(report)
             episodes.append(episode)
         return episodes
 

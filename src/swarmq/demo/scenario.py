@@ -106,14 +106,14 @@ class Scenario:
         await self._measure()
         began = time.monotonic()
         try:
-            first = await self._hire("a", "honest")
-            await self._hire("b", "honest")
-            await self._reach(self._size.steps // 2)
+            first = await self._start_client("a", "honest")
+            await self._start_client("b", "honest")
+            await self._wait_for_step(self._size.steps // 2)
             self._say("killing client a with SIGKILL")
             await first.kill()
             self.marks.append(Mark(at=time.time(), text="client a killed; c joins with another reward"))
-            await self._hire("c", "concise")
-            await self._reach(self._size.steps)
+            await self._start_client("c", "concise")
+            await self._wait_for_step(self._size.steps)
             await self._deployment.learners_done.wait()
         finally:
             self.train_seconds = time.monotonic() - began
@@ -166,14 +166,14 @@ class Scenario:
         self.held_out[version] = report
         self._say(f"held-out reward of version {version}: {report}")
 
-    async def _hire(self, name: str, reward: str) -> ClientProcess:
+    async def _start_client(self, name: str, reward: str) -> ClientProcess:
         self._say(f"client {name} joins with the {reward} reward")
         client = ClientProcess(name, reward, self._deployment.job.run_folder.path)
         self.clients.append(client)
         await client.start(self._client.invite.encode(), self._size.concurrency // 2)
         return client
 
-    async def _reach(self, version: int) -> None:
+    async def _wait_for_step(self, version: int) -> None:
         try:
             async with asyncio.timeout(self._size.patience_s):
                 await self._follower.until(lambda _board: self.version >= version)

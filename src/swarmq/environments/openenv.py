@@ -29,7 +29,7 @@ EVAL_SEED = 1_000_000
 MAX_STEPS = 50
 TIMEOUT_S = 30.0
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
-ALREADY_SAID = {"done", "reward"}
+OMITTED_FIELDS = {"done", "reward"}
 """Fields of an observation that are left out of the user message."""
 
 
@@ -152,7 +152,7 @@ def _describe_observation(observation: Any) -> str:
     if not isinstance(observation, dict):
         return str(observation)
     shown = {
-        name: value for name, value in observation.items() if name not in ALREADY_SAID and value not in (None, {}, [])
+        name: value for name, value in observation.items() if name not in OMITTED_FIELDS and value not in (None, {}, [])
     }
     if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
         return text

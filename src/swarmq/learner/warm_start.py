@@ -29,7 +29,7 @@ from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
-NOBODY = "warm"
+WARM_START = "warm"
 """Name of run and policy in records of a warm start, which belong to no run."""
 RATE = 2e-5
 """Learning rate of a warm start, whatever the run's learning rate: supervised training tolerates far larger steps than a policy
@@ -212,11 +212,11 @@ def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collecti
     if not turns:
         raise TaskError(f"{where}: it has no message of the assistant")
     return Rollout(
-        run=NOBODY,
-        policy=NOBODY,
+        run=WARM_START,
+        policy=WARM_START,
         episode_id=where,
         slot=Slot(task_id=where, repeat=0),
-        kind=NOBODY,
+        kind=WARM_START,
         group_id=where,
         group_members=1,
         group_size=1,
@@ -267,9 +267,9 @@ def longest_call(episode: Rollout) -> int:
 
 def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
     return Turn(
-        run=NOBODY,
+        run=WARM_START,
         episode_id=where,
-        policy=NOBODY,
+        policy=WARM_START,
         call_id=str(number),
         request_id=str(number),
         prompt_ids=pack_ids(prompt),

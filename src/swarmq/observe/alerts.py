@@ -1,6 +1,6 @@
 """Alerts to a command or a URL: warnings, standstills and the end of training, sent by the process that records the run.
 
-    events ──> hear ──(not the same text again within `alerts.interval_s`)──> queue ──> deliver ─┬─> command, JSON on its input
+    events ──> handle_event ──(not the same text again within `alerts.interval_s`)──> queue ──> deliver ─┬─> command, JSON on its input
                                                                                                 └─> POST of the JSON
 
 No process waits for an alert: the queue is bounded, each delivery has a time limit, and a failed one costs one warning in the log.
@@ -84,19 +84,19 @@ class Alerts:
         self._changes: list[Change] = []
         self._has_failed: set[str] = set()
 
-    def hear(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Send the alerts that an event of the run calls for."""
         fields = event.fields
         if event.name == "warning":
             kind: AlertKind = "stall" if fields.get("kind") == "stall" else "warning"
             self.add(kind, event.source, str(fields.get("text", fields)))
         elif event.name == "step":
-            self._hear_step(event)
+            self._handle_step(event)
         elif event.source == "collector" and event.name == "state" and "changes" in fields:
             with contextlib.suppress(msgspec.ValidationError):  # a collector of another release
                 self._changes = msgspec.convert(fields["changes"], list[Change])
 
-    def _hear_step(self, event: Event) -> None:
+    def _handle_step(self, event: Event) -> None:
         policy = event.source.removeprefix("learner.")
         step = self._steps[policy] = int(event.fields.get("version", 0))
         job = live_settings.apply_changes(self._job, self._changes) if self._changes else self._job

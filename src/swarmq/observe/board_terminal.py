@@ -48,7 +48,7 @@ def _headline(board: Board, now: float) -> Text:
     if board.blocked:
         text.append(f"{ALARM_TEXT}\n", style="red")
     for source, part in sorted(board.parts.items()):
-        style, state = _life(part, now)
+        style, state = _style_state(part, now)
         text.append("● ", style=style)
         text.append(f"{source}{state}   ")
     for source, stage in sorted(board.stages.items()):
@@ -59,7 +59,7 @@ def _headline(board: Board, now: float) -> Text:
     return text
 
 
-def _life(part: ProcessState, now: float) -> tuple[str, str]:
+def _style_state(part: ProcessState, now: float) -> tuple[str, str]:
     """Return the colour of a process's state, and the text that follows its name."""
     if part.fields.get("phase") == "ended":
         return "dim", " (ended)"

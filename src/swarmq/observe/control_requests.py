@@ -138,32 +138,32 @@ async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterat
 def describe_answer(answer: ControlAnswer) -> list[str]:
     """Return lines that describe what changed and from which step on."""
     stops = answer.accepted["action"] == "stop"
-    told = [
+    lines = [
         f"{change['path']}: {format_value(change['before'])} -> {format_value(change['value'])}"
         for change in answer.accepted.get("changes", [])
         if not stops  # a learner that is one step further ends after that step, and reports it
     ]
     if "changes" in answer.accepted and not answer.accepted["changes"]:
-        told.append("nothing to change: the run has these settings already")
+        lines.append("nothing to change: the run has these settings already")
     if pace := answer.accepted.get("pace"):
-        told.append(f"the run is {pace}")
+        lines.append(f"the run is {pace}")
     for policy, fields in sorted(answer.applied.items()):
         if "checkpoint" in fields:
-            told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
+            lines.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
         if stops:
-            told += [
+            lines += [
                 f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq up` then prints how to continue"
                 for change in fields["changes"]
             ]
         else:
-            told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
+            lines += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
         if pace:
-            told.append(f"{policy}: after step {fields['from_step'] - 1}")
-    told += [
+            lines.append(f"{policy}: after step {fields['from_step'] - 1}")
+    lines += [
         f"{policy}: its learner has not answered yet; it executes the command when it is up"
         for policy in answer.missing
     ]
-    return told
+    return lines
 
 
 def _last(change: Mapping[str, Any]) -> int:

@@ -477,11 +477,11 @@ class RunIndex:
         """Return the rows of the trained episodes of a record, unless transcripts have provided all facts about them."""
         trained = place.index.trained
         marks = ",".join("?" * len(trained))
-        (told,) = db.execute(
+        (num_complete,) = db.execute(
             f"SELECT count(*) FROM episodes WHERE staleness IS NOT NULL AND status != '' AND id IN ({marks})",
             trained,
         ).fetchone()
-        if told == len(trained):
+        if num_complete == len(trained):
             return []
         try:
             record = batch_log.read_record(place)

@@ -42,7 +42,7 @@ RECORDED = LASTING - {"step"}
 ALL_BUT_STEPS = frozenset[EventName](get_args(EventName)) - {"step"}
 RECALLED_BYTES = 8 * 1024 * 1024
 """Maximum bytes read from the end of the event file when a board is opened, enough for more steps than a curve shows."""
-GLANCE_S = 3.0
+STATE_PERIOD_S = 3.0
 """Seconds within which every process reports its state at least once."""
 
 
@@ -59,15 +59,15 @@ class Follower:
         self.board.fold(event)
         self._changed.set()
 
-    def hear(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Handle an event that has just arrived."""
         self.fold(event)
         for listen in self.listeners:
             listen(event)
 
-    async def until(self, true_of: Callable[[Board], bool]) -> None:
-        """Wait until `true_of` holds for the board."""
-        while not true_of(self.board):
+    async def until(self, condition: Callable[[Board], bool]) -> None:
+        """Wait until `condition` holds for the board."""
+        while not condition(self.board):
             self._changed.clear()
             await self._changed.wait()
 
@@ -135,11 +135,11 @@ async def follow_pace(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
     try:
         async with broker.events(job.run) as events:
             async for event in events:
-                told = (
+                pace = (
                     event.fields.get("pace", known) if event.source == "collector" and event.name == "state" else known
                 )
-                if told != known:
-                    known = told
+                if pace != known:
+                    known = pace
                     yield known
     except BrokerError as error:
         log.warning("pace_not_followed", error=str(error))
@@ -170,7 +170,7 @@ async def draw_once(
 async def read_board(job: SwarmJob, broker: Broker, *, notes: deque[str] | None = None) -> Board:
     """Return the board after every process has had time to report its state."""
     async with follow(job, broker) as follower:
-        await asyncio.sleep(GLANCE_S)
+        await asyncio.sleep(STATE_PERIOD_S)
         _take_in(notes, follower)
         return follower.board
 
@@ -205,7 +205,7 @@ async def _listen(
         listening.set()
         async for event in events:
             if (event.source, event.name, event.at) not in known:
-                follower.hear(event)
+                follower.handle_event(event)
             sink.take(event)
 
 

@@ -217,8 +217,8 @@ class _Recorder:
                     following = follow(job, self._broker, record=job.run_folder.events, names=RECORDED)
                     follower = await stack.enter_async_context(following)
                 sources, board = Sources(job), follower.board
-                follower.listeners.append(self.alerts.hear)
-                stack.callback(follower.listeners.remove, self.alerts.hear)
+                follower.listeners.append(self.alerts.handle_event)
+                stack.callback(follower.listeners.remove, self.alerts.handle_event)
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_repeat(every.look_s, sources.look))
                     tasks.create_task(_keep_board(job, board, sources, every))

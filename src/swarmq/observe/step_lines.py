@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 LONG_QUEUE = 1000
 """Minimum number of messages in the collector's queue at which a line mentions the queue."""
-MOSTLY = 0.5
+WAIT_SHARE = 0.5
 """Minimum share of a step spent waiting at which its line mentions the waiting."""
 
 
@@ -28,12 +28,13 @@ class StepLines:
     def __init__(self, board: Board) -> None:
         """Count the board's present steps and evaluations as reported."""
         self._board = board
-        self._told = {policy: int(steps[-1].get("version", 0)) for policy, steps in board.steps.items()}
-        self._rounds_told = max((at for at, _ in board.rounds), default=0.0)
+        self._reported_steps = {policy: int(steps[-1].get("version", 0)) for policy, steps in board.steps.items()}
+        self._reported_round_at = max((at for at, _ in board.rounds), default=0.0)
 
     def has_news(self, board: Board) -> bool:
         return any(
-            int(steps[-1].get("version", 0)) > self._told.get(policy, 0) for policy, steps in board.steps.items()
+            int(steps[-1].get("version", 0)) > self._reported_steps.get(policy, 0)
+            for policy, steps in board.steps.items()
         )
 
     def take(self) -> Iterator[str]:
@@ -41,8 +42,8 @@ class StepLines:
         for policy, steps in self._board.steps.items():
             of = f" of {policy}" if len(self._board.steps) > 1 else ""
             for step in list(steps):
-                if (version := int(step.get("version", 0))) > self._told.get(policy, 0):
-                    self._told[policy] = version
+                if (version := int(step.get("version", 0))) > self._reported_steps.get(policy, 0):
+                    self._reported_steps[policy] = version
                     yield f"step {version}{of}: {', '.join(self._describe(step))}"
 
     def _describe(self, step: dict[str, Any]) -> Iterator[str]:
@@ -51,7 +52,7 @@ class StepLines:
         yield from self._new_evaluations()
         yield f"{step.get('episodes', 0)} episodes"
         yield f"{seconds:.1f} s"
-        if (waited := float(step.get("wait_s") or 0.0)) > max(MOSTLY * seconds, 1.0):
+        if (waited := float(step.get("wait_s") or 0.0)) > max(WAIT_SHARE * seconds, 1.0):
             yield f"waited {waited:.1f} s for episodes"
         if dropped := sum(step.get("dropped", {}).values()):
             yield f"{dropped} dropped"
@@ -61,8 +62,8 @@ class StepLines:
 
     def _new_evaluations(self) -> Iterator[str]:
         for at, results in list(self._board.rounds):
-            if at > self._rounds_told:
-                self._rounds_told = at
+            if at > self._reported_round_at:
+                self._reported_round_at = at
                 yield f"held-out {_format(mean_reward(results))} at step {results.get('version', '?')}"
 
 

@@ -102,7 +102,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         root = keys.load_root(job.run_folder.root_secret)
         tuning, episodes = LiveSampling(job), EpisodeCache.of_job(job, number=number, url=own_url)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        following = tasks.create_task(follow(job.run, broker, [tuning.hear, episodes.hear]))
+        following = tasks.create_task(follow(job.run, broker, [tuning.handle_event, episodes.handle_event]))
         stack.callback(following.cancel)
         watchers = [membership.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
         opened = await stack.enter_async_context(pages(job)) if pages else None
@@ -133,12 +133,12 @@ def server_config(
     app: Litestar, proxy: ProxySettings, *, most_connections: int, keep_s: int = KEEP_S
 ) -> uvicorn.Config:
     """Return the configuration of uvicorn for the proxy. `keep_s`: seconds that an idle connection is kept between two calls."""
-    door = ConnectionLimits(
+    limits = ConnectionLimits(
         most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=keep_s, read_s=proxy.request_timeout_s
     )
     return uvicorn.Config(
         app,
-        http=door.protocol(),
+        http=limits.protocol(),
         ws="none",
         log_config=None,
         access_log=False,

@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "extra_args": ({},),
 }
 """Parameter that changes the distribution -> values at which it does not; for any other parameter these are false, 0 and empty."""
-AS_ASKED = {"extra_args": "vllm_xargs"}
+REQUEST_NAMES = {"extra_args": "vllm_xargs"}
 """Engine parameter -> its name in requests, if that differs."""
 MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
 """Parameter that the engine applies to every sampled token -> maximum number of its entries."""
@@ -147,7 +147,7 @@ def to_sampling_record(params: Json) -> Sampling:
         known["top_k"] = max(top_k, 0)
     known["grammar"] = _grammar(params.get("structured_outputs"))
     known["others"] = sorted(
-        AS_ASKED.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name))
+        REQUEST_NAMES.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name))
     )
     try:
         record = msgspec.convert(known, Sampling)
@@ -193,8 +193,8 @@ def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[st
     wanted = chat.get("temperature")
     names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
     theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]
-    asked = {name: chat.get(AS_ASKED.get(name, name)) for name in (*NEUTRAL, *theirs) if name not in OWN}
-    return names + [AS_ASKED.get(name, name) for name, value in asked.items() if _changes(name, value)]
+    asked = {name: chat.get(REQUEST_NAMES.get(name, name)) for name in (*NEUTRAL, *theirs) if name not in OWN}
+    return names + [REQUEST_NAMES.get(name, name) for name, value in asked.items() if _changes(name, value)]
 
 
 def _changes(name: str, value: Any) -> bool:

@@ -68,7 +68,7 @@ class RevokedNames:
     """The set of revoked names, kept up to date with the registry file: `name in revoked`."""
 
     def __init__(self, path: Path) -> None:
-        self._sheet = CachedFile(path, lambda: _read_revoked(path), frozenset[str]())
+        self._file = CachedFile(path, lambda: _read_revoked(path), frozenset[str]())
         self._names: frozenset[str] = frozenset()
         self._looked_at = -LOOK_EVERY_S
 
@@ -76,7 +76,7 @@ class RevokedNames:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
-            self._names = self._sheet.value()
+            self._names = self._file.value()
         return name in self._names
 
 

@@ -23,11 +23,11 @@ class ProxyRegistry:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sheet = CachedFile(path, self._read, tuple[str, ...]())
+        self._file = CachedFile(path, self._read, tuple[str, ...]())
 
     def urls(self) -> tuple[str, ...]:
         """Return the base URLs of the proxies, each ending in `/v1`; empty if none is listed."""
-        return self._sheet.value()
+        return self._file.value()
 
     def write(self, urls: Iterable[str]) -> None:
         """Replace the list by `urls`."""

@@ -12,7 +12,7 @@ from swarmq.errors import RewardError
 from swarmq.rewards import Score, exact_match, fuzzy_match
 from swarmq.rewards.score import RIGHT, wrong
 
-FUZZY_LEAST = 0.8
+MIN_SIMILARITY = 0.8
 """Minimum similarity (from 0 to 1) at which a name or phrase counts as the expected one."""
 _ANSWER_LINE = re.compile(r"^[\s*_#>-]*answer[*_\s]*:[*_\s]*(.+?)[*_\s]*$", re.IGNORECASE | re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -47,7 +47,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
             case "exact":
                 return exact_match(answer, self.expected)
             case "phrase":
-                similar = fuzzy_match(answer, self.expected, least=FUZZY_LEAST)
+                similar = fuzzy_match(answer, self.expected, least=MIN_SIMILARITY)
                 return RIGHT if similar.value else similar
             case "choice":
                 letter = answer.strip(" \t().:").upper()

@@ -178,9 +178,9 @@ def examine(draft: TaskDraft, passage: Passage) -> Check | str:
         return "empty question or answer"
     if len(answer) > MAX_ANSWER_CHARS:
         return "long answer"
-    if _squeeze(draft.quote) not in _squeeze(passage.text) or not draft.quote.strip():
+    if _normalise(draft.quote) not in _normalise(passage.text) or not draft.quote.strip():
         return "quote is not in the passage"
-    if draft.type != "choice" and f" {_squeeze(answer)} " in f" {_squeeze(draft.question)} ":
+    if draft.type != "choice" and f" {_normalise(answer)} " in f" {_normalise(draft.question)} ":
         return "question contains the answer"
     try:
         tolerance = TOLERANCE if draft.type == "number" else 0.0
@@ -248,7 +248,7 @@ def _parse_drafts(text: str) -> list[TaskDraft]:
     return drafts
 
 
-def _squeeze(text: str) -> str:
+def _normalise(text: str) -> str:
     return " ".join(normalise(text).split())
 
 

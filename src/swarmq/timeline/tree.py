@@ -68,9 +68,11 @@ class PrefixTree:
         previous[starts] = np.where(parents >= 0, ends[parents] - 1, -1)
         token_ids = np.concatenate([trie.labels[node] for node in order])
         shift = dict(zip(order, (starts - depths).tolist(), strict=True))
-        who = sorted(turn for node in training for turn in self._ending.get(node, ()))
-        turns = [self.episodes[e][t] for e, t in who]
-        sampled = [self._locate_sampled(self.ends[e][t], turn, shift) for (e, t), turn in zip(who, turns, strict=True)]
+        turn_ids = sorted(turn for node in training for turn in self._ending.get(node, ()))
+        turns = [self.episodes[e][t] for e, t in turn_ids]
+        sampled = [
+            self._locate_sampled(self.ends[e][t], turn, shift) for (e, t), turn in zip(turn_ids, turns, strict=True)
+        ]
         sizes = [len(at) for at in sampled]
         at = np.concatenate(sampled)
         return Layout(
@@ -83,8 +85,8 @@ class PrefixTree:
             targets=token_ids[at],
             logprobs=np.concatenate([turn.logprobs for turn in turns]),
             versions=np.concatenate([turn.versions for turn in turns]),
-            episodes=np.repeat(np.array([e for e, _ in who], np.int32), sizes),
-            turns=np.repeat(np.array([t for _, t in who], np.int32), sizes),
+            episodes=np.repeat(np.array([e for e, _ in turn_ids], np.int32), sizes),
+            turns=np.repeat(np.array([t for _, t in turn_ids], np.int32), sizes),
             offsets=np.concatenate([np.arange(size, dtype=np.int32) for size in sizes]),
         )
 

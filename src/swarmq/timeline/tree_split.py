@@ -79,7 +79,7 @@ def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[
 
 def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
     """Split by first-fit decreasing from the leaves up; nodes of at most `short` tokens are repeated for every child."""
-    small, whom = _merge_short_nodes(tree, short)
+    small, originals = _merge_short_nodes(tree, short)
     passes: dict[int, Bins] = {}
     """Node with a split subtree -> passes, each with whole subtrees below the node and the path from the root to the node."""
     for node in range(len(small.parents) - 1, TOP - 1, -1):
@@ -89,7 +89,7 @@ def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
         divided = sorted((passes.pop(child) for child in children if child in passes), key=lambda each: len(each.items))
         # the child with the most passes keeps its bins, so that fewer items have to be packed again
         bins = divided.pop() if divided else Bins(budget)
-        items = [(small.sizes[child], [whom[child]]) for child in children if way + small.sizes[child] <= budget]
+        items = [(small.sizes[child], [originals[child]]) for child in children if way + small.sizes[child] <= budget]
         items += [(each.get_size(i) - way, tops) for each in divided for i, tops in enumerate(each.items)]
         for size, tops in sorted(items, key=lambda item: -item[0]):
             bins.add(tops, size, opening=way)
@@ -102,7 +102,7 @@ def _merge_short_nodes(tree: Tree, short: int) -> tuple[Tree, list[int]]:
     original node."""
     lengths: list[int] = []
     parents: list[int] = []
-    whom: list[int] = []
+    originals: list[int] = []
     kept = {TOP: (TOP, 0)}
     """Node -> (nearest kept node among the node and its ancestors, tokens from there to the node)."""
     for node, parent in enumerate(tree.parents):
@@ -111,11 +111,11 @@ def _merge_short_nodes(tree: Tree, short: int) -> tuple[Tree, list[int]]:
         if len(tree.children[node]) == 1 or (tree.children[node] and length <= short):
             kept[node] = above, length
         else:
-            kept[node] = len(whom), 0
+            kept[node] = len(originals), 0
             lengths.append(length)
             parents.append(above)
-            whom.append(node)
-    return Tree(lengths, parents), whom
+            originals.append(node)
+    return Tree(lengths, parents), originals
 
 
 def cut(tree: Tree, budget: int) -> list[set[int]]:

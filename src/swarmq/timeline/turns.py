@@ -121,19 +121,19 @@ def _measure_lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: 
 
 def _build_sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
     """Return the whole token sequences. The first turn that continues its parent's whole sequence shares the parent's buffer."""
-    heirs: dict[int, int] = {}
+    continuations: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for i, (turn, parent) in enumerate(zip(turns, parents, strict=True)):
-        if parent >= 0 and parent not in heirs and turn.shared == lengths[parent]:
-            heirs[parent] = i
+        if parent >= 0 and parent not in continuations and turn.shared == lengths[parent]:
+            continuations[parent] = i
         else:
             children.setdefault(parent, []).append(i)
     sequences: list[IntArray] = [np.empty(0, np.int32)] * len(turns)
     heads, resolved = list(reversed(children.get(-1, []))), 0
     while heads:
         chain = [heads.pop()]
-        while chain[-1] in heirs:
-            chain.append(heirs[chain[-1]])
+        while chain[-1] in continuations:
+            chain.append(continuations[chain[-1]])
         first = chain[0]
         buffer = np.empty(lengths[chain[-1]], np.int32)
         if parents[first] >= 0:

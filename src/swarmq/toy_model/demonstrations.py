@@ -31,7 +31,7 @@ Chat = list[Message] | dict[str, Any]
 
 ASSISTANT = "<|im_start|>assistant\n"
 END = "<|im_end|>"
-SPOKEN = re.compile(f"(?<={re.escape(ASSISTANT)}).*?{re.escape(END)}", re.DOTALL)
+ASSISTANT_TEXT = re.compile(f"(?<={re.escape(ASSISTANT)}).*?{re.escape(END)}", re.DOTALL)
 
 
 class Lessons(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
     content of a message contains the template's markers.
     """
     stretches, at = [], 0
-    for found in SPOKEN.finditer(text):
+    for found in ASSISTANT_TEXT.finditer(text):
         stretches += [text[at : found.start()], found.group()]
         at = found.end()
     spoken = sum(message["role"] == "assistant" for message in chat)

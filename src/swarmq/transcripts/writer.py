@@ -131,9 +131,9 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
         policies=begin.policies,
         status=end.status if end else "",
         detail=end.reason[:MAX_DETAIL] if end else "",
-        rewards=_some(end.rewards) if end else {},
+        rewards=_limit_entries(end.rewards) if end else {},
         success=end.success if end else None,
-        metrics=_some(end.metrics) if end else {},
+        metrics=_limit_entries(end.metrics) if end else {},
         began_at=closed.began_at,
         ended_at=closed.ended_at,
         closed_at=closed.closed_at,
@@ -148,7 +148,7 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
     return meta, body
 
 
-def _some(entries: dict[str, float]) -> dict[str, float]:
+def _limit_entries(entries: dict[str, float]) -> dict[str, float]:
     """Return the first `MAX_ENTRIES` entries of a mapping, because metas are kept in large numbers."""
     return entries if len(entries) <= MAX_ENTRIES else dict(list(entries.items())[:MAX_ENTRIES])
 

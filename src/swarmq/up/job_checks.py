@@ -85,8 +85,8 @@ def _prefix_errors(policy: str) -> Iterator[None]:
     try:
         yield
     except SetUpError as error:
-        whose = f"policies.{policy}." if str(error).startswith("train.") else ""
-        raise SetUpError(f"{whose}{error}") from error
+        prefix = f"policies.{policy}." if str(error).startswith("train.") else ""
+        raise SetUpError(f"{prefix}{error}") from error
 
 
 def _reference_model_sizes(job: SwarmJob, models: Mapping[str, ModelFacts]) -> dict[str, list[int]]:

@@ -161,7 +161,9 @@ class MemoryStore:
 
     def _open_episode(self, name: str) -> OpenEpisode:
         began_at, calls = self._began[name], {}
-        episode = OpenEpisode(episode_id=name, began_at=began_at, heard_at=began_at, taint=self._taints.get(name, ""))
+        episode = OpenEpisode(
+            episode_id=name, began_at=began_at, last_message_at=began_at, taint=self._taints.get(name, "")
+        )
         if (body := self._begins.get(name)) and isinstance(begin := self._decoded(body), EpisodeBegin):
             episode.begin = begin
         if (body := self._ends.get(name)) and isinstance(end := self._decoded(body), EpisodeEnd):
@@ -171,7 +173,7 @@ class MemoryStore:
             if isinstance(piece, Turn):
                 calls[piece.call_id] = TurnMeta.of(piece, len(body))
             elif isinstance(piece, DeliveryReport):
-                episode.hear(piece)
+                episode.take_report(piece)
         episode.calls = calls
         return episode
 

@@ -96,7 +96,7 @@ def test_every_episode_that_began_is_somewhere(make_bench, say):
 def test_an_episode_whose_calls_were_refused_is_told_with_the_reason(make_bench, say):
     bench, told = make_bench(group_size=1), NoTurnsWarnings()
     bench.take(say.begin("a", "a"), say.end("a"))
-    told.hear({"episode_id": "a", "why": "tools of type 'namespace' are not served"})
+    told.note_refusal({"episode_id": "a", "why": "tools of type 'namespace' are not served"})
     line = told.look(bench.events("episode")[0], 0.0)
     assert "its calls were refused: tools of type 'namespace' are not served" in line
     assert "ep.base_url" not in line

@@ -116,8 +116,8 @@ async def test_a_command_gets_the_alert_as_json_and_nothing_of_the_environment_o
     )
     alerts = Alerts(job(tmp_path, command=f"{command} 'two words'"))
     async with delivering(alerts):
-        alerts.hear(event("step", "learner.main", version=2))
-        alerts.hear(event("warning", text="no clients", kind="stall"))
+        alerts.handle_event(event("step", "learner.main", version=2))
+        alerts.handle_event(event("warning", text="no clients", kind="stall"))
         await until(out.exists)
     alert = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Alert)
     assert (alert.run, alert.kind, alert.source, alert.message) == ("r", "stall", "collector", "no clients")
@@ -131,7 +131,7 @@ async def test_a_command_gets_the_alert_as_json_and_nothing_of_the_environment_o
 async def test_a_url_gets_the_alert_by_post(tmp_path: Path, server: Server) -> None:
     alerts = Alerts(job(tmp_path, url=server.url))
     async with delivering(alerts):
-        alerts.hear(event("warning", "learner.main", text="gradient is not finite"))
+        alerts.handle_event(event("warning", "learner.main", text="gradient is not finite"))
         await until(lambda: server.bodies)
     alert = msgspec.json.decode(server.bodies[0])
     assert alert["text"] == "swarmq r: warning from learner.main: gradient is not finite"
@@ -144,11 +144,11 @@ async def test_a_wording_is_sent_once_in_an_interval_with_the_number_of_those_be
     alerts = Alerts(job(tmp_path, url=server.url, interval_s=60), clock=lambda: now)
     async with delivering(alerts):
         for waited in (10, 20, 30):
-            alerts.hear(event("warning", text=f"group 7 waits {waited} s"))
-        alerts.hear(event("warning", text="another thing"))
+            alerts.handle_event(event("warning", text=f"group 7 waits {waited} s"))
+        alerts.handle_event(event("warning", text="another thing"))
         await until(lambda: len(server.bodies) == 2)
         now += 61
-        alerts.hear(event("warning", text="group 8 waits 90 s"))
+        alerts.handle_event(event("warning", text="group 8 waits 90 s"))
         await until(lambda: len(server.bodies) == 3)
     assert [msgspec.json.decode(body)["left_out"] for body in server.bodies] == [0, 0, 2]
 
@@ -158,11 +158,11 @@ async def test_the_last_step_is_told_once_and_again_when_there_are_more(tmp_path
     changes = [{"path": "policies.main.train.max_steps", "before": 3, "base": 3, "value": 5, "number": 1}]
     async with delivering(alerts):
         for version in (2, 3, 3):
-            alerts.hear(event("step", "learner.main", version=version, reward=0.5))
+            alerts.handle_event(event("step", "learner.main", version=version, reward=0.5))
         assert alerts.has_ended("main")
-        alerts.hear(event("state", changes=changes))
+        alerts.handle_event(event("state", changes=changes))
         for version in (4, 5):
-            alerts.hear(event("step", "learner.main", version=version))
+            alerts.handle_event(event("step", "learner.main", version=version))
         await until(lambda: len(server.bodies) == 2)
     messages = [msgspec.json.decode(body)["message"] for body in server.bodies]
     assert messages == [
@@ -184,7 +184,7 @@ async def test_a_server_that_fails_costs_one_warning_and_holds_nobody_up(
     async with delivering(alerts) as lines:
         began = time.monotonic()
         for text in ("one", "two", "three"):
-            alerts.hear(event("warning", text=text))
+            alerts.handle_event(event("warning", text=text))
         assert time.monotonic() - began < 0.1
         await until(lambda: lines)
         await asyncio.sleep(0.5)
@@ -196,8 +196,8 @@ async def test_a_server_that_fails_costs_one_warning_and_holds_nobody_up(
 async def test_a_command_that_fails_or_hangs_costs_one_warning(tmp_path: Path, text: str, flaw: str) -> None:
     alerts = Alerts(job(tmp_path, command=script(tmp_path, text)), delivery_s=0.3)
     async with delivering(alerts) as lines:
-        alerts.hear(event("warning", text="one"))
-        alerts.hear(event("warning", text="two"))
+        alerts.handle_event(event("warning", text="one"))
+        alerts.handle_event(event("warning", text="two"))
         assert flaw in await until(lambda: lines and lines[0])
         await asyncio.sleep(0.5)
         assert len(lines) == 1
@@ -206,7 +206,7 @@ async def test_a_command_that_fails_or_hangs_costs_one_warning(tmp_path: Path, t
 async def test_alerts_beyond_the_queue_are_left_out(tmp_path: Path) -> None:
     alerts = Alerts(job(tmp_path, url="http://127.0.0.1:9/"))
     for letter in range(200):
-        alerts.hear(event("warning", text=f"warning {chr(64 + letter)}"))
+        alerts.handle_event(event("warning", text=f"warning {chr(64 + letter)}"))
     assert alerts._waiting.qsize() == 64
 
 

@@ -113,13 +113,13 @@ def find_uncredited_rewards(
     found = {}
     if lost := sorted((end.call_rewards.keys() & calls.keys()) - kept):
         found["", lost[0]] = (
-            f"call_rewards of episode {end.episode_id} names {_some(lost)}, a call whose answer its agent did not receive: it "
+            f"call_rewards of episode {end.episode_id} names {_join_names(lost)}, a call whose answer its agent did not receive: it "
             "is not trained, and the reward credits nothing"
         )
     if unknown := sorted(end.call_rewards.keys() - calls.keys()):
         example = f", e.g. {next(iter(calls))!r}" if calls else ""
         found["", unknown[0]] = (
-            f"call_rewards of episode {end.episode_id} names {_some(unknown)}, an id that no call of it has: give the `id` of the answer "
+            f"call_rewards of episode {end.episode_id} names {_join_names(unknown)}, an id that no call of it has: give the `id` of the answer "
             f"(header x-swarmq-call-id){example}. Calls without a reward of their own get their tag's or the episode's"
         )
     for policy, rewards in end.agent_rewards.items():
@@ -133,7 +133,7 @@ def find_uncredited_rewards(
     return found
 
 
-def _some(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if names[NAMED:] else "")
 
 

@@ -107,7 +107,7 @@ class RunControl:
         state = msgspec.structs.replace(state, number=number, command_id=command.command_id)
         return state, {"state": "accepted", "number": number, **reply}
 
-    def heard(self, policy: str, *, taught: Mapping[str, int], equal: Mapping[str, int]) -> None:
+    def count_report(self, policy: str, *, taught: Mapping[str, int], equal: Mapping[str, int]) -> None:
         """Count a learner's report: kind -> trained groups, and kind -> groups dropped for equal rewards."""
         for kind in taught.keys() | equal.keys():
             if kind in taught and kind not in self.state.lent:
@@ -135,7 +135,7 @@ class RunControl:
                 self.alive[kind] = now
         since = {kind: now - self.alive.setdefault(kind, now) for kind in out}
         idle = {kind for kind, idle_s in since.items() if idle_s >= rules.dry_after_s}
-        dry = idle | self._teaching_nothing(shares, learning)
+        dry = idle | self._find_uninformative(shares, learning)
         fresh, back = dry - self.dry, (self.dry | set(self.state.lent)) - dry
         if not fresh and not back:
             return None, []
@@ -149,7 +149,9 @@ class RunControl:
             kind: f"teaches nothing now: rewards were equal in each of its last {self._too_many(kind, shares)} groups"
             for kind in fresh - idle - self._reported_flat
         }
-        texts = [f"kind {kind} {cause}; {self._then(kind in lent)}" for kind, cause in sorted(causes.items())]
+        texts = [
+            f"kind {kind} {cause}; {self._describe_lending(kind in lent)}" for kind, cause in sorted(causes.items())
+        ]
         self._reported_flat = (self._reported_flat | fresh) - idle
         texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._reported_flat)]
         if lent == set(self.state.lent):
@@ -159,7 +161,7 @@ class RunControl:
         )
         return state, texts
 
-    def _teaching_nothing(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
+    def _find_uninformative(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
         """Return the flat kinds: their groups teach nothing, so a learner would wait for them in vain."""
         uninformative_groups = self.rules.uninformative_groups
         for (policy, kind), signal in self._signals.items():
@@ -177,7 +179,7 @@ class RunControl:
         """Return the number of consecutive groups with equal rewards that make a kind flat."""
         return round(self.rules.uninformative_groups * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
 
-    def _then(self, lent: bool) -> str:
+    def _describe_lending(self, lent: bool) -> str:
         if lent:
             return "its share is lent to the other kinds until it is back"
         hint = (

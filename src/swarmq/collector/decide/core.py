@@ -120,7 +120,7 @@ class Core:
             case StepReport():
                 return self._take_report(message)
             case Command():
-                return self._obey(message)
+                return self._execute(message)
             case Task():
                 return self.evals.add_task(message)
             case _:
@@ -218,10 +218,10 @@ class Core:
             return [*effects, *self.resend_lost({topology.ready(self.rules.run, report.policy)})]
         decided, taught, equal = self.groups.take_report(report)
         if self.control:
-            self.control.heard(report.policy, taught=taught, equal=equal)
+            self.control.count_report(report.policy, taught=taught, equal=equal)
         return effects + decided
 
-    def _obey(self, command: Command) -> list[do.Effect]:
+    def _execute(self, command: Command) -> list[do.Effect]:
         """Carry out a command once; a repeated command gets the same reply."""
         reply = self.run.past.reply(command.command_id)
         effects: list[do.Effect] = []

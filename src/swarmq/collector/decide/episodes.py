@@ -54,7 +54,7 @@ class OpenEpisodes:
         """Restore stored episodes. Their idle time starts anew."""
         for episode in episodes:
             self.open[episode.episode_id] = episode
-            episode.heard_at = episode.held_since = now
+            episode.last_message_at = episode.held_since = now
             if episode.begin and episode.begin.mode == "train":
                 self.groups.join(episode.begin)
 
@@ -77,7 +77,7 @@ class OpenEpisodes:
                 if now - episode.held_since >= HOLD_S:
                     decided = self._decide_if_complete(episode, now, waited=True)
                     effects += decided or self._drop(episode, "incomplete" if episode.begin else "no_begin", now)
-            elif now - episode.heard_at >= self._idle_timeout_s(episode):
+            elif now - episode.last_message_at >= self._idle_timeout_s(episode):
                 effects += self._drop(episode, "silent", now)
         return effects
 
@@ -114,7 +114,7 @@ class OpenEpisodes:
         if episode is None:
             episode, effects = self._open(begin.episode_id, now)
         effects += [do.SaveBegin(body, begin.episode_id), *self._use_ticket(begin, wanted=True)]
-        episode.begin, episode.heard_at = begin, now
+        episode.begin, episode.last_message_at = begin, now
         if begin.mode == "train":
             self.run.counts["begun"] += 1
             self.groups.join(begin)
@@ -142,7 +142,7 @@ class OpenEpisodes:
             self.run.counts["late_turn"] += 1
             return []
         episode.calls[turn.call_id] = call
-        episode.heard_at = now
+        episode.last_message_at = now
         self.run.counts["turns"] += 1
         return [*effects, do.SaveTurn(turn.episode_id, body), *self._decide_if_complete(episode, now)]
 
@@ -157,7 +157,7 @@ class OpenEpisodes:
         if turn.call_id in episode.calls:
             self.run.counts["duplicates"] += 1
             return []
-        episode.heard_at = now
+        episode.last_message_at = now
         return [*effects, *_taint(episode, "refused_turn"), *self._decide_if_complete(episode, now)]
 
     def take_delivery_report(self, report: DeliveryReport, now: float) -> list[do.Effect]:
@@ -169,7 +169,7 @@ class OpenEpisodes:
                     continue
                 episode, opened = self._open(episode_id, now)
                 effects += opened
-            sent, withdrawn = episode.hear(report)
+            sent, withdrawn = episode.take_report(report)
             if not sent and not withdrawn:
                 continue
             pending = self._unsaved_deliveries.setdefault(episode_id, ([], []))
@@ -314,7 +314,7 @@ class OpenEpisodes:
         return [*effects, close, do.ForgetTurns(episode.episode_id)]
 
     def _open(self, episode_id: str, now: float) -> tuple[OpenEpisode, list[do.Effect]]:
-        episode = self.open[episode_id] = OpenEpisode(episode_id=episode_id, began_at=now, heard_at=now)
+        episode = self.open[episode_id] = OpenEpisode(episode_id=episode_id, began_at=now, last_message_at=now)
         return episode, [do.Open(episode_id, now)]
 
     def _seal(self, episode: OpenEpisode, now: float) -> list[do.Effect]:

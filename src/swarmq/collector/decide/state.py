@@ -139,7 +139,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
 
     episode_id: str
     began_at: float
-    heard_at: float
+    last_message_at: float
     begin: EpisodeBegin | None = None
     end: EpisodeEnd | None = None
     end_body: bytes = b""
@@ -152,7 +152,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     taint: str = ""
     """Why the recorded turns may be wrong, one of `TAINTS`; empty if they are not in doubt."""
 
-    def hear(self, report: DeliveryReport) -> tuple[list[str], list[str]]:
+    def take_report(self, report: DeliveryReport) -> tuple[list[str], list[str]]:
         """Record a delivery report on this episode, and return the newly sent and the newly withdrawn calls."""
         sent = [call for call in report.sent.get(self.episode_id, ()) if call not in self.sent]
         withdrawn = [call for call in report.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]

@@ -7,7 +7,7 @@ import msgspec
 
 from swarmq.messages import Sampling, Turn
 
-HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
+NEUTRAL_PARAMETERS = frozenset({"temperature", "max_tokens", "seed", "stop"})
 """Sampling parameters that leave the distribution a softmax over the whole vocabulary."""
 CHECKED_SEPARATELY = frozenset({"grammar", "others"})
 """Fields of `Sampling` that are not compared with their defaults: answers under a grammar are trained, because the agent chose the
@@ -23,7 +23,7 @@ def find_altered_sampling(sampling: Sampling) -> list[str]:
     others = [
         f"{name}={value}"
         for name, value in msgspec.structs.asdict(sampling).items()
-        if name not in HARMLESS | CHECKED_SEPARATELY
+        if name not in NEUTRAL_PARAMETERS | CHECKED_SEPARATELY
         and value != getattr(DEFAULTS, name)
         and not (name == "top_k" and value < 0)
     ]

@@ -91,8 +91,8 @@ def check_continues(folder: Path, lora: Lora | None) -> None:
     was = None
     if (file := folder / ADAPTER_FILE).is_file():
         with safe_open(file, framework="np") as opened:
-            told = (opened.metadata() or {}).get(ADAPTER_SETTINGS_KEY)
-        was = msgspec.json.decode(told, type=Lora) if told else lora  # older checkpoints do not record it
+            stored = (opened.metadata() or {}).get(ADAPTER_SETTINGS_KEY)
+        was = msgspec.json.decode(stored, type=Lora) if stored else lora  # older checkpoints do not record it
     if was != lora:
         raise SetUpError(
             f"{folder} was trained with {_words(was)}, not with {_words(lora)}: restore that setting, or start another run "

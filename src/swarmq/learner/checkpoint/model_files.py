@@ -68,7 +68,7 @@ class HostCopies:
     def of_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return copies of every tensor in an `Optimizer.state_dict`."""
         own = {
-            index: {name: self.of(_moment(index, name), each) for name, each in values.items()}
+            index: {name: self.of(_moment_name(index, name), each) for name, each in values.items()}
             for index, values in state["state"].items()
         }
         return {**state, "state": own}
@@ -97,7 +97,7 @@ class HostCopies:
 def outline_copies(weights: NamedTensors, state: Mapping[str, Any]) -> list[CopyOutline]:
     """Return outlines of a model's weights and an `Optimizer.state_dict`, named as in `HostCopies`."""
     moments = [
-        (_moment(index, name), each) for index, values in state["state"].items() for name, each in values.items()
+        (_moment_name(index, name), each) for index, values in state["state"].items() for name, each in values.items()
     ]
     return [(name, each.shape, each.dtype) for name, each in (*weights, *moments)]
 
@@ -106,6 +106,6 @@ def num_bytes(outlines: Iterable[CopyOutline]) -> int:
     return sum(shape.numel() * dtype.itemsize for _, shape, dtype in outlines)
 
 
-def _moment(index: int, name: str) -> str:
+def _moment_name(index: int, name: str) -> str:
     """Return the name of an optimizer moment, from the index of its parameter."""
     return f"{index}.{name}"

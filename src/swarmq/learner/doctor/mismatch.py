@@ -127,10 +127,10 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
             text="no stored token was sampled with the weights of a checkpoint, so arithmetic cannot be compared",
         )
     elif same.k3 > SAME_WEIGHTS_LIMIT:
-        yield from _suspects(batches, same)
+        yield from _find_suspects(batches, same)
 
 
-def _suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:
+def _find_suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:
     logprobs, at_one, behavior_logprobs, lag, held = (
         np.concatenate([getattr(each, name) for each in batches])
         for name in ("logprobs", "at_one", "behavior_logprobs", "lag", "held")

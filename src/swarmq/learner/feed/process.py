@@ -193,7 +193,7 @@ class BatchFeeder:
         self.controls_due = 0
         """Number of control states that were queued when this process began and are still unread; one of them may raise the last
         step."""
-        self.heard_at = time.monotonic()
+        self.last_rollout_at = time.monotonic()
         """Monotonic time at which the last rollout arrived that was not a redelivery."""
         self.asked_collector = False
         """Whether the collector was asked for lost rollouts since the last one arrived."""
@@ -316,7 +316,7 @@ class BatchFeeder:
         elif self.intake.accept(episode):
             before, self.unacked[episode.episode_id] = self.unacked.get(episode.episode_id), delivery
             if before is None:
-                self.heard_at, self.asked_collector = time.monotonic(), False
+                self.last_rollout_at, self.asked_collector = time.monotonic(), False
             else:
                 await _ack([before])  # the redelivery replaces it
         else:
@@ -460,7 +460,7 @@ class BatchFeeder:
             await self._emit_state()
             now = time.monotonic()
             waited = now - (self.wanted_since or now)
-            if not self.asked_collector and min(waited, now - self.heard_at) > self.intervals.ask_s:
+            if not self.asked_collector and min(waited, now - self.last_rollout_at) > self.intervals.ask_s:
                 await self._ask_collector()
             if waited > self.intervals.stuck_s and time.monotonic() - warned_at > self.intervals.stuck_s:
                 warned_at = time.monotonic()

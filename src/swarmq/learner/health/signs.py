@@ -187,7 +187,7 @@ class SignWatch:
         self._steps: list[Mapping[str, Any]] = []
         """The first WINDOW and the newest steps."""
         self._count = 0
-        self._showed: dict[str, int] = {}
+        self._last_shown: dict[str, int] = {}
         """Name of a sign -> last step that had it."""
 
     def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
@@ -199,8 +199,8 @@ class SignWatch:
             del self._steps[WINDOW]
         found = [*_judge_sign(self._steps), *find_trends(self._steps, only_signs=True)]
         found = [f for f in found if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
-        fresh = [f for f in found if self._count - self._showed.get(f.check, -WINDOW) > WINDOW]
-        self._showed |= {f.check: self._count for f in found}
+        fresh = [f for f in found if self._count - self._last_shown.get(f.check, -WINDOW) > WINDOW]
+        self._last_shown |= {f.check: self._count for f in found}
         return fresh
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from swarmq.learner.health.findings import Finding
 
 WINDOW, BLOCK = 40, 8
-LEAST = 12
+MIN_POINTS = 12
 """Minimum number of points from which a trend is computed."""
 LONGEST = WINDOW * BLOCK
 """Maximum number of newest steps that are examined."""
@@ -149,7 +149,7 @@ class _Window:
     def __init__(self, steps: Steps, block: int) -> None:
         self.steps = steps[-WINDOW * block :][len(steps[-WINDOW * block :]) % block :]
         self.block = block
-        self.rewards = self.points(_reward_of(self.steps)) if len(self.steps) >= LEAST * block else []
+        self.rewards = self.points(_reward_of(self.steps)) if len(self.steps) >= MIN_POINTS * block else []
 
     def points(self, measure: Measure) -> list[float]:
         """Return means over blocks of steps, without blocks that lack the metric."""
@@ -168,10 +168,10 @@ class _Window:
 
 def _look(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
     """Return the points and z-score of a trend, or None if there are too few points."""
-    if len(window.steps) < LEAST * window.block:
+    if len(window.steps) < MIN_POINTS * window.block:
         return None
     values = window.rewards if trend is REWARD else window.points(trend.measure)
-    return (values, mann_kendall(values)) if len(values) >= LEAST else None
+    return (values, mann_kendall(values)) if len(values) >= MIN_POINTS else None
 
 
 def _sign(trend: Trend, window: _Window, values: Sequence[float], z: float) -> Fit | None:

@@ -138,16 +138,16 @@ class ContextGroup:
         raised on all of them, too."""
         if self._hosts is None:
             return ask()
-        told: list[Any] = [None, None]
+        shared: list[Any] = [None, None]
         if self.is_first:
             try:
-                told[0] = ask()
+                shared[0] = ask()
             except LearnerError as error:
-                told[1] = str(error)
-        torch.distributed.broadcast_object_list(told, group=self._hosts, group_src=0)
-        if told[1] is not None:
-            raise LearnerError(told[1])
-        answer: T = told[0]
+                shared[1] = str(error)
+        torch.distributed.broadcast_object_list(shared, group=self._hosts, group_src=0)
+        if shared[1] is not None:
+            raise LearnerError(shared[1])
+        answer: T = shared[0]
         return answer
 
     def all_gather(self, own: Tensor) -> Tensor:

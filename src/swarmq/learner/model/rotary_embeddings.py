@@ -34,8 +34,8 @@ def pin_rotations(model: nn.Module, max_model_len: int | None) -> None:
 def uses_long_factors(config: Any, max_model_len: int | None) -> bool | None:
     """Return whether an engine with this context length uses the factors for long rows; None if there is only one set."""
     text = config.get_text_config()
-    told = getattr(text, "rope_parameters", None) or {}
-    for each in (told, *told.values()):
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):
         if isinstance(each, Mapping) and each.get("rope_type") == LONGROPE:
             return _is_long(max_model_len, text.max_position_embeddings, each["original_max_position_embeddings"])
     return None
@@ -57,15 +57,15 @@ def _choose_factors(module: Any, layers: str | None, max_model_len: int | None) 
     `layers`: layer type to change; None if there is only one.
     """
     module.config = config = copy.deepcopy(module.config)
-    told = config.rope_parameters if layers is None else config.rope_parameters[layers]
-    made_for, original = config.max_position_embeddings, told["original_max_position_embeddings"]
+    rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
+    made_for, original = config.max_position_embeddings, rope["original_max_position_embeddings"]
     chosen = "long" if _is_long(max_model_len, made_for, original) else "short"
     stretch = made_for / original
     scaling = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    scaling = told.get(f"{chosen}_mscale") or scaling
-    told["attention_factor"] = scaling
+    scaling = rope.get(f"{chosen}_mscale") or scaling
+    rope["attention_factor"] = scaling
     for each in ("short", "long"):
-        told[f"{each}_factor"], told[f"{each}_mscale"] = told[f"{chosen}_factor"], scaling
+        rope[f"{each}_factor"], rope[f"{each}_mscale"] = rope[f"{chosen}_factor"], scaling
     prefix = "" if layers is None else f"{layers}_"
     by_layer = {} if layers is None else {"layer_type": layers}
     device = getattr(module, f"{prefix}inv_freq").device

@@ -100,11 +100,11 @@ class ServedTeacher:
         """Return the log-probabilities [T] of the row's tokens; 0 for the first token, which no token predicts."""
         ids = row.token_ids.tolist()
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
-        told = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
+        scored = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
         values = [
-            entry[token].logprob for token, entry in zip(ids[1:], told[1:], strict=False) if entry and token in entry
+            entry[token].logprob for token, entry in zip(ids[1:], scored[1:], strict=False) if entry and token in entry
         ]
-        if len(told) != len(ids) or len(values) != len(ids) - 1:
+        if len(scored) != len(ids) or len(values) != len(ids) - 1:
             raise LearnerError(
                 f"train.teacher: {self._url} does not return prompt_logprobs for all tokens ({len(values)} of {len(ids)}): "
                 "serve the teacher with a vLLM that supports prompt_logprobs"

@@ -18,7 +18,7 @@ EXACT = 0.005
 ROUNDED = 0.1
 """Limit in nats in lower precision. BF16 differs by 0.01 to 0.03 with dense models, by up to 0.05 with mixtures of experts and
 FP8 engines."""
-FEWEST = 100
+MIN_TOKENS = 100
 """Minimum number of tokens from which the mean difference is compared with the limit."""
 
 
@@ -39,7 +39,7 @@ def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> Non
     `limit`: largest accepted mean difference in nats. `family`: the model's class, for the error.
     """
     gap, tokens = fields["same_weights_gap"], fields["same_weights_tokens"]
-    if not limit or tokens < FEWEST or not gap > limit:  # a step with non-finite numbers is skipped later
+    if not limit or tokens < MIN_TOKENS or not gap > limit:  # a step with non-finite numbers is skipped later
         return
     raise SetUpError(
         f"engine and learner compute {family} differently: the log-probabilities of {tokens} tokens, sampled with the weights that "

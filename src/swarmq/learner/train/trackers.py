@@ -42,8 +42,8 @@ SORTED_BY_STEP = "wandb"
 them over `eval/version`."""
 SAMPLES_EVERY = 10
 """Steps between two tables of sample conversations; the first step has one, too."""
-SELDOM = 64
-"""A failing tracker is restarted after 1, 2, 4, 8, ... failed steps and after each multiple of SELDOM, and not more often,
+RESTART_EVERY = 64
+"""A failing tracker is restarted after 1, 2, 4, 8, ... failed steps and after each multiple of RESTART_EVERY, and not more often,
 because each restart leaves an empty file."""
 
 
@@ -127,7 +127,11 @@ class Trackers:
     def _begin_again(self, tracker: Any) -> None:
         """Restart a failed tracker with another file in the same folder, which TensorBoard shows as one run."""
         failed = self._failed[tracker.name]
-        if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
+        if (
+            tracker.name == ENDS_WITH_AN_ERROR
+            and failed
+            and (failed & (failed - 1) == 0 or failed % RESTART_EVERY == 0)
+        ):
             with contextlib.suppress(Exception):  # finish() may fail for the same reason
                 tracker.finish()
             tracker.start()

@@ -59,10 +59,10 @@ def render_page(view: EpisodeView) -> str:
         "finished": ", ".join(view.finish_reasons),
         "turns": str(view.drift),
     }
-    told = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(view.episode_id)}</title>'
-        f"<style>{STYLE}</style><h1>{escape(view.episode_id)}</h1><dl>{told}</dl>{_legend(view)}"
+        f"<style>{STYLE}</style><h1>{escape(view.episode_id)}</h1><dl>{items}</dl>{_legend(view)}"
         f"{''.join(_timelines(view))}</html>\n"
     )
 

@@ -388,7 +388,7 @@ def _float_at(packed: bytes, offset: int) -> float:
 def describe_narrow_rewards(view: EpisodeView) -> dict[str, str]:
     """Describe an episode's rewards by agent tag and by call (named by its turn), and its undelivered answers."""
     by_call = ((number, view.call_rewards.get(call)) for number, call in enumerate(view.calls))
-    told = {
+    texts = {
         "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
         "reward by call": ", ".join(f"turn {number}: {reward:g}" for number, reward in by_call if reward is not None),
         "not received, not trained": f"{view.orphan_turns} turns" if view.orphan_turns else "",
@@ -396,7 +396,7 @@ def describe_narrow_rewards(view: EpisodeView) -> dict[str, str]:
             f"{call}: {reward:g}" for call, reward in view.uncredited.items()
         ),
     }
-    return {name: words for name, words in told.items() if words}
+    return {name: words for name, words in texts.items() if words}
 
 
 def max_contribution(view: EpisodeView) -> float:

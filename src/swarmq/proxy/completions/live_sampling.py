@@ -40,7 +40,7 @@ class LiveSampling:
         own = self.job.kinds.get(claims.kind)
         return _least(claims.max_calls, own.episode_calls if own else None)
 
-    def hear(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Apply the changes of settings in an event of the run, if there are any."""
         if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
             return

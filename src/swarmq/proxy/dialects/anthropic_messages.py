@@ -50,7 +50,7 @@ ERRORS = {
     504: "timeout_error",
     503: "overloaded_error",
 }
-KEEPING = ({"type": "clear_thinking_20251015", "keep": "all"},)
+NEUTRAL_EDITS = ({"type": "clear_thinking_20251015", "keep": "all"},)
 """Context edits that leave a conversation unchanged."""
 MODEL: Json = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
 """Fields that are the same for all models; a policy has no release date."""
@@ -63,7 +63,7 @@ class Messages:
     body = openapi_schemas.MESSAGE
     fields: frozenset[str] | None = None
 
-    def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
+    def ask(self, body: Json, conversations: Conversations) -> DialectRequest:  # noqa: ARG002
         if body.get("max_tokens") is None:
             raise RefusedError("max_tokens is required", param="max_tokens")
         chat = prompt_of(body) | {"max_tokens": body["max_tokens"]}
@@ -109,7 +109,7 @@ class CountTokens(Messages):
     summary = "How many tokens a prompt of Anthropic's messages has"
     body = openapi_schemas.COUNT_TOKENS
 
-    def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
+    def ask(self, body: Json, conversations: Conversations) -> DialectRequest:  # noqa: ARG002
         _, left_out = split_server_tools(object_list(body, "tools"))
         return DialectRequest(chat=prompt_of(body), left_out=left_out)
 
@@ -204,7 +204,7 @@ def prompt_of(body: Json) -> Json:
     """Return the fields of a request that determine its prompt: messages, tools, and tool choice."""
     refuse_fields(body, "container", "mcp_servers", why="the agent runs its tools itself")
     edits = objects(options(body, "context_management").get("edits") or [], "context_management")
-    if any(edit not in KEEPING for edit in edits):
+    if any(edit not in NEUTRAL_EDITS for edit in edits):
         raise RefusedError(
             "context_management is not served: the conversation is used as it was sent",
             code="unsupported_parameter", param="context_management",

@@ -64,8 +64,8 @@ class Dialect(Protocol):
     fields: frozenset[str] | None
     """All known parameters; None: any parameter is accepted."""
 
-    def ask(self, body: Json, told: Conversations) -> DialectRequest:
-        """Translate a request into a chat request. `told`: the episode's stored conversations. Raises RefusedError that names
+    def ask(self, body: Json, conversations: Conversations) -> DialectRequest:
+        """Translate a request into a chat request. `conversations`: those stored for the episode. Raises RefusedError that names
         the field."""
 
     def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
@@ -99,7 +99,7 @@ def read_request(
     dialect: Dialect,
     raw: bytes,
     claims: Claims,
-    told: Mapping[str, str],
+    headers: Mapping[str, str],
     conversations: Conversations,
     *,
     aliases: Mapping[str, Sequence[str]] | None = None,
@@ -109,7 +109,7 @@ def read_request(
 ) -> RequestContext:
     """Check a request's body and return its context.
 
-    `told`: the request's headers. `aliases`: policy -> further model names. `refuses_tools`: whether to refuse tools that a
+    `headers`: those of the request. `aliases`: policy -> further model names. `refuses_tools`: whether to refuse tools that a
     provider would run. `refuses_unknown`: whether to refuse unknown parameters, which are left out otherwise. Raises
     RefusedError for an invalid request, or a model that the key does not permit.
     """
@@ -130,10 +130,10 @@ def read_request(
     check_limits(chat)
     check_schemas(chat)
     check_media(chat, remote=remote_images)
-    agent = told.get("x-swarmq-agent")
+    agent = headers.get("x-swarmq-agent")
     if agent is not None and not AGENT.fullmatch(agent):
         raise RefusedError(f"x-swarmq-agent must match {AGENT.pattern}", param="x-swarmq-agent")
-    retry = told.get("x-stainless-retry-count", "")
+    retry = headers.get("x-stainless-retry-count", "")
     counts_retries = retry.isdecimal() and retry.isascii()
     return RequestContext(
         claims=claims,
@@ -144,7 +144,7 @@ def read_request(
         stream=flag(body, "stream"),
         retry=min(int(retry), MAX_RETRIES_TOLD) if counts_retries else 0,
         counts_retries=counts_retries,
-        observed=OBSERVED_HEADER in told,
+        observed=OBSERVED_HEADER in headers,
         request_digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
         agent=agent or claims.agent,
         conversation=ask.conversation,
@@ -158,12 +158,12 @@ def read_request(
 
 def response_headers(begun: ActiveCall) -> dict[str, str]:
     call = begun.request
-    told = {
+    headers = {
         **request_headers(call.request_id),
         "x-swarmq-call-id": ", ".join(map(begun.request.call_id, range(begun.request.num_choices))),
     }
     overridden = [*begun.request.overridden, *list_ignored_parameters(call.body), *call.left_out]
-    return {**told, "x-swarmq-overridden": ", ".join(overridden)} if overridden else told
+    return {**headers, "x-swarmq-overridden": ", ".join(overridden)} if overridden else headers
 
 
 def request_headers(request_id: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest
 Json = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SAYING = ("tool_calls", "reasoning", "reasoning_content", "refusal", "function_call")
+CONTENT_SUBSTITUTES = ("tool_calls", "reasoning", "reasoning_content", "refusal", "function_call")
 """Fields that an assistant's message may have in place of content."""
 
 
@@ -37,7 +37,7 @@ class ChatCompletions:
     body = openapi_schemas.CHAT
     fields: frozenset[str] | None = known_parameters.CHAT
 
-    def ask(self, body: Json, told: Conversations) -> DialectRequest:  # noqa: ARG002
+    def ask(self, body: Json, conversations: Conversations) -> DialectRequest:  # noqa: ARG002
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise RefusedError("messages must be a list of at least one message", param="messages")
@@ -92,25 +92,25 @@ class ChatWriter(ChunkWriter):
     def __init__(self, begun: ActiveCall) -> None:
         super().__init__(begun, "chat.completion.chunk")
         self._asked_logprobs = bool(begun.request.chat.get("logprobs"))
-        self._greeted: set[int] = set()
+        self._opened: set[int] = set()
 
     def gain(self, gain: ChoiceDelta) -> bytes:
-        greeting = self._greet(gain.index)
+        opening = self._open_choice(gain.index)
         if not gain.delta and not self._asked_logprobs:
-            return greeting
+            return opening
         delta = {key: value for key, value in gain.delta.items() if key != "role"}
         logprobs = _logprobs(self.begun, gain.logprobs)
-        return greeting + self.chunk(gain.index, {"delta": delta}, logprobs=logprobs)
+        return opening + self.chunk(gain.index, {"delta": delta}, logprobs=logprobs)
 
     def end(self, ended: ChoiceResult) -> bytes:
         self.ended.append(ended)
         why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
-        return self._greet(ended.index) + self.chunk(ended.index, {"delta": {}}, **why)
+        return self._open_choice(ended.index) + self.chunk(ended.index, {"delta": {}}, **why)
 
-    def _greet(self, index: int) -> bytes:
-        if index in self._greeted:
+    def _open_choice(self, index: int) -> bytes:
+        if index in self._opened:
             return b""
-        self._greeted.add(index)
+        self._opened.add(index)
         return self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
 
@@ -120,7 +120,7 @@ def _check_message(message: Json, where: str) -> None:
     if role not in ROLES:
         raise RefusedError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r:.100}", param=f"{where}.role")
     content = message.get("content")
-    if content is None and not (role == "assistant" and any(message.get(name) for name in SAYING)):
+    if content is None and not (role == "assistant" and any(message.get(name) for name in CONTENT_SUBSTITUTES)):
         raise RefusedError(f"{where}.content is missing", code="missing_required_parameter", param=f"{where}.content")
     if content is not None and not isinstance(content, (str, list)):
         raise RefusedError(

@@ -32,7 +32,7 @@ class TextCompletions:
     body = openapi_schemas.COMPLETION
     fields: frozenset[str] | None = known_parameters.COMPLETION
 
-    def ask(self, body: Json, told: Conversations) -> DialectRequest:
+    def ask(self, body: Json, conversations: Conversations) -> DialectRequest:
         prompt = _prompt(body)
         if options(body, "stream_options") and not flag(body, "stream"):
             raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
@@ -43,7 +43,7 @@ class TextCompletions:
                 code="unsupported_parameter",
                 param="best_of",
             )
-        said = _find_continued(prompt, told)
+        said = _find_continued(prompt, conversations)
         text = prompt if isinstance(prompt, str) else str(prompt)
         rest = text[sum(len(message["content"]) for message in said) :]
         messages = [*said, {"role": "user", "content": rest}] if rest or not said else said
@@ -110,13 +110,13 @@ def _prompt(body: Json) -> Prompt:
     raise RefusedError("prompt must be text or a list of token ids, not empty", param="prompt")
 
 
-def _find_continued(prompt: Prompt, told: Conversations) -> list[Json]:
+def _find_continued(prompt: Prompt, conversations: Conversations) -> list[Json]:
     """Return the longest conversation of the episode whose text begins the prompt."""
     if not isinstance(prompt, str):
         return []
-    lengths = {int(name.partition(":")[0]) for name in told if name[0].isdecimal() and ":" in name}
+    lengths = {int(name.partition(":")[0]) for name in conversations if name[0].isdecimal() and ":" in name}
     for length in sorted((n for n in lengths if n <= len(prompt)), reverse=True):
-        if found := told.recall(_name(prompt[:length])):
+        if found := conversations.recall(_name(prompt[:length])):
             return found
     return []
 

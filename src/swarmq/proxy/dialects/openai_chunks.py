@@ -27,9 +27,9 @@ def head(begun: ActiveCall, kind: str) -> Json:
 def usage(begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
     sampled = sum(choice.num_tokens for choice in choices)
     prompt = begun.prompt_tokens
-    told = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     thought = sum(choice.num_reasoning_tokens for choice in choices)
-    return {**told, "completion_tokens_details": {"reasoning_tokens": thought}} if thought else told
+    return {**counts, "completion_tokens_details": {"reasoning_tokens": thought}} if thought else counts
 
 
 class ChunkWriter:

@@ -78,11 +78,11 @@ class Responses:
     body = openapi_schemas.RESPONSE
     fields: frozenset[str] | None = known_parameters.RESPONSE
 
-    def ask(self, body: Json, told: Conversations) -> DialectRequest:
+    def ask(self, body: Json, conversations: Conversations) -> DialectRequest:
         refuse_fields(body, "background", why="an answer is returned or streamed by the request that asks for it")
         refuse_fields(body, "conversation", "prompt", why="only responses are stored; send the input itself")
         chat = {key: body[key] for key in SAME if body.get(key) is not None}
-        messages = [*_before(body, told), *_items_to_messages(body.get("input"), told)]
+        messages = [*_before(body, conversations), *_items_to_messages(body.get("input"), conversations)]
         chat["messages"] = _with_instructions(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
@@ -129,12 +129,12 @@ class Responses:
 
 
 class Items:
-    """Output items of a growing response. `tell`: called with every event."""
+    """Output items of a growing response. `emit`: called with every event."""
 
-    def __init__(self, begun: ActiveCall, tell: Callable[[Json], None] = lambda _: None) -> None:
+    def __init__(self, begun: ActiveCall, emit: Callable[[Json], None] = lambda _: None) -> None:
         self._begun = begun
         self._request_id = begun.request.request_id
-        self._tell = tell
+        self._emit = emit
         self._open: int | None = None
         """Index of the growing item; None if there is none."""
         self._calls: dict[int, int] = {}
@@ -146,14 +146,14 @@ class Items:
         """Add a delta of the assistant's message."""
         if thought := delta.get("reasoning"):
             self._opened("reasoning")["content"][0]["text"] += thought
-            self._tell({"type": "response.reasoning_text.delta", **self._where(content_index=0), "delta": thought})
+            self._emit({"type": "response.reasoning_text.delta", **self._where(content_index=0), "delta": thought})
         if text := delta.get("content"):
             part = self._opened("message")["content"][0]
             entries = self._logprobs(logprobs)
             part["text"] += text
             part["logprobs"] += entries
             where = self._where(content_index=0)
-            self._tell({"type": "response.output_text.delta", **where, "delta": text, "logprobs": entries})
+            self._emit({"type": "response.output_text.delta", **where, "delta": text, "logprobs": entries})
         for position, call in enumerate(delta.get("tool_calls") or ()):
             self._call(call.get("index", position), call.get("id"), call.get("function") or {})
 
@@ -179,7 +179,7 @@ class Items:
             part = _text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
             more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
             self._begin({"type": kind, **more, "content": []})
-            self._tell({"type": "response.content_part.added", **self._where(content_index=0), "part": part})
+            self._emit({"type": "response.content_part.added", **self._where(content_index=0), "part": part})
             self.items[-1]["content"].append(part)
         return self.items[-1]
 
@@ -194,14 +194,14 @@ class Items:
         if arguments := function.get("arguments"):
             self.items[at]["arguments"] += arguments
             where = {"item_id": self.items[at]["id"], "output_index": at}
-            self._tell({"type": "response.function_call_arguments.delta", **where, "delta": arguments})
+            self._emit({"type": "response.function_call_arguments.delta", **where, "delta": arguments})
 
     def _begin(self, item: Json) -> None:
         self._close("completed")
         self._open = len(self.items)
         identity = f"{PREFIXES[item['type']]}_{self._request_id}_{self._open}"
         self.items.append({"id": identity, "status": "in_progress", **item})
-        self._tell({"type": "response.output_item.added", "output_index": self._open, "item": self.items[-1]})
+        self._emit({"type": "response.output_item.added", "output_index": self._open, "item": self.items[-1]})
 
     def _close(self, status: str) -> None:
         if self._open is None:
@@ -210,17 +210,17 @@ class Items:
         item["status"] = status
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
-            self._tell({"type": "response.function_call_arguments.done", **self._where(), **done})
+            self._emit({"type": "response.function_call_arguments.done", **self._where(), **done})
         else:
             [part] = item["content"]
             where = self._where(content_index=0)
             if item["type"] == "message":
                 text = {"text": part["text"], "logprobs": part["logprobs"]}
-                self._tell({"type": "response.output_text.done", **where, **text})
+                self._emit({"type": "response.output_text.done", **where, **text})
             else:
-                self._tell({"type": "response.reasoning_text.done", **where, "text": part["text"]})
-            self._tell({"type": "response.content_part.done", **where, "part": part})
-        self._tell({"type": "response.output_item.done", "output_index": self._open, "item": item})
+                self._emit({"type": "response.reasoning_text.done", **where, "text": part["text"]})
+            self._emit({"type": "response.content_part.done", **where, "part": part})
+        self._emit({"type": "response.output_item.done", "output_index": self._open, "item": item})
         self._open = None
 
     def _where(self, **more: int) -> Json:
@@ -237,13 +237,13 @@ class Items:
 class ResponseWriter:
     def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
-        self._items = Items(begun, self._tell)
+        self._items = Items(begun, self._emit)
         self._items_to_messages: list[bytes] = []
         self._count = 0
 
     def begin(self) -> bytes:
         for name in ("response.created", "response.in_progress"):
-            self._tell({"type": name, "response": response(self._begun, [])})
+            self._emit({"type": name, "response": response(self._begun, [])})
         return self._flush()
 
     def gain(self, gain: ChoiceDelta) -> bytes:
@@ -252,7 +252,7 @@ class ResponseWriter:
 
     def end(self, ended: ChoiceResult) -> bytes:
         whole = _finished(self._begun, self._items, ended)
-        self._tell({"type": f"response.{whole['status']}", "response": whole})
+        self._emit({"type": f"response.{whole['status']}", "response": whole})
         return self._flush()
 
     def close(self) -> bytes:
@@ -261,10 +261,10 @@ class ResponseWriter:
     def fail(self, refusal: Refusal) -> bytes:
         error = {"code": "server_error", "message": refusal.message}
         failed = {**response(self._begun, self._items.items), "status": "failed", "error": error}
-        self._tell({"type": "response.failed", "response": failed})
+        self._emit({"type": "response.failed", "response": failed})
         return self._flush()
 
-    def _tell(self, event: Json) -> None:
+    def _emit(self, event: Json) -> None:
         self._items_to_messages.append(named_event({**event, "sequence_number": self._count}))
         self._count += 1
 
@@ -330,12 +330,12 @@ def _with_instructions(body: Json, messages: list[Json]) -> list[Json]:
     return messages
 
 
-def _before(body: Json, told: Conversations) -> list[Json]:
+def _before(body: Json, conversations: Conversations) -> list[Json]:
     """Return the conversation that the request continues."""
     name = body.get("previous_response_id")
     if name is None:
         return []
-    messages = told.recall(name.removeprefix(RESPONSE_ID_PREFIX)) if isinstance(name, str) else None
+    messages = conversations.recall(name.removeprefix(RESPONSE_ID_PREFIX)) if isinstance(name, str) else None
     if messages is None:
         raise RefusedError(
             f"response {name!r:.100} is not known to this proxy: send the whole input instead",
@@ -344,7 +344,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     return messages
 
 
-def _items_to_messages(given: Any, told: Conversations) -> list[Json]:
+def _items_to_messages(given: Any, conversations: Conversations) -> list[Json]:
     """Return items as chat messages. Consecutive items of the assistant are one message, which ends with its calls."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -352,7 +352,7 @@ def _items_to_messages(given: Any, told: Conversations) -> list[Json]:
     growing = False
     for at, item in enumerate(objects(given if given is not None else [], "input")):
         where = f"input[{at}]"
-        said = _recall_item(item, told) if _is_reference(item) else _message(item, where)
+        said = _recall_item(item, conversations) if _is_reference(item) else _message(item, where)
         if said["role"] == "assistant":
             last = messages[-1] if growing else {}
             begins = said["content"] or "reasoning" in said
@@ -372,10 +372,10 @@ def _is_reference(item: Json) -> bool:
     return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
 
 
-def _recall_item(item: Json, told: Conversations) -> Json:
+def _recall_item(item: Json, conversations: Conversations) -> Json:
     """Return an item of an earlier answer by its id."""
     name = item.get("id")
-    message = told.recall_part(name) if isinstance(name, str) else None
+    message = conversations.recall_part(name) if isinstance(name, str) else None
     if message is None:
         raise RefusedError(
             f"Item with id {name!r:.100} not found: no stored answer of the episode has it; send the item itself",

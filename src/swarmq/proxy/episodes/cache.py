@@ -122,7 +122,7 @@ class EpisodeCache:
         """Number of states removed because their episode had `ended`, was `idle`, or others needed the `room`."""
         self.not_received: dict[str, int] = dict.fromkeys(NOT_RECEIVED, 0)
         """The collector's counts of undelivered answers in the whole run."""
-        self._told = 0
+        self._reported_drops = 0
 
     @classmethod
     def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> EpisodeCache:
@@ -183,7 +183,7 @@ class EpisodeCache:
         finally:
             memory.open_calls -= 1  # evicts nothing, because the call itself opens next
 
-    def hear(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Apply an event of the run: forget ended episodes, and keep the counts of undelivered turns."""
         if event.name == "state" and event.source == "collector":
             self.not_received = {name: event.fields.get(name, 0) for name in NOT_RECEIVED}
@@ -208,9 +208,9 @@ class EpisodeCache:
     def alerts(self) -> list[str]:
         """Return a warning if open episodes lost their state for want of room: for the first one, and whenever their number has
         doubled since the last warning."""
-        if (num := self.counts["room"]) < max(1, 2 * self._told):
+        if (num := self.counts["room"]) < max(1, 2 * self._reported_drops):
             return []
-        self._told = num
+        self._reported_drops = num
         text = (
             f"proxy.max_memory_bytes ({self._limit_bytes}) does not hold the conversations of all open episodes: {num} "
             "were forgotten so far; the next call of each computes its whole context again"

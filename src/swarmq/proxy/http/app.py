@@ -267,9 +267,9 @@ class ProxyService:
         )
 
 
-async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], None]]) -> None:
-    """Pass the run's events to `hearers` until cancelled."""
+async def follow(run: str, broker: Broker, handlers: Sequence[Callable[[Event], None]]) -> None:
+    """Pass the run's events to `handlers` until cancelled."""
     async with broker.events(run) as events:
         async for event in events:
-            for hear in hearers:
-                hear(event)
+            for handle in handlers:
+                handle(event)

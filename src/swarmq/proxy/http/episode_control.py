@@ -154,18 +154,20 @@ class EpisodeControl:
         self._inbox = topology.inbox(job.run)
         self._ledger = IdempotencyStore()
         self._proxies: tuple[str, ...] = ()
-        self._desks = {kind: TicketSource(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
+        self._ticket_sources = {
+            kind: TicketSource(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds
+        }
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
         """Take tickets and hand them out while the context is open."""
         async with asyncio.TaskGroup() as tasks:
-            desks = [tasks.create_task(desk.serve()) for desk in self._desks.values()]
+            serving = [tasks.create_task(source.serve()) for source in self._ticket_sources.values()]
             try:
                 yield
             finally:
-                for desk in desks:
-                    desk.cancel()
+                for task in serving:
+                    task.cancel()
 
     async def begin(self, asked: BeginRequest, *, operator: str, by_client: bool, base_url: str) -> BegunEpisode:
         """Begin an episode. Raises RefusedError, BrokerError."""
@@ -246,7 +248,7 @@ class EpisodeControl:
         try:
             async with (
                 asyncio.timeout(wait_s) as limit,
-                self._desks[begin.kind].ticket(first=begin.attempt > 0) as ticket,
+                self._ticket_sources[begin.kind].ticket(first=begin.attempt > 0) as ticket,
             ):
                 limit.reschedule(None)  # the ticket is here: from now on the broker's own deadline holds
                 self._proxies = ticket.proxies
@@ -286,7 +288,7 @@ class EpisodeControl:
         if asked.mode == "train" and (refusal := explain_untrainable(policies, tuple(job.policies), job.frozen)):
             raise RefusedError(refusal, param="policies")
         size = asked.group_size or (self._size(kind) if asked.mode == "train" else 1)
-        if asked.mode == "train" and asked.repeat >= (most := max(size, self._desks[kind].group_size or 0)):
+        if asked.mode == "train" and asked.repeat >= (most := max(size, self._ticket_sources[kind].group_size or 0)):
             raise RefusedError(
                 f"repeat {asked.repeat}: the attempts of a group of {most} are numbered 0 to {most - 1}; the next group of the same task "
                 "is the next epoch",
@@ -308,7 +310,7 @@ class EpisodeControl:
 
     def _size(self, kind: str) -> int:
         """Return the group size of a kind: the newest ticket's, else the job's."""
-        return self._desks[kind].group_size or self._job.group_size(kind)
+        return self._ticket_sources[kind].group_size or self._job.group_size(kind)
 
     def _ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
         """Return the episode that a request ends. It must be the same at every proxy, or a repeated end would count as a

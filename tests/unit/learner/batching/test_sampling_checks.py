@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from support.episodes import make_episode
-from swarmq.learner.batching.sampling_checks import CHECKED_SEPARATELY, HARMLESS, find_altered_sampling
+from swarmq.learner.batching.sampling_checks import CHECKED_SEPARATELY, NEUTRAL_PARAMETERS, find_altered_sampling
 from swarmq.learner.doctor.checks import _sampling
 from swarmq.messages import Sampling, Turn
 
@@ -29,7 +29,9 @@ def sampled_with(sampling: Sampling) -> Turn:
 
 
 def test_every_setting_is_harmless_or_has_a_case() -> None:
-    assert {field.name for field in msgspec.structs.fields(Sampling)} == HARMLESS | CHECKED_SEPARATELY | CHANGES.keys()
+    assert {
+        field.name for field in msgspec.structs.fields(Sampling)
+    } == NEUTRAL_PARAMETERS | CHECKED_SEPARATELY | CHANGES.keys()
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -16,7 +16,7 @@ from swarmq.errors import SetUpError
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchRecord, encode_record
-from swarmq.learner.train.engine_agreement import EXACT, FEWEST, ROUNDED, agreement_limit
+from swarmq.learner.train.engine_agreement import EXACT, MIN_TOKENS, ROUNDED, agreement_limit
 from swarmq.learner.train.loop import Learner, RankCommand
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling, Turn, VersionSpan, pack_floats
@@ -69,7 +69,7 @@ def pushed_midway(turn: Turn) -> Turn:
 
 def test_an_engine_that_samples_from_the_trained_model_passes(trainer: Trainer) -> None:
     fields = trainer.step(sampled(trainer))
-    assert fields["same_weights_tokens"] > FEWEST
+    assert fields["same_weights_tokens"] > MIN_TOKENS
     assert fields["same_weights_gap"] < 1e-5
 
 
@@ -118,7 +118,7 @@ def test_later_steps_of_a_batch_are_compared_by_the_weights_before_its_first(tin
 
 def test_few_tokens_prove_nothing_and_a_loss_without_ratios_asks_for_none(tiny_qwen: Path) -> None:
     few = Trainer(str(tiny_qwen), TRAIN, engine_gap_max=EXACT)
-    assert few.step(recorded(make_group("a", turns=1)))["same_weights_tokens"] < FEWEST
+    assert few.step(recorded(make_group("a", turns=1)))["same_weights_tokens"] < MIN_TOKENS
     train = msgspec.structs.replace(TRAIN, loss=Loss(name="sft"))
     taught = Trainer(str(tiny_qwen), train, engine_gap_max=EXACT)
     assert taught.step(recorded(make_group("a", **MANY), train))["same_weights_tokens"] == 0

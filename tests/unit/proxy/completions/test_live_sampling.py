@@ -56,9 +56,9 @@ def test_an_episode_may_make_the_fewest_calls_of_what_its_key_and_its_kind_allow
 def test_what_the_collector_repeats_is_in_effect_and_what_others_say_is_not():
     warmer = Change(number=1, path="policies.main.sampling.temperature", before=1.0, value=0.7, base=1.0)
     tuning = LiveSampling(JOB)
-    tuning.hear(state(1, warmer, source="client.mallory"))
+    tuning.handle_event(state(1, warmer, source="client.mallory"))
     assert tuning.sampling("main", "math").temperature == 1.0
-    tuning.hear(state(1, warmer))
+    tuning.handle_event(state(1, warmer))
     assert tuning.sampling("main", "math").temperature == 0.7
-    tuning.hear(state(2))
+    tuning.handle_event(state(2))
     assert tuning.sampling("main", "math").temperature == 1.0

@@ -102,10 +102,10 @@ def test_a_forgotten_episode_keeps_its_budget():
 def test_of_an_ended_episode_nothing_is_kept_but_that_it_has_ended():
     episodes = EpisodeCache(idle_s=1000)
     converse(episodes, "a", turns=5)
-    episodes.hear(ended("a", source="learner.main"))
-    episodes.hear(ended("a", name="warning"))
+    episodes.handle_event(ended("a", source="learner.main"))
+    episodes.handle_event(ended("a", name="warning"))
     assert len(episodes) == 1
-    episodes.hear(ended("a"))
+    episodes.handle_event(ended("a"))
     assert (len(episodes), episodes.size_bytes, episodes.counts) == (0, 0, {"ended": 1})
     with pytest.raises(RefusedError, match="episode a has ended") as refused:
         episodes.of("a")
@@ -115,7 +115,7 @@ def test_of_an_ended_episode_nothing_is_kept_but_that_it_has_ended():
 def test_an_end_that_overtakes_an_open_call_frees_its_memory_too():
     episodes = EpisodeCache(idle_s=1000)
     memory = episodes.open_call("a")
-    episodes.hear(ended("a"))
+    episodes.handle_event(ended("a"))
     episodes.close_call(memory)
     assert (len(episodes), episodes.size_bytes) == (0, 0)
 
@@ -123,7 +123,7 @@ def test_an_end_that_overtakes_an_open_call_frees_its_memory_too():
 def test_an_episode_that_was_forgotten_before_it_ended_is_refused_as_well():
     episodes = EpisodeCache(idle_s=1000, limit_bytes=0)
     converse(episodes, "a")
-    episodes.hear(ended("a"))
+    episodes.handle_event(ended("a"))
     with pytest.raises(RefusedError):
         episodes.of("a")
 
@@ -222,7 +222,7 @@ async def test_a_call_after_the_end_is_refused_and_costs_no_tokens(stages, name)
     async with stages() as stage:
         stage.engine.say("one")
         await stage.ask(HI)
-        stage.episodes.hear(ended("e1", name=name))
+        stage.episodes.handle_event(ended("e1", name=name))
         status, error = await stage.refused({"model": "main", "messages": [HI, ONE, MORE]})
         assert (status, error["code"]) == (403, "episode_ended")
         assert len(stage.engine.requests) == 1
