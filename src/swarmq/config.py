@@ -693,6 +693,11 @@ class RunFolder:
         return self.path / "clients.json"
 
     @property
+    def hosts(self) -> Path:
+        """JSON of the hosts invited with `swarmq host add` (registries/hosts.py)."""
+        return self.path / "hosts.json"
+
+    @property
     def endpoints(self) -> Path:
         """JSON written by `swarmq up`: URLs of broker, management UI, proxies and engines."""
         return self.path / "endpoints.json"

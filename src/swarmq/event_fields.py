@@ -19,6 +19,12 @@ EVENTS: dict[tuple[str, str], str] = {
     ("control", "learner"): "A learner adopted a change.",
     ("control", "dashboard"): "An operator removed a client in the dashboard.",
     ("refused", "proxy"): "The first call of an episode that a proxy refused for the agent's fault.",
+    (
+        "members",
+        "collector",
+    ): "The parts of the run, for those on other hosts: at each change, on request, and every 5 s.",
+    ("members_wanted", "host"): "A part on another host asks for the members.",
+    ("registration", "collector"): "The collector's answer to an engine or proxy on another host that joins or leaves.",
     ("warning", "any"): "Something that a person should see; `swarmq watch` shows it, alerts send it.",
 }
 """(Name of the event, kind of process that emits it) -> its meaning."""
@@ -201,6 +207,27 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
     ("refused", "proxy"): {
         "episode_id": "Id of the episode.",
         "why": "Message of the refusal.",
+    },
+    ("members", "collector"): {
+        "engines": "Policy -> URLs of its engines.",
+        "proxies": "Base URLs of the proxies.",
+        "revoked": "Clients and operators whose keys and tokens are refused.",
+        "resumed_at": "Policy -> step of its newest checkpoint.",
+        "settings": "Settings of the run, without those that each host has for itself.",
+        "models": "Policy -> facts of its model folder, by which hosts compare their copies.",
+        "swarmq": "Version of swarmq that the collector runs.",
+        "answers": "Ids of the requests that this event answers.",
+    },
+    ("members_wanted", "host"): {"ask": "Id of the request."},
+    ("registration", "collector"): {
+        "registration_id": "Id of the registration.",
+        "action": "`join` or `leave`.",
+        "part": "`engine` or `proxy`.",
+        "url": "URL of the part.",
+        "policy": "Policy of the engine; empty for a proxy.",
+        "host": "Invited host that sent it; empty for an operator.",
+        "state": "`accepted` or `refused`.",
+        "text": "Why it was refused.",
     },
     ("warning", "any"): {"text": "The warning."},
 }

@@ -1,4 +1,4 @@
-"""API keys that clients mint and proxies verify offline, operator tokens, and invites.
+"""API keys that clients mint and proxies verify offline, operator tokens, and invites of clients and hosts.
 
 One root secret per run gives every client its own secret, HMAC(root, client name), with which the client signs keys:
 
@@ -35,6 +35,8 @@ from swarmq.runtime.files import locked_for_change, write_atomically
 
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
+INVITE_PREFIX = "swarmq-invite"
+HOST_INVITE_PREFIX = "swarmq-host"
 OPERATOR_MEMBER = "operator."
 """Prefix of operators' names among the entries of the client registry."""
 ROOT_BYTES = 32
@@ -85,6 +87,7 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Sealed = TypeVar("Sealed", Claims, Operator)
+AnyInvite = TypeVar("AnyInvite", "Invite", "HostInvite")
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,10 +122,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def broker_url(self) -> str:
         """`amqp_url` with the certificate authority as a query parameter, as the driver expects it."""
-        if not self.ca:
-            return self.amqp_url
-        authority = f"cadata={quote(base64.b64encode(self.ca), safe='')}"
-        return map_nodes(self.amqp_url, lambda url: f"{url}{'&' if '?' in url else '?'}{authority}")
+        return _with_authority(self.amqp_url, self.ca)
 
     def base_url_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> str:
         """Return the base URL of the episode's proxy, always the same one, because that proxy holds the episode's conversation.
@@ -139,18 +139,70 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> str:
         """Return the invite as one line of text, which `decode` reads."""
-        return "swarmq-invite." + _b64(msgspec.msgpack.encode(self))
+        return f"{INVITE_PREFIX}.{_b64(msgspec.msgpack.encode(self))}"
 
     @classmethod
     def decode(cls, text: str) -> Invite:
         """Return the invite in `text`. Raises KeyRefusedError if there is none."""
-        head, _, body = text.strip().partition(".")
-        if head != "swarmq-invite":
-            raise KeyRefusedError("not an invite: it starts with `swarmq-invite.`; `swarmq client add NAME` prints one")
-        try:
-            return msgspec.msgpack.decode(_unb64(body), type=cls)
-        except (msgspec.MsgspecError, KeyRefusedError) as error:
-            raise KeyRefusedError(f"the invite is damaged ({error}): copy the whole line again") from error
+        return _decode_invite(text, cls, INVITE_PREFIX, command="swarmq client add NAME")
+
+
+class HostInvite(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that another host needs to run engines and proxies of a run, encoded as one line of text.
+
+    With the root secret its holder can sign any key and token of the run, so an invite is as powerful as the run folder.
+    """
+
+    run: str
+    host: str
+    user: str
+    """The host's own RabbitMQ user, in `amqp_url`."""
+    amqp_url: str
+    root: bytes
+    engine_secret: str
+    expires_at: float
+    """Unix time until which engines and proxies may join with the invite; those that have joined stay."""
+    ca: bytes = b""
+    """DER certificate of the authority behind the broker's certificate; empty: the machine's own authorities."""
+
+    @property
+    def broker_url(self) -> str:
+        """`amqp_url` with the certificate authority as a query parameter, as the driver expects it."""
+        return _with_authority(self.amqp_url, self.ca)
+
+    def encode(self) -> str:
+        """Return the invite as one line of text, which `decode` reads."""
+        return f"{HOST_INVITE_PREFIX}.{_b64(msgspec.msgpack.encode(self))}"
+
+    @classmethod
+    def decode(cls, text: str) -> HostInvite:
+        """Return the host invite in `text`. Raises KeyRefusedError if there is none."""
+        return _decode_invite(text, cls, HOST_INVITE_PREFIX, command="swarmq host add NAME")
+
+    def check_current(self, now: float) -> None:
+        """Raise KeyRefusedError if the invite has expired."""
+        if not self.expires_at + CLOCK_LEEWAY_S >= now:
+            raise KeyRefusedError(
+                f"the invite of host {self.host!r} for run {self.run!r} expired at {_clock(self.expires_at)}, and this host's clock says "
+                f"{_clock(now)}: `swarmq host add` makes another one under another name"
+            )
+
+
+def _with_authority(amqp_url: str, ca: bytes) -> str:
+    if not ca:
+        return amqp_url
+    authority = f"cadata={quote(base64.b64encode(ca), safe='')}"
+    return map_nodes(amqp_url, lambda url: f"{url}{'&' if '?' in url else '?'}{authority}")
+
+
+def _decode_invite(text: str, kind: type[AnyInvite], prefix: str, *, command: str) -> AnyInvite:
+    head, _, body = text.strip().partition(".")
+    if head != prefix:
+        raise KeyRefusedError(f"not an invite: it starts with `{prefix}.`; `{command}` prints one")
+    try:
+        return msgspec.msgpack.decode(_unb64(body), type=kind)
+    except (msgspec.MsgspecError, KeyRefusedError) as error:
+        raise KeyRefusedError(f"the invite is damaged ({error}): copy the whole line again") from error
 
 
 def home_proxy_index(episode_id: str, num_proxies: int) -> int:

@@ -10,6 +10,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     collector --Episode-->  <policy>.ready       collector --Ticket-->  tickets.<kind>
     feeder    --Task-->     tasks.<kind>         everybody --Event-->   swarmq.events
     operator  --Command, eval Task-->  control   collector --Control--> <policy>.control
+    engine, proxy on another host --Registration--> control
     collector --Task-->     eval.<kind>           collector --Evaluation--> <policy>.control
 """
 
@@ -329,6 +330,21 @@ class Command(Record, frozen=True, kw_only=True, tag="command"):
     sender: str = ""
 
 
+Part = Literal["engine", "proxy"]
+
+
+class Registration(Record, frozen=True, kw_only=True, tag="registration"):
+    """engine or proxy on another host -> control: it joins or leaves the run. Applying a registration again changes nothing."""
+
+    registration_id: str
+    action: Literal["join", "leave"]
+    part: Part
+    url: str
+    """URL at which the run's other parts reach it."""
+    policy: str = ""
+    """Policy of the engine; empty for a proxy."""
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One setting that was changed while the run was up."""
 
@@ -376,7 +392,19 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
 
 
 EventName = Literal[
-    "state", "step", "weights", "episode", "eval", "stage", "warning", "control", "evaluated", "refused"
+    "state",
+    "step",
+    "weights",
+    "episode",
+    "eval",
+    "stage",
+    "warning",
+    "control",
+    "evaluated",
+    "refused",
+    "members",
+    "members_wanted",
+    "registration",
 ]
 
 
@@ -384,7 +412,7 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     """daemon -> swarmq.events: something that happened, for people and monitors. Best effort, not durable."""
 
     source: str
-    """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>` or `client.<id>`."""
+    """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>`, `client.<id>` or `host.<name>`."""
     name: EventName
     at: float
     """Unix time."""
@@ -402,6 +430,7 @@ Message = (
     | Ticket
     | Task
     | Command
+    | Registration
     | Control
     | Evaluation
     | Event
@@ -545,6 +574,8 @@ def idempotency_key(message: Message) -> str:
             return f"{message.slot.id}:{message.attempt}"
         case Command():
             return message.command_id
+        case Registration():
+            return message.registration_id
         case Control():
             return f"control:{message.number}"
         case Evaluation():

@@ -10,10 +10,12 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import aio_pika
 
 from swarmq.broker.node.process import PrivateNode
 
@@ -71,3 +73,18 @@ def background_node(folder: Path) -> Iterator[tuple[PrivateNode, Future[None]]]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def is_refused(amqp_url: str, act: Callable[[aio_pika.abc.AbstractChannel], Awaitable[object]]) -> bool:
+    """Whether the broker refuses what `act(channel)` does as the user in this url."""
+    connection = await aio_pika.connect(amqp_url)
+    try:
+        channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        try:
+            async with asyncio.timeout(120):
+                await act(channel)
+        except aio_pika.exceptions.ChannelClosed as error:
+            return "ACCESS_REFUSED" in str(error)
+        return False
+    finally:
+        await connection.close()

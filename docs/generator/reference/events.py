@@ -13,6 +13,7 @@ SOURCES = {
     "learner": "`learner.POLICY`",
     "proxy": "`proxy.NUMBER`",
     "dashboard": "`dashboard`",
+    "host": "`host.NAME`",
     "any": "any process",
 }
 

@@ -162,8 +162,17 @@ class AmqpBroker:
     async def emit(self, event: Event) -> bool:
         return await self._emitter.emit(event)
 
-    def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        return open_event_feed(self._url, run, name=f"{self._name}.events")
+    def events(
+        self, run: str, *, on_gap: Callable[[], None] = lambda: None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return open_event_feed(
+            self._url,
+            run,
+            name=f"{self._name}.events",
+            on_gap=on_gap,
+            may_declare=not self._user,
+            login_patience_s=self._login_patience_s if self._user else math.inf,
+        )
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
         bound = list(kinds)

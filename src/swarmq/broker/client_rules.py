@@ -1,4 +1,5 @@
-"""Checks of the messages that invited clients send: who they are, begins and ends of their own episodes, and tasks to retry.
+"""Checks of the messages that invited clients and hosts send: who they are, begins and ends of a client's own episodes, and tasks
+to retry. A host runs proxies, which record turns of all clients, so only its run is checked.
 
 RabbitMQ verifies the sender (`topology.CLIENTS`). The content is only claimed by the client, so every consumer compares it with
 the sender before using the message. Whether a returned task was really fed is proved by its seal (keys.py), which the collector
@@ -25,6 +26,8 @@ def find_violation(user: str, queue: str, message: Message) -> str:
     run, _, client = user.partition(".")
     if not queue.startswith(f"swarmq.{run}.") or message.run != run:
         return f"client {client!r} of run {run!r} sent it to another run"
+    if topology.parse_host(user):
+        return ""
     match message:
         case EpisodeBegin() | EpisodeEnd():
             if message.client_id.partition(NAME_SEPARATOR)[0] != client:

@@ -7,7 +7,7 @@ carries turns and episode ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aio_pika import DeliveryMode, ExchangeType
@@ -63,20 +63,27 @@ class EventEmitter:
 
 
 @asynccontextmanager
-async def open_event_feed(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIterator[Event]]:
-    """Subscribe to the events of `run` from now on; a slow subscriber loses the oldest events."""
+async def open_event_feed(
+    url: str, run: str, *, name: str, on_gap: Callable[[], None], may_declare: bool, login_patience_s: float
+) -> AsyncIterator[AsyncIterator[Event]]:
+    """Subscribe to the events of `run` from now on; a slow subscriber loses the oldest events. `on_gap`: called when the
+    subscription is lost. `may_declare`: whether the user may declare the exchange. `login_patience_s`: seconds that the broker may refuse
+    a login that has worked."""
     feed = EventFeed()
 
     async def prepare(session: Session) -> None:
         channel = session.channel
-        await session.call(channel.declare_exchange(topology.EVENTS, ExchangeType.TOPIC, durable=True))
+        if may_declare:
+            await session.call(channel.declare_exchange(topology.EVENTS, ExchangeType.TOPIC, durable=True))
         queue = await session.call(
             channel.declare_queue(exclusive=True, auto_delete=True, arguments=topology.EVENT_QUEUE_ARGUMENTS)
         )
         await session.call(queue.bind(topology.EVENTS, f"{run}.#"))
         await session.call(queue.consume(feed.on_message, no_ack=True))
 
-    link = BrokerLink(url, name=name, prepare=prepare, refused=feed.fail)
+    link = BrokerLink(
+        url, name=name, prepare=prepare, forget=on_gap, refused=feed.fail, login_patience_s=login_patience_s
+    )
     async with link.keep():
         try:
             await link.session()

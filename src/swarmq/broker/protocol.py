@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
@@ -57,8 +57,10 @@ class Broker(Protocol):
         """Publish an event and return whether it was sent. Best effort: an event is dropped when the broker is away or blocked;
         never raises, never blocks long."""
 
-    def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Subscribe to the events of a run from now on."""
+    def events(
+        self, run: str, *, on_gap: Callable[[], None] = lambda: None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        """Subscribe to the events of a run from now on. `on_gap` is called when the subscription is lost, and events with it."""
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
         """Declare all queues of a run; idempotent."""

@@ -6,13 +6,14 @@
     feeder                 ──> swarmq.<run>.tasks.<kind>      ──> workers, competing
     worker                 ──> swarmq.<run>.tasks.<kind>.again ──> workers, competing: tasks whose group waits for another attempt
     feeder                 ──> swarmq.<run>.fed.<kind>.<data> ──> the feeder that continues after one was killed
-    operator               ──> swarmq.<run>.control           ──> collector (commands, and the tasks to evaluate with)
+    operator, other hosts  ──> swarmq.<run>.control           ──> collector (commands, tasks to evaluate with, registrations)
     collector              ──> swarmq.<run>.<policy>.control  ──> learner
     collector              ──> swarmq.<run>.eval.<kind>       ──> workers, competing
     `swarmq up`            ─── swarmq.<run>.claim             ─── itself: the name is taken while this exclusive queue exists
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> subscribers
     an invited client      ──> [swarmq.clients] <run>.<client>.in                          ──> swarmq.<run>.in
                                           <run>.<client>.tasks.<kind>[.again] | .eval.<kind> ──> swarmq.<run>.returned ──> collector
+    an invited host        ──> [swarmq.clients] as a client, and <run>.host:<name>.control ──> swarmq.<run>.control
     undecodable, too often redelivered ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
 Queues are addressed by name through the default exchange, so publishing needs only the right to write, and a message to a wrong
@@ -29,11 +30,14 @@ DEAD = "swarmq.dead"
 """Fanout exchange for messages that no process can use, and the queue that is bound to it."""
 
 CLIENTS = "swarmq.clients"
-"""Topic exchange that invited clients publish to.
+"""Topic exchange that invited clients and hosts publish to.
 
-RabbitMQ allows each client only routing keys that begin with its own user name, `<run>.<client>`, so the sender of a message is
-certain. Operators use the default exchange.
+RabbitMQ allows each of them only routing keys that begin with its own user name, `<run>.<client>` or `<run>.host:<name>`, so the
+sender of a message is certain. Operators use the default exchange.
 """
+
+HOST_PREFIX = "host:"
+"""Prefix of invited hosts in the names of their RabbitMQ users; no client's name has a colon."""
 
 EVENTS = "swarmq.events"
 """Topic exchange of events, routing key `<run>.<source>.<name>`."""
@@ -118,6 +122,17 @@ def client_user(run: str, client: str) -> str:
     return f"{run}.{client}"
 
 
+def host_user(run: str, host: str) -> str:
+    """Return the RabbitMQ user of an invited host."""
+    return f"{run}.{HOST_PREFIX}{host}"
+
+
+def parse_host(user: str) -> str:
+    """Return the invited host whose RabbitMQ user this is, or "" for any other user."""
+    name = user.partition(".")[2]
+    return name.removeprefix(HOST_PREFIX) if name.startswith(HOST_PREFIX) else ""
+
+
 def client_key(user: str, queue: str) -> str:
     """Return the routing key with which an invited client publishes for a queue of its run."""
     run = user.partition(".")[0]
@@ -134,7 +149,7 @@ def client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
     given_back = {
         client_key(f"{run}.*", name(run, kind)): returned_tasks(run) for kind in kinds for name in RETURNABLE_QUEUES
     }
-    return {f"{run}.*.in": inbox(run)} | given_back
+    return {f"{run}.*.in": inbox(run), f"{run}.*.control": control(run)} | given_back
 
 
 def obsolete_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
@@ -151,7 +166,7 @@ def client_destination(user: str, queue: str) -> str:
     """Return the queue that receives a client's messages for `queue` (returned tasks go to the collector first), or "" if the
     client may not publish for it."""
     run = user.partition(".")[0]
-    if queue in (inbox(run), returned_tasks(run)):
+    if queue in (inbox(run), returned_tasks(run)) or (queue == control(run) and parse_host(user)):
         return queue
     return returned_tasks(run) if queue.startswith((tasks(run, ""), evals(run, ""))) else ""
 

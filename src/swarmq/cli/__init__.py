@@ -6,6 +6,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     dashboard,
     dead_letters,
     engines,
+    hosts,
     init,
     make_tasks,
     recording,

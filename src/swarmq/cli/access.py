@@ -101,7 +101,7 @@ def client_add(
     from swarmq.broker.admin.users import MAX_CONNECTIONS
     from swarmq.client.episodes.invite_lookup import find_invite
 
-    job, folder = _only_run(run)
+    job, folder = only_run(run)
     invite = add_client(
         folder,
         find_invite(folder.path),
@@ -126,13 +126,13 @@ def client_list(run: Path | None) -> None:
     from swarmq.registries.clients import read_clients
     from swarmq.runtime.terminal import console
 
-    _, folder = _only_run(run)
+    _, folder = only_run(run)
     table = Table("client", "added", "removed", "reaches", box=None)
     for one in read_clients(folder.clients).values():
         if keys.is_operator_entry(one.name):
             continue
         by = "RabbitMQ" if one.broker_user else "HTTP"
-        table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
+        table.add_row(one.name, day(one.added_at), day(one.removed_at), by)
     console().print(table if table.rows else "nobody was invited")
 
 
@@ -148,7 +148,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     """
     from swarmq.broker.admin.invitations import remove_client
 
-    job, folder = _only_run(run)
+    job, folder = only_run(run)
     remove_client(folder, name, find_management_api(job, folder, management))
     click.echo(f"removed client {name}")
 
@@ -237,7 +237,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     click.echo(f"{' or '.join(api.urls)}  user {user}  password {password}")
 
 
-def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
+def only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
     """Return the run named by --run, or the only one in runs/. Raises ConfigError if the choice is ambiguous."""
     if run is None:
         found = [path.parent for path in Path("runs").glob("*/resolved.toml")]
@@ -255,5 +255,5 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"--name {name!r}: 1 to 40 lower-case letters, digits or dashes")
 
 
-def _day(at: float | None) -> str:
+def day(at: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""

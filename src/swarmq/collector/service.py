@@ -43,11 +43,25 @@ from swarmq.collector.decide.effects import (
 )
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.decide.tickets import LOST_S
+from swarmq.collector.membership import MembershipKeeper
 from swarmq.collector.report import NoTurnsWarnings, StandstillWatch, state_fields
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
-from swarmq.messages import Command, Event, EventName, Message, RefusedTurn, Rollout, Slot, Task, Ticket, Turn, decode
+from swarmq.messages import (
+    Command,
+    Event,
+    EventName,
+    Message,
+    RefusedTurn,
+    Registration,
+    Rollout,
+    Slot,
+    Task,
+    Ticket,
+    Turn,
+    decode,
+)
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.transcripts.writer import ClosedEpisode, TranscriptWriter
 
@@ -101,6 +115,7 @@ class Collector:
         self.job = job
         self._rules = Rules.of(job)
         self._proxies = ProxyRegistry(job.run_folder.proxies)
+        self._members = MembershipKeeper(job, broker, clock=clock)
         self._broker = broker
         self._store = store
         self._transcripts = transcripts
@@ -143,6 +158,7 @@ class Collector:
                 tasks.create_task(self._warden()),
                 tasks.create_task(self._reporter()),
                 tasks.create_task(self._listen()),
+                tasks.create_task(self._members.run()),
             ]
             await stop.wait()
             for task in others:
@@ -214,6 +230,8 @@ class Collector:
             refused.clear()
             now = self._clock()
             for delivery in batch:
+                if isinstance(delivery.message, Registration):
+                    continue
                 is_command = delivery.arrival.queue == topology.control(self.job.run)
                 if is_command != isinstance(delivery.message, Command | Task):
                     refused.append((delivery, f"{type(delivery.message).__name__} on {delivery.arrival.queue}"))
@@ -224,14 +242,20 @@ class Collector:
                     yield effect
 
         await self._decide(decide)
+        for delivery in batch:
+            if isinstance(delivery.message, Registration):
+                self._members.take(delivery.message, topology.parse_host(delivery.arrival.sender))
         return refused
 
     async def _listen(self) -> None:
-        """Listen to events of the proxies about refused model calls."""
+        """Listen to events of the proxies about refused model calls, and of other hosts that want the membership."""
         async with self._broker.events(self.job.run) as events:
             async for event in events:
                 if event.name == "refused":
                     self._no_turns.note_refusal(event.fields)
+                elif event.name == "members_wanted":
+                    await self._tell("state", self.read_state())  # first, so that changed settings are known, too
+                    self._members.answer(str(event.fields["ask"]))
 
     async def _give_back(self) -> None:
         """Requeue tasks that invited clients give back. A crash after the confirm does this twice, which is harmless: the

@@ -68,7 +68,7 @@ class RevokedNames:
     """The set of revoked names, kept up to date with the registry file: `name in revoked`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = CachedFile(path, lambda: _read_revoked(path), frozenset[str]())
+        self._file = CachedFile(path, lambda: read_revoked(path), frozenset[str]())
         self._names: frozenset[str] = frozenset()
         self._looked_at = -LOOK_EVERY_S
 
@@ -80,7 +80,7 @@ class RevokedNames:
         return name in self._names
 
 
-def _read_revoked(path: Path) -> frozenset[str]:
+def read_revoked(path: Path) -> frozenset[str]:
     return frozenset(one.name for one in read_clients(path).values() if one.removed_at is not None)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
-        self._feeds: list[tuple[str, EventFeed]] = []
+        self._feeds: list[tuple[str, EventFeed, Callable[[], None]]] = []
         self._present = asyncio.Event()
         self._present.set()
         self._room = asyncio.Event()
@@ -93,19 +93,21 @@ class MemoryBroker:
         if not (self._present.is_set() and self._room.is_set()):
             return False
         self.emitted.append(event)
-        for run, feed in self._feeds:
+        for run, feed, _ in self._feeds:
             if run == event.run:
                 feed.put(encode(event))
         return True
 
     @asynccontextmanager
-    async def events(self, run: str) -> AsyncIterator[AsyncIterator[Event]]:
+    async def events(
+        self, run: str, *, on_gap: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[AsyncIterator[Event]]:
         feed = EventFeed()
-        self._feeds.append((run, feed))
+        self._feeds.append((run, feed, on_gap))
         try:
             yield feed
         finally:
-            self._feeds.remove((run, feed))
+            self._feeds.remove((run, feed, on_gap))
             feed.close()
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
@@ -138,6 +140,8 @@ class MemoryBroker:
         """Make the broker unreachable, or reachable again. Publishers wait; consumers lose their sessions."""
         if gone:
             self._present.clear()
+            for _, _, on_gap in self._feeds:
+                on_gap()
             self.interrupt()
         else:
             self._present.set()

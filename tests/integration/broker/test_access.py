@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from support.broker import is_refused
 from support.tls import self_signed
 from swarmq import cli, keys
 from swarmq.broker import topology
@@ -79,21 +80,6 @@ def world(broker_node, run_name, tmp_path, monkeypatch):
     return make
 
 
-async def refused(invite, act):
-    """Whether the broker refuses what `act(channel)` does as this client."""
-    connection = await aio_pika.connect(invite.amqp_url)
-    try:
-        channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
-        try:
-            async with asyncio.timeout(120):
-                await act(channel)
-        except aio_pika.exceptions.ChannelClosed as error:
-            return "ACCESS_REFUSED" in str(error)
-        return False
-    finally:
-        await connection.close()
-
-
 async def test_an_invited_client_runs_episodes_and_its_tasks(world):
     async with world() as w:
         invite = w.invite("alice")
@@ -126,7 +112,7 @@ async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world)
             await (await channel.get_queue(name, ensure=False)).purge()
 
         user = topology.client_user(w.run, "alice")
-        assert not await refused(alice, lambda c: publish(c, topology.CLIENTS, f"{user}.in"))
+        assert not await is_refused(alice.amqp_url, lambda c: publish(c, topology.CLIENTS, f"{user}.in"))
         for exchange, key in [
             (topology.CLIENTS, f"{topology.client_user(w.run, 'bob')}.in"),
             (topology.CLIENTS, "another-run.alice.in"),
@@ -138,7 +124,7 @@ async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world)
             (topology.EVENTS, f"{w.run}.up.warning"),
             (topology.DEAD, ""),
         ]:
-            assert await refused(alice, lambda c, e=exchange, k=key: publish(c, e, k)), (exchange, key)
+            assert await is_refused(alice.amqp_url, lambda c, e=exchange, k=key: publish(c, e, k)), (exchange, key)
         others = [
             *(topology.inbox(w.run), topology.ready(w.run, "main"), topology.DEAD),
             *(topology.control(w.run), topology.control(w.run, "main")),
@@ -146,12 +132,12 @@ async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world)
         ]
         shared = [name(w.run, "math") for name in (topology.tasks, topology.tickets, topology.evals)]
         for name in others:
-            assert await refused(alice, lambda c, n=name: read(c, n)), name
-            assert await refused(alice, lambda c, n=name: purge(c, n)), name
+            assert await is_refused(alice.amqp_url, lambda c, n=name: read(c, n)), name
+            assert await is_refused(alice.amqp_url, lambda c, n=name: purge(c, n)), name
         for name in [*others, *shared]:
-            assert await refused(alice, lambda c, n=name: c.queue_delete(n)), name
-        assert await refused(alice, lambda c: c.declare_queue("mine", exclusive=True))
-        assert await refused(alice, lambda c: c.declare_exchange("mine"))
+            assert await is_refused(alice.amqp_url, lambda c, n=name: c.queue_delete(n)), name
+        assert await is_refused(alice.amqp_url, lambda c: c.declare_queue("mine", exclusive=True))
+        assert await is_refused(alice.amqp_url, lambda c: c.declare_exchange("mine"))
         assert isinstance(await w.arrived(), EpisodeBegin)
 
 

@@ -64,6 +64,7 @@ def test_routing_keys_carry_the_user_and_reach_the_queues():
     assert {topology.parse_sender(key) for key in keys.values()} == {user}
     bound = {
         "r1.*.in": INBOX,
+        "r1.*.control": topology.control("r1"),
         "r1.*.tasks.math": RETURNED,
         "r1.*.tasks.math.again": RETURNED,
         "r1.*.eval.math": RETURNED,
@@ -93,3 +94,12 @@ def test_a_client_that_was_invited_before_there_was_a_queue_for_further_attempts
 )
 def test_a_letter_of_a_client_goes_where_the_client_could_have_sent_it(queue, goes_to):
     assert topology.client_destination("r1.alice", queue) == goes_to
+
+
+def test_a_host_records_turns_of_any_client_and_only_in_its_own_run():
+    host = topology.host_user("r1", "gpu2")
+    assert topology.parse_host(host) == "gpu2"
+    assert topology.parse_host(topology.client_user("r1", "host")) == ""
+    assert find_violation(host, INBOX, begin("alice@x")) == ""
+    assert "another run" in find_violation(topology.host_user("r2", "gpu2"), INBOX, begin("alice@x"))
+    assert topology.parse_sender(topology.client_key(host, topology.control("r1"))) == host

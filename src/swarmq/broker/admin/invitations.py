@@ -73,7 +73,7 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
             "--proxy is missing: give the URL by which clients reach the proxy, or set proxy.host and proxy.port"
         )
     split_nodes(url)  # raises for a malformed URL
-    _check_amqp_url(amqp or "")
+    check_amqp_url(amqp or "")
     _check_proxy_url(proxy or "")
     make_folder(folder.path)
     resolved = msgspec.structs.replace(
@@ -102,7 +102,7 @@ def add_client(
     registers no client."""
     ca = keys.read_certificate(reach.ca) if reach.ca else host.ca
     amqp_url = "" if reach.http else reach.amqp or host.amqp_url
-    _check_amqp_url(amqp_url)
+    check_amqp_url(amqp_url)
     _check_proxy_url(reach.proxy or host.base_url)
     with ClientRegistry.open(folder.clients) as members:
         members.check_new(name)
@@ -117,7 +117,7 @@ def add_client(
         host,
         client=name,
         secret=keys.derive_client_secret(keys.load_root(folder.root_secret), name),
-        amqp_url=amqp_url and map_nodes(amqp_url, lambda url: _with_login(url, user, password)),
+        amqp_url=amqp_url and with_login(amqp_url, user, password),
         base_url=reach.proxy or host.base_url,
         base_urls=() if reach.proxy else host.base_urls,
         invited=not reach.http,
@@ -144,7 +144,8 @@ def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
             management.grant(member.broker_user)
 
 
-def _check_amqp_url(url: str) -> None:
+def check_amqp_url(url: str) -> None:
+    """Raise ConfigError unless the URL is empty or a valid one of RabbitMQ."""
     try:
         if url:
             split_nodes(url)
@@ -157,7 +158,12 @@ def _check_proxy_url(url: str) -> None:
         raise ConfigError(f"--proxy {url!r} is not a valid address: give http:// or https:// and a host")
 
 
-def _with_login(url: str, user: str, password: str) -> str:
-    parts = urlsplit(url)
-    where = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{where}", path=parts.path or "/"))
+def with_login(urls: str, user: str, password: str) -> str:
+    """Return the URL of each node with these credentials instead of its own."""
+
+    def change(url: str) -> str:
+        parts = urlsplit(url)
+        where = parts.netloc.rpartition("@")[2]
+        return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{where}", path=parts.path or "/"))
+
+    return map_nodes(urls, change)

@@ -4,10 +4,11 @@
 ---|---|---|---|
  operator (the run's url)  | .*        | .*               | .*                              |
  client, `<run>.<client>`  | nothing   | `swarmq.clients` | tickets, tasks, eval of its run |
+ host, `<run>.host:<name>` | own feeds | the same, events | the same, and its run's events  |
  viewer                    | nothing   | nothing          | nothing; sees depths in the UI  |
 
-In the exchange `swarmq.clients` a client may use only its own routing keys. Methods block, because only an operator's commands
-use them.
+In the exchange `swarmq.clients` a client or host may use only its own routing keys, in `swarmq.events` a host only its run's.
+Methods block, because only an operator's commands use them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ANSWER_S = 20.0
 MANAGEMENT_PORT = {"http": 15672, "https": 15671}
 DISABLED_USER = {"password_hash": "", "tags": ""}
 """Body that creates a user without a password, so that no login works before all permissions and limits are set."""
+OWN_QUEUES = r"^amq\.gen-.*$"
+"""Pattern of the names that RabbitMQ gives to nameless queues; they are exclusive to the connection that declares them."""
 MAX_CONNECTIONS = 256
 MAX_CHANNELS = 512
 """Maximum number of channels of one user. A client opens a connection for publishing and one for each queue; many machines
@@ -119,10 +122,30 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         user = topology.client_user(run, client)
         self._put(f"users/{quote(user)}", DISABLED_USER)
         self.grant(user)
+        self._enable(user, password, max_connections=max_connections, max_channels=max_channels)
+        return user
+
+    def add_host(self, run: str, host: str, password: str) -> str:
+        """Create the user of a host that runs engines or proxies of this run, and return the user's name."""
+        user = topology.host_user(run, host)
+        self._put(f"users/{quote(user)}", DISABLED_USER)
+        events = re.escape(topology.EVENTS)
+        self._rights(
+            user,
+            configure=OWN_QUEUES,
+            write=rf"{OWN_QUEUES}|^({re.escape(topology.CLIENTS)}|{events})$",
+            read=rf"{OWN_QUEUES}|^{events}$|^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$",
+        )
+        own_keys, of_run = rf"^{re.escape(user)}\.(in|control|(tasks|eval)\..+)$", rf"^{re.escape(run)}\."
+        self._topic_rights(user, topology.CLIENTS, write=own_keys)
+        self._topic_rights(user, topology.EVENTS, write=of_run, read=of_run)
+        self._enable(user, password, max_connections=MAX_CONNECTIONS, max_channels=MAX_CHANNELS)
+        return user
+
+    def _enable(self, user: str, password: str, *, max_connections: int, max_channels: int) -> None:
         self._put(f"user-limits/{quote(user)}/max-connections", {"value": max_connections})
         self._put(f"user-limits/{quote(user)}/max-channels", {"value": max_channels})
         self._put(f"users/{quote(user)}", {"password": password, "tags": ""})
-        return user
 
     def grant(self, user: str) -> None:
         """Set a client's permissions on its user, and remove any others."""
@@ -130,11 +153,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         self._rights(
             user, write=_exact_pattern(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
         )
-        own_keys = rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$"
-        self._put(
-            f"topic-permissions/{self._vhost}/{quote(user)}",
-            {"exchange": topology.CLIENTS, "write": own_keys, "read": "^$"},
-        )
+        self._topic_rights(user, topology.CLIENTS, write=rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$")
 
     def add_viewer(self, name: str, password: str) -> None:
         """Create a user who sees queue depths in the management UI, but no messages."""
@@ -163,8 +182,13 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         found = msgspec.convert(listed, list[_ListedQueue])
         return {queue.name: queue.figures() for queue in found if queue.name.startswith(prefix)}
 
-    def _rights(self, user: str, *, write: str, read: str) -> None:
-        self._put(f"permissions/{self._vhost}/{quote(user)}", {"configure": "^$", "write": write, "read": read})
+    def _rights(self, user: str, *, write: str, read: str, configure: str = "^$") -> None:
+        self._put(f"permissions/{self._vhost}/{quote(user)}", {"configure": configure, "write": write, "read": read})
+
+    def _topic_rights(self, user: str, exchange: str, *, write: str, read: str = "^$") -> None:
+        self._put(
+            f"topic-permissions/{self._vhost}/{quote(user)}", {"exchange": exchange, "write": write, "read": read}
+        )
 
     @property
     def _vhost(self) -> str:

@@ -1,0 +1,99 @@
+"""`swarmq host`: invites for hosts that run engines or proxies of a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from swarmq.cli.access import MANAGEMENT, RUN_OPTION, day, only_run
+from swarmq.cli.common import main
+from swarmq.observe.live_runs import find_management_api
+
+
+@main.group()
+def host() -> None:
+    """Invite, list and remove hosts that run engines or proxies. See docs/how-to/several-hosts.md.
+
+    An invite holds the run's root secret: whoever has it can do everything that the run folder allows. Keep it like the folder.
+
+    \b
+    swarmq host add gpu2 > gpu2.invite              a file to copy to the host
+    swarmq host list
+    swarmq host remove gpu2
+    """
+
+
+@host.command("add")
+@click.argument("name")
+@RUN_OPTION
+@MANAGEMENT
+@click.option("--amqp", metavar="URL", help="RabbitMQ address for the host, e.g. amqps://gpu.example.org:5671/")
+@click.option(
+    "--ca", type=click.Path(path_type=Path), help="PEM certificate to trust for this address, if self-signed."
+)
+@click.option(
+    "--hours",
+    default=24.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=87_600, min_open=True),
+    help="Hours for which engines and proxies may join with the invite; those that have joined stay.",
+)
+def host_add(
+    name: str, run: Path | None, management: str | None, amqp: str | None, ca: Path | None, hours: float
+) -> None:
+    """Print an invite for a host that runs engines or proxies. It is as powerful as the run folder.
+
+    \b
+    swarmq host add gpu2 > gpu2.invite
+    swarmq host add gpu2 --amqp amqps://gpu.example.org:5671/ --ca ca.pem --hours 1 > gpu2.invite
+    """
+    from swarmq.broker.admin.hosts import add_host
+    from swarmq.broker.admin.invitations import ClientAddresses
+
+    job, folder = only_run(run)
+    reach = ClientAddresses(amqp=amqp, ca=ca)
+    click.echo(add_host(job, folder, name, find_management_api(job, folder, management), reach, hours=hours).encode())
+
+
+@host.command("list")
+@RUN_OPTION
+def host_list(run: Path | None) -> None:
+    """List invited and removed hosts with the engines and proxies that have joined from them.
+
+    \b
+    swarmq host list --run runs/demo
+    """
+    from rich.table import Table
+
+    from swarmq.registries.hosts import read_hosts
+    from swarmq.runtime.terminal import console
+
+    _, folder = only_run(run)
+    table = Table("host", "added", "may join until", "removed", "engines and proxies", box=None)
+    for one in read_hosts(folder.hosts).values():
+        expired = " (expired)" if one.expires_at < time.time() else ""
+        parts = "\n".join([*one.engines, *one.proxies])
+        table.add_row(one.name, day(one.added_at), day(one.expires_at) + expired, day(one.removed_at), parts)
+    console().print(table if table.rows else "no host was invited")
+
+
+@host.command("remove")
+@click.argument("name")
+@RUN_OPTION
+@MANAGEMENT
+def host_remove(name: str, run: Path | None, management: str | None) -> None:
+    """Remove a host: its engines and proxies leave the run, and its RabbitMQ user is deleted.
+
+    The host still knows the run's root secret. To make that worthless, remove `secret` from the run folder and start the run again.
+
+    \b
+    swarmq host remove gpu2
+    """
+    from swarmq.broker.admin.hosts import remove_host
+
+    job, folder = only_run(run)
+    gone = remove_host(job, folder, name, find_management_api(job, folder, management))
+    parts = [*gone.engines, *gone.proxies]
+    click.echo(f"removed host {name}" + (f" with {', '.join(parts)}" if parts else ""))

@@ -1,0 +1,183 @@
+"""The collector's part in membership: it publishes what the registries of the run folder list, and edits them for parts on other hosts.
+
+registries ──look, every LOOK_S──> changed, asked for, or REPEAT_S old? ──> `members` event
+Registration ──> host invited? part reachable from here? ──> registry edited ──> `registration` event
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from swarmq.broker import Broker
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError, SwarmqError
+from swarmq.hosts.addresses import split_address
+from swarmq.hosts.members import Members, StoredMembership
+from swarmq.messages import Event, EventName, Registration
+from swarmq.registries.engines import EngineRegistry
+from swarmq.registries.hosts import HostRegistry, InvitedHost, check_joinable, read_hosts
+from swarmq.registries.proxies import ProxyRegistry
+
+LOOK_S = 0.5
+REPEAT_S = 5.0
+CONNECT_S = 5.0
+MAX_ANSWERS = 1024
+"""Maximum number of registrations whose answers are remembered, for those that are sent again."""
+
+log = structlog.get_logger()
+
+
+class MembershipKeeper:
+    """Publishes the membership of a run, and applies registrations while `run` runs."""
+
+    def __init__(
+        self,
+        job: SwarmJob,
+        broker: Broker,
+        *,
+        clock: Callable[[], float] = time.time,
+        look_s: float = LOOK_S,
+        repeat_s: float = REPEAT_S,
+        connect_s: float = CONNECT_S,
+    ) -> None:
+        self._job, self._folder, self._broker, self._clock = job, job.run_folder, broker, clock
+        self._look_s, self._repeat_s, self._connect_s = look_s, repeat_s, connect_s
+        self._asks: list[str] = []
+        self._wake = asyncio.Event()
+        self._arrived: asyncio.Queue[tuple[Registration, str]] = asyncio.Queue()
+        self._answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """Registration id -> fields of its answer."""
+
+    def answer(self, ask: str) -> None:
+        """Publish the membership now, as the answer to `ask`."""
+        self._asks.append(ask)
+        self._wake.set()
+
+    def take(self, registration: Registration, host: str) -> None:
+        """Apply a registration soon, and answer it. `host`: the invited host that sent it; "" for an operator."""
+        self._arrived.put_nowait((registration, host))
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._publish())
+            applying: dict[str, tuple[str, asyncio.Task[None]]] = {}
+            """URL of a part -> id of its newest registration, and the task that applies it."""
+            while True:
+                registration, host = await self._arrived.get()
+                prior_id, prior = applying.get(registration.url, ("", None))
+                if prior and not prior.done():
+                    if prior_id == registration.registration_id:
+                        continue
+                    prior.cancel()  # the newest registration of a part holds
+                    await asyncio.wait({prior})
+                applying[registration.url] = (
+                    registration.registration_id,
+                    tasks.create_task(self._apply(registration, host)),
+                )
+
+    async def _publish(self) -> None:
+        membership = StoredMembership(self._job)
+        published: Members | None = None
+        due_at = 0.0
+        while True:
+            self._wake.clear()
+            try:
+                present = membership.read()
+            except SwarmqError as error:
+                log.warning("members_unreadable", reason=str(error))
+                await asyncio.sleep(self._repeat_s)
+                continue
+            now = asyncio.get_running_loop().time()
+            if self._asks or present != published or now >= due_at:
+                asks = tuple(self._asks)
+                if await self._tell("members", msgspec.to_builtins(present) | {"answers": asks}):
+                    published, due_at = present, now + self._repeat_s
+                    del self._asks[: len(asks)]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s):
+                    await self._wake.wait()
+
+    async def _apply(self, registration: Registration, host: str) -> None:
+        answer = self._answers.get(registration.registration_id)
+        if answer is None:
+            try:
+                await self._edit(registration, host)
+                answer = {"state": "accepted"}
+            except (SwarmqError, OSError) as error:
+                answer = {"state": "refused", "text": str(error)}
+            facts = {
+                name: getattr(registration, name) for name in ("registration_id", "action", "part", "url", "policy")
+            }
+            answer |= {"host": host, **facts}
+            log.info("registration", **answer)
+            self._answers[registration.registration_id] = answer
+            if len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        self._wake.set()
+        await self._tell("registration", answer)
+
+    async def _edit(self, registration: Registration, host: str) -> None:
+        """Check a registration and edit the registries. Raises SwarmqError, before any change, if it is refused."""
+        if registration.action == "join":
+            if registration.part == "engine" and registration.policy not in self._job.policies:
+                policies = ", ".join(self._job.policies)
+                raise ConfigError(f"there is no policy {registration.policy!r}: the run has {policies}")
+            if host:
+                hosts = await asyncio.to_thread(read_hosts, self._folder.hosts)
+                check_joinable(hosts, host, self._clock())
+            await check_reachable(registration.url, connect_s=self._connect_s)
+        await asyncio.to_thread(self._change, registration, host)  # a command may hold the files' locks for a while
+
+    def _change(self, registration: Registration, host: str) -> None:
+        engines, proxies = EngineRegistry(self._job), ProxyRegistry(self._folder.proxies)
+        url, policy = registration.url, registration.policy
+        is_joining = registration.action == "join"
+        if registration.part == "proxy":
+            (proxies.add if is_joining else proxies.remove)(url)
+        elif policy in self._job.policies:
+            (engines.add if is_joining else engines.remove)(policy, url)
+        if host:
+            with HostRegistry.open(self._folder.hosts) as hosts:
+                if entry := hosts.entries.get(host):
+                    hosts.put(_with_part(entry, url, registration if is_joining else None))
+
+    async def _tell(self, name: EventName, fields: dict[str, Any]) -> bool:
+        event = Event(run=self._job.run, source="collector", name=name, at=self._clock(), fields=fields)
+        return await self._broker.emit(event)
+
+
+def _with_part(host: InvitedHost, url: str, joined: Registration | None) -> InvitedHost:
+    engines = {other: policy for other, policy in host.engines.items() if other != url}
+    proxies = tuple(other for other in host.proxies if other != url)
+    if joined is not None and joined.part == "engine":
+        engines[url] = joined.policy
+    elif joined is not None:
+        proxies = (*proxies, url)
+    return msgspec.structs.replace(host, engines=engines, proxies=proxies)
+
+
+async def check_reachable(url: str, *, connect_s: float) -> None:
+    """Raise ConfigError if this host cannot connect to the address of a URL."""
+    host, port = split_address(url)
+    try:
+        async with asyncio.timeout(connect_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"{host}:{port} does not answer the run's host within {connect_s:g} s: is a firewall between them?"
+        ) from error
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+        raise ConfigError(
+            f"the run's host cannot connect to {host}:{port} ({reason}): announce an address that it reaches"
+        ) from error
+    writer.close()

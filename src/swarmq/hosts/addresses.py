@@ -1,0 +1,71 @@
+"""The address that a part on another host announces to the run's other parts."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from swarmq.errors import ConfigError
+
+
+def split_address(url: str) -> tuple[str, int]:
+    """Return host and port of a URL. Raises ConfigError if it has no host or no valid port."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or {"https": 443, "http": 80, "amqps": 5671, "amqp": 5672}[parts.scheme]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{url!r} is not a valid URL: give a scheme, a host and a port") from error
+    if not parts.hostname:
+        raise ConfigError(f"{url!r} is not a valid URL: it names no host")
+    return parts.hostname, port
+
+
+def resolve(host: str, port: int) -> str:
+    """Return the first IP address of a host name. Raises ConfigError if the name resolves to nothing."""
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port}: the name {host!r} resolves to nothing on this host ({error.strerror}): check it, or give an IP address"
+        ) from error
+
+
+def find_own_address(host: str, port: int) -> str:
+    """Return the IP address from which this host reaches another one. Raises ConfigError if there is no route."""
+    there = resolve(host, port)
+    family = socket.AF_INET6 if ":" in there else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, port))  # sends nothing
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be reached from this host ({error.strerror})") from error
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a URL names the host on which it is used."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def check_announced(url: str, *, is_run_on_this_host: bool) -> None:
+    """Raise ConfigError if the run's other parts cannot reach a part of this host at `url`."""
+    host, port = split_address(url)
+    address = ipaddress.ip_address(resolve(host, port))
+    if address.is_unspecified:
+        raise ConfigError(
+            f"{url} is no address that other hosts can reach: announce one with --url http://NAME:{port}, or leave --host out"
+        )
+    if address.is_loopback and not is_run_on_this_host:
+        raise ConfigError(
+            f"{url} is this host's loopback address, which the run's other hosts cannot reach: name the host's address with --host, or "
+            "announce another one with --url"
+        )
+
+
+def format_url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

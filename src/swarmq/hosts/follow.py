@@ -1,0 +1,207 @@
+"""A run's membership on another host, as the run's collector publishes it.
+
+  ask ──`members_wanted`──> collector ──`state`, `members`──> current
+   ^                                                            │
+   └── subscription lost, or no event for SILENT_S ── stale <───┘
+
+The collector repeats its events, so a lost one is made up for within seconds. While the membership is stale, a client may have been
+removed: proxies let calls wait until the collector has answered. A collector that is away makes nothing stale, because nobody is
+removed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import structlog
+
+from swarmq import keys
+from swarmq.broker import Broker
+from swarmq.broker.amqp import AmqpBroker
+from swarmq.errors import ConfigError, SwarmqError
+from swarmq.hosts.addresses import format_url, is_loopback, resolve, split_address
+from swarmq.hosts.members import Members
+from swarmq.messages import Event, new_id
+from swarmq.registries.engines import Urls
+from swarmq.runtime.amqp_urls import redact_url, split_nodes
+from swarmq.version import __version__
+
+ASK_EVERY_S = 1.0
+SILENT_S = 10.0
+"""Seconds without any event of the run after which the subscription counts as cut off. A proxy's own events come back to it every
+two seconds, also while the collector is away."""
+PATIENCE_S = 30.0
+log = structlog.get_logger()
+
+EventHandler = Callable[[Event], None]
+
+
+class FollowedMembership:
+    """The membership of a run as its collector publishes it. `handlers`: functions that get every event of the run."""
+
+    def __init__(
+        self,
+        run: str,
+        broker: Broker,
+        *,
+        source: str,
+        is_run_on_this_host: bool = False,
+        ask_every_s: float = ASK_EVERY_S,
+        silent_s: float = SILENT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`is_run_on_this_host`: whether loopback addresses of engines mean the run's own."""
+        self._run, self._broker, self._source = run, broker, source
+        self._is_run_on_this_host = is_run_on_this_host
+        self._ask_every_s, self._silent_s, self._clock = ask_every_s, silent_s, clock
+        self._ask = new_id()
+        self._heard_at = clock()
+        self._current, self._stale = asyncio.Event(), asyncio.Event()
+        self._stale.set()
+        self.latest: Members | None = None
+        self._revoked: frozenset[str] = frozenset()
+        self.clock_lead_s = 0.0
+        """Seconds by which this host's clock is ahead of the collector's, measured at the last answer; delays count as lead."""
+        self.handlers: list[EventHandler] = []
+
+    @property
+    def members(self) -> Members:
+        """The newest members. The first ones must have arrived."""
+        assert self.latest is not None
+        return self.latest
+
+    # Membership, as proxies use it
+
+    @property
+    def roster(self) -> FollowedMembership:
+        return self
+
+    @property
+    def revoked(self) -> frozenset[str]:
+        return self._revoked
+
+    @property
+    def resumed_at(self) -> dict[str, int]:
+        return self.members.resumed_at
+
+    def proxies(self) -> tuple[str, ...]:
+        return self.members.proxies
+
+    def urls(self) -> Urls:
+        """Return policy -> URLs of its engines that this host can reach."""
+        return {
+            name: tuple(url for url in urls if self._is_run_on_this_host or not is_loopback(url))
+            for name, urls in self.members.engines.items()
+        }
+
+    def add(self, policy: str, url: str) -> Urls:
+        raise ConfigError(
+            f"{url}: the engines of {policy} are changed on the run's own host (`swarmq engine`), or at a proxy there"
+        )
+
+    remove = add
+
+    # Following
+
+    async def wait_current(self, patience_s: float) -> bool:
+        """Wait until no event can have been missed, and return whether that was so in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._current.wait()
+        return self._current.is_set()
+
+    def ask(self) -> None:
+        """Make the membership stale until the collector has answered from now on."""
+        self._ask = new_id()
+        self._heard_at = self._clock()
+        self._current.clear()
+        self._stale.set()
+
+    def handle_event(self, event: Event) -> None:
+        self._heard_at = self._clock()
+        if event.source == "collector" and event.name == "members":
+            self.latest = msgspec.convert(event.fields, Members)
+            self._revoked = frozenset(self.latest.revoked)
+            if self._ask in event.fields["answers"]:
+                self.clock_lead_s = time.time() - event.at
+                self._stale.clear()
+                self._current.set()
+
+    async def follow(self) -> None:
+        """Pass the run's events on until cancelled."""
+        async with self._broker.events(self._run, on_gap=self.ask) as events, asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(self._keep_asking())
+            watching = tasks.create_task(self._watch_silence())
+            async for event in events:
+                self.handle_event(event)
+                for handle in self.handlers:
+                    handle(event)
+            asking.cancel()
+            watching.cancel()
+
+    async def _keep_asking(self) -> None:
+        while True:
+            await self._stale.wait()
+            fields = {"ask": self._ask}
+            await self._broker.emit(
+                Event(run=self._run, source=self._source, name="members_wanted", at=time.time(), fields=fields)
+            )
+            await self.wait_current(self._ask_every_s)
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(self._ask_every_s)
+            if self._clock() - self._heard_at > self._silent_s:
+                self.ask()
+
+
+@asynccontextmanager
+async def join_run(
+    invite: keys.HostInvite, *, name: str, now: float, patience_s: float = PATIENCE_S
+) -> AsyncIterator[tuple[Broker, FollowedMembership]]:
+    """Connect to the run of an invite, and follow its membership, which is current at first.
+
+    `name`: of the connection, in RabbitMQ's management UI. Raises SwarmqError: the invite has expired, RabbitMQ or the collector does
+    not answer, or versions or clocks differ.
+    """
+    invite.check_current(now)
+    is_local = is_run_on_this_host(invite)
+    async with AmqpBroker.open(invite.broker_url, name=name, user=invite.user) as broker:
+        membership = FollowedMembership(invite.run, broker, source=f"host.{invite.host}", is_run_on_this_host=is_local)
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(membership.follow())
+            try:
+                if not await membership.wait_current(patience_s):
+                    raise SwarmqError(
+                        f"the collector of run {invite.run!r} has not answered within {patience_s:g} s over RabbitMQ at "
+                        f"{redact_url(invite.amqp_url)}: check that the run is up"
+                    )
+                check_same_run(membership)
+                yield broker, membership
+            finally:
+                following.cancel()
+
+
+def is_run_on_this_host(invite: keys.HostInvite) -> bool:
+    """Return whether the invite's RabbitMQ, and with it the run, is reached over this host's loopback. Raises ConfigError if
+    the name of its host resolves to nothing."""
+    host, port = split_address(split_nodes(invite.amqp_url)[0])
+    return is_loopback(format_url("amqp", resolve(host, port), port))
+
+
+def check_same_run(membership: FollowedMembership) -> None:
+    """Raise ConfigError if this host has another version of swarmq, or another time, than the collector's."""
+    theirs = membership.members.swarmq
+    if theirs != __version__:
+        raise ConfigError(f"the run's host has swarmq {theirs}, this host {__version__}: install the same version")
+    if abs(lead_s := membership.clock_lead_s) > keys.CLOCK_LEEWAY_S:
+        way = "ahead of" if lead_s > 0 else "behind"
+        raise ConfigError(
+            f"this host's clock is {abs(lead_s):.0f} s {way} the clock of the run's host, and more than {keys.CLOCK_LEEWAY_S:g} s make fresh "
+            "api keys look expired: set both clocks, e.g. by NTP"
+        )

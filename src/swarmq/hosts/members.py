@@ -1,0 +1,137 @@
+"""The parts of a run and what those on other hosts need to know of it: read from the run folder, or followed over the broker."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.hosts.model_files import ModelFiles, describe_model
+from swarmq.registries.clients import RevokedNames, read_revoked
+from swarmq.registries.engines import EngineRegistry, Urls
+from swarmq.registries.proxies import ProxyRegistry
+from swarmq.version import __version__
+
+OF_ITS_HOST = ("host", "port", "certificate", "key")
+"""Settings of [proxy] that each host has for itself."""
+
+
+class Members(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a run at present: the fields of the collector's `members` event."""
+
+    engines: Urls
+    proxies: tuple[str, ...]
+    revoked: tuple[str, ...]
+    """Names of clients and operators whose keys and tokens are refused."""
+    resumed_at: dict[str, int]
+    """Trained policy -> step of its newest checkpoint."""
+    settings: dict[str, Any]
+    """Settings of the run, without the broker's address and what each host has for itself."""
+    models: dict[str, ModelFiles]
+    """Policy -> facts of its model, where that is a folder on the collector's host."""
+    swarmq: str
+    """Version of swarmq that the collector runs."""
+
+
+class Roster(Protocol):
+    """The engines of all policies."""
+
+    def urls(self) -> Urls: ...
+
+    def add(self, policy: str, url: str) -> Urls:
+        """Add an engine. Raises ConfigError where the list cannot be changed."""
+
+    def remove(self, policy: str, url: str) -> Urls:
+        """Remove an engine. Raises ConfigError where the list cannot be changed."""
+
+
+class Membership(Protocol):
+    """What a proxy knows of the other parts of its run."""
+
+    @property
+    def roster(self) -> Roster: ...
+
+    @property
+    def revoked(self) -> Container[str]:
+        """Names of clients and operators whose keys and tokens are refused."""
+
+    @property
+    def resumed_at(self) -> Mapping[str, int]:
+        """Trained policy -> step of its newest checkpoint when the proxy started."""
+
+    def proxies(self) -> tuple[str, ...]:
+        """Return the base URLs of the run's proxies."""
+
+
+class StoredMembership:
+    """The membership as the files of the run folder state it."""
+
+    def __init__(self, job: SwarmJob) -> None:
+        self._job = job
+        self._proxies = ProxyRegistry(job.run_folder.proxies)
+        self._models = {name: describe_model(Path(policy.model)) for name, policy in job.policies.items()}
+        self.roster = EngineRegistry(job)
+        self.revoked = RevokedNames(job.run_folder.clients)
+
+    @property
+    def resumed_at(self) -> dict[str, int]:
+        return {name: self._job.run_folder.newest_checkpoint(name) for name in self._job.trained}
+
+    def proxies(self) -> tuple[str, ...]:
+        return self._proxies.urls()
+
+    def read(self) -> Members:
+        """Return the present members. Raises ConfigError or EngineError if a registry cannot be read."""
+        return Members(
+            engines=self.roster.urls(),
+            proxies=self.proxies(),
+            revoked=tuple(sorted(read_revoked(self._job.run_folder.clients))),
+            resumed_at=self.resumed_at,
+            settings=_shared_settings(self._job),
+            models={name: model for name, model in self._models.items() if model},
+            swarmq=__version__,
+        )
+
+
+def _shared_settings(job: SwarmJob) -> dict[str, Any]:
+    tree: dict[str, Any] = msgspec.to_builtins(job)
+    for key in ("broker", "folder"):
+        tree.pop(key)
+    for key in OF_ITS_HOST:
+        tree["proxy"].pop(key)
+    return tree
+
+
+def build_job(members: Members, *, folder: Path, engines: Urls, proxy: Mapping[str, Any]) -> SwarmJob:
+    """Return the run's settings for a part on another host. `proxy`: this host's own settings of [proxy]. Raises ConfigError."""
+    job = SwarmJob.build(
+        members.settings | {"folder": str(folder), "proxy": members.settings["proxy"] | proxy},
+        origin="the settings that the collector sent",
+    )
+    policies = {
+        name: msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, urls=engines[name]))
+        for name, policy in job.policies.items()
+    }
+    return msgspec.structs.replace(job, policies=policies)
+
+
+def check_model_files(members: Members, policy: str) -> None:
+    """Raise ConfigError if this host's copy of a policy's model, or its tokenizer, differs from the run's."""
+    path = Path(members.settings["policies"][policy]["model"])
+    expected = members.models.get(policy)
+    if expected is None:
+        return
+    own = describe_model(path)
+    if own is None:
+        raise ConfigError(
+            f"the model of policy {policy} is the folder {path} on the run's host, and this host has no such folder with a config.json "
+            "and a tokenizer: copy it to the same path"
+        )
+    if differing := expected.find_difference(own):
+        raise ConfigError(
+            f"{path} is another model here than on the run's host: {differing}. Copy the folder from there"
+        )

@@ -1,0 +1,49 @@
+"""Facts of a model folder by which two hosts compare their copies. The weights themselves are compared at each push."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import msgspec
+
+SHAPE_FIELDS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Fields of config.json that two copies of a model have in common, whatever version of transformers wrote them."""
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "tekken.json")
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    shape: dict[str, str]
+    """Field of config.json -> its value as JSON."""
+    tokenizer: str
+    """SHA-256 of the vocabulary files."""
+
+    def find_difference(self, other: ModelFiles) -> str:
+        """Return what differs in `other`, or "" if nothing does."""
+        for field, value in self.shape.items():
+            if (there := other.shape.get(field)) != value:
+                return f"{field} in its config.json is {there}, not {value}"
+        return "" if self.tokenizer == other.tokenizer else "its tokenizer's files differ"
+
+
+def describe_model(folder: Path) -> ModelFiles | None:
+    """Return the facts of a model folder; None for a hub name, or a folder without a readable config.json or tokenizer."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        files = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+        digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in files))
+    except (OSError, ValueError):
+        return None
+    if not files:
+        return None
+    shape = {field: json.dumps(config[field]) for field in SHAPE_FIELDS if field in config}
+    return ModelFiles(shape=shape, tokenizer=digest.hexdigest())
