@@ -30,7 +30,7 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model, peak
 from benchmarks.timelines.run import SHAPES, wait
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan, ranks
 from swarmq.learner.store.records import BatchIndex, BatchRecord

@@ -1,4 +1,5 @@
-"""Run on every rank: checkpoints for which one rank's disk has no room, and the last one, which all make together.
+"""Run on every rank: checkpoints for which rank 0's disk has no room, and the last one, which all make together. The other
+ranks can write nothing at all, as on hosts without the run folder.
 
 python checkpoint_ranks.py MODEL FOLDER SHARDING
 """
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from swarmq.config import Policy, SwarmJob, Train
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import CheckpointSaved, ToIO, Warn
 from swarmq.learner.train.loop import Learner
@@ -33,10 +34,10 @@ class Told:
 
 
 @contextlib.contextmanager
-def room_for_files(num_bytes: int, *, here: bool) -> Iterator[None]:
+def room_for_files(num_bytes: int) -> Iterator[None]:
     """None of this rank may become larger, as on a disk that is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes if here else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
         yield
     finally:
@@ -48,16 +49,17 @@ def main(model: str, folder: str, sharding: Any) -> None:
     job = SwarmJob(run="r", folder=folder, policies={"main": Policy(model=model, train=train)})
     learner, told = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
     link = told if learner.is_main else None
-    for version, room, here in ((1, FOR_NOTHING, not learner.is_main), (2, FOR_ALL_BUT_WEIGHTS, learner.is_main)):
+    for version, room in ((1, FOR_NOTHING), (2, FOR_ALL_BUT_WEIGHTS)):
         learner.trainer.version = version
-        with room_for_files(room, here=here):
+        with room_for_files(room if learner.is_main else 0):
             learner._save(link)  # type: ignore[arg-type]
             if link:
                 learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
         assert not list(learner.folder.glob("step-*"))
-    for _ in range(2):
-        learner._save_last(link)  # type: ignore[arg-type]
-    learner._save(link, asked=3)  # type: ignore[arg-type]
+    with contextlib.nullcontext() if learner.is_main else room_for_files(0):
+        for _ in range(2):
+            learner._save_last(link)  # type: ignore[arg-type]
+        learner._save(link, asked=3)  # type: ignore[arg-type]
     if link:
         learner._report_finished_checkpoint(link)  # type: ignore[arg-type]
         assert [type(message) for message in told.messages[:2]] == [Warn, Warn], told.messages

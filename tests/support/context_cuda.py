@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.episodes import make_group
 from support.learner_ranks import forget, own_work
 from swarmq.config import Loss, Train
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import full_tensor
 from swarmq.learner.model import layout_attention
 from swarmq.learner.model.layout_model import LayoutModel

@@ -20,7 +20,7 @@ from support.episodes import make_group
 from support.learner_ranks import forget, learned, let_go, own_work
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling, VersionSpan, pack_floats, pack_ids

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer

@@ -11,7 +11,8 @@ import torch
 
 from support.forks import make_group
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave_group, make_accelerator
+from swarmq.learner.distributed.accelerator import make_accelerator
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import full_tensor, is_sharded
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm

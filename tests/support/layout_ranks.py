@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from support.forks import make_group, make_model
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import Layout, PrefixTree
 

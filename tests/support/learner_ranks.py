@@ -36,7 +36,7 @@ from swarmq.learner.batching.micro_batches import RankBatch, build_rank_batch
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
 from swarmq.learner.distributed import sharding
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import full_tensor, is_sharded
 from swarmq.learner.memory import plan
 from swarmq.learner.model import attention_check, layout_model

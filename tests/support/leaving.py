@@ -8,7 +8,8 @@ import time
 import torch
 
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave_group, make_accelerator
+from swarmq.learner.distributed.accelerator import make_accelerator
+from swarmq.learner.distributed.rendezvous import leave_group
 
 
 def main() -> None:

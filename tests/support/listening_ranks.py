@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave_group, make_accelerator
+from swarmq.learner.distributed.accelerator import make_accelerator
+from swarmq.learner.distributed.rendezvous import leave_group
 
 LISTEN = "0A"
 

@@ -20,7 +20,7 @@ from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import save_load
-from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan
 from swarmq.learner.model.layout_model import PlacedLayout

@@ -216,7 +216,7 @@ class MadeRun:
         self.logs[policy].append(BatchRecord(index=index, episodes=taken, settings=train if taken else None))
         if trace and taken:
             token_trace.write_trace(
-                self.folder.token_log(policy), step, 0, [_trace(one, effects, left_out) for one in taken]
+                self.folder.token_log(policy), step, [_trace(one, effects, left_out) for one in taken]
             )
         self.take(
             StepReport(

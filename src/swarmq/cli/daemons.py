@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,17 +69,29 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
     "Batches come from its ready queue, weights go to its engines.\n\n"
     "\b\n"
     "swarmq learner runs/math/resolved.toml\n"
-    "swarmq learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
+    "swarmq learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector\n"
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint gpu0:29500 -m swarmq learner runs/math/resolved.toml\n\n"
+    "Under torchrun and accelerate launch every process is a rank. Only rank 0 needs JOB; other hosts get it from rank 0.",
 )
 @click.option("--policy", help="Policy to train; required if the job trains several.")
 @click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Number of ranks to start.")
 @click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
 def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gpus: int, collector: bool) -> None:
     require_extras("learner")
+    from swarmq.learner.distributed.processes import is_main, is_rank, run_ranks
     from swarmq.learner.main import run
 
+    if not is_main() and not job.exists():
+        run(None, None)
+        return
     settings = SwarmJob.load(job, sets=sets)
-    run(settings, choose_policy(settings, policy), num_gpus=num_gpus, with_collector=collector)
+    name = choose_policy(settings, policy)
+    if num_gpus == 1 or is_rank():
+        run(settings, name, with_collector=collector)
+        return
+    overrides = [argument for each in sets for argument in ("--set", each)]
+    beside = "--collector" if collector else "--no-collector"
+    run_ranks([sys.executable, "-m", "swarmq", "learner", str(job), "--policy", name, beside, *overrides], num_gpus)
 
 
 @_daemon(

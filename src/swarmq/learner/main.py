@@ -1,21 +1,23 @@
-"""Entry point of `swarmq-learner`: locks the policy, starts collector, ranks and batch feeder, trains, stops in order.
+"""A learner's rank: meets the other ranks if there are several, trains, stops in order. Rank 0 also locks the policy and keeps
+collector and batch feeder running.
 
-  run ──> one GPU: the loop in this process          ──> batch feeder
-      ──> more:    a process per rank (rank.py), rank 0 of them as above
-      ──> collector, unless one runs elsewhere
-
-Under `accelerate launch` every process is a rank already.
+  swarmq-learner, torchrun, accelerate launch ──> rank 0 ──> lock, collector (unless one runs elsewhere), batch feeder
+                                              └─> others: get job, model and batches from rank 0
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from swarmq.config import SwarmJob, make_folder
 from swarmq.errors import ConfigError
-from swarmq.learner.distributed.processes import is_main, own_rank, run_collector, run_ranks
+from swarmq.learner.distributed.processes import is_main, run_collector
+from swarmq.learner.memory.ranks import num_ranks
 from swarmq.learner.store.writer_lock import Fence, hold_lock
 from swarmq.learner.teachers.availability import KEY_ENV
 from swarmq.registries.engines import EngineRegistry
@@ -25,36 +27,77 @@ if TYPE_CHECKING:
     from swarmq.weights.push.pusher import WeightPusher
 
 
-def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool = True, no_push: bool = False) -> None:
-    """Train `policy` until stopped or `max_steps`, on `num_gpus` ranks (processes on a machine without GPU).
+def run(job: SwarmJob | None, policy: str | None, *, with_collector: bool = True, no_push: bool = False) -> None:
+    """Train `policy` until stopped or `max_steps`, as one rank of those that a launcher started, or alone.
 
-    `no_push` leaves the engines alone. Raises LearnerError if training cannot go on.
+    `job`, `policy`: None on a rank other than 0 whose host has no job file. `no_push` leaves the engines alone. Raises
+    LearnerError if training cannot go on.
     """
-    if policy not in job.policies:
-        raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
-    if not job.policies[policy].trained:
-        raise ConfigError(f"policies.{policy}.trained is false: the policy is served, not trained")
-    if job.policies[policy].train.teacher_policy:
-        os.environ[KEY_ENV] = EngineRegistry(job).secret()  # the ranks inherit it
-        job = job.find_teacher(policy)
-    logs.configure(role=f"learner.{policy}", run=job.run)
-    with contextlib.ExitStack() as stack:
+    own = None if job is None or policy is None else _check(job, policy)
+    with _join_ranks(own) as (job, policy), contextlib.ExitStack() as stack:  # noqa: PLR1704 - rank 0's from here on
+        logs.configure(role=f"learner.{policy}" + ("" if is_main() else f".{os.environ['RANK']}"), run=job.run)
         if is_main():
             make_folder(job.run_folder.path)
             stack.enter_context(hold_lock(job.run_folder.path / policy / "lock"))
             if with_collector:
                 stack.enter_context(run_collector(job, policy))
-        if own_rank() is None and num_gpus > 1:
-            run_ranks(job, policy, num_ranks=num_gpus, no_push=no_push)
-        else:
-            train(job, policy, is_main=is_main(), no_push=no_push)
+        train(job, policy, no_push=no_push)
 
 
-def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """Run the loop of one rank. The caller holds the lock and keeps the collector running."""
-    from swarmq.learner.distributed.accelerator import leave_group  # noqa: PLC0415  (torch is imported only in processes that train)
+def _check(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
+    """Return the job with the address of its teacher."""
+    if policy not in job.policies:
+        raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
+    if not job.policies[policy].trained:
+        raise ConfigError(f"policies.{policy}.trained is false: the policy is served, not trained")
+    if is_main() and job.policies[policy].train.teacher_policy:
+        os.environ[KEY_ENV] = EngineRegistry(job).secret()
+        job = job.find_teacher(policy)
+    return job, policy
 
-    _train(job, policy, is_main=is_main, no_push=no_push)
+
+@contextlib.contextmanager
+def _join_ranks(own: tuple[SwarmJob, str] | None) -> Iterator[tuple[SwarmJob, str]]:
+    """Meet the other ranks, and provide rank 0's job and policy on every rank. `own`: those of this host's job file."""
+    if num_ranks() == 1:
+        assert own
+        yield own
+        return
+    from swarmq.learner.distributed.rendezvous import join_group  # noqa: PLC0415  (torch is imported only in processes that train)
+    from swarmq.learner.model.attention_check import broadcast_from_rank0  # noqa: PLC0415
+
+    monitor = join_group(own and _list_settings(*own))
+    assert monitor is not None
+    with monitor.report_errors():
+        sent = (_keep_for_ranks(*own), os.environ.get(KEY_ENV, "")) if own and is_main() else None
+        received = broadcast_from_rank0(sent)
+        assert received
+        if not is_main():
+            own, os.environ[KEY_ENV] = received
+        assert own
+        yield own
+
+
+def _list_settings(job: SwarmJob, policy: str) -> dict[str, Any]:
+    """Return the settings that must be the same in the job files of all hosts. A teacher may have another address on each."""
+    train = msgspec.to_builtins(job.policies[policy].train)
+    return {
+        "run": job.run,
+        f"policies.{policy}.model": job.policies[policy].model,
+        **{f"policies.{policy}.train.{name}": value for name, value in train.items() if name != "teacher"},
+    }
+
+
+def _keep_for_ranks(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
+    """Return the job without what other ranks do not need, above all the broker's password."""
+    return SwarmJob(run=job.run, folder=job.folder, policies={policy: job.policies[policy]}), policy
+
+
+def train(job: SwarmJob, policy: str, *, no_push: bool) -> None:
+    """Run the loop of this rank. On rank 0, the caller holds the lock and keeps the collector running."""
+    from swarmq.learner.distributed.rendezvous import leave_group  # noqa: PLC0415
+
+    _train(job, policy, is_main=is_main(), no_push=no_push)
     leave_group()
 
 

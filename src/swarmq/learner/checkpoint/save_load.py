@@ -1,7 +1,7 @@
 """Writing and restoring of checkpoints: a folder that `from_pretrained` loads, with everything that continues the run exactly.
 
   <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
-                            state/   accelerate's: optimizer (whole, even if ranks shard it), random numbers
+                            state/   optimizer.bin: its whole state, even if ranks shard it
                             manifest.json   schema, identity, version, size and SHA-256 of every file
 
   draft_checkpoint ──> draft ──> training goes on
@@ -27,7 +27,6 @@ import msgspec
 import structlog
 import torch
 from accelerate import Accelerator
-from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
@@ -43,9 +42,11 @@ from swarmq.learner.checkpoint.discovery import (
     version_of,
 )
 from swarmq.learner.checkpoint.model_files import HostCopies, ModelFiles, NotGrantedError, num_bytes, outline_copies
-from swarmq.learner.distributed.sharding import FullOptimizerState, is_sharded
+from swarmq.learner.distributed.send_from_rank0 import send_optimizer_state
+from swarmq.learner.distributed.sharding import gather_optimizer_state, is_sharded
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, WHOLE_BYTES
+from swarmq.learner.memory.model_copies import copy_tokenizer
 from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, map_os_errors, sha256
 from swarmq.learner.store.records import SCHEMA, RunIdentity
 from swarmq.runtime.files import fsync_folder
@@ -56,21 +57,11 @@ log = structlog.get_logger()
 
 STATE = "state"
 OPTIMIZER = "optimizer.bin"
-"""Name of accelerate's file with the optimizer's state."""
 DRAFT = ".draft-"
 OLD = f"{DRAFT}old-"
 """Prefix of a checkpoint that is being removed."""
 TORCH_CANNOT_WRITE = ("inline_container", "iostream", "Parent directory")
 """Texts in a RuntimeError of `torch.save` that mean a disk error; only the text distinguishes such an error."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "*.model",
-)
 
 
 class TrainerState(Protocol):
@@ -133,8 +124,7 @@ def draft_checkpoint(
         return draft
     writing: list[Callable[[], None]] = []
     with _fail_together(accelerator, draft):
-        state = _optimizer(trainer).state_dict()
-        save_accelerator_state(str(draft.path / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
+        state = _optimizer_state(trainer)
         if accelerator.is_main_process:
             writing += _write_or_defer_optimizer(state, draft.path / STATE / OPTIMIZER, trainer, copies)
         del state
@@ -249,33 +239,27 @@ def _write(draft: CheckpointDraft, check: Callable[[], None]) -> None:
 
 
 def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
-    """Restore optimizer and random-number generators. The trainer's weights were already loaded from `checkpoint.path`."""
-    state = checkpoint.path / STATE
+    """Restore the optimizer on every rank from the file that rank 0 reads. The trainer's weights were already loaded from
+    `checkpoint.path`. Every rank calls it."""
+    saved = _read_optimizer(checkpoint.path / STATE) if trainer.accelerator.is_main_process else None
+    send_optimizer_state(trainer.optimizer, saved, trainer.accelerator.device)
+    trainer.version = checkpoint.version
+
+
+def _read_optimizer(state: Path) -> dict[str, Any]:
     if not (state / OPTIMIZER).is_file():
         raise SetUpError(
             f"{state}: the optimizer was saved in parts, one for each rank, by an earlier swarmq; resume with that version, "
             "or begin another run from the weights: policies.<name>.model = this checkpoint's folder"
         )
-    load_accelerator_state(str(state), [], [_optimizer(trainer)], [], [], trainer.accelerator.process_index)
-    trainer.version = checkpoint.version
+    saved: dict[str, Any] = torch.load(state / OPTIMIZER, map_location="cpu", weights_only=True)
+    return saved
 
 
 def remove_drafts(folder: Path) -> None:
     """Remove drafts that a crash left. Only the holder of the policy's lock may call it."""
     for draft in folder.glob(f"{DRAFT}*"):
         _remove(draft)
-
-
-def copy_tokenizer(model: str, folder: Path) -> None:
-    """Copy the tokenizer's files beside the weights, unchanged if `model` is a folder."""
-    if Path(model).is_dir():
-        for pattern in TOKENIZER_FILES:
-            for file in Path(model).glob(pattern):
-                shutil.copyfile(file, folder / file.name)
-        return
-    from transformers import AutoTokenizer  # noqa: PLC0415  (seldom needed and slow to import)
-
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
 @contextlib.contextmanager
@@ -328,11 +312,12 @@ def _is_whole(draft: CheckpointDraft) -> bool:
         return False
 
 
-def _optimizer(trainer: TrainerState) -> Any:
-    """Return an optimizer with the state of a single process, whatever the number of ranks that hold it."""
+def _optimizer_state(trainer: TrainerState) -> dict[str, Any]:
+    """Return the optimizer's state as a single process has it, whatever the number of ranks that hold it."""
     if is_sharded(trainer.model):
-        return FullOptimizerState(trainer.optimizer, keep=trainer.accelerator.is_main_process)
-    return trainer.optimizer
+        return gather_optimizer_state(trainer.optimizer, keep=trainer.accelerator.is_main_process)
+    state: dict[str, Any] = trainer.optimizer.state_dict()
+    return state
 
 
 def _seal(draft: CheckpointDraft) -> None:

@@ -1,7 +1,7 @@
-"""The learner's child processes: the collector, and the ranks if there are several.
+"""The learner's child processes: the collector, and the ranks if `--num-gpus` asks for several.
 
-Child processes read the job from a file that only the user can read, run in sessions of their own, and end with their parent. A
-rank that dies ends the others; the next start resumes from checkpoint and batch log.
+Child processes run in sessions of their own and end with their parent. A rank that dies ends the others; the next start resumes
+from checkpoint and batch log.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ STEADY_S = 120.0
 """Seconds that a process must live before the delay of its next restart is short again."""
 
 
-def own_rank() -> int | None:
-    """Return this process's rank, or None if no launcher started it."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+def is_rank() -> bool:
+    """Return whether a launcher started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_main() -> bool:
     """Return whether this process is the learner's only one, or the first that a launcher started."""
-    return own_rank() in (None, 0)
+    return not is_rank() or os.environ["RANK"] == "0"
 
 
 @contextlib.contextmanager
@@ -65,12 +65,12 @@ def run_collector(job: SwarmJob, policy: str) -> Iterator[None]:
         keeper.stop()
 
 
-def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> None:
-    """Start every rank and wait for all of them. If one fails, the others are stopped and LearnerError is raised.
+def run_ranks(argv: Sequence[str], num_ranks: int) -> None:
+    """Start every rank by the command `argv` and wait for all of them. If one fails, the others are stopped and LearnerError is
+    raised.
 
     SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop.
     """
-    argv = [sys.executable, "-m", "swarmq.learner.rank", str(write_job_file(job, policy)), policy, str(int(no_push))]
     ranks = start_ranks(argv, num_ranks)
 
     def forward(*_: object) -> None:
@@ -102,18 +102,17 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
 
 
 def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Start ranks that meet on loopback.
+    """Start ranks with the environment that torchrun gives them, but let them meet on loopback.
 
     torch would listen on every interface, whatever MASTER_ADDR says, so anybody who reaches the port could join without a
-    password. Therefore rank 0 gets a bound socket (`accelerator.serve_store`).
+    password. Therefore rank 0 gets a bound socket.
     """
     with socket.create_server((LOOPBACK, 0)) as meeting:
         world = {
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(meeting.getsockname()[1]),
             "WORLD_SIZE": str(num_ranks),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that no rank opens a store of its own
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
             STORE_SOCKET_ENV: str(meeting.fileno()),
         }
         return [
@@ -143,7 +142,7 @@ def _how(status: int) -> str:
 
 
 def write_job_file(job: SwarmJob, policy: str) -> Path:
-    """Write the job for the children; the file may contain the broker's password. Raises LearnerError if it cannot be written."""
+    """Write the job for the collector; the file may contain the broker's password. Raises LearnerError if it cannot be written."""
     path = job.run_folder.path / policy / "job.toml"
     with map_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def shard_from_rank0(model: nn.Module, accelerator: Accelerator) -> Any:
     """
     ours = outline_tensors(model)
     outlines = broadcast_from_rank0(ours)
-    _check_alike(ours, outlines)
+    check_alike(ours, outlines)
     values = {} if on_meta(model) else {name: each.detach() for name, each in _named(model, once=True)}
     _make_empty(model, outlines)
     sharded = fsdp2_prepare_model(accelerator, model)
@@ -73,11 +73,12 @@ def _named(model: nn.Module, *, once: bool = False) -> Iterable[tuple[str, Tenso
     yield from model.named_buffers(remove_duplicate=once)
 
 
-def _check_alike(ours: dict[str, TensorOutline], outlines: dict[str, TensorOutline]) -> None:
+def check_alike(ours: dict[str, TensorOutline], outlines: dict[str, TensorOutline]) -> None:
+    """Raise LearnerError if this rank's model and rank 0's have different tensors."""
     if different := sorted(ours.keys() ^ outlines.keys()):
         raise LearnerError(
             f"the model's weights differ from those that its config.json describes: only one of them has {different[0]} (and "
-            f"{len(different) - 1} more), so ranks cannot shard the model: set train.sharding = 'none', or repair its folder"
+            f"{len(different) - 1} more), so rank 0 cannot send it to the other ranks: repair its folder"
         )
 
 
@@ -88,10 +89,11 @@ def _make_empty(model: nn.Module, outlines: dict[str, TensorOutline]) -> None:
         if one.first not in made:
             empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
             made[one.first] = empty if one.trained is None else nn.Parameter(empty, requires_grad=one.trained)
-        _put(model, name, made[one.first])
+        put_tensor(model, name, made[one.first])
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace the tensor `name` of the model."""
     owner, _, own = name.rpartition(".")
     setattr(model.get_submodule(owner), own, tensor)
 
@@ -104,7 +106,7 @@ def _fill(
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = _prepare_source(values.pop(name, None), outlines[name], accelerator.device)
+        whole = prepare_source(values.pop(name, None), outlines[name], accelerator.device)
         shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=0)
         kept = nn.Parameter(shard.cpu() if offloaded else shard, requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, kept)  # type: ignore[no-untyped-call]
@@ -112,11 +114,11 @@ def _fill(
     made: dict[str, Tensor] = {}
     for name, one in buffers.items():
         if one.first not in made:
-            made[one.first] = _prepare_source(values.pop(name, None), one, accelerator.device)
+            made[one.first] = prepare_source(values.pop(name, None), one, accelerator.device)
             torch.distributed.broadcast(made[one.first], src=0)
-        _put(model, name, made[one.first])
+        put_tensor(model, name, made[one.first])
 
 
-def _prepare_source(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
+def prepare_source(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
     """Return a tensor on the device: on rank 0 the value, on other ranks an empty tensor to receive it."""
     return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

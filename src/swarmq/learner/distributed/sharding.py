@@ -9,7 +9,6 @@ state.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,11 +19,11 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from swarmq.config import Train
-from swarmq.errors import LearnerError
+from swarmq.learner.distributed.send_from_rank0 import send_model
 from swarmq.learner.distributed.shard_from_rank0 import shard_from_rank0
 from swarmq.weights.format.packing import (
     FolderWeight,
@@ -50,8 +49,6 @@ AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 def build_fsdp_plugin(train: Train) -> FullyShardedDataParallelPlugin:
     """Return the FSDP plug-in that shards every decoder layer, as named by transformers."""
-    # accelerate creates CPU collectives only if this is set
-    os.environ["FSDP_OFFLOAD_PARAMS"] = str(train.cpu_offload).lower()
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -75,17 +72,6 @@ def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin)
         accelerator.state.fsdp_plugin = plan
 
 
-def check_collectives(train: Train, device: torch.device) -> None:
-    """Raise LearnerError if tensors cannot be gathered on the device that holds them."""
-    kept_on = "cpu" if train.cpu_offload else device.type
-    backends = torch.distributed.get_backend_config()
-    if f"{kept_on}:" not in backends:
-        raise LearnerError(
-            f"train.cpu_offload: the ranks' process group ({backends}) cannot gather tensors in {kept_on} memory; let "
-            "swarmq-learner --num-gpus start the ranks, or set FSDP_OFFLOAD_PARAMS=true for your launcher"
-        )
-
-
 def keep_layers_gathered(accelerator: Accelerator) -> None:
     """Keep layers gathered between forward and backward pass. Called before models are prepared."""
     accelerator.state.fsdp_plugin.reshard_after_forward = False
@@ -99,13 +85,8 @@ def set_gradient_sync(model: Any, *, last: bool) -> None:
 
 
 def is_sharding(accelerator: Accelerator) -> bool:
-    """Return whether each rank holds a part of every model; rank 0 alone then loads models."""
+    """Return whether each rank holds a part of every model."""
     return bool(accelerator.distributed_type == DistributedType.FSDP)
-
-
-def loads_no_weights(accelerator: Accelerator) -> bool:
-    """Return whether this rank builds models empty and gets its shards from rank 0."""
-    return is_sharding(accelerator) and not accelerator.is_main_process
 
 
 def prepare_model(
@@ -118,6 +99,7 @@ def prepare_model(
     if is_sharding(accelerator):
         sharded = shard_from_rank0(model, accelerator)
         return sharded, accelerator.prepare_optimizer(optimizer(_trained(sharded)))
+    send_model(model, accelerator.device)
     return accelerator.prepare(model, optimizer(_trained(model)))
 
 
@@ -132,6 +114,7 @@ def prepare_frozen_model(model: nn.Module, accelerator: Accelerator) -> Any:
         plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
         plan.reshard_after_forward = True
         return shard_from_rank0(model, accelerator).eval()
+    send_model(model, accelerator.device)
     return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
 
@@ -228,38 +211,12 @@ def _copy_to_host(full: Tensor, place: Tensor | None) -> Tensor:
     return place.copy_(full, non_blocking=True)
 
 
-class FullOptimizerState:
-    """State of a sharded optimizer, saved and loaded like that of a single process, so that any number of ranks can resume from
-    it."""
-
-    def __init__(self, optimizer: Any, *, keep: bool) -> None:
-        """`keep`: whether this rank keeps the state."""
-        self._optimizer, self._keep = optimizer, keep
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in newly allocated host memory, without tensors unless this rank keeps it. Every rank calls it."""
-        saved: dict[str, Any] = self._optimizer.state_dict()
-        whole_state: dict[int, dict[str, Any]] = {}
-        for index, values in saved["state"].items():
-            full = {name: full_tensor(value) for name, value in values.items()}
-            whole_state[index] = (
-                {name: value.to("cpu", copy=True) for name, value in full.items()} if self._keep else {}
-            )
-        return {**saved, "state": whole_state}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's part of a saved state."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        parts = {
-            index: {name: _take_shard(value, parameters[index]) for name, value in values.items()}
-            for index, values in saved["state"].items()
-        }
-        self._optimizer.load_state_dict({**saved, "state": parts})
-
-
-def _take_shard(value: Tensor, of: Tensor) -> Tensor:
-    """Return this rank's shard of a value that belongs to the parameter `of`. Return other values, such as the step count,
-    unchanged."""
-    if not isinstance(of, DTensor) or value.shape != of.shape:
-        return value
-    return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None).clone()
+def gather_optimizer_state(optimizer: Any, *, keep: bool) -> dict[str, Any]:
+    """Return the whole state of a sharded optimizer, as a single process has it, in newly allocated host memory; without tensors
+    unless `keep`. Every rank calls it."""
+    saved: dict[str, Any] = optimizer.state_dict()
+    whole_state: dict[int, dict[str, Any]] = {}
+    for index, values in saved["state"].items():
+        full = {name: full_tensor(value) for name, value in values.items()}
+        whole_state[index] = {name: value.to("cpu", copy=True) for name, value in full.items()} if keep else {}
+    return {**saved, "state": whole_state}

@@ -5,8 +5,7 @@ BF16 copy; 4 for the buckets in which gradients are reduced, if several ranks ho
 frozen base model takes its size in the compute dtype.
 
 Further memory: frozen models (a reference, a teacher that no engine serves), and the buffer from which weights are pushed.
-Models are loaded into host memory in FP32 or their stored dtype, by every rank that holds the whole model, else by rank 0 for
-all ranks.
+Models are loaded into host memory in FP32 or their stored dtype, by rank 0 for all ranks.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def host_bytes(
     if not cuda or (full and train.cpu_offload):
         own = _count_state_bytes(shape, train, cuda=cuda)
         kept += (own + FROZEN_BYTES * sum(judge_sizes)) * len(here) // (ranks if full else 1)
-    copies = int(gathering) if full else len(here) if cuda else 0  # on a CPU, the loaded model is the trained one
+    copies = int(0 in here and (full or cuda))  # on a CPU, a whole model is trained where it was loaded
     loaded = max([_count_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judge_sizes)])
     return kept + max(loaded * copies, saved)
 

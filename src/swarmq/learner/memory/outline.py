@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.memory import host
+from swarmq.learner.memory.model_copies import find_files
 
 
 @contextlib.contextmanager
@@ -55,13 +56,14 @@ def build_outline(source: str, config: Any, dtype: torch.dtype | None = None) ->
 
 def load_config(source: str) -> Any:
     """Load the configuration of a text-only causal LM. Raises LearnerError for any other model."""
-    folder = Path(source)
+    files = find_files(source)
+    folder = Path(files)
     if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
         raise SetUpError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise SetUpError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
     with explain_errors(source, "cannot be read", "correct its config.json, or fetch its files again"):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(files)
     if hasattr(config, "vision_config"):
         raise SetUpError(
             f"model {source}: {config.model_type!r} takes images, but a learner trains on text only: serve it untrained "

@@ -166,7 +166,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     needed = taking(full=full)
     instead = "raise the limit of the container, or use a host with more memory"
     if taking(full=True) < needed:
-        instead += "; or set train.sharding = 'full', with which one rank loads the model for all ranks"
+        instead += "; or set train.sharding = 'full'"
     if full and train.cpu_offload:
         instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
     if judge_sizes:

@@ -1,7 +1,7 @@
 """Traces of every trained token, for inspection: log-probability under the learner's weights, advantage, and the effect of the
 loss on its gradient.
 
-<folder>/000000042.0.msgpack.zst       version after the step, rank that computed these turns
+<folder>/000000042.0.msgpack.zst       version after the step; earlier versions of swarmq wrote a file per rank: .0, .1, ...
 
 The files lie beside the batch log. No computation needs them, so they are best effort: written after the step, never synced,
 and written again by a replay. Without torch.
@@ -45,9 +45,9 @@ class EpisodeTrace(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[TurnTrace, ...]
 
 
-def write_trace(folder: Path, version: int, rank: int, episodes: Sequence[EpisodeTrace]) -> None:
-    """Write the traces of a step. Best effort: a full disk costs the traces, not the run."""
-    path = folder / f"{version:09d}.{rank}{SUFFIX}"
+def write_trace(folder: Path, version: int, episodes: Sequence[EpisodeTrace]) -> None:
+    """Write the traces of a step, which may have an episode several times, with turns of different ranks. Best effort: a full disk costs the traces, not the run."""
+    path = folder / f"{version:09d}.0{SUFFIX}"
     draft = path.with_suffix(".new")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from swarmq.config import Lora, Train
 from swarmq.errors import SetUpError
-from swarmq.learner.distributed.sharding import compute_dtype, is_sharded, loads_no_weights, prepare_frozen_model
+from swarmq.learner.distributed.send_from_rank0 import send_model_files
+from swarmq.learner.distributed.sharding import compute_dtype, is_sharded, prepare_frozen_model
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.outline import name_setting_in_errors
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout, evaluation_mode
@@ -40,7 +41,8 @@ class FrozenModel:
         Raises LearnerError if the model cannot be loaded or has fewer tokens than the policy.
         """
         with name_setting_in_errors(f"train.{role}"):
-            lm = load_lm(source, gradient_checkpointing=False, empty=loads_no_weights(accelerator))
+            send_model_files(source)
+            lm = load_lm(source, gradient_checkpointing=False, empty=not accelerator.is_main_process)
         if get_vocab_size(lm) < vocab:
             raise SetUpError(
                 f"train.{role}: {source} has {get_vocab_size(lm)} tokens, the policy {vocab}: use a model of the policy's family"
@@ -103,7 +105,7 @@ class ReferenceModels:
 
     def _load(self, role: str, source: str, pass_tokens: int) -> FrozenModel:
         if (role, source) not in self._loaded:
-            if source != self._initial:
+            if source != self._initial and self._accelerator.is_main_process:
                 check_judge(self._initial, source, role=role)
             self._loaded[role, source] = FrozenModel(
                 source,

@@ -18,6 +18,7 @@ from swarmq.engine.client.tokenizer_compat import (
     tokenize_with_all,
 )
 from swarmq.errors import SetUpError
+from swarmq.learner.memory.model_copies import find_files
 from swarmq.learner.teachers.availability import teacher_key
 
 log = structlog.get_logger()
@@ -139,7 +140,7 @@ def _load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(find_files(model))
     except (OSError, ValueError) as error:
         log.info("tokenizers_not_compared", model=model, reason=str(error).partition("\n")[0])
         return None

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import DistError
 
 from swarmq.errors import LearnerError
+from swarmq.learner.distributed.rank_monitor import RankMonitor
 
 SAFE = "nothing is lost: the next start resumes from the newest checkpoint and the batch log"
 
@@ -35,7 +36,8 @@ def _explain(error: RuntimeError) -> str | None:
     """Return the explanation, or None for an error that does not come from a GPU."""
     text = str(error)
     if isinstance(error, DistError) or APART.search(text):
-        return (
+        who = RankMonitor.current.find_lost() if RankMonitor.current else ""
+        return who or (
             f"the ranks lost each other: {_line(text, APART)}; {SAFE}. Another rank's log shows which rank failed first"
         )
     if not isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) and not FAILED.search(text):

@@ -37,7 +37,10 @@ from swarmq.errors import EngineError, LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
 from swarmq.learner.distributed.accelerator import COMMAND_TIMEOUT, make_accelerator
+from swarmq.learner.distributed.processes import is_main
+from swarmq.learner.distributed.rendezvous import join_group
 from swarmq.learner.feed.ipc import FeederLink, StopSignal
+from swarmq.learner.model.attention_check import broadcast_from_rank0
 from swarmq.learner.store import records, token_trace
 from swarmq.learner.store.durable_files import DiskFullError
 from swarmq.learner.store.records import RunIdentity
@@ -145,7 +148,9 @@ class Learner:
 
     def _load(self) -> Trainer:
         """Return the trainer. Engines that share the learner's GPUs sleep while it is loaded, as during a step."""
-        settings, found = self.settings, discovery.find_newest(self.folder, self.identity)
+        settings = self.settings
+        join_group()
+        found = broadcast_from_rank0(discovery.find_newest(self.folder, self.identity) if is_main() else None)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
         self.engines.sleep()
@@ -193,9 +198,7 @@ class Learner:
                 continue
             self._step(link, command, wait_s=time.monotonic() - began, began=began)
             if traces := self.trainer.token_traces:
-                token_trace.write_trace(
-                    self._tokens, self.trainer.version, self.trainer.accelerator.process_index, traces
-                )
+                token_trace.write_trace(self._tokens, self.trainer.version, traces)
             self._save_if_due(link)
         self._save_last(link)
         self._trackers.close()

@@ -44,14 +44,15 @@ from swarmq.learner.batching.token_trace_builder import TraceBuilder
 from swarmq.learner.checkpoint.discovery import Checkpoint, check_continues
 from swarmq.learner.checkpoint.model_files import Adapters, HostCopies, ModelFiles
 from swarmq.learner.checkpoint.save_load import restore
-from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, can_stay_gathered, make_accelerator
+from swarmq.learner.distributed.accelerator import can_stay_gathered, make_accelerator
+from swarmq.learner.distributed.rendezvous import COLLECTIVE_TIMEOUT
+from swarmq.learner.distributed.send_from_rank0 import gather_on_rank0, send_model_files
 from swarmq.learner.distributed.sharding import (
     compute_dtype,
     gather_compute_weights,
     gather_tensors,
     is_sharded,
     keep_layers_gathered,
-    loads_no_weights,
     prepare_model,
     set_gradient_sync,
 )
@@ -129,6 +130,7 @@ class Trainer:
         set_seed(train.seed)
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
+        send_model_files(initial or source)
         self._held = can_stay_gathered(self.accelerator, train, source)
         """Whether the layers of a sharded policy stay gathered between micro-batches."""
         if self._held:
@@ -136,7 +138,7 @@ class Trainer:
         self.train, self.version, self._engine_gap_max = train, version, engine_gap_max
         self.context = ContextGroup.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
         dtype = compute_dtype(self.accelerator)
-        lm = _policy_lm(source, initial or source, train, dtype, empty=loads_no_weights(self.accelerator))
+        lm = _policy_lm(source, initial or source, train, dtype, empty=not self.accelerator.is_main_process)
         policy = LayoutModel(
             lm,
             device=self.accelerator.device,
@@ -168,7 +170,7 @@ class Trainer:
         )
         self._head_flops = count_head_flops(policy.model.get_output_embeddings().weight)
         self.token_traces: list[EpisodeTrace] = []
-        """Token traces of this rank's episodes in the newest step, if `train.token_log`."""
+        """Token traces of the newest step, if `train.token_log`; all of them on rank 0, none on other ranks."""
         self._whole: dict[str, Weight] = {}
         """On rank 0 of a sharded policy: weights for engines, gathered after the newest step."""
         self.gather()
@@ -268,6 +270,9 @@ class Trainer:
         then unchanged.
         """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
+        set_seed(
+            (self.train.seed + record.index.version) % 2**32
+        )  # a step's random numbers depend on nothing before it
         with map_gpu_errors(f"step {record.index.version}"):
             return self._step(record)
 
@@ -286,6 +291,7 @@ class Trainer:
             metrics, traces = self._optimize(work, train, step=record.index.version, teacher=teacher, proximal=before)
             fields.append(metrics)
             self.token_traces += traces.build(part) if traces else []
+        self.token_traces = gather_on_rank0(self.token_traces)
         self.gather()
         self.version = record.index.version
         merged = merge_metrics(fields)
@@ -543,7 +549,7 @@ def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, e
     the initial model, because the checkpoint's weights already contain them; the base weights have the compute dtype, since
     they do not change."""
     resumes = source != initial
-    if resumes:
+    if resumes and not empty:
         check_continues(Path(source), train.lora)
     load = partial(load_lm, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if not train.lora:

@@ -21,16 +21,15 @@ from swarmq.learner.distributed import processes
     ],
 )
 def test_a_rank_that_was_killed_is_named_and_not_those_that_it_took_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: list[str], says: str
+    monkeypatch: pytest.MonkeyPatch, scripts: list[str], says: str
 ) -> None:
     def started(_argv: Sequence[str], environment: Mapping[str, str], *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", scripts[int(environment["RANK"])]])
 
     monkeypatch.setattr(processes, "_start", started)
     monkeypatch.setattr(processes, "HEAR_S", 60.0 if "kill -9" in scripts[1] else 0.1)
-    job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}})
     with pytest.raises(LearnerError, match=says):
-        processes.run_ranks(job, "main", num_ranks=2, no_push=True)
+        processes.run_ranks([], 2)
 
 
 def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from swarmq.engine.server.model_check import count_fans
 from swarmq.errors import LearnerError
 from swarmq.learner.distributed import accelerator
 from swarmq.learner.distributed.accelerator import make_accelerator
-from swarmq.learner.distributed.sharding import PRECISION, build_fsdp_plugin, check_collectives
+from swarmq.learner.distributed.sharding import PRECISION, build_fsdp_plugin
 from swarmq.learner.memory import plan
 from swarmq.learner.memory.estimate import GIB, ModelShape, learner_bytes
 from swarmq.learner.memory.plan import (
@@ -240,27 +239,3 @@ def test_advice_is_advice_that_the_settings_take() -> None:
     ):
         check_shape(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora()), ranks=1, gpu=GpuMemory(total=GIB, free=GIB))
     Train(sharding="full", cpu_offload=True, lora=Lora())
-
-
-@pytest.mark.parametrize(
-    ("backends", "offload", "works"),
-    [
-        ("cuda:nccl", False, True),
-        ("cuda:nccl", True, False),
-        ("cpu:gloo,cuda:nccl", True, True),
-    ],
-)
-def test_shards_are_kept_only_where_the_ranks_can_gather_them(
-    backends: str, offload: bool, works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
-    train = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload)
-    with contextlib.nullcontext() if works else pytest.raises(LearnerError, match="FSDP_OFFLOAD_PARAMS=true"):
-        check_collectives(train, torch.device("cuda"))
-
-
-def test_accelerate_is_told_of_the_offload_before_it_founds_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "")
-    for offload in (True, False):
-        build_fsdp_plugin(msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload))
-        assert os.environ["FSDP_OFFLOAD_PARAMS"] == str(offload).lower()

@@ -130,11 +130,13 @@ def test_recording_does_not_change_the_step(tiny_qwen, stepped):
 def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
     trainer = Trainer(str(tiny_qwen), TRAIN)
     episodes = record(TRAIN).episodes
+    gathered = []
     for rank in range(2):
         work = build_rank_batch(episodes, TRAIN, trainer.traits, rank=rank, world=2)
         traces = trainer.accumulate(work, TRAIN).tally.traces
-        token_trace.write_trace(tmp_path, 1, rank, traces.build(episodes))
+        gathered += traces.build(episodes)
         assert traces.build(episodes)
+    token_trace.write_trace(tmp_path, 1, gathered)
     for alone in stepped.token_traces:
         together = token_trace.find_trace(tmp_path, 1, alone.episode_id)
         mine, theirs = ({t.call_id: t for t in one.turns} for one in (together, alone))
@@ -150,8 +152,11 @@ def tokens(name):
 
 
 def test_an_episode_is_found_whichever_rank_wrote_it(tmp_path):
-    token_trace.write_trace(tmp_path / "t", 7, 0, [tokens("a")])
-    token_trace.write_trace(tmp_path / "t", 7, 1, [tokens("b")])
+    token_trace.write_trace(tmp_path / "t", 7, [tokens("a")])
+    (of_one,) = (tmp_path / "t").iterdir()
+    of_one.rename(of_one.with_name(of_one.name.replace(".0.", ".1.")))  # as earlier versions named rank 1's
+    token_trace.write_trace(tmp_path / "t", 7, [tokens("b")])
+    assert token_trace.find_trace(tmp_path / "t", 7, "a") == tokens("a")
     assert token_trace.find_trace(tmp_path / "t", 7, "b") == tokens("b")
     assert token_trace.find_trace(tmp_path / "t", 7, "c") is None
     assert token_trace.find_trace(tmp_path / "t", 8, "a") is None
@@ -160,15 +165,15 @@ def test_an_episode_is_found_whichever_rank_wrote_it(tmp_path):
 
 def test_old_records_go_with_the_batches_of_their_steps(tmp_path):
     for version in (1, 2, 3):
-        token_trace.write_trace(tmp_path, version, 0, [tokens("a")])
+        token_trace.write_trace(tmp_path, version, [tokens("a")])
     token_trace.prune_traces(tmp_path, 2)
     assert [token_trace.find_trace(tmp_path, version, "a") is None for version in (1, 2, 3)] == [True, True, False]
 
 
 def test_what_cannot_be_written_or_read_costs_only_the_record(tmp_path):
     (tmp_path / "file").touch()
-    token_trace.write_trace(tmp_path / "file", 1, 0, [tokens("a")])
-    token_trace.write_trace(tmp_path, 1, 0, [tokens("a")])
+    token_trace.write_trace(tmp_path / "file", 1, [tokens("a")])
+    token_trace.write_trace(tmp_path, 1, [tokens("a")])
     (path,) = tmp_path.glob("*.zst")
     path.write_bytes(path.read_bytes()[:-3])
     assert token_trace.find_trace(tmp_path, 1, "a") is None

@@ -337,7 +337,7 @@ def run(tmp_path, monkeypatch):
     # logged while step 2 was still being trained, so it names the version before
     log.append(BatchRecord(index=BatchIndex(record=3, version=1, dropped={"old-13": "stale"})))
     log.close()
-    token_trace.write_trace(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
+    token_trace.write_trace(folder.token_log("main"), 2, [seen_of(episode) for episode in episodes])
     (folder.path / "resolved.toml").write_text(job.to_toml())
     return folder.path
 

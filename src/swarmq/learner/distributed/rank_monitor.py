@@ -1,0 +1,228 @@
+"""Notices ranks that died or lost their host, and ends this rank with a message that names them.
+
+Collectives alone would notice late, or never: ranks wait for rank 0's next command for days, and a host that loses its network
+closes no connection. So every rank counts its beats in the store in a thread of its own; rank 0 watches all ranks, the others
+watch rank 0. A rank that ends with an error leaves the reason in the store for the others.
+
+  beat/<rank>   a counter        end   the first reason why ranks end        left/<rank>   the rank has read it, or has finished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import msgspec
+import structlog
+
+from swarmq.errors import LearnerError, SetUpError, SwarmqError
+from swarmq.runtime.processes import FINAL_MESSAGE_PREFIX, exit_status_for
+
+log = structlog.get_logger()
+
+Store = Any
+"""torch.distributed.TCPStore, which type checkers do not see."""
+BEAT_S = 1.0
+LOST_S = 600.0
+"""Seconds after which a rank without a beat is lost. Loading and writing of large models can stop a process's threads for minutes."""
+SUSPECT_S = 5.0
+"""Seconds after which a rank without a beat is lost, if a collective has failed."""
+LEAVE_S = 10.0
+"""Seconds that a rank has to end by itself after another has ended, and that rank 0, which may serve the store, waits for the others."""
+BEAT, END, LEFT = "beat", "end", "left"
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank, as the others know it."""
+
+    rank: int
+    host: str
+    pid: int
+    versions: dict[str, str] = {}
+    nccl: str = ""
+    """Version of NCCL; empty without a GPU."""
+    settings: dict[str, Any] | None = None
+    """Settings of the policy in this host's job file; None without a job file."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the ranks end."""
+
+    text: str
+    status: int
+    rank: int
+    """The rank that found it."""
+
+
+class RankMonitor:
+    """Monitor of a learner's ranks on one of them. `store`: a connection of its own."""
+
+    current: ClassVar[RankMonitor | None] = None
+    """The monitor of this process, if the learner has several ranks."""
+
+    def __init__(
+        self,
+        store: Store,
+        facts: Sequence[RankFacts],
+        rank: int,
+        *,
+        address: str,
+        beat_s: float = BEAT_S,
+        lost_s: float = LOST_S,
+        suspect_s: float = SUSPECT_S,
+        leave_s: float = LEAVE_S,
+    ) -> None:
+        self._store, self._facts, self._rank, self._address = store, facts, rank, address
+        self._beat_s, self._lost_s, self._suspect_s, self._leave_s = beat_s, lost_s, suspect_s, leave_s
+        self._others = [each for each in range(len(facts)) if each != rank and 0 in (rank, each)]
+        """Ranks that this rank watches."""
+        self._beats = _Beats()
+        self._closing = threading.Event()
+        self._answered = time.monotonic()
+        for run in (self._watch, self._watch_store):
+            threading.Thread(target=run, name=f"rank monitor {run.__name__}", daemon=True).start()
+
+    @property
+    def own(self) -> RankFacts:
+        return self._facts[self._rank]
+
+    def close(self) -> None:
+        """Stop, after this rank has finished its work. Rank 0 waits for the others, because it may serve their store."""
+        self._closing.set()
+        self._leave()
+
+    @contextlib.contextmanager
+    def report_errors(self) -> Iterator[None]:
+        """Tell the other ranks of an error that ends this one; a SwarmqError names this rank."""
+        try:
+            yield
+        except Exception as error:
+            ours = error if isinstance(error, SwarmqError) else LearnerError(f"{type(error).__name__}: {error}")
+            end = self._end(f"{self.own}: {ours}", exit_status_for([ours]))
+            self.close()
+            if not isinstance(error, SwarmqError):
+                raise
+            text = end.text if end.rank == self._rank else f"{self.own} ends: {end.text}"
+            raise (SetUpError if isinstance(error, SetUpError) else LearnerError)(text) from error
+
+    def find_lost(self) -> str:
+        """Return a text that names the ranks that have stopped, after a collective has failed, or "" if all are alive."""
+        everyone = [each for each in range(len(self._facts)) if each != self._rank]
+        beats, until = _Beats(), time.monotonic() + self._suspect_s + 2 * self._beat_s
+        try:
+            while time.monotonic() < until:
+                if end := self._read_end():
+                    return end.text
+                if lost := beats.find_silent(self._read(everyone), self._suspect_s):
+                    return self._describe(lost, self._suspect_s)
+                time.sleep(self._beat_s)
+        except RuntimeError as error:
+            return self._store_is_gone(error)
+        return ""
+
+    def _watch(self) -> None:
+        beats = 0
+        while not self._closing.wait(self._beat_s):
+            beats += 1
+            try:
+                self._store.set(f"{BEAT}/{self._rank}", str(beats))
+                lost = self._beats.find_silent(self._read(self._others), self._lost_s)
+                end = self._read_end()
+            except RuntimeError as error:
+                self._exit(End(text=self._store_is_gone(error), status=1, rank=self._rank))
+                return
+            self._answered = time.monotonic()
+            if lost and not end:
+                end = self._end(self._describe(lost, self._lost_s), 1)
+            if end:
+                self._exit(end)
+                return
+
+    def _watch_store(self) -> None:
+        """End this rank if the store stops answering: its host may be gone without closing the connection."""
+        while not self._closing.wait(self._beat_s):
+            if time.monotonic() - self._answered > self._lost_s:
+                self._exit(End(text=self._store_is_gone(None), status=1, rank=self._rank), wait=False)
+
+    def _read(self, ranks: Collection[int]) -> dict[int, bytes]:
+        """Return the present beats of those ranks that have not left."""
+        there = [
+            each
+            for each in ranks
+            if not self._store.check([f"{LEFT}/{each}"]) and self._store.check([f"{BEAT}/{each}"])
+        ]
+        return (
+            dict(zip(there, self._store.multi_get([f"{BEAT}/{each}" for each in there]), strict=True)) if there else {}
+        )
+
+    def _read_end(self) -> End | None:
+        return msgspec.json.decode(self._store.get(END), type=End) if self._store.check([END]) else None
+
+    def _end(self, text: str, status: int) -> End:
+        """Leave the reason in the store, unless there is one, and return the one that is there."""
+        own = End(text=text, status=status, rank=self._rank)
+        try:
+            return msgspec.json.decode(self._store.compare_set(END, "", msgspec.json.encode(own).decode()), type=End)
+        except RuntimeError:
+            return own
+
+    def _leave(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{LEFT}/{self._rank}", "")
+            if self._rank == 0:
+                wait_for_ranks(self._store, LEFT, range(1, len(self._facts)), self._leave_s)
+
+    def _describe(self, ranks: Iterable[int], silent_s: float) -> str:
+        named = ", ".join(str(self._facts[each]) for each in ranks)
+        return (
+            f"no sign of life for {silent_s:.0f} s of {named}: it died, or its host or network failed; see its log. Nothing is lost: the "
+            "next start of all ranks resumes from the newest checkpoint and the batch log"
+        )
+
+    def _store_is_gone(self, error: Exception | None) -> str:
+        why = f" ({next(iter(str(error).splitlines()), '')})" if error else ""
+        return (
+            f"no contact with the store at {self._address}{why}: {self._facts[0]} or its launcher ended, or its host or network failed; "
+            "see its log. Nothing is lost: the next start of all ranks resumes from the newest checkpoint and the batch log"
+        )
+
+    def _exit(self, end: End, *, wait: bool = True) -> None:
+        """End this process, whose main thread may wait in a collective that never ends; the main thread has some seconds to end by
+        itself."""
+        if wait and self._closing.wait(self._leave_s):
+            return
+        self._leave()
+        sys.stderr.write(f"{FINAL_MESSAGE_PREFIX}{self.own} ends: {end.text}\n")
+        sys.stderr.flush()
+        os._exit(end.status)
+
+
+class _Beats:
+    """Last beats of ranks, and when each of them last changed."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[bytes, float]] = {}
+
+    def find_silent(self, beats: dict[int, bytes], silent_s: float) -> list[int]:
+        """Take note of the present `beats`, and return the ranks whose beat has not changed for `silent_s`."""
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            if self._last.get(rank, (None, now))[0] != beat:
+                self._last[rank] = (beat, now)
+        return [rank for rank in beats if now - self._last[rank][1] >= silent_s]
+
+
+def wait_for_ranks(store: Store, what: str, ranks: Iterable[int], wait_s: float = LEAVE_S) -> None:
+    """Wait until each of the ranks has set its key `what`, but at most `wait_s`."""
+    with contextlib.suppress(RuntimeError):
+        if keys := [f"{what}/{rank}" for rank in ranks]:
+            store.wait(keys, timedelta(seconds=wait_s))

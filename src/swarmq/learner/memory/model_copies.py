@@ -1,0 +1,40 @@
+"""A model's small files (configuration, tokenizer): copying them, and where ranks whose host lacks the model find rank 0's copy.
+Without torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+)
+_copies: dict[str, str] = {}
+"""Model folder or name, as rank 0 knows it -> folder with the copy."""
+
+
+def register_copy(source: str, folder: str) -> None:
+    _copies[source] = folder
+
+
+def find_files(source: str) -> str:
+    """Return where this process reads configuration and tokenizer of the model `source`: the copy, or `source` itself."""
+    return _copies.get(source, source)
+
+
+def copy_tokenizer(model: str, folder: Path) -> None:
+    """Copy the tokenizer's files into `folder`, unchanged if `model` is a folder."""
+    if Path(model).is_dir():
+        for pattern in TOKENIZER_FILES:
+            for file in Path(model).glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+        return
+    from transformers import AutoTokenizer  # noqa: PLC0415  (seldom needed and slow to import)
+
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
