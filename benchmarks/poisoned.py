@@ -51,7 +51,7 @@ STEPS, CONCURRENCY, EPOCHS = 40, 48, 40
 """Of one run: optimizer steps, attempts at once, and times that the tasks are fed, which are more than it can take."""
 REPEATS = 2
 """Attempts at each held-out task."""
-JOB, MODEL = EXAMPLES / "retrieval" / "job.toml", Path("runs/toy/retrieval").resolve()
+JOB, MODEL = EXAMPLES / "retrieval" / "job.toml", Path("runs/toy/retrieval").absolute()
 MAX_ATTEMPTS = 200
 """Attempts at a slot: if nine in ten fail, so many in a row fail once in a billion times."""
 RETRY_PAUSE_S = 0.1

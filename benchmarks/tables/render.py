@@ -122,6 +122,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "dashboard": dashboard_block,
         "scale": scale_block,
         "examples": examples_block,
+        "poisoned": poisoned_block,
         "all": all_block,
         "headlines": headlines_block,
         "timelines": learning.timelines_block,
@@ -199,6 +200,34 @@ def examples_block(known: dict[str, Any]) -> Iterator[str]:
         "wanted",
     )
     yield from table(heads, [cells(one, row) for one in record["detail"]["tutorials"] for row in one["seeds"]])
+    yield "\n"
+
+
+def poisoned_block(known: dict[str, Any]) -> Iterator[str]:
+    """Held-out reward where the environment fails, by rate and by what becomes of the failed attempts."""
+    record = known["poisoned"]
+    yield f"\n{_origin(record)}:\n\n"
+    runs = record["detail"]["runs"]
+
+    def cells(rate: float, way: str) -> Iterator[Any]:
+        mine = sorted((run for run in runs if (run["rate"], run["way"]) == (rate, way)), key=lambda run: run["seed"])
+        yield f"{rate:.0%}".replace("%", " %")
+        yield {"ours": "never trained", "zero": "scored 0"}[way]
+        yield ", ".join(f"{run['before']:.2f} → {run['after']:.2f}" for run in mine)
+        yield sum(run["trained"] for run in mine)
+        yield sum(run["killed_trained"] for run in mine)
+        yield f"{min(run['seconds'] for run in mine):.0f} to {max(run['seconds'] for run in mine):.0f}"
+
+    heads = (
+        "server down",
+        "failed attempts",
+        "held-out reward by seed",
+        "episodes trained",
+        "failed among them",
+        "seconds",
+    )
+    ways = sorted({(run["rate"], run["way"]) for run in runs})
+    yield from table(heads, [cells(rate, way) for rate, way in ways])
     yield "\n"
 
 
