@@ -42,26 +42,30 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Policy -> module of demonstrations; other policies share the first model."""
 
 
-def names() -> list[str]:
-    """Return the names of all tutorials."""
-    return sorted(path.parent.name for path in EXAMPLES.glob("*/example.toml"))
+def names(folder: Path = EXAMPLES) -> list[str]:
+    """Return the names of all tutorials in a folder."""
+    return sorted(path.parent.name for path in folder.glob("*/example.toml"))
 
 
-def load(name: str) -> Manifest:
+def load(name: str, folder: Path = EXAMPLES) -> Manifest:
     """Return a tutorial's manifest. Raises ValueError with the file's name if it is missing or wrong."""
-    path = EXAMPLES / name / "example.toml"
+    path = folder / name / "example.toml"
     try:
         manifest = msgspec.toml.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError as error:
-        raise ValueError(f"{name}: there is no {path.relative_to(ROOT)}; tutorials: {', '.join(names())}") from error
+        raise ValueError(
+            f"{name}: there is no {path.relative_to(folder.parent)}; tutorials: {', '.join(names(folder))}"
+        ) from error
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path.relative_to(ROOT)}: {error}") from error
+        raise ValueError(f"{path.relative_to(folder.parent)}: {error}") from error
     attempted = {**manifest.agents, **manifest.commands}
     kinds = {frozenset(table) for table in (manifest.feeds, manifest.held_out, attempted)}
     if len(kinds) > 1:
-        raise ValueError(f"{path.relative_to(ROOT)}: feeds, held_out and agents (with commands) have different kinds")
+        raise ValueError(
+            f"{path.relative_to(folder.parent)}: feeds, held_out and agents (with commands) have different kinds"
+        )
     if manifest.agents and manifest.commands:
-        raise ValueError(f"{path.relative_to(ROOT)}: has both agents and commands")
+        raise ValueError(f"{path.relative_to(folder.parent)}: has both agents and commands")
     return manifest
 
 

@@ -14,7 +14,6 @@ from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.client.episodes.received_answers import observe_own_request
 from swarmq.errors import EpisodeError
 
-ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 
 
@@ -25,19 +24,21 @@ def ask(
     policy: str | None = None,
     agent: str | None = None,
     timeout_s: float = 600.0,
+    attempts: int = 5,
     **options: Any,
 ) -> str:
     """Return the text of the model's answer.
 
     `messages` is a question or a whole conversation; `policy` defaults to the episode's first policy; `agent` tags the call for
-    rewards by role; `options` are added to the request. Raises EpisodeError.
+    rewards by role; after transient errors it is repeated, up to `attempts` times in all; `options` are added to the request. Raises
+    EpisodeError.
     """
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     body = {"model": policy or ep.model, "messages": conversation, **options}
     headers = {"X-Swarmq-Agent": agent} if agent else {}
     url = f"{ep.base_url}/chat/completions"
     mark, record_answer = observe_own_request(ep.api_key, url)
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         headers |= {"X-Stainless-Retry-Count": str(attempt), **mark}
         answer_headers: list[Message] = []
         try:
@@ -53,7 +54,7 @@ def ask(
             record_answer(answer_headers[0])
             return str(answer["choices"][0]["message"].get("content") or "")
         except HttpError as error:
-            if not error.is_transient or attempt + 1 == ATTEMPTS:
+            if not error.is_transient or attempt + 1 == attempts:
                 raise EpisodeError(f"episode {ep.episode_id}: {error}") from error
             time.sleep(max(error.retry_after_s or 0.0, FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0))
     raise AssertionError

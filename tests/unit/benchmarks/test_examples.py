@@ -92,15 +92,12 @@ def test_names_in_a_manifest_are_those_of_the_folder_unless_they_have_a_dot():
         (None, "there is no"),
     ],
 )
-def test_a_wrong_manifest_is_refused_with_its_file(text, wrong, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(manifest, "EXAMPLES", manifest.ROOT / "examples" / "nowhere")
+def test_a_wrong_manifest_is_refused_with_its_file(text, wrong, tmp_path: Path):
     if text is not None:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "example.toml").write_text(text)
-        monkeypatch.setattr(manifest, "EXAMPLES", tmp_path)
-        monkeypatch.setattr(manifest, "ROOT", tmp_path)
     with pytest.raises(ValueError, match=wrong) as refused:
-        manifest.load("mine")
+        manifest.load("mine", tmp_path)
     assert "mine/example.toml" in str(refused.value)
 
 

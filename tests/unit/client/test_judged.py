@@ -17,9 +17,8 @@ async def test_an_episode_whose_judge_is_down_fails_and_is_attempted_again(swarm
     assert TextChecks().problem("anything") == ""
 
 
-async def test_asking_a_model_that_is_not_there_fails_the_episode(client, monkeypatch):
-    monkeypatch.setattr("swarmq.client.ask.ATTEMPTS", 1)
+async def test_asking_a_model_that_is_not_there_fails_the_episode(client):
     async with client.episode({"id": "a"}, mode="eval") as ep:
         with pytest.raises(EpisodeError, match="cannot be reached"):
-            await swarmq.ask_async(ep, "6 * 7?")
+            await swarmq.ask_async(ep, "6 * 7?", attempts=1)
         await ep.abort()
