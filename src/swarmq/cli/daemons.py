@@ -19,7 +19,10 @@ from swarmq.cli.common import (
     private_files,
     require_extras,
 )
+from swarmq.cli.hosts import CERTIFICATE, KEY, URL, make_place, read_host_invite
 from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.hosts.addresses import Place
 
 
 def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:
@@ -30,15 +33,14 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
     return wrap
 
 
-@_daemon(
-    "proxy",
-    "Serve agents, and record every sampled token.\n\n"
-    "An OpenAI-compatible proxy in front of the job's engines. JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.\n\n"
-    "\b\n"
-    "swarmq proxy runs/math/resolved.toml\n"
-    "swarmq proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)",
+@click.command("proxy", context_settings=HELP_OPTIONS)
+@click.argument("job", type=click.Path(path_type=Path), required=False)
+@SETS
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Override proxy.port, e.g. for a second proxy; a free one when joining.",
 )
-@click.option("--port", type=click.IntRange(0, 65535), help="Override proxy.port, e.g. for a second proxy.")
 @click.option(
     "--number",
     default=0,
@@ -47,20 +49,75 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
     help="Number of this proxy among the proxy.count proxies.",
 )
 @click.option(
-    "--join", is_flag=True, help="Add a proxy to a run that is up, until Ctrl-C; on a free port without --port."
+    "--join",
+    is_flag=False,
+    flag_value="",
+    metavar="[INVITE]",
+    help="Add a proxy to a run that is up, until Ctrl-C: on the run's own host with JOB, on another host with an invite of `swarmq host "
+    "add` or a file that holds it.",
 )
-def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int, *, join: bool) -> None:
+@click.option("--host", metavar="ADDRESS", help="With an invite: address to listen on and to announce.")
+@URL
+@CERTIFICATE
+@KEY
+@private_files()
+def proxy_command(
+    job: Path | None,
+    sets: tuple[str, ...],
+    port: int | None,
+    number: int,
+    join: str | None,
+    host: str | None,
+    url: str | None,
+    certificate: Path | None,
+    key: Path | None,
+) -> None:
+    """Serve agents, and record every sampled token.
+
+    An OpenAI-compatible proxy in front of the job's engines. JOB is a job file with broker.url and policies.X.engine.urls set;
+    `swarmq up` writes one as resolved.toml.
+
+    \b
+    swarmq proxy runs/math/resolved.toml
+    swarmq proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)
+    swarmq proxy runs/math/resolved.toml --join                   one more, while the run is up
+    swarmq proxy --join gpu2.invite                               one more, on another host
+    """
     require_extras("proxy")
+    if join and job is None and Path(join).suffix == ".toml":
+        job, join = Path(join), ""  # `--join JOB`
+    if join:
+        _join_by_invite(join, job, sets, number, make_place(host, port, url, certificate, key))
+        return
+    if job is None:
+        raise click.UsageError("Missing argument 'JOB', or --join INVITE.")
+    if only := [
+        name for name, value in {"host": host, "url": url, "certificate": certificate, "key": key}.items() if value
+    ]:
+        raise ConfigError(
+            f"--{only[0]} goes with an invite (--join INVITE); with a job, set proxy.host, proxy.certificate and proxy.key"
+        )
     from swarmq.dashboard.behind_proxy import open_pages
     from swarmq.proxy.main import run
 
-    chosen = 0 if join and port is None else port
+    is_joining = join is not None
+    chosen = 0 if is_joining and port is None else port
     run(
         SwarmJob.load(job, sets=[*sets, *([] if chosen is None else [f"proxy.port={chosen}"])]),
         number=number,
-        join=join,
+        join=is_joining,
         pages=open_pages,
     )
+
+
+def _join_by_invite(invite: str, job: Path | None, sets: tuple[str, ...], number: int, place: Place) -> None:
+    if job is not None or sets or number:
+        raise ConfigError(
+            "--join INVITE takes the run's settings from its collector: leave out JOB, --set and --number"
+        )
+    from swarmq.proxy.main import run_elsewhere
+
+    run_elsewhere(read_host_invite(invite), place)
 
 
 @_daemon(

@@ -9,7 +9,43 @@ import click
 
 from swarmq.cli.access import MANAGEMENT, RUN_OPTION, day, only_run
 from swarmq.cli.common import main
+from swarmq.errors import ConfigError
+from swarmq.hosts.addresses import Place
+from swarmq.keys import HOST_INVITE_PREFIX, HostInvite
 from swarmq.observe.live_runs import find_management_api
+
+URL = click.option(
+    "--url",
+    metavar="URL",
+    help="With an invite: address to announce, if it differs from --host (behind NAT or a reverse proxy).",
+)
+CERTIFICATE = click.option(
+    "--certificate", type=click.Path(path_type=Path), help="With an invite: PEM certificate, to serve https."
+)
+KEY = click.option("--key", type=click.Path(path_type=Path), help="With an invite: PEM key of the certificate.")
+
+
+def read_host_invite(text: str) -> HostInvite:
+    """Return the invite in the text, or in the file that it names. Raises ConfigError or KeyRefusedError."""
+    if not text.startswith(f"{HOST_INVITE_PREFIX}."):
+        try:
+            text = Path(text).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--join {text}: neither an invite nor a file with one ({error}); `swarmq host add` prints one"
+            ) from error
+    return HostInvite.decode(text)
+
+
+def make_place(
+    host: str | None, port: int | None, url: str | None, certificate: Path | None, key: Path | None
+) -> Place:
+    """Return where a part listens on this host. Raises ConfigError for options that contradict each other or missing files."""
+    for path in (certificate, key):
+        if path and not path.is_file():
+            raise ConfigError(f"{path}: no such file")
+    files = {"certificate": str(certificate) if certificate else None, "key": str(key) if key else None}
+    return Place(host=host, port=port or 0, url=url, **files)
 
 
 @main.group()

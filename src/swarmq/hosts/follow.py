@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -24,7 +24,7 @@ from swarmq import keys
 from swarmq.broker import Broker
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.errors import ConfigError, SwarmqError
-from swarmq.hosts.addresses import format_url, is_loopback, resolve, split_address
+from swarmq.hosts.addresses import Place, find_own_address, format_url, is_loopback, resolve, split_address
 from swarmq.hosts.members import Members
 from swarmq.messages import Event, new_id
 from swarmq.registries.engines import Urls
@@ -42,7 +42,7 @@ EventHandler = Callable[[Event], None]
 
 
 class FollowedMembership:
-    """The membership of a run as its collector publishes it. `handlers`: functions that get every event of the run."""
+    """The membership of a run as its collector publishes it."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FollowedMembership:
         self._current, self._stale = asyncio.Event(), asyncio.Event()
         self._stale.set()
         self.latest: Members | None = None
-        self._revoked: frozenset[str] = frozenset()
+        self.revoked: set[str] = set()
         self.clock_lead_s = 0.0
         """Seconds by which this host's clock is ahead of the collector's, measured at the last answer; delays count as lead."""
         self.handlers: list[EventHandler] = []
@@ -75,15 +75,9 @@ class FollowedMembership:
         assert self.latest is not None
         return self.latest
 
-    # Membership, as proxies use it
-
     @property
     def roster(self) -> FollowedMembership:
         return self
-
-    @property
-    def revoked(self) -> frozenset[str]:
-        return self._revoked
 
     @property
     def resumed_at(self) -> dict[str, int]:
@@ -106,8 +100,6 @@ class FollowedMembership:
 
     remove = add
 
-    # Following
-
     async def wait_current(self, patience_s: float) -> bool:
         """Wait until no event can have been missed, and return whether that was so in time."""
         with contextlib.suppress(TimeoutError):
@@ -126,14 +118,20 @@ class FollowedMembership:
         self._heard_at = self._clock()
         if event.source == "collector" and event.name == "members":
             self.latest = msgspec.convert(event.fields, Members)
-            self._revoked = frozenset(self.latest.revoked)
+            self.revoked.clear()
+            self.revoked.update(self.latest.revoked)
             if self._ask in event.fields["answers"]:
                 self.clock_lead_s = time.time() - event.at
                 self._stale.clear()
                 self._current.set()
 
+    async def pass_on(self, handlers: Sequence[EventHandler]) -> None:
+        """Pass the run's events on to these handlers, too; the membership is current again once they know the run's state."""
+        self.handlers += handlers
+        self.ask()
+
     async def follow(self) -> None:
-        """Pass the run's events on until cancelled."""
+        """Handle the run's events until cancelled."""
         async with self._broker.events(self._run, on_gap=self.ask) as events, asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self._keep_asking())
             watching = tasks.create_task(self._watch_silence())
@@ -162,14 +160,14 @@ class FollowedMembership:
 
 @asynccontextmanager
 async def join_run(
-    invite: keys.HostInvite, *, name: str, now: float, patience_s: float = PATIENCE_S
+    invite: keys.HostInvite, *, name: str, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[tuple[Broker, FollowedMembership]]:
     """Connect to the run of an invite, and follow its membership, which is current at first.
 
     `name`: of the connection, in RabbitMQ's management UI. Raises SwarmqError: the invite has expired, RabbitMQ or the collector does
     not answer, or versions or clocks differ.
     """
-    invite.check_current(now)
+    invite.check_current(time.time())
     is_local = is_run_on_this_host(invite)
     async with AmqpBroker.open(invite.broker_url, name=name, user=invite.user) as broker:
         membership = FollowedMembership(invite.run, broker, source=f"host.{invite.host}", is_run_on_this_host=is_local)
@@ -185,6 +183,12 @@ async def join_run(
                 yield broker, membership
             finally:
                 following.cancel()
+
+
+def choose_address(invite: keys.HostInvite, place: Place) -> str:
+    """Return the address on which a part listens: the given one, or that from which this host reaches RabbitMQ. Raises
+    ConfigError."""
+    return place.host or find_own_address(*split_address(split_nodes(invite.amqp_url)[0]))
 
 
 def is_run_on_this_host(invite: keys.HostInvite) -> bool:

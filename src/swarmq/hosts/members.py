@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class Roster(Protocol):
         """Remove an engine. Raises ConfigError where the list cannot be changed."""
 
 
-class Membership(Protocol):
+class RunMembership(Protocol):
     """What a proxy knows of the other parts of its run."""
 
     @property
@@ -66,6 +67,9 @@ class Membership(Protocol):
     def proxies(self) -> tuple[str, ...]:
         """Return the base URLs of the run's proxies."""
 
+    async def wait_current(self, patience_s: float) -> bool:
+        """Wait until nothing of this can be out of date, and return whether that was so within `patience_s` seconds."""
+
 
 class StoredMembership:
     """The membership as the files of the run folder state it."""
@@ -73,9 +77,13 @@ class StoredMembership:
     def __init__(self, job: SwarmJob) -> None:
         self._job = job
         self._proxies = ProxyRegistry(job.run_folder.proxies)
-        self._models = {name: describe_model(Path(policy.model)) for name, policy in job.policies.items()}
         self.roster = EngineRegistry(job)
         self.revoked = RevokedNames(job.run_folder.clients)
+
+    @cached_property
+    def _models(self) -> dict[str, ModelFiles]:
+        models = {name: describe_model(Path(policy.model)) for name, policy in self._job.policies.items()}
+        return {name: model for name, model in models.items() if model}
 
     @property
     def resumed_at(self) -> dict[str, int]:
@@ -83,6 +91,9 @@ class StoredMembership:
 
     def proxies(self) -> tuple[str, ...]:
         return self._proxies.urls()
+
+    async def wait_current(self, patience_s: float) -> bool:  # noqa: ARG002 - the files are read anew
+        return True
 
     def read(self) -> Members:
         """Return the present members. Raises ConfigError or EngineError if a registry cannot be read."""
@@ -92,7 +103,7 @@ class StoredMembership:
             revoked=tuple(sorted(read_revoked(self._job.run_folder.clients))),
             resumed_at=self.resumed_at,
             settings=_shared_settings(self._job),
-            models={name: model for name, model in self._models.items() if model},
+            models=self._models,
             swarmq=__version__,
         )
 
@@ -106,12 +117,11 @@ def _shared_settings(job: SwarmJob) -> dict[str, Any]:
     return tree
 
 
-def build_job(members: Members, *, folder: Path, engines: Urls, proxy: Mapping[str, Any]) -> SwarmJob:
-    """Return the run's settings for a part on another host. `proxy`: this host's own settings of [proxy]. Raises ConfigError."""
-    job = SwarmJob.build(
-        members.settings | {"folder": str(folder), "proxy": members.settings["proxy"] | proxy},
-        origin="the settings that the collector sent",
-    )
+def build_job(members: Members, *, engines: Urls, proxy: Mapping[str, Any]) -> SwarmJob:
+    """Return the run's settings for a part on another host, which has no run folder. `proxy`: this host's own settings of
+    [proxy]. Raises ConfigError."""
+    tree = members.settings | {"proxy": members.settings["proxy"] | proxy}
+    job = SwarmJob.build(tree, origin="the settings that the collector sent")
     policies = {
         name: msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, urls=engines[name]))
         for name, policy in job.policies.items()

@@ -3,18 +3,23 @@
 A proxy that has joined a live run (`--join`) first leaves the list of proxies and serves on for a while:
 
   listening ──> in proxies.json ──signal──> out of it ──no call for LEAVE_S──> drained
+
+On the run's own host it reads and edits files of the run folder; on another host it has an invite, follows the run's membership over
+the broker, and asks the collector to edit the list.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
+import zlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import uvicorn
@@ -23,11 +28,17 @@ from litestar import Litestar
 from litestar.handlers import ASGIRouteHandler
 
 from swarmq import keys
+from swarmq.broker import Broker
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
-from swarmq.messages import Turn
+from swarmq.hosts.addresses import Place, check_announced
+from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
+from swarmq.hosts.members import RunMembership, StoredMembership, build_job
+from swarmq.hosts.register import join, leave
+from swarmq.keys import HostInvite
+from swarmq.messages import Event, Turn
 from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app, follow
@@ -67,11 +78,24 @@ def run(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpene
 
     Raises SwarmqError if the job names no broker, no engine or a taken port.
     """
-    logs.configure(role=f"proxy.{number}", run=job.run)
+    _run(serve(job, number=number, join=join, pages=pages), role=f"proxy.{number}", run_name=job.run)
+
+
+def run_elsewhere(invite: HostInvite, place: Place) -> None:
+    """Serve beside the proxies of a live run on another host, until SIGTERM or SIGINT.
+
+    Raises SwarmqError if the invite has expired, the run or one of its engines cannot be reached, the run does not fit this host, or
+    others cannot reach the announced address.
+    """
+    _run(serve_elsewhere(invite, place), role=f"proxy.{invite.host}", run_name=invite.run)
+
+
+def _run(serving: Coroutine[Any, Any, None], *, role: str, run_name: str) -> None:
+    logs.configure(role=role, run=run_name)
     gc.freeze()  # imported objects stay: the garbage collector need not scan them while agents wait
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(job, number=number, join=join, pages=pages))
+        runner.run(serving)
 
 
 async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpener | None = None) -> None:
@@ -82,27 +106,82 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         if not policy.engine.urls:
             raise ConfigError(f"policies.{name}.engine.urls: the proxy needs at least one; `swarmq up` fills them in")
     make_folder(job.run_folder.path)
-    async with AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(job.proxy.host, job.proxy.port, backlog=BACKLOG, setting="proxy.port"))
+    with listen(job.proxy.host, job.proxy.port, backlog=BACKLOG, setting="proxy.port") as listener:
         port = listener.getsockname()[1]
-        number = port if join else number
-        own_url, membership = job.proxy.url(port), Membership()
+        number, own_url = port if join else number, job.proxy.url(port)
         name = f"swarmq proxy.{number} {job.run}"
-        broker = await stack.enter_async_context(
-            AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s())
-        )
-        await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
-        opener = partial(
-            VllmEngine.open, deadline_s=None, secret=EngineRegistry(job).secret()
-        )  # calls have a deadline of their own
+        async with AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s()) as broker:
+            await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
+            await _serve(
+                job,
+                broker,
+                listener,
+                StoredMembership(job),
+                pass_on=partial(follow, job.run, broker),
+                root=keys.load_root(job.run_folder.root_secret),
+                engine_secret=EngineRegistry(job).secret(),
+                number=number,
+                url=own_url,
+                listed=_listed(ProxyRegistry(job.run_folder.proxies), own_url) if join else None,
+                pages=pages,
+            )
+
+
+async def serve_elsewhere(invite: HostInvite, place: Place) -> None:
+    invite.check_current(time.time())
+    host = choose_address(invite, place)
+    with listen(host, place.port, backlog=BACKLOG, setting="--host, --port") as listener:
+        port = listener.getsockname()[1]
+        own_url = place.announce(host, port, "/v1")
+        check_announced(own_url, is_run_on_this_host=is_run_on_this_host(invite))
+        async with join_run(invite, name=f"swarmq proxy {invite.host} {invite.run}") as (broker, known):
+            engines = known.urls()
+            for policy, urls in engines.items():
+                if not urls:
+                    raise ConfigError(
+                        f"policy {policy} has no engine that this host can reach: {', '.join(known.members.engines[policy])} is the loopback "
+                        "of the run's host. Start one that other hosts reach (`swarmq engine start --join`, or `swarmq engine start --host`)"
+                    )
+            own = {"host": host, "port": port, "certificate": place.certificate, "key": place.key}
+            await _serve(
+                build_job(known.members, engines=engines, proxy=own),
+                broker,
+                listener,
+                known,
+                pass_on=known.pass_on,
+                root=invite.root,
+                engine_secret=invite.engine_secret,
+                number=zlib.crc32(own_url.encode()),
+                url=own_url,
+                listed=_registered(broker, invite.run, own_url),
+            )
+
+
+async def _serve(
+    job: SwarmJob,
+    broker: Broker,
+    listener: socket.socket,
+    known: RunMembership,
+    *,
+    pass_on: Callable[[Sequence[Callable[[Event], None]]], Coroutine[Any, Any, None]],
+    root: bytes,
+    engine_secret: str,
+    number: int,
+    url: str,
+    listed: AbstractAsyncContextManager[None] | None,
+    pages: PagesOpener | None = None,
+) -> None:
+    """Serve on `listener`. `pass_on`: passes the run's events to handlers. `listed`: keeps a joined proxy in the run's list."""
+    async with AsyncExitStack() as stack:
+        membership = Membership()
+        opener = partial(VllmEngine.open, deadline_s=None, secret=engine_secret)  # calls have a deadline of their own
         engines = {
             name: [await stack.enter_async_context(opener(engine)) for engine in policy.engine.urls]
             for name, policy in job.policies.items()
         }
-        root = keys.load_root(job.run_folder.root_secret)
-        tuning, episodes = LiveSampling(job), EpisodeCache.of_job(job, number=number, url=own_url)
+        tuning, episodes = LiveSampling(job), EpisodeCache.of_job(job, number=number, url=url, proxies=known.proxies)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        following = tasks.create_task(follow(job.run, broker, [tuning.handle_event, episodes.handle_event]))
+        following = tasks.create_task(pass_on([tuning.handle_event, episodes.handle_event]))
         stack.callback(following.cancel)
         watchers = [membership.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
         opened = await stack.enter_async_context(pages(job)) if pages else None
@@ -116,17 +195,38 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
             episodes=episodes,
             opener=opener,
             watchers=watchers,
+            membership=known,
             pages=opened.handlers if opened else (),
         )
-        log.info("listening", url=own_url)
+        log.info("listening", url=url)
         server = DrainingServer(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
         server.pages = opened
-        if join:
+        if listed:
             server.membership = membership
-            registry = ProxyRegistry(job.run_folder.proxies)
-            keeping = tasks.create_task(_keep_membership(server, membership, registry, own_url))
+            keeping = tasks.create_task(_keep_membership(server, membership, listed, url))
             stack.callback(keeping.cancel)
         await server.serve(sockets=[listener])
+
+
+@asynccontextmanager
+async def _listed(proxies: ProxyRegistry, url: str) -> AsyncIterator[None]:
+    """Keep this proxy in the list of the run folder."""
+    proxies.add(url)
+    try:
+        yield
+    finally:
+        proxies.remove(url)
+
+
+@asynccontextmanager
+async def _registered(broker: Broker, run: str, url: str) -> AsyncIterator[None]:
+    """Keep this proxy in the run's list on its own host. Raises ConfigError if the collector refuses it."""
+    await join(broker, run, "proxy", url)
+    try:
+        yield
+    finally:
+        if not await leave(broker, run, "proxy", url):
+            log.warning("leave_unconfirmed", url=url, action="the collector removes this proxy when it is back")
 
 
 def server_config(
@@ -187,15 +287,17 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _keep_membership(
-    server: DrainingServer, membership: Membership, proxies: ProxyRegistry, url: str, *, check_s: float = CHECK_S
+    server: DrainingServer,
+    membership: Membership,
+    listed: AbstractAsyncContextManager[None],
+    url: str,
+    *,
+    check_s: float = CHECK_S,
 ) -> None:
     """Keep this proxy in the run's list until it leaves, then go on serving the episodes that began here."""
-    proxies.add(url)
-    log.info("joined", url=url)
-    try:
+    async with listed:
+        log.info("joined", url=url)
         await membership.leaving.wait()
-    finally:
-        proxies.remove(url)
     membership.touch()  # clients that have just read the list may not have called yet
     log.info("leaving", url=url, idle_s=LEAVE_S)
     while server.server_state.tasks or membership.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked

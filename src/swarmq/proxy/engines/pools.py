@@ -1,7 +1,7 @@
 """The engines of all policies, as they come and go while the proxy serves.
 
-engine registry (run folder) ──look──> add: open, probe, use
-                                       remove: drain ──nothing open──> closed, forgotten
+engine registry of the run ──look──> add: open, probe, use
+                                     remove: drain ──nothing open──> closed, forgotten
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import structlog
 
 from swarmq.engine.client.protocol import Engine
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, try_tokenize
-from swarmq.errors import EngineError
+from swarmq.errors import ConfigError, EngineError
+from swarmq.hosts.members import Roster
 from swarmq.proxy.engines.pool import TIMINGS, EngineLane, EnginePool, EngineView, PoolTimings
 from swarmq.proxy.http_errors import RefusedError
-from swarmq.registries.engines import EngineRegistry
 
 Opener = Callable[[str], contextlib.AbstractAsyncContextManager[Engine]]
 
@@ -31,7 +31,7 @@ class EnginePools:
         self,
         engines: Mapping[str, Sequence[Engine]],
         *,
-        roster: EngineRegistry,
+        roster: Roster,
         max_behind: int,
         probe_every_s: float,
         opener: Opener | None = None,
@@ -95,11 +95,14 @@ class EnginePools:
             raise RefusedError(f"{remove} serves no {policy}: its engines are {', '.join(present)}", param="url")
         if remove is not None and len(present) == 1:
             raise RefusedError(f"{remove} is the only engine of {policy}: add another one first", param="url")
-        if add is not None:
-            await self._check_tokenizer(pool, add)
-            self.roster.add(policy, add)
-        if remove is not None:
-            self.roster.remove(policy, remove)
+        try:
+            if add is not None:
+                await self._check_tokenizer(pool, add)
+                self.roster.add(policy, add)
+            if remove is not None:
+                self.roster.remove(policy, remove)
+        except ConfigError as error:
+            raise RefusedError(str(error), param="url") from error
         await self.follow()
 
     async def _check_tokenizer(self, pool: EnginePool, url: str) -> None:

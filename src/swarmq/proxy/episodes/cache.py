@@ -26,7 +26,6 @@ from swarmq.proxy.episodes.conversation_graph import Graph
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.episodes.token_budget import TokenBudget
 from swarmq.proxy.http_errors import RefusedError, foreign_episode_error
-from swarmq.registries.proxies import ProxyRegistry
 
 LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
@@ -125,13 +124,21 @@ class EpisodeCache:
         self._reported_drops = 0
 
     @classmethod
-    def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> EpisodeCache:
+    def of_job(
+        cls,
+        job: SwarmJob,
+        *,
+        number: int,
+        url: str = "",
+        proxies: Callable[[], tuple[str, ...]] = tuple,
+        now: Callable[[], float] = time.time,
+    ) -> EpisodeCache:
         """Create the cache of the proxy that clients reach at `url`, or that has this number if `url` is not in the run's list
-        of proxies."""
-        started_at, proxies = now(), ProxyRegistry(job.run_folder.proxies)
+        of proxies. `proxies`: returns that list."""
+        started_at = now()
 
         def is_home(episode_id: str) -> bool:
-            made, urls = created_at(episode_id), proxies.urls()
+            made, urls = created_at(episode_id), proxies()
             place, count = (urls.index(url), len(urls)) if url in urls else (number, job.proxy.count)
             return keys.home_proxy_index(episode_id, count) == place and (made is None or made >= started_at)
 

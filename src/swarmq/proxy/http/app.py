@@ -18,10 +18,13 @@ from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import RedocRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.response import Response
+from litestar.types import ASGIApp, Middleware, Receive, Scope, Send
 
 from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.client.protocol import Engine
+from swarmq.errors import BrokerError
+from swarmq.hosts.members import RunMembership, StoredMembership
 from swarmq.messages import Event, EventName, Turn, new_id
 from swarmq.proxy.completions.answer_receipts import AnswerReceipts
 from swarmq.proxy.completions.limiter import CallLimiter
@@ -39,10 +42,9 @@ from swarmq.proxy.http.control_routes import FAULTS, ControlRoutes, ProxyStatus
 from swarmq.proxy.http.episode_control import EpisodeControl
 from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
 from swarmq.proxy.http_errors import RefusedError, to_refusal
-from swarmq.registries.clients import RevokedNames
-from swarmq.registries.engines import EngineRegistry
 from swarmq.version import __version__
 
+HEALTH = "/health"
 STATE_EVERY_S = 2.0
 AT_FAULT = frozenset({400, 404, 408, 413})
 """Statuses of calls that an agent must change before it can get an answer."""
@@ -63,6 +65,7 @@ def create_app(
     episodes: EpisodeCache | None = None,
     opener: Opener | None = None,
     watchers: Sequence[Callable[[Turn, float], None]] = (),
+    membership: RunMembership | None = None,
     engine_timings: PoolTimings = TIMINGS,
     pages: Sequence[ASGIRouteHandler] = (),
 ) -> Litestar:
@@ -71,18 +74,22 @@ def create_app(
     `engines`: policy -> its engines; the caller opens and closes them and the broker. `number`: index among the run's
     proxies. `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's
     events to them (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every
-    confirmed turn and the seconds that its confirmation took. `pages`: further routes, which have an authorization of their own.
+    confirmed turn and the seconds that its confirmation took. `membership`: what is known of the run's other parts; None: what the
+    run folder says. `pages`: further routes, which have an authorization of their own.
     """
+    membership = StoredMembership(job) if membership is None else membership
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
-    episodes = EpisodeCache.of_job(job, number=number, now=now) if episodes is None else episodes
+    episodes = (
+        EpisodeCache.of_job(job, number=number, proxies=membership.proxies, now=now) if episodes is None else episodes
+    )
     gate = CallLimiter(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
     fleet = EnginePools(
         {name: engines[name] for name in job.policies},
-        roster=EngineRegistry(job),
+        roster=membership.roster,
         max_behind=job.groups.max_staleness,
         probe_every_s=job.proxy.probe_every_s,
         opener=opener,
-        resumed_at={name: job.run_folder.newest_checkpoint(name) for name in job.policies if name not in job.frozen},
+        resumed_at=membership.resumed_at,
         timings=engine_timings,
     )
     service = ProxyService(
@@ -96,7 +103,7 @@ def create_app(
         metrics=Metrics(meter, gate, fleet, episodes),
         refusals=RefusalEvents(),
     )
-    authority = Authority(root, job.run, now=now, revoked=RevokedNames(job.run_folder.clients))
+    authority = Authority(root, job.run, now=now, revoked=membership.revoked)
     control = EpisodeControl(job, broker, root=root, now=now)
     receipts = AnswerReceipts(job.run, broker)
     completions = Completions(
@@ -145,9 +152,27 @@ def create_app(
             ),
         ),
         exception_handlers={Exception: service.refuse, HTTPException: service.refuse},
+        middleware=[catch_up_first(membership, job.proxy.confirm_timeout_s)],
         request_max_body_size=job.proxy.max_body_bytes,
         logging_config=None,
     )
+
+
+def catch_up_first(membership: RunMembership, patience_s: float) -> Middleware:
+    """Return middleware that lets requests wait while clients may have been removed unknown to this proxy; after `patience_s`
+    seconds they are answered 503."""
+
+    def wrap(app: ASGIApp) -> ASGIApp:
+        async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] != HEALTH and not await membership.wait_current(patience_s):
+                raise BrokerError(
+                    "this proxy was cut off from the run, and the collector has not told it since who was removed"
+                )
+            await app(scope, receive, send)
+
+        return handle
+
+    return wrap
 
 
 class RefusalEvents:
@@ -195,7 +220,7 @@ class ProxyService:
             responses=faults,
             security=[{OPERATOR_SCHEME: ["read"]}],
         )
-        return [get("/health")(self.health), guarded(self.show_metrics)]
+        return [get(HEALTH)(self.health), guarded(self.show_metrics)]
 
     async def health(self) -> Response[dict[str, Any]]:
         """Answer 200 if every policy has an engine that answers."""
