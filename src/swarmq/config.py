@@ -336,11 +336,11 @@ class Train(Settings, frozen=True, kw_only=True):
     """In the backward pass, recompute the layers whose activations GPU memory does not hold (without a GPU: all layers)."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """Precision of the layers: BF16 with FP32 master weights, or FP32 (`no`); `auto`: BF16 on a GPU, else FP32."""
-    sharding: Literal["auto", "none", "full"] = "auto"
-    """Whether ranks shard parameters, gradients and optimizer state (FSDP2, `full`) or each hold the whole model (`none`); `auto`
-    shards if the whole model does not fit a GPU."""
+    sharding: Literal["auto", "none", "full", "hybrid"] = "auto"
+    """Whether ranks shard parameters, gradients and optimizer state (FSDP2, `full`), shard them within each host and keep a replica on
+    every host (`hybrid`), or each hold the whole model (`none`); `auto` shards if the whole model does not fit a GPU."""
     cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory while they are not used; needs sharding = 'full'."""
+    """Keep parameters and optimizer state in host memory while they are not used; needs sharding = 'full' or 'hybrid'."""
     context_parallel: Count = 1
     """Number of ranks that share the tokens of each micro-batch, for model calls too long for one GPU; `micro_batch_tokens` counts
     the tokens of the whole micro-batch. The number of ranks must be a multiple of it."""
@@ -365,8 +365,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Make a step that is repeated on the same kind of machine equal bit for bit. Slower on a GPU."""
 
     def __post_init__(self) -> None:
-        if self.cpu_offload and self.sharding != "full":
-            raise ValueError("cpu_offload: only has an effect with sharding = 'full'")
+        if self.cpu_offload and self.sharding not in ("full", "hybrid"):
+            raise ValueError("cpu_offload: only has an effect with sharding = 'full' or 'hybrid'")
         if self.loss.name == "distill" and self.teacher is None:
             raise ValueError(
                 "teacher: loss.name = 'distill' needs a teacher: a model folder or name, the url of a server, or policies.X"

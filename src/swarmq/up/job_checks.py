@@ -124,8 +124,8 @@ def find_ineffective_settings(
         if policy.placement == "split" and placement is None:
             here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "this host has no GPU"
             yield f"{whose}.placement = 'split' has no effect: {here}"
-        if policy.train.sharding == "full" and _num_ranks(placement) == 1:
-            yield f"{whose}.train.sharding = 'full' has no effect: the learner has one rank"
+        if policy.train.sharding in ("full", "hybrid") and _num_ranks(placement) == 1:
+            yield f"{whose}.train.sharding = {policy.train.sharding!r} has no effect: the learner has one rank"
         room = _max_request_tokens(job, name, models.get(name))
         if room and policy.sampling.max_tokens and policy.sampling.max_tokens > room:
             yield (

@@ -190,7 +190,7 @@ def _sharding_options(train: Train, ranks: int) -> tuple[bool, ...]:
         return () if train.cpu_offload else (False,)
     if train.sharding == "none":
         return (False,)
-    return (True,) if train.sharding == "full" else (False, True)
+    return (False, True) if train.sharding == "auto" else (True,)
 
 
 class ContextLimit(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import checkpoint_ranks, expert_ranks, learner_ranks, leaving, listening_ranks, lora_ranks
+from support import checkpoint_ranks, expert_ranks, hybrid_ranks, learner_ranks, leaving, listening_ranks, lora_ranks
 from support.episodes import make_qwen
 from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
@@ -77,6 +77,20 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
         assert (ours["left_out"] > 0) == (name == "episode, filtered")
     if "sharding" in changed:
         one_goes_on(tiny_qwen, train, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_hosts_that_shard_a_model_within_each_make_the_gradient_and_the_weights_of_one_rank(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
+    plain = msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), **ROWS)
+    for count, hosts, sharding in ((1, 1, "none"), (4, 2, "hybrid")):
+        train = msgspec.json.encode(msgspec.structs.replace(plain, sharding=sharding)).decode()
+        launch(count, hybrid_ranks.__file__, str(tiny_qwen), train, str(tmp_path / sharding), hosts=hosts)
+    made, alone = (torch.load(tmp_path / each) for each in ("hybrid", "none"))
+    assert made["sharded"]
+    assert not alone["sharded"]
+    assert_same(made, alone)
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ from swarmq.config import Train
 from swarmq.learner.distributed.launcher_modes import refuse_modes
 from swarmq.learner.distributed.rendezvous import join_group
 from swarmq.learner.distributed.send_from_rank0 import send_model_files
-from swarmq.learner.distributed.sharding import build_fsdp_plugin, is_sharding, shard_on_cpu
+from swarmq.learner.distributed.sharding import build_fsdp_plugin, is_sharding, replicate_shards, shard_on_cpu
 from swarmq.learner.memory import plan as memory_plan
 from swarmq.learner.memory.estimate import list_frozen_models
-from swarmq.learner.memory.ranks import check_rank_count, num_ranks
+from swarmq.learner.memory.ranks import check_rank_count, num_ranks, num_sharding_ranks
 
 log = structlog.get_logger()
 
@@ -48,6 +48,8 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         # accelerate has set it, and the next accelerator would take it for a setting of the launcher
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         shard_on_cpu(accelerator, plan)
+        if (ranks := num_sharding_ranks(train)) < num_ranks():
+            replicate_shards(accelerator, ranks)
     return accelerator
 
 
@@ -56,7 +58,7 @@ def can_stay_gathered(accelerator: Accelerator, train: Train, source: str) -> bo
 
     Raises LearnerError if the policy does not fit the free memory of this rank's GPU or of its host.
     """
-    ranks, full, gpu = accelerator.num_processes, is_sharding(accelerator), None
+    ranks, full, gpu = num_sharding_ranks(train), is_sharding(accelerator), None
     if accelerator.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(accelerator.device)
         gpu = memory_plan.GpuMemory(total=total, free=free)

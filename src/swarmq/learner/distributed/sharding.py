@@ -2,7 +2,8 @@
 
 Each decoder layer is gathered when it is computed. If a GPU has room for the whole model besides its shard, layers stay
 gathered until the last pass of a step, which alone reduces gradients over the ranks; otherwise each is freed again and its
-gradient reduced in every pass. Weights for engines and checkpoints are gathered whole, on every rank in the same order, and
+gradient reduced in every pass. With replicas of the shards (HSDP), layers are gathered within a host, and hosts exchange gradients
+once a step. Weights for engines and checkpoints are gathered whole, on every rank in the same order, and
 kept by rank 0 alone: for engines after every step, in the compute dtype; for checkpoints unconverted, with the optimizer's
 state.
 """
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -72,16 +74,26 @@ def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin)
         accelerator.state.fsdp_plugin = plan
 
 
+def replicate_shards(accelerator: Accelerator, ranks: int) -> None:
+    """Let every `ranks` neighbouring ranks, those of a host, shard a replica of each model (HSDP)."""
+    replicas = ParallelismConfig(dp_replicate_size=accelerator.num_processes // ranks, dp_shard_size=ranks)
+    accelerator.state.device_mesh = replicas.get_device_mesh(accelerator.device.type)
+    accelerator.state.parallelism_config = replicas
+
+
 def keep_layers_gathered(accelerator: Accelerator) -> None:
     """Keep layers gathered between forward and backward pass. Called before models are prepared."""
     accelerator.state.fsdp_plugin.reshard_after_forward = False
 
 
-def set_gradient_sync(model: Any, *, last: bool) -> None:
-    """Let only the `last` pass of a step reduce gradients and free layers. Called before each pass of a model whose layers stay
-    gathered."""
-    model.set_requires_gradient_sync(last)
-    model.set_reshard_after_backward(last)
+def set_gradient_sync(model: Any, *, last: bool, held: bool) -> None:
+    """Let only the `last` pass of a step reduce gradients over replicas and, if layers stay gathered (`held`), over shards, and free
+    layers. Called before each pass of a sharded model."""
+    if held:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+    else:
+        model.set_requires_all_reduce(last)
 
 
 def is_sharding(accelerator: Accelerator) -> bool:

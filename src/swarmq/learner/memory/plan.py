@@ -27,7 +27,7 @@ from swarmq.learner.memory.estimate import (
 )
 from swarmq.learner.memory.host import HostRoom
 from swarmq.learner.memory.outline import build_outline, load_config, name_setting_in_errors
-from swarmq.learner.memory.ranks import check_offload, get_local_ranks, num_ranks
+from swarmq.learner.memory.ranks import check_offload, get_local_ranks, num_ranks, num_sharding_ranks
 
 log = structlog.get_logger()
 
@@ -77,7 +77,7 @@ def adapt_to_single_rank(train: Train) -> Train:
 
 def choose_sharding(source: str, train: Train) -> Sharding:
     """Decide whether the ranks shard the model. Raises LearnerError if `train.cpu_offload` is set and impossible."""
-    ranks = num_ranks()
+    ranks = num_sharding_ranks(train)
     check_offload(train, ranks)
     if train.cpu_offload and not torch.cuda.is_available():
         raise SetUpError(
@@ -86,6 +86,10 @@ def choose_sharding(source: str, train: Train) -> Sharding:
         )
     if ranks == 1 or train.sharding == "none":
         return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
+    if train.sharding == "hybrid":
+        return Sharding(
+            full=True, reason=f"train.sharding asks for it: {num_ranks() // ranks} replicas on {ranks} ranks each"
+        )
     if train.sharding == "full":
         return Sharding(full=True, reason="train.sharding asks for it")
     if not torch.cuda.is_available():
@@ -162,7 +166,9 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     here, shape, judge_sizes = get_local_ranks(), load_shape(source), _list_frozen_sizes(source, train)
-    taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judge_sizes=judge_sizes)
+    taking = partial(
+        host_bytes, shape, train, here=here, ranks=num_sharding_ranks(train), cuda=cuda, judge_sizes=judge_sizes
+    )
     needed = taking(full=full)
     instead = "raise the limit of the container, or use a host with more memory"
     if taking(full=True) < needed:

@@ -19,6 +19,11 @@ def get_local_ranks() -> range:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
 
 
+def num_sharding_ranks(train: Train) -> int:
+    """Return the number of ranks among which a model is divided, if it is sharded."""
+    return len(get_local_ranks()) if train.sharding == "hybrid" else num_ranks()
+
+
 def check_rank_count(train: Train, ranks: int) -> None:
     """Raise LearnerError unless the number of ranks is a multiple of `train.context_parallel`."""
     if ranks % train.context_parallel:

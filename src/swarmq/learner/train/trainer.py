@@ -502,8 +502,8 @@ class Trainer:
         return {"grad_norm": norm, "learning_rate": rate, **({"skipped": skipped} if skipped else {})}
 
     def _accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        if self._held:
-            set_gradient_sync(self.model, last=last)
+        if is_sharded(self.model):
+            set_gradient_sync(self.model, last=last, held=self._held)
         return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
 
     def _sum(self, values: Tensor) -> Tensor:
