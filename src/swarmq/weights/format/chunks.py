@@ -77,12 +77,13 @@ def digest_chunk(chunk: Bytes) -> str:
 def encode_chunk(chunk: Bytes, base: Bytes | None, word_bytes: int) -> bytes:
     """Encode a chunk as its difference from `base`, of the same size, or whole without a base."""
     words = _to_words(chunk, word_bytes)
-    steps = _zigzag(words - _to_words(base, word_bytes)) if base is not None else _rotate(words, 1)
-    changed = np.flatnonzero(steps != 0)  # much faster than without the comparison
+    before = _to_words(base, word_bytes) if base is not None else None
+    changed = np.flatnonzero(words != (0 if before is None else before))
     gaps = b""
-    if 2 * len(changed) < len(steps):
-        steps = steps[changed]
+    if 2 * len(changed) < len(words):
         gaps = _to_planes(np.diff(changed, prepend=0).astype("<u4"))
+        words, before = words[changed], before[changed] if before is not None else None
+    steps = _zigzag(words - before) if before is not None else _rotate(words, 1)
     body = len(steps).to_bytes(COUNT_BYTES, "little") + gaps + _to_planes(steps)
     return zstandard.ZstdCompressor(level=LEVEL).compress(body)
 
@@ -119,7 +120,8 @@ def _word_type(word_bytes: int) -> np.dtype[Any]:
 
 def _to_words(chunk: Bytes, word_bytes: int) -> np.ndarray[Any, Any]:
     """Return the bytes as words; a last word that is not whole is filled with zeros."""
-    return np.pad(chunk, (0, -len(chunk) % word_bytes)).view(_word_type(word_bytes))
+    fill = -len(chunk) % word_bytes
+    return (np.pad(chunk, (0, fill)) if fill else chunk).view(_word_type(word_bytes))
 
 
 def _zigzag(steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
