@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from support.broker import SharedBroker
+    from support.broker import BackgroundCluster, SharedBroker
     from swarmq.broker.node.process import PrivateNode
 
 # What libraries make while they load stays to the end: looking through it for garbage takes seconds.
@@ -37,6 +37,8 @@ FOLDERS = ("contract", "integration", "e2e")
 SHARED: pytest.StashKey[SharedBroker] = pytest.StashKey()
 SERVED = ("tests/integration/proxy/", "tests/integration/engine/test_push.py")
 """Of tests that share an engine."""
+CLUSTERED = ("tests/contract/test_broker.py", "tests/integration/broker/test_cluster.py")
+"""Of tests that share a cluster."""
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
 
 
@@ -58,12 +60,15 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, but one worker has all files that share the engine: each worker would start its own."""
+    """`--dist loadfile`, but one worker has all files that share the engine, or the cluster: each worker would start its own."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadServed(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "engine" if nodeid.startswith(SERVED) else super()._split_scope(nodeid)
+            shared = {"engine": SERVED, "cluster": CLUSTERED}
+            return next(
+                (name for name, files in shared.items() if nodeid.startswith(files)), super()._split_scope(nodeid)
+            )
 
     return LoadServed(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -91,6 +96,15 @@ def broker_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateNod
     with background_node(tmp_path_factory.mktemp("rabbitmq")) as (node, started):
         started.result()
         yield node
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundCluster]:
+    """A private RabbitMQ cluster of three nodes for the session of this process; each test leaves it as it was."""
+    from support.broker import background_cluster
+
+    with background_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -59,10 +59,16 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
     url: str | None = None
     """AMQP URL of a RabbitMQ of your own, with user and password; the URLs of a cluster's nodes are separated by commas. None:
     `$SWARMQ_AMQP_URL`, or a private node."""
+    replicas: Count | None = None
+    """Number of a cluster's nodes that hold each queue of the run (`x-quorum-initial-group-size`), fixed when the queue is
+    declared; None: RabbitMQ's default, all nodes up to 3."""
+    nodes: Count = 1
+    """Number of nodes of the private RabbitMQ: 1, or an odd number for a cluster on this host to try out."""
     port: Port = 0
-    """AMQP port of the private node; 0 picks a free one."""
+    """AMQP port of the private node, further nodes take the following ports; 0 picks free ports."""
     tls_port: Port = 0
-    """TLS port (amqps) of the private node, open to other machines; 0 opens none. Needs `certificate` and `key`."""
+    """TLS port (amqps) of the private node, open to other machines, further nodes take the following ports; 0 opens none. Needs
+    `certificate` and `key`."""
     certificate: str | None = None
     """PEM file with the node's certificate."""
     key: str | None = None
@@ -71,6 +77,10 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.tls_port and not (self.certificate and self.key):
             raise ValueError("tls_port needs certificate and key, two PEM files")
+        if self.nodes % 2 == 0:
+            raise ValueError(
+                f"nodes must be odd (got {self.nodes}): {self.nodes} nodes survive no more failures than {self.nodes - 1}"
+            )
 
 
 class ProxySettings(Settings, frozen=True, kw_only=True):

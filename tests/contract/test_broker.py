@@ -1,4 +1,4 @@
-"""What every broker promises: one suite for the one in memory and for RabbitMQ."""
+"""What every broker promises: one suite for the one in memory, for RabbitMQ, and for a RabbitMQ cluster."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class Bench(msgspec.Struct):
         return topology.tasks(self.run, "math")
 
 
-@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.broker)])
+@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.broker) for name in ("rabbitmq", "cluster"))])
 async def bench(request: pytest.FixtureRequest, run_name: str) -> AsyncIterator[Bench]:
     async with AsyncExitStack() as stack:
         if request.param == "memory":
             bench = in_memory(run_name)
         else:
-            url = request.getfixturevalue("amqp_url")
+            own = request.param == "cluster"
+            url = request.getfixturevalue("cluster").cluster.amqp_url if own else request.getfixturevalue("amqp_url")
             broker = await stack.enter_async_context(AmqpBroker.open(url, name="contract"))
             bench = on_rabbitmq(broker, url, run_name)
         await bench.broker.declare(run_name, policies=["main"], kinds=["math"])

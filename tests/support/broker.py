@@ -10,15 +10,19 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aio_pika
 
+from swarmq.broker.node.cluster import PrivateCluster
 from swarmq.broker.node.process import PrivateNode
+from swarmq.config import BrokerSettings
 
+T = TypeVar("T")
 URL = "amqp-url"
 START_S = 600.0
 
@@ -60,16 +64,43 @@ def shared_url(folder: Path) -> str:
 def background_node(folder: Path) -> Iterator[tuple[PrivateNode, Future[None]]]:
     """A node on an event loop of its own, because tests have theirs, and when it has started."""
     node = PrivateNode(folder)
+    with _background(node) as (_, started):
+        yield node, started
+
+
+class BackgroundCluster:
+    """A cluster of three nodes on an event loop of its own, to which `do` hands on what a test does to a node."""
+
+    def __init__(self, cluster: PrivateCluster, loop: asyncio.AbstractEventLoop) -> None:
+        self.cluster = cluster
+        self._loop = loop
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+@contextmanager
+def background_cluster(folder: Path) -> Iterator[BackgroundCluster]:
+    cluster = PrivateCluster(folder, BrokerSettings(nodes=3))
+    with _background(cluster) as (loop, started):
+        started.result()
+        yield BackgroundCluster(cluster, loop)
+
+
+@contextmanager
+def _background(
+    broker: PrivateNode | PrivateCluster,
+) -> Iterator[tuple[asyncio.AbstractEventLoop, Future[None]]]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="rabbitmq")
     thread.start()
-    started = asyncio.run_coroutine_threadsafe(node.start(), loop)
+    started = asyncio.run_coroutine_threadsafe(broker.start(), loop)
     try:
-        yield node, started
+        yield loop, started
     finally:
         started.exception()  # a start is not cut short: its children are known when it is done
         # Nobody needs its data: no six seconds of farewell.
-        asyncio.run_coroutine_threadsafe(node.kill(), loop).result()
+        asyncio.run_coroutine_threadsafe(broker.kill(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

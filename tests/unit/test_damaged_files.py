@@ -54,16 +54,16 @@ FILES = [
     ),
     Kept(
         "broker/node.json",
-        lambda _, path: load_identity(path.parent, port=0),
-        lambda _, path: load_identity(path.parent, port=0),
+        lambda _, path: load_identity(path.parent, port=0, epmd_port=4),
+        lambda _, path: load_identity(path.parent, port=0, epmd_port=4),
     ),
     Kept(
         "broker/home/.erlang.cookie",
         lambda _, path: write_node_files(
-            path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""
+            path.parents[1], load_identity(path.parents[1], port=0, epmd_port=4), config="", advanced=""
         ),
         lambda _, path: write_node_files(
-            path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""
+            path.parents[1], load_identity(path.parents[1], port=0, epmd_port=4), config="", advanced=""
         ),
     ),
     Kept(

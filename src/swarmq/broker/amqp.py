@@ -174,11 +174,13 @@ class AmqpBroker:
             login_patience_s=self._login_patience_s if self._user else math.inf,
         )
 
-    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+    async def declare(
+        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+    ) -> None:
         bound = list(kinds)
         queues = {
             topology.DEAD: topology.dead_letter_arguments(),
-            **topology.run_queues(run, policies=policies, kinds=bound),
+            **topology.run_queues(run, policies=policies, kinds=bound, replicas=replicas),
         }
 
         async def declare(session: Session) -> None:
@@ -186,8 +188,15 @@ class AmqpBroker:
             await session.call(channel.declare_exchange(topology.EVENTS, ExchangeType.TOPIC, durable=True))
             await session.call(channel.declare_exchange(topology.DEAD, ExchangeType.FANOUT, durable=True))
             await session.call(channel.declare_exchange(topology.CLIENTS, ExchangeType.TOPIC, durable=True))
-            for name, arguments in queues.items():
-                await session.call(channel.declare_queue(name, durable=True, arguments=arguments))
+            for name, arguments in tuple(queues.items()):
+                try:
+                    await session.call(channel.declare_queue(name, durable=True, arguments=arguments))
+                except BrokerError as error:
+                    if topology.GROUP_SIZE not in str(error):
+                        raise
+                    log.warning("queue_keeps_its_group_size", queue=name, reason=str(error))
+                    del queues[name]
+                    raise session.lost_error() from error  # the refusal has closed the channel
             dead = await channel.get_queue(topology.DEAD, ensure=False)
             await session.call(dead.bind(topology.DEAD, routing_key=""))
             for key, name in topology.client_bindings(run, bound).items():

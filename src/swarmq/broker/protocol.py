@@ -62,8 +62,10 @@ class Broker(Protocol):
     ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         """Subscribe to the events of a run from now on. `on_gap` is called when the subscription is lost, and events with it."""
 
-    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
-        """Declare all queues of a run; idempotent."""
+    async def declare(
+        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+    ) -> None:
+        """Declare all queues of a run; idempotent. `replicas`: number of a cluster's nodes that hold each new queue."""
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         """Return the depth of each queue that exists."""

@@ -18,6 +18,7 @@ from aio_pika.exceptions import DeliveryError, PublishError
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER
 from swarmq.broker.reconnect import BrokerLink
+from swarmq.broker.session import RECYCLED_PREFIX, Session
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.runtime.logs import log
 from swarmq.version import __version__
@@ -30,6 +31,10 @@ MAX_FULL_DELAY_S = 1.0
 
 WARN_EVERY_S = 60.0
 """Seconds between two warnings for one queue. A full queue accepts and rejects messages in turn."""
+
+REJECTED_S = 2.0
+"""Seconds of rejections after which a session with a node of a cluster is renewed: a channel that was opened while a queue's leader
+was down rejects all messages to that queue, and only a new one finds the new leader."""
 
 POLL_S = 0.05
 UNBOUND_KEY = "swarmq.nobody"
@@ -46,6 +51,7 @@ class Publisher:
         self._user = user
         self._slots = asyncio.Semaphore(IN_FLIGHT)
         self._warned: dict[str, float] = {}
+        self._rejected_since: dict[str, float] = {}
 
     async def publish(
         self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
@@ -92,12 +98,17 @@ class Publisher:
                 f"no queue {queue} at {session.where}: check the run's and the policy's name, or start the run there"
             ) from error
         except DeliveryError:
-            await self._wait_for_room(queue)
+            await self._wait_for_room(queue, session)
             return False
+        self._rejected_since.pop(queue, None)
         return True
 
-    async def _wait_for_room(self, queue: str) -> None:
+    async def _wait_for_room(self, queue: str, session: Session) -> None:
         now = asyncio.get_running_loop().time()
+        if session.is_in_cluster and now - self._rejected_since.setdefault(queue, now) >= REJECTED_S:
+            self._rejected_since[queue] = now
+            session.fail(f"{RECYCLED_PREFIX}: {queue} has rejected messages for {REJECTED_S:g} s")
+            return
         if now - self._warned.get(queue, -WARN_EVERY_S) >= WARN_EVERY_S:
             self._warned[queue] = now
             log.warning("queue_full", queue=queue, action="publishing waits for room")

@@ -3,7 +3,8 @@
     run() ──> open_session ──> prepare(session) ──> up ──> session.lost ──> forget ──> backoff ──┐
       ^──────────────────────────────────────────────────────────────────────────────────────────┘
 
-An outage is logged once per process: a warning when the first link goes down, a line when all are up again. A refusal (wrong
+An outage is logged once per process: a warning when the first link goes down, for a cluster another one when no node can be reached,
+and a line when all links are up again. A refusal (wrong
 password, no such queue) at a link's first connection ends the link, because a person has to act. Once a link has worked,
 refusals are retried: a broker that restarts or is being repaired refuses too, and the collector declares a deleted queue again.
 An invited client's user is deleted when the client is removed, so its link ends once its login has been refused for a while.
@@ -20,7 +21,7 @@ from contextlib import asynccontextmanager
 
 from swarmq.broker.session import RECYCLED_PREFIX, Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError
-from swarmq.runtime.amqp_urls import redact_url
+from swarmq.runtime.amqp_urls import redact_url, split_nodes
 from swarmq.runtime.logs import log
 
 FIRST_DELAY_S = 0.1
@@ -35,17 +36,22 @@ async def _nothing(_: Session) -> None:
 class BrokerOutage:
     """The shared log lines of all links of this process to one broker."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, url: str) -> None:
+        self._where = redact_url(url)
+        self._is_cluster = len(split_nodes(url)) > 1
+        self._logged: set[str] = set()
         self._down: set[BrokerLink] = set()
         self._most = 0
         self._since = 0.0
 
     def begin(self, link: BrokerLink, event: str, *, connection: str, reason: str) -> None:
-        """Record that a link is down, and log it if it is the first."""
+        """Record that a link is down, and log it if it is the first, or the first of a cluster that reaches no other node."""
         if not self._down:
-            log.warning(event, connection=connection, reason=reason)
+            self._logged.clear()
             self._since, self._most = time.monotonic(), 0
+        if not self._logged or (self._is_cluster and event not in self._logged):
+            log.warning(event, connection=connection, reason=reason)
+        self._logged.add(event)
         self._down.add(link)
         self._most = max(self._most, len(self._down))
 
@@ -92,7 +98,7 @@ class BrokerLink:
         self._session: Session | None = None
         self._refusal: BrokerError | None = None
         self._refused_before = False
-        self._outage = _outages.setdefault(redact_url(url), BrokerOutage(redact_url(url)))
+        self._outage = _outages.setdefault(redact_url(url), BrokerOutage(url))
         self.trouble: str | None = f"RabbitMQ at {redact_url(url)} has not answered yet"
         """Why there is no session now, for error messages; None while there is one."""
 

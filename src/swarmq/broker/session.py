@@ -198,8 +198,13 @@ class Session:
             elif clock() >= deadline:
                 self.fail(f"no answer within {answer_s:g} s{self._majority_hint()}")
 
+    @property
+    def is_in_cluster(self) -> bool:
+        """Whether the broker's URL lists other nodes, too."""
+        return len(self._nodes) > 1
+
     def _majority_hint(self) -> str:
-        if len(self._nodes) == 1:
+        if not self.is_in_cluster:
             return ""
         return f"; a queue answers only while most of its nodes are up: check {', '.join(self._nodes)}"
 

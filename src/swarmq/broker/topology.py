@@ -18,7 +18,8 @@
 
 Queues are addressed by name through the default exchange, so publishing needs only the right to write, and a message to a wrong
 name is returned instead of dropped. Arguments mean the same on RabbitMQ 3.10, 4.0 and 4.3 and must never change: RabbitMQ refuses
-to declare an existing queue with other arguments. Tunable values belong in a broker policy.
+to declare an existing queue with other arguments. Only the group size may differ: an existing queue keeps the size that it has.
+Tunable values belong in a broker policy.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ DELIVERY_LIMIT = 100
 DEAD_DELIVERY_LIMIT = 1_000_000_000
 """Redelivery limit of the dead-letter queue. Reading dead letters redelivers them, and RabbitMQ 4 would by default drop them
 after 20 reads."""
+
+GROUP_SIZE = "x-quorum-initial-group-size"
+"""Argument with the number of nodes that hold a new queue. `broker.replicas` may differ from it later: RabbitMQ grows and shrinks
+queues by commands, and the argument stays."""
 
 ACK_S = 7 * 24 * 3600.0
 """Acknowledgement timeout in seconds to request from the broker: consumers hold tasks and batches unacknowledged until their
@@ -179,11 +184,15 @@ def event_key(run: str, source: str, name: str) -> str:
     return f"{run}.{source}.{name}"
 
 
-def run_queues(run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return a map from the names of all queues of a run to their arguments."""
+def run_queues(
+    run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return a map from the names of all queues of a run to their arguments. `replicas`: number of a cluster's nodes that hold
+    a queue; without it the argument is left out, as in runs of older versions, and RabbitMQ takes all nodes up to 3."""
     ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
     competing = [returned_tasks(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, retries, evals))]
-    return {name: queue_arguments(single=name in ordered) for name in [*ordered, *competing]}
+    size = {GROUP_SIZE: replicas} if replicas else {}
+    return {name: queue_arguments(single=name in ordered) | size for name in [*ordered, *competing]}
 
 
 def queue_arguments(*, single: bool) -> dict[str, Any]:

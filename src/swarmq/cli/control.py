@@ -111,7 +111,7 @@ async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None
 
     job, say = load_live_run(run), functools.partial(click.echo, err=True)
     async with open_broker(job, f"swarmq {action}") as broker:
-        await broker.declare(job.run, policies=[], kinds=[])
+        await broker.declare(job.run, policies=[], kinds=[], replicas=job.broker.replicas)
         for line in describe_answer(
             await send_command(broker, job.run, action, settings, sender=getpass.getuser(), say=say)
         ):

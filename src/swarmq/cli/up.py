@@ -58,8 +58,9 @@ def demo(
 @main.command()
 @JOB
 @SETS
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the private RabbitMQ; sets broker.nodes.")
 @click.option("--show", is_flag=True, help="Print every setting as TOML, unset ones as comments, and exit.")
-def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
+def up(job: Path, sets: tuple[str, ...], nodes: int | None, show: bool) -> None:
     """Start every process of a job on this host.
 
     Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxies, the collector and a learner for each
@@ -68,8 +69,9 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
     \b
     swarmq up job.toml
     swarmq up job.toml --set policies.main.train.learning_rate=1e-5 --set run=second
+    swarmq up job.toml --nodes 3      a RabbitMQ cluster on this host, to try it out
     """
-    settings = SwarmJob.load(job, sets=sets)
+    settings = SwarmJob.load(job, sets=(*sets, *([f"broker.nodes={nodes}"] if nodes else [])))
     if show:
         click.echo(all_settings(settings), nl=False)
         return

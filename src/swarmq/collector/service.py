@@ -459,7 +459,12 @@ class Collector:
                 await self._decide(
                     lambda core: core.resend_lost(gone)
                 )  # before declaring: a crash in between would hide the loss
-                await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds)
+                await self._broker.declare(
+                    self.job.run,
+                    policies=self._rules.trained,
+                    kinds=self.job.task_kinds,
+                    replicas=self.job.broker.replicas,
+                )
                 if not at_start:
                     names = ", ".join(sorted(gone))
                     text = f"collector: {names} had been deleted; declared again, and all known content is sent again"

@@ -76,7 +76,7 @@ async def act(folder: Path, request: Request, *, sender: str) -> str:
         return await _revoke(job, RunFolder(folder), request.client, sender)
     settings = _settings_of(job, request)
     async with open_broker(job, CONNECTION) as broker:
-        await broker.declare(job.run, policies=[], kinds=[])
+        await broker.declare(job.run, policies=[], kinds=[], replicas=job.broker.replicas)
         answer = await send_command(broker, job.run, request.action, settings, sender=sender, patience_s=PATIENCE_S)
     return "\n".join(describe_answer(answer))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from swarmq.broker import Broker
-from swarmq.broker.node.files import HOST, read_identity
+from swarmq.broker.node.files import read_identities
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.runtime.amqp_urls import split_nodes
@@ -53,9 +53,8 @@ def load_live_run(run: Path) -> SwarmJob:
 def check_up(job: SwarmJob) -> None:
     """Raise ConfigError if the run's private RabbitMQ has ended."""
     folder = job.run_folder
-    node, url = read_identity(folder.broker), job.broker.url
-    ports = [urlsplit(one).port for one in split_nodes(url)] if url else []
-    if node and node.amqp_port in ports and not is_locked(folder.lock):
+    ports = {urlsplit(node).port for node in split_nodes(job.broker.url)} if job.broker.url else set()
+    if any(node.amqp_port in ports for node in read_identities(folder.broker)) and not is_locked(folder.lock):
         raise ConfigError(
             f"run {job.run!r} is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {folder.job}`"
         )
@@ -76,6 +75,6 @@ def find_management_api(job: SwarmJob, folder: RunFolder, url: str | None = None
     broker's host."""
     from swarmq.broker.admin.users import ManagementApi  # noqa: PLC0415 - slow to import
 
-    if url is None and (node := read_identity(folder.broker)):
-        url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
+    if url is None and (nodes := read_identities(folder.broker)):
+        url = ",".join(node.management_login for node in nodes)
     return ManagementApi.of(job.broker.url or "", url)

@@ -28,7 +28,7 @@ import structlog
 
 from swarmq.broker import Broker
 from swarmq.broker.admin.users import ManagementApi, QueueFigures
-from swarmq.broker.node.files import read_identity
+from swarmq.broker.node.files import read_identities
 from swarmq.config import SwarmJob
 from swarmq.engine.client.load import EngineLoad, read_load
 from swarmq.errors import BrokerError, SwarmqError
@@ -154,7 +154,7 @@ def _read_load_or_none(url: str, secret: str) -> EngineLoad | None:
 
 def _management_api(job: SwarmJob) -> ManagementApi:
     """Return the management API of the run's private node, or else of $SWARMQ_MANAGEMENT_URL, or at the broker's usual port."""
-    is_private = read_identity(job.run_folder.broker) is not None
+    is_private = bool(read_identities(job.run_folder.broker))
     return find_management_api(job, job.run_folder, None if is_private else os.environ.get(MANAGEMENT_ENV))
 
 

@@ -110,10 +110,12 @@ class MemoryBroker:
             self._feeds.remove((run, feed, on_gap))
             feed.close()
 
-    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+    async def declare(
+        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+    ) -> None:
         queues = {
             topology.DEAD: topology.dead_letter_arguments(),
-            **topology.run_queues(run, policies=policies, kinds=kinds),
+            **topology.run_queues(run, policies=policies, kinds=kinds, replicas=replicas),
         }
         for name, arguments in queues.items():
             queue = self._queues.setdefault(name, _Queue(name, single="x-single-active-consumer" in arguments))

@@ -30,8 +30,9 @@ from swarmq.broker import Broker, topology
 from swarmq.broker.admin.invitations import make_host_invite, renew_clients
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker, initial_connect_timeout_s
+from swarmq.broker.node.cluster import PrivateCluster
 from swarmq.broker.node.container import find_container
-from swarmq.broker.node.files import ALARM_TEXT, check_disk, render_tls_listener
+from swarmq.broker.node.files import ALARM_TEXT, check_disk
 from swarmq.broker.node.install import find_server
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.run_claim import claim_run
@@ -90,7 +91,7 @@ class Deployment:
     def __init__(
         self,
         job: SwarmJob,
-        node: PrivateNode | None,
+        node: PrivateCluster | None,
         invite: keys.Invite,
         *,
         engines: Mapping[str, EngineProcess],
@@ -160,6 +161,13 @@ class Deployment:
             for name, url in self.metrics_urls().items()
         ]
 
+    def broker_nodes(self) -> dict[str, PrivateNode]:
+        """Return the nodes of the private RabbitMQ, by name for messages."""
+        nodes = self.node.nodes if self.node else []
+        return {
+            f"broker node {number}" if len(nodes) > 1 else "the broker": node for number, node in enumerate(nodes, 1)
+        }
+
     def write_endpoints(self) -> None:
         """Write `endpoints.json`; called again whenever a process id changes."""
         text = msgspec.json.format(msgspec.json.encode(self.endpoints()), indent=2)
@@ -197,7 +205,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_run_files(requested, deployment)
-            await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
+            await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds, replicas=job.broker.replicas)
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _start_daemons(deployment, proxies, stack, report)
             write_atomically(folder.invite, deployment.invite.encode().encode() + b"\n")
@@ -226,7 +234,7 @@ async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callabl
         report(f"warning: {text}")
         warnings.put_nowait(text)
 
-    node, daemons = deployment.node, deployment.daemons.values()
+    daemons = deployment.daemons.values()
     async with asyncio.TaskGroup() as tasks:
         watchers = [
             tasks.create_task(_emit_warnings(warnings, broker, deployment.job.run)),
@@ -234,7 +242,10 @@ async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callabl
             tasks.create_task(keep_learners(deployment, broker, warn)),
             *(tasks.create_task(daemon.keep_running(warn)) for daemon in daemons if not daemon.is_learner),
             *(tasks.create_task(keep_engine(name, e, warn)) for name, e in deployment.engines.items()),
-            *([tasks.create_task(keep_broker(node, warn))] if node else []),
+            *(
+                tasks.create_task(keep_broker(node, warn, name=name))
+                for name, node in deployment.broker_nodes().items()
+            ),
         ]
         try:
             yield
@@ -243,12 +254,13 @@ async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callabl
                 watcher.cancel()
 
 
-def _renew_clients(folder: RunFolder, url: str, node: PrivateNode | None, report: Callable[[str], None]) -> None:
+def _renew_clients(folder: RunFolder, url: str, node: PrivateCluster | None, report: Callable[[str], None]) -> None:
     """Update the RabbitMQ rights of clients that an older version invited; with outdated rights their messages would be refused
     later."""
-    login = f"http://{node.user}:{node.password}@{urlsplit(node.management_url).netloc}" if node else None
     try:
-        renew_clients(folder, ManagementApi.of(url, login or os.environ.get("SWARMQ_MANAGEMENT_URL")))
+        renew_clients(
+            folder, ManagementApi.of(url, node.management_login if node else os.environ.get("SWARMQ_MANAGEMENT_URL"))
+        )
     except BrokerError as error:
         report(f"warning: the rights of invited clients in RabbitMQ were not renewed: {error}")
 
@@ -316,18 +328,16 @@ async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> No
 
 async def _open_broker(
     job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
-) -> tuple[PrivateNode | None, str]:
+) -> tuple[PrivateCluster | None, str]:
     if url := resolve_amqp_url(job.broker):
         report("broker: as configured (broker.url)")
         return None, url
-    if find_server() is None and (container := await asyncio.to_thread(find_container)):
+    if job.broker.nodes == 1 and find_server() is None and (container := await asyncio.to_thread(find_container)):
         report(f"broker: {container.place}")
         return None, container.amqp_url
     check_disk(job.run_folder.path)
-    report("broker: starting a private RabbitMQ")
-    node = await stack.enter_async_context(
-        PrivateNode(job.run_folder.broker, port=job.broker.port, config=render_tls_listener(job.broker))
-    )
+    report(f"broker: starting a private RabbitMQ{f' of {job.broker.nodes} nodes' if job.broker.nodes > 1 else ''}")
+    node = await stack.enter_async_context(PrivateCluster(job.run_folder.broker, job.broker))
     report(f"broker: ready, management UI at {node.management_url}")
     return node, node.amqp_url
 

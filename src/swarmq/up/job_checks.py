@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.config import BrokerSettings, SwarmJob, resolve_amqp_url
 from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
-from swarmq.errors import SetUpError
+from swarmq.errors import ConfigError, SetUpError
 from swarmq.learner import preflight
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.train import tracker_packages
 from swarmq.observe.alerts import check_alerts
+from swarmq.runtime.amqp_urls import redact_url, split_nodes
 from swarmq.up.placement import ContextLimit, Placement, choose_context_limits, place_all
 
 
@@ -62,6 +63,7 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
 def check_settings(job: SwarmJob) -> list[GpuCapacity]:
     """Return the GPUs that engines and learners can be placed on. Raises SwarmqError for settings that no model can make work."""
     check_alerts(job.alerts)
+    _check_broker(job.broker)
     served = [policy for policy in job.policies.values() if not policy.engine.urls]
     for policy in served:
         check_arguments(policy)
@@ -72,6 +74,17 @@ def check_settings(job: SwarmJob) -> list[GpuCapacity]:
             if not gpus:
                 preflight.check_settings(job.policies[name].train, ranks=1)
     return gpus
+
+
+def _check_broker(broker: BrokerSettings) -> None:
+    if (url := resolve_amqp_url(broker)) is None:
+        return
+    split_nodes(url)  # raises for malformed URLs
+    if broker.nodes > 1:
+        raise ConfigError(
+            f"broker.nodes is {broker.nodes}, but the RabbitMQ at {redact_url(url)} (broker.url, or $SWARMQ_AMQP_URL) runs already: "
+            "list its nodes in the URL, or unset the URL for a private cluster"
+        )
 
 
 def _num_ranks(placement: Placement | None) -> int:

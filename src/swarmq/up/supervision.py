@@ -152,8 +152,9 @@ async def keep_broker(
     check_every_s: float = CHECK_EVERY_S,
     free_bytes: Callable[[Path], int] = free_disk_bytes,
     times: RestartTimes = RESTART_TIMES,
+    name: str = "the broker",
 ) -> None:
-    """Restart the private RabbitMQ when it dies, has a full disk, or refuses connections although its process lives. URL and
+    """Restart a node of the private RabbitMQ when it dies, has a full disk, or refuses connections although its process lives. URL and
     queues stay the same; all other parts wait and reconnect."""
 
     async def ended() -> str:
@@ -173,7 +174,7 @@ async def keep_broker(
         await _wait_for_disk_space(node.folder, warn, check_every_s=check_every_s, free_bytes=free_bytes)
         await node.start()
 
-    await _keep_restarting("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn, times)
+    await _keep_restarting(name, ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn, times)
 
 
 async def _wait_for_disk_space(

@@ -30,6 +30,13 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
     assert topology.dead_letter_arguments() == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000_000}
 
 
+def test_a_group_size_is_an_argument_of_the_runs_queues_alone_and_only_if_it_is_set() -> None:
+    """The dead-letter queue is shared by runs whose sizes may differ."""
+    sized = topology.run_queues("demo", policies=["main"], kinds=["math"], replicas=5)
+    usual = topology.run_queues("demo", policies=["main"], kinds=["math"])
+    assert sized == {name: {**arguments, "x-quorum-initial-group-size": 5} for name, arguments in usual.items()}
+
+
 def test_every_kind_and_policy_has_its_queues() -> None:
     names = set(topology.run_queues("r", policies=["a", "b"], kinds=["x", "y"]))
     assert names == {

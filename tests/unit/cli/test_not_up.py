@@ -59,6 +59,14 @@ def test_a_run_that_is_not_up_is_said_to_be_so(command: tuple[object, ...], run:
     )
 
 
+def test_the_private_cluster_of_a_run_that_is_not_up_is_known_by_any_of_its_nodes(run: RunFolder) -> None:
+    (run.broker / "node1").mkdir()
+    (run.broker / "node.json").rename(run.broker / "node1" / "node.json")
+    text = run.resolved.read_text()
+    run.resolved.write_text(text.replace("amqp://u:p@", "amqp://u:p@127.0.0.1:9/,amqp://u:p@"))
+    assert "math' is not up, and neither is its RabbitMQ" in swarmq("status", run.path).output
+
+
 def test_the_broker_is_asked_where_the_run_is_up_or_the_broker_is_not_its_own(run: RunFolder) -> None:
     with run.lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

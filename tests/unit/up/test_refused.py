@@ -5,6 +5,7 @@ import json
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from support.tiny_model import tiny_model
-from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
+from swarmq.config import BrokerSettings, EngineSettings, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
 from swarmq.learner.checkpoint.discovery import MANIFEST, File, Manifest
 from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, RunIdentity
@@ -56,6 +57,24 @@ def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, mon
     assert "GB free, and RabbitMQ accepts no messages below " in str(error)
     assert "set `folder` to another disk" in str(error)
     assert not job.run_folder.broker.exists()
+
+
+@pytest.mark.parametrize(
+    ("broker", "words"),
+    [
+        (
+            {"url": "amqp://u:secret@a/,amqp://u:secret@b/", "nodes": 3},
+            "broker.nodes is 3, but the RabbitMQ at a:5672, b:5672",
+        ),
+        ({"url": "amqp://u:secret@a/,amqp://other:secret@b/"}, "lists a:5672 and b:5672 with another user"),
+    ],
+)
+def test_a_broker_that_cannot_be_meant(tmp_path: Path, broker: dict[str, Any], words: str) -> None:
+    job = msgspec.structs.replace(training(tmp_path / "runs"), broker=BrokerSettings(**broker))
+    error = refused(job)
+    assert words in str(error)
+    assert "secret" not in str(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tracker_whose_package_is_not_installed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.processes import is_port_free, reserve_port
 
 HOST = "127.0.0.1"
+COOKIE = ".erlang.cookie"
 LAST_LINES = 6
 
 DISK_LIMIT_BYTES = 2_000_000_000
@@ -63,6 +64,15 @@ ssl_options.versions.2 = tlsv1.2
 """
 
 
+CLUSTER_CONFIG = """\
+# A node without a majority accepts no clients, which go on to another node.
+cluster_partition_handling = pause_minority
+queue_leader_locator = balanced
+"""
+
+JOIN_CONFIG = "cluster_formation.classic_config.nodes.1 = {node}\n"
+
+
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Name, credentials and ports of a node. They survive restarts, except the last two ports, which only the node uses."""
 
@@ -74,6 +84,11 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     management_port: int
     dist_port: int
     epmd_port: int
+
+    @property
+    def management_login(self) -> str:
+        """URL of the management API, with user and password."""
+        return f"http://{self.user}:{self.password}@{HOST}:{self.management_port}/"
 
 
 def check_disk(folder: Path) -> None:
@@ -105,11 +120,11 @@ def take_lock(folder: Path) -> IO[str]:
     return lock
 
 
-def load_identity(folder: Path, *, port: int) -> NodeIdentity:
-    """Load the node's identity, or create it at the first start. `port` 0 keeps the last port or picks one. Raises BrokerError
-    if the port is taken."""
+def load_identity(folder: Path, *, port: int, epmd_port: int, first: NodeIdentity | None = None) -> NodeIdentity:
+    """Load the node's identity, or create it at the first start. `port` 0 keeps the last port or picks one. `first` is the node
+    with whose user and password the cluster was created. Raises BrokerError if the port is taken."""
     path = folder / "node.json"
-    management, dist, epmd, amqp = _distinct_ports(4)
+    management, dist, amqp = _distinct_ports(3)
     fresh = NodeIdentity(
         node=f"swarmq-{secrets.token_hex(4)}@localhost",
         user="swarmq",
@@ -117,7 +132,7 @@ def load_identity(folder: Path, *, port: int) -> NodeIdentity:
         amqp_port=port or amqp,
         management_port=management,
         dist_port=dist,
-        epmd_port=epmd,
+        epmd_port=epmd_port,
     )
     try:
         identity = msgspec.json.decode(path.read_bytes(), type=NodeIdentity)
@@ -131,8 +146,10 @@ def load_identity(folder: Path, *, port: int) -> NodeIdentity:
         amqp_port=port or identity.amqp_port,
         management_port=identity.management_port if is_port_free(identity.management_port) else management,
         dist_port=dist,
-        epmd_port=epmd,
+        epmd_port=epmd_port,
     )
+    if first:
+        identity = msgspec.structs.replace(identity, user=first.user, password=first.password)
     if not is_port_free(identity.amqp_port):
         raise BrokerError(
             f"port {identity.amqp_port} is taken by another program: stop it, or set broker.port to a free one"
@@ -165,39 +182,55 @@ def is_password_new(folder: Path, identity: NodeIdentity) -> bool:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if f"default_pass = {identity.password}\n" in (folder / "rabbitmq.conf").read_text():
             return False
+    return has_data(folder)
+
+
+def has_data(folder: Path) -> bool:
     return any((folder / "mnesia").glob("swarmq-*@localhost"))
 
 
-def render_tls_listener(settings: BrokerSettings) -> str:
-    """Return the rabbitmq.conf lines of the amqps listener for other machines; "" without `tls_port`. Raises BrokerError if a
-    PEM file is missing."""
+def read_cookie(folder: Path) -> bytes:
+    """Read the secret that the nodes of a cluster share."""
+    return (folder / "home" / COOKIE).read_bytes()
+
+
+def render_tls_listener(settings: BrokerSettings, *, number: int = 0) -> str:
+    """Return the rabbitmq.conf lines of the amqps listener of a cluster's node `number` for other machines; "" without
+    `tls_port`. Raises BrokerError if a PEM file is missing."""
     if not settings.tls_port:
         return ""
     certificate, key = (Path(path or "").absolute() for path in (settings.certificate, settings.key))
     for path in (certificate, key):
         if not path.is_file():
             raise BrokerError(f"broker: the PEM file {path} does not exist")
-    return TLS_CONFIG.format(port=settings.tls_port, certificate=certificate, key=key)
+    return TLS_CONFIG.format(port=settings.tls_port + number, certificate=certificate, key=key)
 
 
-def read_identity(folder: Path) -> NodeIdentity | None:
-    """Read the identity of the node in this folder; None if none was started or the file is damaged."""
-    try:
-        return msgspec.json.decode((folder / "node.json").read_bytes(), type=NodeIdentity)
-    except (OSError, msgspec.MsgspecError):
-        return None
+def read_identities(folder: Path) -> list[NodeIdentity]:
+    """Read the identity of the private node in this folder, or those of its cluster's nodes; damaged files are left out."""
+    found = []
+    for path in [folder, *list_node_folders(folder)]:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode((path / "node.json").read_bytes(), type=NodeIdentity))
+    return found
 
 
-def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advanced: str) -> None:
-    """Write all files that the node reads when it starts, and empty the log of the last start."""
+def list_node_folders(folder: Path) -> list[Path]:
+    """Return the folders of a private cluster's nodes; none for a single node."""
+    return sorted(path for path in folder.glob("node[0-9]*") if path.is_dir())
+
+
+def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advanced: str, cookie: bytes = b"") -> None:
+    """Write all files that the node reads when it starts, and empty the log of the last start. `cookie`: the secret of the
+    cluster that the node joins."""
     home, logs = folder / "home", folder / "log"
     home.mkdir(mode=0o700, exist_ok=True)
     logs.mkdir(exist_ok=True)
     (logs / "start.log").write_bytes(b"")
-    cookie = home / ".erlang.cookie"
-    if not cookie.exists() or not cookie.stat().st_size:
-        write_atomically(cookie, secrets.token_hex(20).encode())
-        cookie.chmod(0o400)
+    path = home / COOKIE
+    if cookie or not path.exists() or not path.stat().st_size:
+        write_atomically(path, cookie or secrets.token_hex(20).encode())
+        path.chmod(0o400)
     settings = CONFIG.format(
         host=HOST,
         disk_limit=DISK_LIMIT_BYTES,

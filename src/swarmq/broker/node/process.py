@@ -1,7 +1,7 @@
 """A private RabbitMQ node: a child process on loopback with its own name, cookie, ports, data and credentials.
 
-    PrivateNode ──child──> epmd      (Erlang's name server; private, so that no process stays behind)
-                └─child──> broker    (the script execs the virtual machine: the pid is the broker's)
+    PrivateNode ──child──> broker             (the script execs the virtual machine: the pid is the broker's)
+                └─NameServer ──child──> epmd  (Erlang's name server; private, so that no process stays behind)
 
 Both children die with the parent, even after SIGKILL (on Linux). Data and credentials stay in the folder: a node started there
 again is the same broker at the same URL. It does not disturb a system RabbitMQ or other private nodes.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -19,36 +20,70 @@ from swarmq.broker.node import probe
 from swarmq.broker.node.files import (
     ADVANCED_CONFIG,
     HOST,
+    JOIN_CONFIG,
     NodeIdentity,
     build_environment,
     extract_startup_error,
+    has_data,
     is_password_new,
     load_identity,
+    read_cookie,
     take_lock,
     write_node_files,
 )
 from swarmq.broker.node.install import INSTALL_HINT, RabbitmqInstall, find_server
 from swarmq.errors import BrokerError
-from swarmq.runtime.processes import die_with_parent, stop_group
+from swarmq.runtime.processes import die_with_parent, reserve_port, stop_group
 
 START_S = 300.0
 STOP_S = 20.0
 LOOK_S = 0.1
 
 
+class NameServer:
+    """Erlang's name server (epmd) as a child process. The nodes of a cluster share one and find each other by it."""
+
+    def __init__(self) -> None:
+        self.port = reserve_port(HOST)
+        self.process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self, spawn: Callable[[Path], Coroutine[Any, Any, asyncio.subprocess.Process]], epmd: Path) -> None:
+        """Start the server unless it runs."""
+        async with self._lock:
+            if self.process is None or self.process.returncode is not None:
+                self.process = await spawn(epmd)
+
+    async def stop(self) -> None:
+        if self.process is not None:
+            await stop_group(self.process, grace_s=STOP_S)
+
+
 class PrivateNode:
     """A private broker in a folder: `async with PrivateNode(folder) as node:` runs it at `node.amqp_url`."""
 
-    def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = ADVANCED_CONFIG) -> None:
-        """`port` 0 picks a free AMQP port once and keeps it. `config` is appended to rabbitmq.conf."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        config: str = "",
+        advanced: str = ADVANCED_CONFIG,
+        names: NameServer | None = None,
+        joins: PrivateNode | None = None,
+    ) -> None:
+        """`port` 0 picks a free AMQP port once and keeps it. `config` is appended to rabbitmq.conf. `names` is the name server
+        of a cluster, which outlives the node. `joins` is a running node whose cluster this node joins at its first start."""
         self.folder = folder.absolute()
         self._port = port
         self._config = config
         self._advanced = advanced
+        self._shared_names = names
+        self._joins = joins
+        self._names = NameServer()
         self._identity: NodeIdentity | None = None
         self._server: RabbitmqInstall | None = None
         self._lock: IO[str] | None = None
-        self._epmd: asyncio.subprocess.Process | None = None
         self._broker: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -82,8 +117,14 @@ class PrivateNode:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running broker and its name server."""
-        return [child.pid for child in (self._broker, self._epmd) if child is not None and child.returncode is None]
+        """Process ids of the running broker and its own name server."""
+        children = [self._broker, None if self._shared_names else self._names.process]
+        return [child.pid for child in children if child is not None and child.returncode is None]
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the node was started before."""
+        return has_data(self.folder)
 
     async def start(self) -> None:
         """Start the node and return when it accepts clients. Raises BrokerError if there is no server on this machine, the port
@@ -96,19 +137,28 @@ class PrivateNode:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = take_lock(self.folder)
         try:
-            self._identity = load_identity(self.folder, port=self._port)
+            self._names = self._shared_names or NameServer()
+            first = self._joins.identity if self._joins else None
+            self._identity = load_identity(self.folder, port=self._port, epmd_port=self._names.port, first=first)
             set_password = is_password_new(self.folder, self._identity)
-            write_node_files(self.folder, self._identity, config=self._config, advanced=self._advanced)
+            write_node_files(
+                self.folder,
+                self._identity,
+                config=self._config + (JOIN_CONFIG.format(node=first.node) if first else ""),
+                advanced=self._advanced,
+                cookie=read_cookie(self._joins.folder) if self._joins else b"",
+            )
             await self._start_children(self._server, self._identity, set_password=set_password)
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
-        """Stop both children, the broker first, and wait for them."""
-        for child in (self._broker, self._epmd):
-            if child is not None:
-                await stop_group(child, grace_s=STOP_S)
+        """Stop the broker, then its own name server, and wait for them."""
+        if self._broker is not None:
+            await stop_group(self._broker, grace_s=STOP_S)
+        if self._shared_names is None:
+            await self._names.stop()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -153,8 +203,9 @@ class PrivateNode:
         return output
 
     async def _start_children(self, server: RabbitmqInstall, identity: NodeIdentity, *, set_password: bool) -> None:
-        self._epmd = await self._spawn(server, server.epmd)
-        await self._wait_until(lambda: probe.can_connect(HOST, identity.epmd_port), self._epmd)
+        await self._names.start(partial(self._spawn, server), server.epmd)
+        assert self._names.process is not None
+        await self._wait_until(lambda: probe.can_connect(HOST, identity.epmd_port), self._names.process)
         self._broker = await self._spawn(server, server.home / "sbin" / "rabbitmq-server")
         await self._wait_until(lambda: probe.is_amqp_ready(HOST, identity.amqp_port), self._broker)
         if set_password:

@@ -204,7 +204,9 @@ class BatchFeeder:
 
     async def run(self, next_message: NextMessage) -> None:
         """Run until the trainer asks to stop. `next_message`: returns the trainer's next message."""
-        await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
+        await self.broker.declare(
+            self.job.run, policies=[self.policy], kinds=self.job.task_kinds, replicas=self.job.broker.replicas
+        )
         queue = topology.control(self.job.run, self.policy)
         self.controls_due = (await self.broker.depths([queue]))[queue].ready
         await self._offer_evaluation()
