@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,13 @@ from swarmq.weights.format.scratch import has_room
 from swarmq.weights.push.engine_control import WorkerFacts
 from swarmq.weights.push.http_transfer import NUM_CONNECTIONS, HttpTransfer
 from swarmq.weights.push.pusher import WeightPusher
-from swarmq.weights.push.transfers import FileTransfer, choose_route, find_own_address
+from swarmq.weights.push.transfers import (
+    FileTransfer,
+    NcclTransfer,
+    StagingBuffer,
+    choose_route,
+    find_own_address,
+)
 from swarmq.weights.receiver.server import make_app
 from swarmq.weights.receiver.store import WeightStore
 
@@ -300,4 +307,29 @@ async def test_an_engine_whose_receiver_is_gone_serves_on_and_gets_the_weights_l
         vllm.workers = [{"gpu": "", "dtype": "bfloat16", "pid": 7, "receiver_port": port}]
         transfers["http"]._secret = SECRET
         assert (await asyncio.to_thread(pusher.ensure, weights.items(), 5)).methods == {vllm.url: "http"}
+    assert vllm.label == "5"
+
+
+async def test_an_engine_whose_rendezvous_fails_gets_the_weights_over_http_in_the_same_push(
+    vllm, weights, host, tmp_path, monkeypatch
+):
+    missed = threading.Event()
+    monkeypatch.setattr("swarmq.weights.push.pusher.get_gpu_uuid", lambda: "GPU-1")
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.get_nccl_version", lambda: "2.29.2")
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.join_group", lambda *_, **__: missed.wait())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    port = int(host.url.rsplit(":", 1)[1])
+    vllm.workers = [{"gpu": "GPU-2", "dtype": "bfloat16", "pid": 7, "nccl": "2.29.2", "receiver_port": port}]
+    vllm.fail["/init_weight_transfer_engine"] = "the learner cannot be reached"
+    transfers = {
+        "nccl": NcclTransfer(StagingBuffer()),
+        "http": HttpTransfer(FileTransfer((), tmp_path), secret=SECRET, retry_s=0),
+    }
+    try:
+        report = await asyncio.to_thread(
+            WeightPusher([vllm.url], tmp_path, transfers=transfers).push, weights.items(), 5
+        )
+    finally:
+        missed.set()
+    assert report.methods == {vllm.url: "http"}
     assert vllm.label == "5"
