@@ -244,7 +244,13 @@ def main() -> None:
         **{name: sum(row[name] for row in rows) for name in ("calls", "turns", "received", "summaries")},
         "branches": sum(sum(row["counted"].values()) for row in rows),
     }
-    report.save("coding_agents", figures, detail={"rows": rows}, out=options.out, finished=not options.only)
+    report.save(
+        "coding_agents",
+        figures,
+        detail={"rows": [{name: row[name] for name in row if name != "output"} for row in rows]},
+        out=options.out,
+        finished=not options.only,
+    )
 
 
 async def mend_bug(agent: CodingAgent, folder: Path) -> dict[str, Any]:

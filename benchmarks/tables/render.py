@@ -24,6 +24,7 @@ PAGES = (
             "tutorials/demo",
             "explanation/faults",
             "explanation/proxy",
+            "how-to/black-box-agents",
             "how-to/dashboard",
             "how-to/gpu-sizing",
             "how-to/swarm",
@@ -123,6 +124,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "scale": scale_block,
         "examples": examples_block,
         "poisoned": poisoned_block,
+        "coding_agents": coding_agents_block,
         "all": all_block,
         "headlines": headlines_block,
         "timelines": learning.timelines_block,
@@ -228,6 +230,27 @@ def poisoned_block(known: dict[str, Any]) -> Iterator[str]:
     )
     ways = sorted({(run["rate"], run["way"]) for run in runs})
     yield from table(heads, [cells(rate, way) for rate, way in ways])
+    yield "\n"
+
+
+def coding_agents_block(known: dict[str, Any]) -> Iterator[str]:
+    """What each coding agent did with a scripted model."""
+    record = known["coding_agents"]
+    yield f"\n{_origin(record)}:\n\n"
+    heads = (
+        "agent",
+        "version",
+        "protocol",
+        "task",
+        "calls",
+        "turns recorded",
+        "answers received",
+        "summaries",
+        "branches",
+        "result",
+    )
+    names = ("agent", "version", "protocol", "task", "calls", "turns", "received", "summaries", "branches", "result")
+    yield from table(heads, [[row[name] for name in names] for row in record["detail"]["rows"]])
     yield "\n"
 
 
