@@ -8,7 +8,10 @@ from pathlib import Path
 import click
 
 from swarmq.cli.common import RUN, choose_policy, load_live_run, load_stored_run, main, run_until_signalled
+from swarmq.cli.hosts import URL, read_host_invite
 from swarmq.config import RunFolder
+from swarmq.errors import ConfigError
+from swarmq.hosts.addresses import Place
 from swarmq.registries.engines import EngineRegistry
 
 
@@ -105,22 +108,70 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 
 
 @engine.command("start")
-@RUN
+@click.argument("run", type=click.Path(path_type=Path), required=False)
 @POLICY
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; a free one by default.")
+@click.option(
+    "--join",
+    metavar="INVITE",
+    help="Start it on another host than the run's: an invite of `swarmq host add`, or a file that holds it.",
+)
+@click.option(
+    "--host",
+    metavar="ADDRESS",
+    help="Address to listen on and to announce; by default 127.0.0.1, with an invite the address from which RabbitMQ is reached.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65534),
+    default=0,
+    help="Port; a free one by default. With an invite the next port is that of its weight receiver.",
+)
+@URL
 @click.option(
     "--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default."
 )
-def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
+def engine_start(
+    run: Path | None,
+    policy: str | None,
+    join: str | None,
+    host: str | None,
+    port: int,
+    url: str | None,
+    gpus: tuple[int, ...],
+) -> None:
     """Start one more vLLM of a policy on this host.
 
     The engine serves until Ctrl-C, and finishes its open calls first.
 
     \b
     swarmq engine start runs/demo --policy main
+    swarmq engine start runs/demo --host 10.0.0.1              one that proxies on other hosts reach, too
+    swarmq engine start --join gpu2.invite --policy main       on another host
     """
-    from swarmq.engine.server.membership import serve_extra_engine
+    if (run is None) == (join is None):
+        raise click.UsageError("Name a RUN, or an invite with --join.")
+    from swarmq.engine.server.membership import serve_engine_elsewhere, serve_extra_engine
 
-    job = load_live_run(run)
-    chosen, folder = choose_policy(job, policy, frozen_too=True), RunFolder(run)
-    run_until_signalled(serve_extra_engine(job, chosen, folder, port=port, gpus=gpus or None, report=click.echo))
+    if join is not None:
+        serving = serve_engine_elsewhere(
+            read_host_invite(join),
+            Place(host=host, port=port, url=url),
+            choose=lambda job: choose_policy(job, policy, frozen_too=True),
+            gpus=gpus or None,
+            report=click.echo,
+        )
+    else:
+        assert run is not None
+        if url:
+            raise ConfigError("--url goes with an invite (--join)")
+        job, folder = load_live_run(run), RunFolder(run)
+        serving = serve_extra_engine(
+            job,
+            choose_policy(job, policy, frozen_too=True),
+            folder,
+            host=host or "127.0.0.1",
+            port=port,
+            gpus=gpus or None,
+            report=click.echo,
+        )
+    run_until_signalled(serving)

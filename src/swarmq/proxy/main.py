@@ -87,6 +87,7 @@ def run_elsewhere(invite: HostInvite, place: Place) -> None:
     Raises SwarmqError if the invite has expired, the run or one of its engines cannot be reached, the run does not fit this host, or
     others cannot reach the announced address.
     """
+    invite.check_current(time.time())
     _run(serve_elsewhere(invite, place), role=f"proxy.{invite.host}", run_name=invite.run)
 
 
@@ -128,7 +129,6 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
 
 
 async def serve_elsewhere(invite: HostInvite, place: Place) -> None:
-    invite.check_current(time.time())
     host = choose_address(invite, place)
     with listen(host, place.port, backlog=BACKLOG, setting="--host, --port") as listener:
         port = listener.getsockname()[1]
@@ -140,7 +140,7 @@ async def serve_elsewhere(invite: HostInvite, place: Place) -> None:
                 if not urls:
                     raise ConfigError(
                         f"policy {policy} has no engine that this host can reach: {', '.join(known.members.engines[policy])} is the loopback "
-                        "of the run's host. Start one that other hosts reach (`swarmq engine start --join`, or `swarmq engine start --host`)"
+                        "of the run's host. Start one that other hosts reach (`swarmq engine start` with --join, or with --host on the run's host)"
                     )
             own = {"host": host, "port": port, "certificate": place.certificate, "key": place.key}
             await _serve(

@@ -82,7 +82,8 @@ def reserve_port(host: str = "127.0.0.1") -> int:
     A socket stays bound to the port without listening. The system then gives the port to nobody else, but a server that reuses
     addresses, as nearly all do, can still bind it. Where that is refused (outside Linux), the port is only free at present.
     """
-    with socket.socket() as holder, socket.socket() as server:
+    family = _family(host)
+    with socket.socket(family) as holder, socket.socket(family) as server:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
@@ -99,7 +100,7 @@ def reserve_port(host: str = "127.0.0.1") -> int:
 
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -111,9 +112,8 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
 def listen(host: str, port: int, *, backlog: int, setting: str, advice: str = "choose another") -> socket.socket:
     """Return a socket that listens on the address. Raises a ConfigError that names `setting` and ends with `advice` if that
     is not possible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By this protocol number asyncio knows to send small packets at once; without it every answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(_family(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -122,6 +122,10 @@ def listen(host: str, port: int, *, backlog: int, setting: str, advice: str = "c
         listener.close()
         raise ConfigError(f"{setting}: {host}:{port} cannot be listened on ({error.strerror}); {advice}") from error
     return listener
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def raise_file_limit() -> int:

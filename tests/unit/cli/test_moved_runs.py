@@ -95,6 +95,9 @@ def test_the_clients_of_a_moved_run_are_those_of_the_folder_that_is_named(run, m
         "client add bob --http --run RUN",
         "client list --run RUN",
         "client remove bob --run RUN",
+        "host add gpu2 --run RUN",
+        "host list --run RUN",
+        "host remove gpu2 --run RUN",
     ],
 )
 def test_what_reaches_the_parts_of_a_run_is_not_done_in_a_copy_of_its_folder(run, tmp_path, line):

@@ -1,7 +1,7 @@
 """Starts, watches and stops a policy's vLLM server with its child processes.
 
-The server listens on the loopback address only and requires a secret (middleware.py), because its control endpoints can replace
-the model. Agents reach it through the proxy only.
+The server requires a secret (middleware.py), because its control endpoints can replace the model, and listens on the loopback
+address only, unless proxies or learners on other hosts use it. Agents reach it through a proxy only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from swarmq.engine.server.model_check import ModelFacts, check_model
 from swarmq.engine.server.pause_watchdog import PauseWatchdog
 from swarmq.engine.server.startup_error import find_root_cause
 from swarmq.errors import EngineError, MissingExtraError
+from swarmq.hosts.addresses import format_url
 from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, WORKER_EXTENSION
@@ -96,17 +97,18 @@ class EngineProcess:
         secret: str | None = None,
         progress: Callable[[str], None] | None = None,
         gpus: Sequence[int] | None = None,
+        host: str = HOST,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`secret`: secret that callers must send; None: a new random one. `progress`: called with each new stage of the start.
+        """`host`: address to listen on. `secret`: secret that callers must send; None: a new random one. `progress`: called with each new stage of the start.
         `gpus`: GPU numbers; None: all. `environment`: further variables for vLLM, such as those of a weight receiver."""
-        self.url = f"http://{HOST}:{port}"
+        self.url = format_url("http", host, port)
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
         self.kill_reason = ""
         """Reason why `wait` killed the server; empty if the server ended by itself."""
         self._policy = policy
-        self._port = port
+        self._host, self._port = host, port
         self._gpus = gpus
         self._environment = dict(environment or {})
         self._progress = progress or (lambda _stage: None)
@@ -151,7 +153,7 @@ class EngineProcess:
     async def _refuses_connections(self) -> bool:
         try:
             async with asyncio.timeout(LIVENESS_CHECK_S):
-                _, writer = await asyncio.open_connection(HOST, self._port)
+                _, writer = await asyncio.open_connection(self._host, self._port)
         except ConnectionRefusedError:
             return True
         except (OSError, TimeoutError):
@@ -180,10 +182,13 @@ class EngineProcess:
     async def _start(self) -> None:
         cuda = is_cuda_build()
         model = check_model(self._policy.model, trained=self._policy.trained)
-        if not is_port_free(self._port, HOST):
-            raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
+        if not is_port_free(self._port, self._host):
+            raise EngineError(
+                f"port {self._port} of {self._host} for the engine of {model.name} is taken: stop what listens there"
+            )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, *build_command(self._policy, model, port=self._port, cuda=cuda, cores=_count_cores())]
+        command = build_command(self._policy, model, host=self._host, port=self._port, cuda=cuda, cores=_count_cores())
+        argv = [sys.executable, *command]
         with self.log_path.open("ab", buffering=0) as sink:
             with contextlib.suppress(OSError):  # a full disk: vLLM itself only loses lines of its log
                 sink.write(f"$ {shlex.join(argv)}\n".encode())
@@ -260,14 +265,16 @@ def is_cuda_build() -> bool:
     )
 
 
-def build_command(policy: Policy, model: ModelFacts, *, port: int, cuda: bool, cores: int) -> list[str]:
+def build_command(
+    policy: Policy, model: ModelFacts, *, port: int, cuda: bool, cores: int, host: str = HOST
+) -> list[str]:
     """Build Python's arguments to start vLLM; the user's arguments come last and take precedence. Raises ConfigError if one of
     them is reserved."""
     check_arguments(policy)
     engine = policy.engine
     asked = engine.max_model_len or DEFAULT_CONTEXT
     options = {
-        "--host": HOST,
+        "--host": host,
         "--port": str(port),
         "--max-model-len": str(min(asked, model.max_length or asked)),
         "--dtype": "float32" if engine.dtype == "auto" and not cuda else engine.dtype,

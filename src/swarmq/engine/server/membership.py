@@ -1,23 +1,37 @@
 """The `swarmq engine` commands: list, add, remove and start engines of a live run.
 
-They change only the roster in the run folder, which proxies and learners follow.
+They change only the roster in the run folder, which proxies and learners follow; from another host, by asking the collector.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
+import structlog
 
+from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import ConfigError, EngineError
+from swarmq.hosts.addresses import Place, check_announced
+from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
+from swarmq.hosts.members import build_job, check_model_files
+from swarmq.hosts.register import join, leave
+from swarmq.keys import HostInvite
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime.processes import read_tail, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
+from swarmq.weights.receiver.process import keep_receiver
+
+log = structlog.get_logger()
 
 DRAIN_S = 600.0
 """Maximum seconds to wait for the open requests of an engine that is being removed."""
@@ -52,11 +66,16 @@ async def add_engine(roster: EngineRegistry, policy: str, url: str) -> str:
     async with EngineControl(url, secret=roster.secret()) as engine:
         await engine.status()
         is_unprotected = await engine.is_unprotected()
-    answers = await tokenize_with_all([url, *roster.urls()[policy]], secret=roster.secret())
-    if ids := answers.pop(url, None):
-        check_same_token_ids(url, ids, answers)
+    await _check_tokenizer(url, roster.urls()[policy], roster.secret())
     roster.add(policy, url)
     return UNPROTECTED_WARNING.format(url=url) if is_unprotected else ""
+
+
+async def _check_tokenizer(url: str, others: Sequence[str], secret: str) -> None:
+    """Raise EngineError if the engine at `url` has another tokenizer than one of `others` that answers."""
+    answers = await tokenize_with_all([url, *others], secret=secret)
+    if ids := answers.pop(url, None):
+        check_same_token_ids(url, ids, answers)
 
 
 async def find_unprotected_engines(urls: Sequence[str], secret: str) -> list[str]:
@@ -84,27 +103,116 @@ async def serve_extra_engine(
     policy: str,
     folder: RunFolder,
     *,
+    host: str,
     port: int,
     gpus: Sequence[int] | None,
     report: Callable[[str], None],
 ) -> None:
     """Run one more engine until cancelled, then remove it and stop it once its requests are done. Raises EngineError if it
     ends by itself."""
-    port = port or reserve_port()
-    log_path = folder.logs / f"engine.{policy}.{port}.log"
+    port = port or reserve_port(host)
     roster = EngineRegistry(job, folder)
-    async with EngineProcess(
-        job.policies[policy], port=port, log_path=log_path, secret=roster.secret(), progress=report, gpus=gpus
-    ) as engine:
-        roster.add(policy, engine.url)
-        report(f"{engine.url} serves {policy}; Ctrl-C drains and stops it")
-        try:
+    engine = EngineProcess(
+        job.policies[policy],
+        host=host,
+        port=port,
+        log_path=folder.logs / f"engine.{policy}.{port}.log",
+        secret=roster.secret(),
+        progress=report,
+        gpus=gpus,
+    )
+    check_announced(engine.url, is_run_on_this_host=True)
+    async with engine:
+        await _serve_listed(engine, _listed(roster, policy, engine.url), policy, job.proxy.probe_every_s, report)
+
+
+async def serve_engine_elsewhere(
+    invite: HostInvite,
+    place: Place,
+    *,
+    choose: Callable[[SwarmJob], str],
+    gpus: Sequence[int] | None,
+    report: Callable[[str], None],
+) -> None:
+    """Run an engine of a run on another host, with a weight receiver beside it, until cancelled; then remove it and stop it once
+    its requests are done. `choose`: returns the policy.
+
+    Raises SwarmqError: nothing is registered if the invite has expired, the run cannot be reached or does not fit this host, others
+    cannot reach the engine, or its tokenizer differs; the engine is removed if it ends by itself.
+    """
+    invite.check_current(time.time())
+    host = choose_address(invite, place)
+    port = place.port or reserve_port(host)
+    url = place.announce(host, port)
+    check_announced(url, is_run_on_this_host=is_run_on_this_host(invite))
+    async with join_run(invite, name=f"swarmq engine {invite.host} {invite.run}") as (broker, known):
+        engines = known.urls()
+        job = build_job(known.members, engines=engines, proxy={})
+        chosen = choose(job)
+        check_model_files(known.members, chosen)
+        folder = Path(tempfile.mkdtemp(prefix=f"swarmq-{invite.run}-{chosen}-"))
+        report(f"logs are in {folder}")
+        secret = invite.engine_secret
+        async with AsyncExitStack() as stack:
+            receiver = await stack.enter_async_context(
+                keep_receiver(host, port + 1 if place.port else 0, secret=secret, log_path=folder / "receiver.log")
+            )
+            engine = EngineProcess(
+                job.policies[chosen],
+                host=host,
+                port=port,
+                log_path=folder / "engine.log",
+                secret=secret,
+                progress=report,
+                gpus=gpus,
+                environment=receiver.environment,
+            )
+            await stack.enter_async_context(engine)
+            await _check_tokenizer(engine.url, engines[chosen], secret)
+            await _serve_listed(
+                engine, _registered(broker, invite.run, chosen, url), chosen, job.proxy.probe_every_s, report
+            )
+
+
+async def _serve_listed(
+    engine: EngineProcess,
+    listed: AbstractAsyncContextManager[str],
+    policy: str,
+    probe_every_s: float,
+    report: Callable[[str], None],
+) -> None:
+    """Keep a running engine in the run's list until cancelled, then wait for its open requests. `listed`: keeps it in the list,
+    under the url that it returns. Raises EngineError if the engine ends by itself."""
+    is_listed = False
+    try:
+        async with listed as url:
+            is_listed = True
+            report(f"{url} serves {policy}; Ctrl-C drains and stops it")
             status = await engine.wait()
-        finally:
-            roster.remove(policy, engine.url)
-            await _wait_until_drained(engine, job.proxy.probe_every_s, report)
-        why = engine.kill_reason or f"ended with status {status}"
-        raise EngineError(f"the engine {why}; the end of {log_path}:\n{read_tail(log_path)}")
+    finally:
+        if is_listed:
+            await _wait_until_drained(engine, probe_every_s, report)
+    why = engine.kill_reason or f"ended with status {status}"
+    raise EngineError(f"the engine {why}; the end of {engine.log_path}:\n{read_tail(engine.log_path)}")
+
+
+@asynccontextmanager
+async def _listed(roster: EngineRegistry, policy: str, url: str) -> AsyncIterator[str]:
+    roster.add(policy, url)
+    try:
+        yield url
+    finally:
+        roster.remove(policy, url)
+
+
+@asynccontextmanager
+async def _registered(broker: Broker, run: str, policy: str, url: str) -> AsyncIterator[str]:
+    await join(broker, run, "engine", url, policy=policy)
+    try:
+        yield url
+    finally:
+        if not await leave(broker, run, "engine", url, policy=policy):
+            log.warning("leave_unconfirmed", url=url, action="the collector removes this engine when it is back")
 
 
 async def _wait_until_drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:
