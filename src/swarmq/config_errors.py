@@ -57,8 +57,8 @@ ELSEWHERE = {
 }
 """Name of a setting in other libraries -> path of the same setting in swarmq."""
 
-MOST_HINTS = 3
-LONGEST_VALUE = 60
+MAX_HINTS = 3
+MAX_VALUE_CHARS = 60
 STEPS = re.compile(r"\w+|\[[^]]*\]")
 """Pattern of the steps of a path as msgspec writes it: `policies[...].train.betas[0]`."""
 WORD = 4
@@ -73,13 +73,13 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
     steps = _concrete(complaint, STEPS.findall(place), tree, root)
     there = msgspec.inspect.type_info(root)
     for step in STEPS.findall(place):
-        there = _within(there, step)
+        there = _find_type_at(there, step)
     path = _join_steps(steps)
     if isinstance(there, msgspec.inspect.StructType) and (wrong := re.fullmatch("Object contains .*`(.*)`", what)):
         meant = suggest_settings(wrong[1], steps, tree, root)
         names = f"there are {', '.join(field.encode_name for field in there.fields)}"
         return f"{_join_steps([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
-    value = _at(tree, steps)
+    value = _get_at(tree, steps)
     if isinstance(there, msgspec.inspect.LiteralType) and what.startswith("Invalid enum value"):
         what = f"{value!r} is none of {', '.join(map(str, there.values))}" + _hint_of_value(value, steps, tree, root)
     elif what.startswith("Expected"):
@@ -114,7 +114,7 @@ def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], 
         lambda: _nearest(wrong, others, name, most=1 if len(wrong) > WORD else 0),
     )
     found: list[str] = next((some for stage in stages if (some := stage())), [])
-    found = sorted(found, key=lambda path: -_count_shared(path, section))[:MOST_HINTS]
+    found = sorted(found, key=lambda path: -_count_shared(path, section))[:MAX_HINTS]
     return " or ".join(name(path) if path in own else _fill_pattern(path, steps, tree) for path in found)
 
 
@@ -125,16 +125,18 @@ def list_setting_paths(root: type) -> tuple[str, ...]:
 
 
 def _walk(there: Type, path: str) -> Iterator[tuple[str, Type]]:
-    there = _some(there)
+    there = _without_none(there)
     if path:
         yield path, there
     match there:
         case msgspec.inspect.StructType(fields=fields):
             for field in fields:
                 yield from _walk(field.type, f"{path}.{field.encode_name}".lstrip("."))
-        case msgspec.inspect.DictType(value_type=inner) if isinstance(_some(inner), msgspec.inspect.StructType):
+        case msgspec.inspect.DictType(value_type=inner) if isinstance(_without_none(inner), msgspec.inspect.StructType):
             yield from _walk(inner, f"{path}.*")
-        case msgspec.inspect.VarTupleType(item_type=inner) if isinstance(_some(inner), msgspec.inspect.StructType):
+        case msgspec.inspect.VarTupleType(item_type=inner) if isinstance(
+            _without_none(inner), msgspec.inspect.StructType
+        ):
             yield from _walk(inner, f"{path}[*]")
 
 
@@ -232,9 +234,9 @@ def _pattern(steps: Sequence[str], root: type) -> str:
     """Return the path at `steps` in the form of `list_setting_paths`."""
     there, path = msgspec.inspect.type_info(root), ""
     for step in steps:
-        chosen = isinstance(_some(there), msgspec.inspect.DictType)
+        chosen = isinstance(_without_none(there), msgspec.inspect.DictType)
         path += "[*]" if step.startswith("[") else f".{'*' if chosen else step}"
-        there = _within(there, "[...]" if chosen else step)
+        there = _find_type_at(there, "[...]" if chosen else step)
     return path.lstrip(".")
 
 
@@ -243,7 +245,7 @@ def _fill_pattern(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -
     found: list[str] = []
     for depth, step in enumerate(pattern.split(".")):
         if step == "*":
-            there = _at(tree, found)
+            there = _get_at(tree, found)
             here = steps[depth] if found == list(steps[:depth]) and depth < len(steps) else None
             only = next(iter(there)) if isinstance(there, dict) and len(there) == 1 else "NAME"
             found.append(here or only)
@@ -261,9 +263,9 @@ def _concrete(complaint: str, steps: Sequence[str], tree: Mapping[str, Any], roo
         if step != "[...]":
             found.append(step)
             continue
-        names = _at(whole, found)
+        names = _get_at(whole, found)
         for name in names:
-            alone = _with(whole, found, {name: names[name]})
+            alone = _set_at(whole, found, {name: names[name]})
             if _complaint(alone, root) == complaint:
                 whole = alone
                 found.append(name)
@@ -281,18 +283,18 @@ def _complaint(tree: Any, root: type) -> str:
     return ""
 
 
-def _with(tree: Any, steps: Sequence[str], value: Any) -> Any:
+def _set_at(tree: Any, steps: Sequence[str], value: Any) -> Any:
     """Return a copy of `tree` with `value` at `steps`."""
     if not steps:
         return value
     first, *rest = steps
     if first.startswith("["):
         place = int(first[1:-1])
-        return [*tree[:place], _with(tree[place], rest, value), *tree[place + 1 :]]
-    return {**tree, first: _with(tree[first], rest, value)}
+        return [*tree[:place], _set_at(tree[place], rest, value), *tree[place + 1 :]]
+    return {**tree, first: _set_at(tree[first], rest, value)}
 
 
-def _at(tree: Any, steps: Sequence[str]) -> Any:
+def _get_at(tree: Any, steps: Sequence[str]) -> Any:
     for step in steps:
         if step.startswith("["):
             tree = tree[int(step[1:-1])] if isinstance(tree, Sequence) else None
@@ -307,24 +309,24 @@ def _join_steps(steps: Sequence[str]) -> str:
 
 def _format_short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
 
-def _some(there: Type) -> Type:
+def _without_none(there: Type) -> Type:
     """Return the type without None. No setting has a union with another type."""
     if isinstance(there, msgspec.inspect.UnionType):
         return next(one for one in there.types if not isinstance(one, msgspec.inspect.NoneType))
     return there
 
 
-def _within(there: Type, step: str) -> Type:
+def _find_type_at(there: Type, step: str) -> Type:
     """Return the type found at `step` (a name, `[...]` or `[2]`) of the type `there`."""
-    match _some(there):
+    match _without_none(there):
         case msgspec.inspect.StructType(fields=fields):
-            return next(_some(one.type) for one in fields if one.encode_name == step)
+            return next(_without_none(one.type) for one in fields if one.encode_name == step)
         case msgspec.inspect.DictType(value_type=found) | msgspec.inspect.VarTupleType(item_type=found):
-            return _some(found)
+            return _without_none(found)
         case msgspec.inspect.TupleType(item_types=items):
-            return _some(items[int(step[1:-1])])
+            return _without_none(items[int(step[1:-1])])
         case _:
             raise AssertionError(f"{there} has no {step}")

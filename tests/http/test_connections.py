@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from swarmq.proxy.http.connection_limits import MAX_HEAD_BYTES, OWN_FILES, SPARE, max_connections
+from swarmq.proxy.http.connection_limits import MAX_HEAD_BYTES, MAX_IDLE_CONNECTIONS, OWN_FILES, max_connections
 from swarmq.runtime import processes
 
 from .test_control import call
@@ -186,6 +186,6 @@ def test_as_many_files_may_be_open_as_the_host_allows(given, raised, monkeypatch
 
 
 def test_connections_are_as_many_as_calls_need_or_files_allow():
-    assert max_connections(65_536, calls=8192) == 8192 + SPARE
+    assert max_connections(65_536, calls=8192) == 8192 + MAX_IDLE_CONNECTIONS
     assert max_connections(1024, calls=8192) == (1024 - OWN_FILES) // 2
     assert max_connections(10, calls=8192) == 1

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmq.proxy.engines.pool import CROWDED, MOST_TOGETHER, EnginePool, PoolTimings
+from swarmq.proxy.engines.pool import CROWD_MARGIN, MAX_TOGETHER, EnginePool, PoolTimings
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
@@ -28,9 +28,9 @@ def test_two_proxies_choose_the_same_engine_for_a_new_episode_and_spread_episode
 def test_an_episode_leaves_its_engine_only_when_that_is_crowded():
     pool = pool_of(2)
     mine = pool.lanes[0]
-    mine.open_calls = CROWDED
+    mine.open_calls = CROWD_MARGIN
     assert pool.order(mine)[0] is mine
-    mine.open_calls = CROWDED + 1
+    mine.open_calls = CROWD_MARGIN + 1
     assert pool.order(mine)[0] is not mine
 
 
@@ -55,12 +55,12 @@ async def test_probes_find_who_is_ill_who_is_well_again_and_which_weights_each_h
     assert urls(pool, pool.lanes[0])[0] == "0"
 
 
-@pytest.mark.parametrize(("token_s", "together"), [(0.2, 1), (0.02, 1), (0.01, 3), (0.0001, MOST_TOGETHER)])
+@pytest.mark.parametrize(("token_s", "together"), [(0.2, 1), (0.02, 1), (0.01, 3), (0.0001, MAX_TOGETHER)])
 def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together):
     lane = pool_of(1).lanes[0]
     assert lane.together == 1
-    lane.streamed(0, 1.0)
-    lane.streamed(100, 100 * token_s)
+    lane.measure_stream(0, 1.0)
+    lane.measure_stream(100, 100 * token_s)
     assert lane.together == together
 
 
@@ -76,7 +76,7 @@ async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_t
             asked.append(stage.engine.requests[-1].sampling.get("stream_interval"))
         stage.engine.say("whole")
         await stage.ask(HI)
-        assert asked == [None, MOST_TOGETHER, 2]
+        assert asked == [None, MAX_TOGETHER, 2]
         assert "stream_interval" not in stage.engine.requests[-1].sampling
 
 

@@ -99,7 +99,7 @@ class TicketSource:
 
     async def _hand_out(self, deliveries: Deliveries) -> None:
         held: Delivery | None = None
-        while await self._wanted():
+        while await self._is_wanted():
             if held is None:
                 held = await anext(deliveries)
             if not isinstance(held.message, Ticket):
@@ -151,7 +151,7 @@ class TicketSource:
         if not self._waiting:
             self._has_waiter.clear()
 
-    async def _wanted(self) -> bool:
+    async def _is_wanted(self) -> bool:
         try:
             async with asyncio.timeout(self._linger_s):
                 await self._has_waiter.wait()

@@ -32,7 +32,7 @@ def _section(settings: Settings, path: Path, *, one_of_many: bool = False) -> It
         if isinstance(value, Settings):
             below += _section(value, there)
         elif not value and (inside := _settings_in(field.type)):
-            below += _off(inside, _example(field.type, there), "off")
+            below += _comment_section(inside, _example(field.type, there), "off")
         elif value is None:
             yield f"# {name} = ...  # not set"
         elif _settings_in(field.type):
@@ -47,13 +47,15 @@ def _section(settings: Settings, path: Path, *, one_of_many: bool = False) -> It
     yield from below
 
 
-def _off(kind: type, heading: str, why: str) -> Iterator[str]:
+def _comment_section(kind: type, heading: str, why: str) -> Iterator[str]:
     """Yield the lines of an absent section as comments, with its defaults."""
     yield from ("", f"# {heading}  # {why}")
     below: list[str] = []
     for field in _fields(kind):
         if inside := _settings_in(field.type):
-            below += _off(inside, _example(field.type, (*heading.strip("[]").split("."), field.encode_name)), "needed")
+            below += _comment_section(
+                inside, _example(field.type, (*heading.strip("[]").split("."), field.encode_name)), "needed"
+            )
         elif field.required:
             yield f"# {field.encode_name} = ...  # required"
         elif field.default is None:

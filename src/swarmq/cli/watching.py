@@ -13,7 +13,7 @@ import msgspec
 from swarmq.cli.common import RUN, check_up, load_live_run, main, open_broker, print_warnings, run_until_signalled
 from swarmq.config import SwarmJob
 
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 
 
 @main.command()
@@ -68,7 +68,7 @@ async def _until_ended(job: SwarmJob) -> None:
     """Raise ConfigError as soon as the run and its private RabbitMQ have ended."""
     while True:
         check_up(job)
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_S)
 
 
 @main.command()

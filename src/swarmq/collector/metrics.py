@@ -50,13 +50,17 @@ class CollectorMetrics(Source):
         for reason, count in state["dropped"].items():
             closed.add_metric(["dropped", reason], count)
         yield closed
-        yield _by("swarmq_collector_episodes", "Training episodes whose end is not decided yet.", "state", {
+        yield _make_metric("swarmq_collector_episodes", "Training episodes whose end is not decided yet.", "state", {
             name: state[name] for name in ("open", "waiting", "in_learners")
         })  # fmt: skip
         yield GaugeMetricFamily("swarmq_collector_groups_open", "Groups that lack members.", value=state["groups_open"])
-        yield _by("swarmq_collector_groups_ready", "Groups that wait for a learner.", "policy", state["groups_ready"])
-        yield _by("swarmq_collector_tickets", "Tickets that were issued and not used.", "kind", state["tickets_out"])
-        yield _by(
+        yield _make_metric(
+            "swarmq_collector_groups_ready", "Groups that wait for a learner.", "policy", state["groups_ready"]
+        )
+        yield _make_metric(
+            "swarmq_collector_tickets", "Tickets that were issued and not used.", "kind", state["tickets_out"]
+        )
+        yield _make_metric(
             "swarmq_collector_weight_version", "Steps that the learner has reported.", "policy", state["versions"]
         )
         yield GaugeMetricFamily(
@@ -70,12 +74,12 @@ class CollectorMetrics(Source):
             value=state.get("transcripts_lost", 0),
         )
         pace = state.get("pace", "running")
-        yield _by("swarmq_collector_pace", "1 for the present pace of the run.", "pace", {
+        yield _make_metric("swarmq_collector_pace", "1 for the present pace of the run.", "pace", {
             name: int(name == pace) for name in PACES
         })  # fmt: skip
 
 
-def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def _make_metric(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)

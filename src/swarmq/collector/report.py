@@ -108,7 +108,7 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
     rules, counts = core.rules, core.counts
     for group_id, group in core.groups.open.items():
         if group.winners:
-            yield ("group", group_id, len(group.winners)), _of_group(core, group_id, now)
+            yield ("group", group_id, len(group.winners)), _describe_group(core, group_id, now)
     for policy in core.run.learning():
         if (num := core.groups.ready[policy]) >= rules.groups_per_batch:
             version = core.run.versions[policy]
@@ -128,7 +128,7 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
             )
 
 
-def _of_group(core: Core, group_id: str, now: float) -> str:
+def _describe_group(core: Core, group_id: str, now: float) -> str:
     group, deadline_s = core.groups.open[group_id], core.rules.deadline_s
     need, got = core.groups.need(group), len(group.winners)
     then = f"goes on with {got}" if got >= need else f"is dropped with {got}, less than {need},"

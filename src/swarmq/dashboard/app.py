@@ -53,7 +53,7 @@ from swarmq.errors import (
     TimelineError,
 )
 from swarmq.observe.episodes import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     EpisodeDetail,
     GroupView,
     TokenPage,
@@ -66,10 +66,10 @@ from swarmq.observe.run import Run
 
 READERS = 4
 """Maximum number of requests that read files at the same time; further requests wait."""
-MOST_ROWS = 1000
-MOST_LINES = 20_000
-MOST_DIFFERENT = 4
-MOST_BODY = 64 * 1024
+MAX_ROWS = 1000
+MAX_LINES = 20_000
+MAX_DIFFERENT = 4
+MAX_BODY = 64 * 1024
 STREAM_PAUSE_S = 1.0
 """Minimum seconds between two events of a stream."""
 READER = "swarmq_reader"
@@ -113,7 +113,7 @@ def create_app(shelf: Shelf, access: Access, *, base: str = "", is_secure: bool 
         openapi_config=None,
         exception_handlers={Exception: refuse},
         compression_config=CompressionConfig(backend="gzip", gzip_compress_level=4, exclude="/stream$"),
-        request_max_body_size=MOST_BODY,
+        request_max_body_size=MAX_BODY,
         logging_config=None,
     )
     return with_headers(app)
@@ -307,8 +307,8 @@ class DashboardPages:
     async def diff(self, request: Request[Any, Any, Any]) -> Response[bytes]:
         """Compare the settings of two to four runs; `runs` is their ids, separated by commas."""
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]  # noqa: A001
-        if not 2 <= len(ids) <= MOST_DIFFERENT:
-            raise ConfigError(f"runs: name two to {MOST_DIFFERENT} runs, separated by commas (got {len(ids)})")
+        if not 2 <= len(ids) <= MAX_DIFFERENT:
+            raise ConfigError(f"runs: name two to {MAX_DIFFERENT} runs, separated by commas (got {len(ids)})")
         opened = {id: await self._open(id) for id in dict.fromkeys(ids)}  # noqa: A001
         return _json(await self._read(views.diff_settings, opened))
 
@@ -332,7 +332,7 @@ class DashboardPages:
     async def episodes(self, request: Request[Any, Any, Any], run: FromPath[str]) -> Response[bytes]:
         """Return a page of episodes, filtered, with `sort`, `cursor` and `limit`."""
         chosen, how = _filter_of(request.query_params, {"sort", "cursor", "limit"})
-        limit = _whole(how.get("limit", "100"), "limit", most=MOST_ROWS)
+        limit = _parse_whole_number(how.get("limit", "100"), "limit", most=MAX_ROWS)
 
         def page(of: Run) -> dict[str, Any]:
             _check_filter(of, chosen)
@@ -368,8 +368,8 @@ class DashboardPages:
         """Return a page of tokens of one timeline: `timeline`, `from` and `limit`."""
         query = request.query_params
         timeline, start, limit = (
-            _whole(query.get(name, usual), name, most=most)
-            for name, usual, most in (("timeline", "0", 10**6), ("from", "0", 10**9), ("limit", "2000", MOST_TOKENS))
+            _parse_whole_number(query.get(name, usual), name, most=most)
+            for name, usual, most in (("timeline", "0", 10**6), ("from", "0", 10**9), ("limit", "2000", MAX_TOKENS))
         )
         return await self._view(run, _tokens, episode, timeline=timeline, start=start, limit=limit)
 
@@ -405,7 +405,7 @@ class DashboardPages:
         self, request: Request[Any, Any, Any], run: FromPath[str], name: FromPath[str]
     ) -> Response[bytes]:
         """Return the last `lines` lines of a log."""
-        lines = _whole(request.query_params.get("lines", "400"), "lines", most=MOST_LINES)
+        lines = _parse_whole_number(request.query_params.get("lines", "400"), "lines", most=MAX_LINES)
 
         def read(of: Run) -> dict[str, Any]:
             return views.read_log(of.folder, name, lines=max(lines, 1))
@@ -529,7 +529,7 @@ def _check_filter(run: Run, chosen: EpisodeFilter) -> None:
         run.index.check(chosen)
 
 
-def _whole(text: str, name: str, *, most: int) -> int:
+def _parse_whole_number(text: str, name: str, *, most: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{name}: {text[:40]!r} is not a whole number")
     return min(int(text[:12]), most)

@@ -33,7 +33,7 @@ NEEDED = ("numpy", "tokenizers", "zstandard")
 """Packages that the dashboard needs beyond those of a proxy."""
 START_S = 30.0
 STOP_S = 3.0
-MOST_BODY = 64 * 1024
+MAX_BODY = 64 * 1024
 OF_ONE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date", b"server"}
 )
@@ -102,7 +102,11 @@ class DashboardMount:
         query = bytes(scope["query_string"]).decode("latin-1")
         url = URL(f"http://dashboard{path}{'?' if query else ''}{query}", encoded=True)
         passing = asyncio.ensure_future(self._pass(str(scope["method"]), url, _request_headers(scope), body, send))
-        waits = [passing, asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(self._ending.wait())]
+        waits = [
+            passing,
+            asyncio.ensure_future(_wait_for_disconnect(receive)),
+            asyncio.ensure_future(self._ending.wait()),
+        ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -187,7 +191,7 @@ def _request_headers(scope: Scope) -> list[tuple[str, str]]:
 async def _read_body(receive: Receive) -> bytes:
     """Return the request's body; of one that is too large, enough for the other process to refuse it."""
     body = b""
-    while len(body) <= MOST_BODY:
+    while len(body) <= MAX_BODY:
         message = await receive()
         if message["type"] != "http.request":
             break
@@ -197,7 +201,7 @@ async def _read_body(receive: Receive) -> bytes:
     return body
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from swarmq.errors import EpisodeError
-from swarmq.observe.episodes import MOST_TOKENS, read_detail, read_group, read_tokens
+from swarmq.observe.episodes import MAX_TOKENS, read_detail, read_group, read_tokens
 from swarmq.observe.index import STATES, EpisodeFilter, EpisodePage, EpisodeRow
 from swarmq.observe.run import Run
 from swarmq.version import __version__
@@ -65,7 +65,7 @@ def collect_run(run: Run, run_id: str) -> dict[str, Any]:
     return {"runs": {"runs": [entry]}}
 
 
-def collect_episode(run: Run, run_id: str, part: str, *, page_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+def collect_episode(run: Run, run_id: str, part: str, *, page_tokens: int = MAX_TOKENS) -> dict[str, Any]:
     """Return an episode with all of its tokens as payloads of `export_html`. Raises EpisodeError if there is no such episode."""
     detail = read_detail(run.index, part)
     path = f"runs/{run_id}/episodes/{detail.row.id}"
@@ -81,7 +81,7 @@ def collect_episode(run: Run, run_id: str, part: str, *, page_tokens: int = MOST
     return payloads
 
 
-def collect_group(run: Run, run_id: str, group: str, *, page_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+def collect_group(run: Run, run_id: str, group: str, *, page_tokens: int = MAX_TOKENS) -> dict[str, Any]:
     """Return a group with all of its episodes as payloads of `export_html`. Raises EpisodeError if there is no such group."""
     view = read_group(run.index, group)
     payloads: dict[str, Any] = {f"runs/{run_id}/groups/{group}": view}

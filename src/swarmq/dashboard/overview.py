@@ -26,11 +26,11 @@ LIVE_S = 15.0
 """Age of board.json, in seconds, beyond which a run counts as not recorded any more."""
 SILENT_S = 20.0
 """Seconds without an event of a process after which it counts as down."""
-MOST_ALARMS = 20
+MAX_ALARMS = 20
 RECENT_BYTES = 1024 * 1024
 WAIT_SHARE = 0.3
 """Minimum share of a step spent waiting at which a learner counts as held up."""
-GROWING = 200
+LONG_INBOX = 200
 """Minimum number of messages in the queue `in` at which the collector counts as too slow."""
 RECENT_STEPS = 5
 
@@ -85,7 +85,7 @@ def name_bottleneck(flow: Flow) -> Bottleneck | None:
     if flow.is_broker_blocked:
         return Bottleneck(node="in", text="RabbitMQ accepts no messages: it is low on memory or disk")
     grows = (flow.inbox_in_per_s or 0) > (flow.inbox_out_per_s or 0)
-    if (flow.inbox or 0) >= GROWING and grows:
+    if (flow.inbox or 0) >= LONG_INBOX and grows:
         return Bottleneck(
             node="collector", text=f"{flow.inbox} messages wait in `in`, and more come than the collector reads"
         )
@@ -176,7 +176,7 @@ def find_alarms(
     events: Iterable[Event], board: Mapping[str, Any], *, now: float, is_live: bool
 ) -> list[dict[str, Any]]:
     """Return alarms and warnings, the newest first. Equal warnings are counted instead of repeated."""
-    folded = Board(run="", warnings=deque(maxlen=MOST_ALARMS))
+    folded = Board(run="", warnings=deque(maxlen=MAX_ALARMS))
     for event in events:
         if event.name == "warning":
             folded.fold(event)

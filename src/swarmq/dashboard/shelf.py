@@ -25,9 +25,9 @@ from swarmq.observe.runs import ProgressCache, RunRow, list_runs
 
 FRESH_S = 5.0
 """Seconds for which the list of runs counts as up to date."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two checks of the files of a run that a browser shows."""
-MOST_OPEN = 8
+MAX_OPEN = 8
 """Maximum number of runs whose tokenizers and indices are held; beyond that, the least recently used ones are closed."""
 WATCHED_S = 30.0
 """Seconds after the last request for a run during which its index is kept up to date."""
@@ -96,7 +96,7 @@ class OpenRun:
                 self.what |= dict.fromkeys(what, self.changes)
                 self.changed.set()
                 self.changed = asyncio.Event()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _update(self) -> None:
         self.run.index.update(is_cancelled=self._stop.is_set)
@@ -173,7 +173,7 @@ class Shelf:
             run = await asyncio.to_thread(self._load, id)
             found = self._open.setdefault(id, OpenRun(run))  # another request may have been first
         found.use()
-        if len(self._open) > MOST_OPEN:
+        if len(self._open) > MAX_OPEN:
             oldest = min(self._open, key=lambda one: self._open[one].used_at)
             await self._open.pop(oldest).close()
         return found

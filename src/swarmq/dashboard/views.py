@@ -28,8 +28,8 @@ from swarmq.observe.followed_files import flatten_numbers
 from swarmq.observe.run import Run, StepRow, read_steps
 from swarmq.task_mix import Stretch
 
-MOST_SPANS = 20_000
-MOST_TASKS = 500
+MAX_SPANS = 20_000
+MAX_TASKS = 500
 """Maximum number of tasks in the matrix of evaluations; the tasks evaluated last are kept."""
 LOG_BYTES = 2 * 1024 * 1024
 """Maximum bytes read from the end of a log file."""
@@ -85,7 +85,7 @@ def view_time(run: Run) -> dict[str, Any]:
                     lanes.setdefault(engine, []).append((event.at - seconds, event.at, "pause"))
     return {
         "lanes": [
-            {"process": process, "spans": sorted(spans)[-MOST_SPANS:]} for process, spans in sorted(lanes.items())
+            {"process": process, "spans": sorted(spans)[-MAX_SPANS:]} for process, spans in sorted(lanes.items())
         ],
         "samples": run.samples.read(),
     }
@@ -214,7 +214,7 @@ def _matrix(run: Run, versions: set[int]) -> dict[str, Any]:
         value = success if success is not None else None if reward is None else float(reward >= RIGHT)
         if version in versions and value is not None:
             cells[task][version].append(value)
-    tasks = list(cells)[-MOST_TASKS:]
+    tasks = list(cells)[-MAX_TASKS:]
     shown = sorted(versions)
     shares = [[sum(of) / len(of) if (of := cells[task].get(version)) else None for version in shown] for task in tasks]
     return {"tasks": tasks, "versions": shown, "cells": shares}

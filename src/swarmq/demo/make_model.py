@@ -17,7 +17,7 @@ from swarmq.errors import SwarmqError
 from swarmq.runtime.processes import die_with_parent, stop_group
 from swarmq.toy_model.recipe import WarmupProgress, is_complete
 
-SHOWN = 10
+PROGRESS_LINES = 10
 """Number of progress lines of a warm-up."""
 
 
@@ -56,7 +56,7 @@ def main() -> None:
 
     def show(now: WarmupProgress) -> None:
         nonlocal tenth
-        if tenth != (tenth := SHOWN * now.step // max(now.steps, 1)):
+        if tenth != (tenth := PROGRESS_LINES * now.step // max(now.steps, 1)):
             sys.stdout.buffer.write(msgspec.json.encode(now) + b"\n")
             sys.stdout.buffer.flush()
 

@@ -207,7 +207,7 @@ def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collecti
             raise TaskError(f"{where}: the chat template ignores message {at}, because its role is {role!r}")
         if role == "assistant":
             asked, said = _split(tokenizer, *spelling.around(at))
-            answer = _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
+            answer = _cut_after_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
             turns.append(_turn(where, len(turns), asked, answer))
     if not turns:
         raise TaskError(f"{where}: it has no message of the assistant")
@@ -288,7 +288,7 @@ def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int
     return asked, _ids(tokenizer, whole[len(prompt) :])
 
 
-def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
+def _cut_after_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
     """Return the tokens up to and including the end of the turn; a model never samples what the template writes after it."""
     if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
         return said[:end]

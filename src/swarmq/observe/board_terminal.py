@@ -16,7 +16,7 @@ from swarmq.observe.board import Board, ProcessState, condense, sparkline
 
 STALE_S = 15.0
 """Seconds without an event after which a process is shown as silent."""
-WIDE = 110
+MIN_WIDE_COLUMNS = 110
 """Minimum width, in columns, of a terminal that shows DETAILS in the learners' table."""
 DETAILS = ("k3", "wait/train/push s", "pause ms")
 PROXIES = "proxies since their start"
@@ -69,7 +69,7 @@ def _style_state(part: ProcessState, now: float) -> tuple[str, str]:
 
 def _learners(board: Board, width: int) -> RenderableType:
     """Render a row per policy; on narrow terminals, DETAILS are a table of their own."""
-    wide = width >= WIDE
+    wide = width >= MIN_WIDE_COLUMNS
     policies = sorted({*board.steps, *(s.removeprefix("learner.") for s in board.parts if s.startswith("learner."))})
     table, below = _table(policy=policies), _table(policy=policies)
     below.expand = False
@@ -156,7 +156,7 @@ def _flow(board: Board, width: int) -> RenderableType:
         version, rewards = held_out
         middle.add_row(f"held-out, version {version}", f"{sum(rewards) / len(rewards):.3f} (n={len(rewards)})")
     queues = {queue.removeprefix(f"swarmq.{board.run}."): ready for queue, ready in sorted(board.depths.items())}
-    if width >= WIDE:
+    if width >= MIN_WIDE_COLUMNS:
         right = Table(box=None, show_header=False, padding=(0, 1))
         for queue, ready in queues.items():
             right.add_row(queue, f"{ready:,}")

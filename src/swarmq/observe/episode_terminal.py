@@ -12,11 +12,11 @@ from rich.text import Text
 
 from swarmq.observe.episodes import EpisodeDetail, TokenPage, TurnView
 from swarmq.observe.index import EpisodeRow
-from swarmq.observe.inspect.terminal import SHORT, columns, portions, style_by_surprise
+from swarmq.observe.inspect.terminal import ID_CHARS, columns, portions, style_by_surprise
 from swarmq.observe.reasons import explain
 from swarmq.runtime.terminal import visible
 
-MOST_REASONS = 5
+MAX_REASONS = 5
 """Maximum number of reasons that are explained below a list."""
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -32,7 +32,7 @@ def draw_list(rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int]
             str(row.turns),
             str(row.sampled_tokens or ""),
             "" if row.step is None else str(row.step),
-            row.id[-SHORT:],
+            row.id[-ID_CHARS:],
             row.kind,
             row.state,
             row.reason,
@@ -46,12 +46,12 @@ def draw_list(rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int]
         + "\n"
     )
     known = [(reason, number) for reason, number in reasons.items() if reason not in {"", "finished"}]
-    for reason, number in known[:MOST_REASONS]:
+    for reason, number in known[:MAX_REASONS]:
         yield Text.assemble((visible(reason), "bold"), f" {number}: {visible(explain(reason))}\n")
-    if len(known) > MOST_REASONS:
-        yield Text(f"and {len(known) - MOST_REASONS} other reasons\n")
+    if len(known) > MAX_REASONS:
+        yield Text(f"and {len(known) - MAX_REASONS} other reasons\n")
     if rows:
-        yield Text(f"`swarmq inspect RUN {rows[0].id[-SHORT:]}` shows one\n", "dim")
+        yield Text(f"`swarmq inspect RUN {rows[0].id[-ID_CHARS:]}` shows one\n", "dim")
 
 
 def draw_detail(detail: EpisodeDetail, timelines: Iterable[TokenPage]) -> Iterator[RenderableType]:

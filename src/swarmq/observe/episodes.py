@@ -25,7 +25,7 @@ from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.store.token_trace import TurnTrace
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Turn
 from swarmq.observe.index import LIVE, EpisodeRow, Indexed, RunIndex, open_ledger
-from swarmq.observe.inspect.read import MOST_BYTES, Decode, decode_tokens
+from swarmq.observe.inspect.read import MAX_BYTES, Decode, decode_tokens
 from swarmq.observe.reasons import explain
 from swarmq.timeline import Timeline, fold, resolve
 from swarmq.timeline.turns import ResolvedTurn
@@ -35,7 +35,7 @@ Cause = Literal["given", "trained", "clipped", "masked", "filtered", "no_advanta
 CONTEXT = 8
 """Number of tokens before a page that are decoded with it, because a character may be spread over several."""
 NOT_DECODED = "the tokens are not decoded"
-MOST_TOKENS = 20_000
+MAX_TOKENS = 20_000
 """Maximum number of tokens in one page."""
 
 _message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -212,7 +212,7 @@ def read_tokens(
         )
     policy = rows[timeline][0]
     trained = _trained_turns(index, known, found, policy) if policy in found.rollouts else None
-    stretch = (start, start + min(limit, MOST_TOKENS))
+    stretch = (start, start + min(limit, MAX_TOKENS))
     return _page_of(known, rows, timeline, stretch, trained, decoders(policy), notes=[*found.notes, *notes])
 
 
@@ -636,7 +636,7 @@ def _decode_page(ids: Sequence[int], low: int, high: int, decode: Callable[[Sequ
     if decode is None:
         return [""] * (high - low)
     first = max(low - CONTEXT, 0)
-    return decode_tokens(ids[first : high + MOST_BYTES], decode)[low - first : high - first]
+    return decode_tokens(ids[first : high + MAX_BYTES], decode)[low - first : high - first]
 
 
 def _decode(body: bytes) -> Message | None:

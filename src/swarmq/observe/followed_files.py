@@ -24,7 +24,7 @@ content."""
 CHUNK_BYTES = 8 * 1024 * 1024
 HEAD_BYTES = 256
 """Number of bytes at a file's beginning that are compared to recognise that the file was replaced."""
-MOST_SAMPLES = 4000
+MAX_SAMPLES = 4000
 """Maximum number of samples that are kept of one series; of a longer series, every second, fourth, eighth, ... is kept."""
 
 _event = msgspec.json.Decoder(Event)
@@ -96,7 +96,7 @@ class EventFile(FollowedFile):
             )
         with self._lock:
             self._follow()
-            wanted = [line for name, line in [*self._lines, *self._named([self._tail])] if name in names]
+            wanted = [line for name, line in [*self._lines, *self._select_named([self._tail])] if name in names]
         for line in wanted:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 yield _event.decode(line)
@@ -105,9 +105,9 @@ class EventFile(FollowedFile):
         self._lines = []
 
     def _take(self, lines: Sequence[bytes]) -> None:
-        self._lines += self._named(lines)
+        self._lines += self._select_named(lines)
 
-    def _named(self, lines: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
+    def _select_named(self, lines: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 name = _name.decode(line).name
@@ -153,7 +153,7 @@ class _Series:
         if self._seen % self._every == 0:
             self.points.append(point)
         self._seen += 1
-        if len(self.points) > MOST_SAMPLES:
+        if len(self.points) > MAX_SAMPLES:
             self.points = self.points[::2]
             self._every *= 2
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 Row = TypeVar("Row", bound=msgspec.Struct)
-SHOWN = 5
+MAX_REPR_ROWS = 5
 """Rows in the representation of a table."""
 
 
@@ -48,7 +48,7 @@ class Table(Generic[Row]):
         return len(self._counted)
 
     def __repr__(self) -> str:
-        rows = [row for row, _ in zip(self, range(SHOWN), strict=False)]
+        rows = [row for row, _ in zip(self, range(MAX_REPR_ROWS), strict=False)]
         more = len(self) - len(rows)
         return "\n".join([*map(repr, rows), *([f"... and {more} more"] if more > 0 else [])]) or "(no rows)"
 

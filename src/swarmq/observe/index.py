@@ -60,7 +60,7 @@ CHECK_COST = 50
 LIVE = ("open", "waiting", "published")
 STATES = (*LIVE, "trained", "dropped", "failed", "eval", "stray")
 SORTS = ("began_at", "reward", "seconds", "turns", "sampled_tokens", "staleness", "step")
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Maximum number of known values that an error message lists."""
 LOWEST = -1e308
 """Value that stands for a missing value in sorting."""
@@ -533,7 +533,7 @@ class RunIndex:
             for episode in known_live - rows.keys():
                 if row := ledger.execute(f"{LEDGER_ROWS} WHERE id = ?", (episode,)).fetchone():
                     rows[episode] = row
-            rows |= self._missed(db, ledger, rows)
+            rows |= self._find_missed(db, ledger, rows)
             counts = dict(ledger.execute("SELECT name, value FROM counts").fetchall())
             turns = dict(
                 ledger.execute(
@@ -557,7 +557,7 @@ class RunIndex:
                     _set(db, key, value)
         return is_all
 
-    def _missed(
+    def _find_missed(
         self, db: sqlite3.Connection, ledger: sqlite3.Connection, known: Iterable[str]
     ) -> dict[str, tuple[Any, ...]]:
         """Return the rows of episodes whose ids sort before ids that were read earlier, because their client's clock is slow
@@ -744,20 +744,20 @@ class RunIndex:
             "kind": lambda: [*job.task_kinds, *self.values("kind")],
             "reason": lambda: [*self.values("reason"), *EXPLANATIONS],
             "policy": lambda: job.policies,
-            "client": lambda: [*self.values("client"), *self._registered()],
+            "client": lambda: [*self.values("client"), *self._list_invited()],
         }
         for field, list_known in known.items():
             value = getattr(chosen, field)
             names = list(dict.fromkeys(filter(None, list_known()))) if value else []
             if value and not (_match_clients(value, names) if field == "client" else value in names):
-                close = difflib.get_close_matches(value, names, n=MOST_NAMED) or names
-                more = f", and {len(names) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
-                listed = ", ".join(close[:MOST_NAMED]) + more
+                close = difflib.get_close_matches(value, names, n=MAX_NAMED) or names
+                more = f", and {len(names) - MAX_NAMED} more" if len(close) > MAX_NAMED else ""
+                listed = ", ".join(close[:MAX_NAMED]) + more
                 raise ConfigError(
                     f"{field}: {value!r} is unknown in this run; {f'it has {listed}' if listed else 'it has none yet'}"
                 )
 
-    def _registered(self) -> Iterable[str]:
+    def _list_invited(self) -> Iterable[str]:
         """Return the names of invited clients, which may not have begun an episode; none in most copied folders."""
         try:
             return read_registry(self.folder.clients)

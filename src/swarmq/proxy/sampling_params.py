@@ -55,13 +55,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Parameter that changes the distribution -> values at which it does not; for any other parameter these are false, 0 and empty."""
 REQUEST_NAMES = {"extra_args": "vllm_xargs"}
 """Engine parameter -> its name in requests, if that differs."""
-MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
+MAX_ENTRIES = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
 """Parameter that the engine applies to every sampled token -> maximum number of its entries."""
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = 2**24
 """Maximum of `max_tokens` in a request. A larger value is a mistake; smaller values are cut to the available room."""
 MAX_WORD = 1024
-"""Maximum number of characters of an entry that is text, in the parameters of MOST."""
+"""Maximum number of characters of an entry that is text, in the parameters of MAX_ENTRIES."""
 OWN = frozenset({"temperature", "max_tokens"})
 """Parameters that are set for every training episode and reported separately."""
 RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
@@ -177,7 +177,7 @@ def check_limits(chat: Json) -> None:
     for name in NUMBERS:
         if (value := chat.get(name)) is not None and type(value) not in (int, float):
             raise RefusedError(f"{name} must be a number, not {value!r:.100}", param=name)
-    for name, most in MOST.items():
+    for name, most in MAX_ENTRIES.items():
         value = chat.get(name)
         if isinstance(value, (list, dict)) and len(value) > most:
             raise RefusedError(f"{name} may have {most} entries, not {len(value)}", param=name)

@@ -26,7 +26,7 @@ from swarmq.errors import EndpointError
 Parsed = TypeVar("Parsed")
 
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 20.0
+MAX_PAUSE_S = 20.0
 BUSY_S = 30.0
 """Seconds to wait for another process that holds the cache's file."""
 
@@ -110,7 +110,7 @@ class ChatEndpoint:
         for attempt in range(self._attempts):
             if attempt:
                 self._pause(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
             with self._lock:
                 self.budget.check()
                 self.budget.spent_calls += 1
@@ -121,7 +121,7 @@ class ChatEndpoint:
                 trouble = str(error)
                 if not error.is_transient:
                     break
-                pause_s = max(pause_s, min(error.retry_after_s or 0.0, LONGEST_PAUSE_S))
+                pause_s = max(pause_s, min(error.retry_after_s or 0.0, MAX_PAUSE_S))
                 continue
             except (KeyError, IndexError, TypeError):
                 trouble = "its answer is not a chat completion"

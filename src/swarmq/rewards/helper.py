@@ -29,7 +29,7 @@ from swarmq.rewards.score import Score
 
 WALL_FACTOR = 30.0
 """Multiple of its limit of CPU time after which a silent helper cannot be computing: the machine is overloaded or suspended."""
-LEAST_WALL_S = 60.0
+MIN_WALL_S = 60.0
 MEMORY_BYTES = 2 * 1024**3
 MAX_IDLE = 4
 
@@ -53,7 +53,7 @@ class _Helper:
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> tuple[str, Any, int]:
         """Return how far the helper came ("", "usable" or "done"), its verdict, and its exit status if it died."""
         came = ""
-        deadline = time.monotonic() + max(LEAST_WALL_S, WALL_FACTOR * timeout_s)
+        deadline = time.monotonic() + max(MIN_WALL_S, WALL_FACTOR * timeout_s)
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request).encode() + b"\n")

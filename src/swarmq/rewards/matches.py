@@ -29,7 +29,7 @@ def normalise(text: str) -> str:
 
 def exact_match(answer: str, expected: str | Iterable[str]) -> Score:
     """Return 1 if the normalised answer equals one of the expected texts, else 0. Raises RewardError if none is expected."""
-    accepted = _accepted(expected)
+    accepted = _normalise_expected(expected)
     if len(answer) > MAX_CHARS:
         return wrong(f"the answer has {len(answer)} characters")
     return RIGHT if normalise(answer) in accepted else wrong("the answer is another text")
@@ -46,7 +46,7 @@ def fuzzy_match(answer: str, expected: str | Iterable[str], *, least: float = 0.
         from rapidfuzz import fuzz  # noqa: PLC0415 - optional
     except ImportError as error:
         raise MissingExtraError("fuzzy_match needs rapidfuzz: pip install 'swarmq[rewards]'") from error
-    accepted = _accepted(expected)
+    accepted = _normalise_expected(expected)
     if len(answer) > MAX_CHARS:
         return wrong(f"the answer has {len(answer)} characters")
     found = normalise(answer)
@@ -56,7 +56,7 @@ def fuzzy_match(answer: str, expected: str | Iterable[str], *, least: float = 0.
     return Score(similarity, "" if similarity == 1.0 else f"similarity {similarity:.2f}")
 
 
-def _accepted(expected: str | Iterable[str]) -> list[str]:
+def _normalise_expected(expected: str | Iterable[str]) -> list[str]:
     texts: list[Any] = [expected] if isinstance(expected, str) else list(expected)
     if not texts:
         raise RewardError("expected is empty: give at least one text")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+VISIBLE_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Control character -> its visible symbol."""
 HIDDEN = dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 """C1 control characters and bidirectional overrides, which have no symbol -> replacement character."""
-VISIBLE = SHOWN | HIDDEN
+VISIBLE = VISIBLE_SYMBOLS | HIDDEN
 
 
 def visible(text: str) -> str:

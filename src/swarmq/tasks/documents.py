@@ -12,7 +12,7 @@ from swarmq.errors import TaskError
 
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".html", ".htm", ".tex", ".org")
 MAX_FILE_BYTES = 20_000_000
-LEAST_CHARS = 200
+MIN_CHARS = 200
 """Minimum characters of a passage. A shorter one at the end of a file is joined to the passage before it."""
 
 
@@ -83,7 +83,7 @@ def split(text: str, passage_chars: int) -> Iterator[tuple[int, str]]:
         end = last
     if text[start:end].strip():
         pieces.append((start, text[start:end]))
-    if len(pieces) > 1 and len(pieces[-1][1]) < LEAST_CHARS:
+    if len(pieces) > 1 and len(pieces[-1][1]) < MIN_CHARS:
         begin = pieces[-2][0]
         pieces[-2:] = [(begin, text[begin : pieces[-1][0] + len(pieces[-1][1])])]
     yield from pieces

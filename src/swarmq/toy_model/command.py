@@ -16,7 +16,7 @@ from swarmq.errors import ConfigError, SwarmqError
 from swarmq.toy_model.demonstrations import Lessons, load_lessons
 from swarmq.toy_model.recipe import WarmupProgress, is_complete, user_cache_folder
 
-SHOWN = 10
+PROGRESS_LINES = 10
 """Number of progress lines to print during a warm-up."""
 
 
@@ -46,7 +46,7 @@ def ensure_toy_model(lessons: Lessons, cache: Path) -> Path:
 
     def show(now: WarmupProgress) -> None:
         nonlocal tenth
-        if tenth != (tenth := SHOWN * now.step // max(now.steps, 1)):
+        if tenth != (tenth := PROGRESS_LINES * now.step // max(now.steps, 1)):
             print(f"warm-up step {now.step} of {now.steps}, loss {now.loss:.3f}", flush=True)  # noqa: T201
 
     return make_toy_model(folder, lessons.chats(), lessons.recipe, tools=lessons.tools, report=show)

@@ -31,7 +31,7 @@ def generations(folder: Path) -> dict[int, int]:
     """Return segment -> generation. A segment of another generation than before was rewritten: some of its transcripts are gone."""
     found = {}
     for segment in find_segments(folder):
-        with _opened(folder, segment) as (file, generation):
+        with _open(folder, segment) as (file, generation):
             if file is not None:
                 found[segment] = generation
     return found
@@ -53,10 +53,10 @@ def scan_segment(
     folder: Path, segment: int, *, after: Position | None = None
 ) -> Iterator[tuple[Position, TranscriptMeta]]:
     """Yield the metas of one segment, as `scan` does."""
-    with _opened(folder, segment) as (file, generation):
+    with _open(folder, segment) as (file, generation):
         if file is None:
             return
-        for frame in _from(file, generation, after, name=str(segment_path(folder, segment))):
+        for frame in _walk_from(file, generation, after, name=str(segment_path(folder, segment))):
             meta = decode_meta(frame) if after is None or frame.number > after.number else None
             if meta is not None:
                 yield Position(segment, frame.number, frame.offset, generation), meta
@@ -73,10 +73,10 @@ def read(folder: Path, where: Position | str) -> Transcript | None:
                 if meta.episode_id == where:
                     return read(folder, position)
         return None
-    with _opened(folder, where.segment) as (file, generation):
+    with _open(folder, where.segment) as (file, generation):
         if file is None:
             return None
-        for frame in _from(file, generation, where, name=str(segment_path(folder, where.segment))):
+        for frame in _walk_from(file, generation, where, name=str(segment_path(folder, where.segment))):
             if frame.number == where.number:
                 return _decode(file, frame, segment_path(folder, where.segment))
     return None
@@ -93,7 +93,7 @@ def _decode(file: BinaryIO, frame: Frame, path: Path) -> Transcript | None:
     return transcript
 
 
-def _from(file: BinaryIO, generation: int, place: Position | None, *, name: str) -> Iterator[Frame]:
+def _walk_from(file: BinaryIO, generation: int, place: Position | None, *, name: str) -> Iterator[Frame]:
     """Yield the frames from `place` on; all frames of the segment if it was rewritten since, because its offsets then differ."""
     if place is None or place.generation != generation:
         return walk(file, name=name)
@@ -101,7 +101,7 @@ def _from(file: BinaryIO, generation: int, place: Position | None, *, name: str)
 
 
 @contextmanager
-def _opened(folder: Path, segment: int) -> Iterator[tuple[BinaryIO | None, int]]:
+def _open(folder: Path, segment: int) -> Iterator[tuple[BinaryIO | None, int]]:
     """Open a segment and yield its file and its generation; (None, 0) if it is gone or not a readable segment."""
     path = segment_path(folder, segment)
     try:

@@ -301,7 +301,7 @@ class Segments:
                 for frame in walk(file, name=str(path)):
                     if frame.number >= len(index.bodies):
                         return
-                    yield _thinned(file, frame, strip=frame.number in strip, forget=frame.number in forget)
+                    yield _thin(file, frame, strip=frame.number in strip, forget=frame.number in forget)
 
         size = self._replace(path, parts())
         for frame in strip | forget:
@@ -331,7 +331,7 @@ class Segments:
         return size
 
 
-def _thinned(file: Any, frame: Frame, *, strip: bool, forget: bool) -> bytes:
+def _thin(file: Any, frame: Frame, *, strip: bool, forget: bool) -> bytes:
     """Return the bytes of a frame without its body (`strip`), or without any content (`forget`)."""
     if forget or not frame.meta:
         return pack_frame(b"", b"")

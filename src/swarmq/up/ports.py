@@ -18,7 +18,7 @@ from swarmq.runtime.processes import is_port_free, reserve_port
 
 PORTS = msgspec.json.Decoder(dict[str, int])
 WAIT_S = 5.0
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 def proxy_names(job: SwarmJob) -> list[str]:
@@ -67,7 +67,7 @@ async def wait_for_proxy_ports(job: SwarmJob, *, wait_s: float = WAIT_S) -> None
                         f"proxy.port: cannot listen on {job.proxy.host}:{port} ({os.strerror(error.errno or 0)}); set another port or host, "
                         f"remove the setting to get a free port, or find the process that uses the port: ss -ltnp 'sport = :{port}'"
                     ) from error
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 def assign_ports(job: SwarmJob, names: list[str]) -> dict[str, int]:

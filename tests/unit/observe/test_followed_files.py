@@ -3,7 +3,7 @@
 import pytest
 
 from swarmq.observe import followed_files
-from swarmq.observe.followed_files import MOST_SAMPLES, EventFile, SampleFile
+from swarmq.observe.followed_files import MAX_SAMPLES, EventFile, SampleFile
 
 
 def event(name, number):
@@ -72,14 +72,14 @@ def test_samples_become_series_that_are_thinned_as_they_grow(tmp_path):
     file = SampleFile(path)
     assert file.read() == {}
     with path.open("wb") as out:
-        for at in range(2 * MOST_SAMPLES + 100):
+        for at in range(2 * MAX_SAMPLES + 100):
             out.write(
                 b'{"at": %d, "queues": {"in": %d}, "engines": {"e": {"kv": 0.5}}, "tokens_per_s": 3}\n' % (at, at)
             )
     found = file.read()
     assert found.keys() == {"in/messages", "e/kv", "tokens per second"}
     points = found["in/messages"]
-    assert MOST_SAMPLES / 2 <= len(points) <= MOST_SAMPLES
+    assert MAX_SAMPLES / 2 <= len(points) <= MAX_SAMPLES
     assert points[:3] == [(0, 0), (4, 4), (8, 8)]
     read = file.bytes_read
     with path.open("ab") as out:

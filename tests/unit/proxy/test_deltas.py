@@ -51,7 +51,7 @@ def test_without_stop_strings_nothing_is_held_back():
 
 def test_a_new_episode_goes_where_least_is_open_and_never_first_to_a_failed_engine():
     pool = EnginePool([ScriptedEngine(url=str(i)) for i in range(3)])
-    with pool.lanes[0].occupied(), pool.lanes[1].occupied(), pool.lanes[0].occupied():
+    with pool.lanes[0].occupy(), pool.lanes[1].occupy(), pool.lanes[0].occupy():
         assert [lane.engine.url for lane in pool.order(None)] == ["2", "1", "0"]
         assert pool.order(pool.lanes[0])[0] is pool.lanes[0]
         pool.lanes[1].fail()

@@ -22,7 +22,7 @@ from swarmq.runtime.processes import find_free_port, is_port_free
 NAME = "swarmq-rabbitmq"
 IMAGE = "rabbitmq:4-management"
 READY_S = 180.0
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 class BrokerContainer(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ def _wait_until_ready() -> None:
     while not (answer := run_command(look)).ok:
         if time.monotonic() > until:
             raise BrokerError(f"{NAME} takes no clients after {READY_S:g} s ({answer.tail}): see `docker logs {NAME}`")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _pick_port(usual: int) -> int:

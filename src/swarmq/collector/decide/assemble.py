@@ -36,7 +36,7 @@ from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeBegin, EpisodeEnd, Rollout
 ENVELOPE_BYTES = 64 * 1024
 """Bytes reserved for a rollout's fields besides its turns and the fields of its end."""
 
-NAMED = 3
+MAX_NAMED_CALLS = 3
 """Maximum number of unknown call ids that one warning lists."""
 
 
@@ -72,7 +72,7 @@ def decide_received(
         lost |= {call.call_id for call in calls.values() if call.observed}
     lost -= proven
     for requests in _equal_requests(calls.values()):
-        lost |= {call.call_id for call in _repeated(requests, continued, lost, proven)}
+        lost |= {call.call_id for call in _find_repeated(requests, continued, lost, proven)}
     known = {call.call_id for call in calls.values() if not call.receipt} | continued | sent | proven
     return ReceivedCalls(kept=calls.keys() & known - lost, awaited=calls.keys() - known - lost)
 
@@ -134,7 +134,9 @@ def find_uncredited_rewards(
 
 
 def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if names[NAMED:] else "")
+    return ", ".join(map(repr, names[:MAX_NAMED_CALLS])) + (
+        f" and {len(names) - MAX_NAMED_CALLS} more" if names[MAX_NAMED_CALLS:] else ""
+    )
 
 
 def assemble_rollout(
@@ -194,7 +196,7 @@ def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
     return [list(requests.values()) for requests in equal.values() if len(requests) > 1]
 
 
-def _repeated(
+def _find_repeated(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[TurnMeta]:
     """Return the calls whose answers were lost, as the repetitions of a request reveal.
@@ -202,12 +204,12 @@ def _repeated(
     `continued`: calls that a later prompt continues. `known`: calls whose answers are already known as lost. `proven`: calls whose
     answers the client saw arrive.
     """
-    lost = _retried(requests, continued, known, proven)
-    lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
+    lost = _find_retried(requests, continued, known, proven)
+    lost += _find_abandoned([choices for choices in requests if choices not in lost], continued, proven)
     return [call for choices in lost for call in choices]
 
 
-def _retried(
+def _find_retried(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[list[TurnMeta]]:
     """Apply rule (e): return the repetitions of a request that a later retry replaced. The last retry replaces all before it."""
@@ -227,7 +229,7 @@ def _retried(
     return [requests[n] for n in lost]
 
 
-def _abandoned(
+def _find_abandoned(
     requests: list[list[TurnMeta]], continued: AbstractSet[str], proven: AbstractSet[str]
 ) -> list[list[TurnMeta]]:
     """Apply rule (f): return the repetitions that no turn continues, although an equal repetition with the same retry number

@@ -25,7 +25,7 @@ def checks(policy: Policy, records: Sequence[BatchRecord], traits: ModelProfile,
     """Yield findings about the batches of one policy. `traits`, `vocab`: model profile and vocabulary size of its learner."""
     turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
     yield _engine_arguments(policy)
-    yield _sampling(turns)
+    yield _check_sampling(turns)
     yield _logprobs(turns)
     yield _versions(turns)
     yield _token_ids(turns, vocab)
@@ -48,7 +48,7 @@ def _engine_arguments(policy: Policy) -> Finding:
     return Finding(level="ok", check=check, text=f"{ours}, under vLLM's own sampling defaults")
 
 
-def _sampling(turns: Sequence[Turn]) -> Finding:
+def _check_sampling(turns: Sequence[Turn]) -> Finding:
     found = Counter(setting for turn in turns for setting in find_altered_sampling(turn.sampling))
     bad = sum(bool(find_altered_sampling(turn.sampling)) for turn in turns)
     temperatures = Counter(t.sampling.temperature for t in turns)
@@ -130,9 +130,9 @@ def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[F
         laid = [
             key
             for one in build_rank_batch(record.episodes, train, traits, credit=credit).passes
-            for key in _placed(one)
+            for key in _list_placed(one)
         ]
-        wanted = set(_unfolded(record.episodes, train, credit))
+        wanted = set(_list_unfolded(record.episodes, train, credit))
         if len(laid) != len(wanted) or {key[:3] for key in laid} != {key[:3] for key in wanted}:
             yield Finding(
                 level="error",
@@ -156,13 +156,13 @@ Key = tuple[int, int, int, float, float]
 """(episode, turn, offset, weight, advantage) of a token."""
 
 
-def _placed(one: MicroBatch) -> Iterator[Key]:
+def _list_placed(one: MicroBatch) -> Iterator[Key]:
     layout = one.layout
     columns = (layout.episodes, layout.turns, layout.offsets, one.weights, one.advantages)
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _unfolded(episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages) -> Iterator[Key]:
+def _list_unfolded(episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages) -> Iterator[Key]:
     for e, episode in enumerate(episodes):
         tokens = count_credited_tokens(episode, credit)
         weight = token_weight(train.normalisation, episode_tokens=tokens, constant_length=train.constant_length)

@@ -19,7 +19,7 @@ from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.messages import Evaluation
 from swarmq.runtime.files import read_or_reset, write_atomically
 
-KNOWN = 1000
+MAX_KNOWN = 1000
 """Number of the newest logged rounds that are recognised when they are delivered again."""
 
 
@@ -59,7 +59,7 @@ class WaitingEvaluations:
         """Record that trackers have the results of the round."""
         waiting = tuple(one for one in self._kept.waiting if one.began_at != began_at)
         if len(waiting) < len(self._kept.waiting):
-            self._write(StoredEvaluations(waiting=waiting, logged=(*self._kept.logged, began_at)[-KNOWN:]))
+            self._write(StoredEvaluations(waiting=waiting, logged=(*self._kept.logged, began_at)[-MAX_KNOWN:]))
 
     def _write(self, kept: StoredEvaluations) -> None:
         with map_os_errors(self._path):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from swarmq.learner.health.findings import Finding, Level
-from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
+from swarmq.learner.health.trends import MAX_STEPS, find_trends, reward_rises
 
 WINDOW = 10
 """Number of steps at the beginning and at the end that are compared."""
@@ -195,7 +195,7 @@ class SignWatch:
         because earlier ones may be chance."""
         self._count += 1
         self._steps.append({**fields, "max_staleness": max_staleness})
-        if len(self._steps) > WINDOW + LONGEST:
+        if len(self._steps) > WINDOW + MAX_STEPS:
             del self._steps[WINDOW]
         found = [*_judge_sign(self._steps), *find_trends(self._steps, only_signs=True)]
         found = [f for f in found if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]

@@ -31,10 +31,10 @@ from swarmq.learner.health.findings import Finding
 WINDOW, BLOCK = 40, 8
 MIN_POINTS = 12
 """Minimum number of points from which a trend is computed."""
-LONGEST = WINDOW * BLOCK
+MAX_STEPS = WINDOW * BLOCK
 """Maximum number of newest steps that are examined."""
 Z = 4.0
-RISING = 2.0
+MIN_RISE_Z = 2.0
 """z-score above which the reward counts as rising. A rising reward suppresses warnings, which needs less proof than a warning
 (`Z`)."""
 OTHER_MIX = 3.0
@@ -124,7 +124,7 @@ REWARD = Trend(
 
 def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
     """Yield one finding for every trend with enough steps, or only for those that are signs."""
-    steps = steps[-LONGEST:]
+    steps = steps[-MAX_STEPS:]
     steps = steps[_newest_code(steps) :]
     windows = [_Window(steps, block) for block in (1, BLOCK)]
     for trend in (REWARD, *TRENDS):
@@ -140,7 +140,7 @@ def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
 def reward_rises(steps: Steps) -> bool:
     """Return whether the reward rises over the newest steps."""
     steps = steps[-WINDOW:]
-    return mann_kendall(_Window(steps[_newest_code(steps) :], 1).rewards) > RISING
+    return mann_kendall(_Window(steps[_newest_code(steps) :], 1).rewards) > MIN_RISE_Z
 
 
 class _Window:
@@ -160,7 +160,7 @@ class _Window:
 
     def explains(self) -> bool:
         """Return whether a rising reward or a changed mix of kinds explains trends of other metrics."""
-        return mann_kendall(self.rewards) > RISING or any(
+        return mann_kendall(self.rewards) > MIN_RISE_Z or any(
             abs(mann_kendall(self.points(_share_of(kind)))) > OTHER_MIX
             for kind in {kind for step in self.steps for kind in step.get("groups_by_kind") or {}}
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from swarmq.errors import LearnerError
 from swarmq.learner.store.durable_files import map_os_errors
 
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 class Fence:
@@ -72,7 +72,7 @@ def _lock(descriptor: int, wait_s: float) -> bool:
             return True
         if (left_s := until - time.monotonic()) <= 0:
             return False
-        time.sleep(min(LOOK_S, left_s))
+        time.sleep(min(POLL_S, left_s))
 
 
 def _holder(path: Path) -> str:

@@ -57,7 +57,7 @@ class Completion(msgspec.Struct, frozen=True):
     choices: Annotated[tuple[CompletionChoice, ...], msgspec.Meta(min_length=1)]
 
 
-AT_ONCE = 32
+MAX_CONCURRENT = 32
 """Maximum number of timelines that the teacher is asked to score at the same time."""
 ASK_S = 600.0
 
@@ -84,7 +84,7 @@ class ServedTeacher:
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
 
     async def _scores(self, episodes: dict[int, Rollout]) -> TeacherScores:
-        limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
+        limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(MAX_CONCURRENT)
         async with aiohttp.ClientSession(timeout=limits, headers=make_auth_headers(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
 

@@ -23,7 +23,7 @@ from swarmq.learner.teachers.availability import teacher_key
 
 log = structlog.get_logger()
 
-MOST_MARKUP = 1024
+MAX_MARKUP = 1024
 """Largest number of markup tokens that are compared; some tokenizers reserve thousands."""
 
 
@@ -113,7 +113,7 @@ def build_probe(model: str) -> str:
     """Return `PROBE_TEXT` with the markup tokens of the policy `model`, because model families with equal vocabularies differ
     in markup."""
     tokenizer = _load_tokenizer(model)
-    return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_iterate_markup(tokenizer), MOST_MARKUP))
+    return PROBE_TEXT if tokenizer is None else PROBE_TEXT + "".join(islice(_iterate_markup(tokenizer), MAX_MARKUP))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
 """Characters that are replaced in parts of a metric's name, because some trackers refuse or cut them; names of kinds may
 contain them."""
-LONGEST = 80
+MAX_PART_CHARS = 80
 """Maximum number of characters in a part of a metric's name. MLflow allows 250 characters for the whole name; if one name is
 longer, it refuses all metrics of the step."""
 ENDS_WITH_AN_ERROR = "tensorboard"
@@ -195,5 +195,5 @@ def flatten(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False)
 
 def _safe(raw: str) -> str:
     """Return a name that every tracker accepts, different for different names."""
-    name = UNSAFE.sub("_", raw)[:LONGEST] or "_"
+    name = UNSAFE.sub("_", raw)[:MAX_PART_CHARS] or "_"
     return raw if name == raw else f"{name}-{hashlib.sha256(raw.encode(errors='backslashreplace')).hexdigest()[:6]}"

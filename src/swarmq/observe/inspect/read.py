@@ -29,7 +29,7 @@ Decode = Callable[[Sequence[int]], str]
 PATIENCE_S = 3.0
 """Seconds to wait for a tokenizer from the hub."""
 INCOMPLETE = "\ufffd"
-MOST_BYTES = 4
+MAX_BYTES = 4
 """Maximum bytes of a UTF-8 character, and so the maximum number of tokens over which one character is spread."""
 
 
@@ -240,7 +240,7 @@ def decode_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
         open_ids.append(token)
         both = decode([*before, *open_ids])
         text = both[len(known) :] if both.startswith(known) else decode(open_ids)
-        if text.endswith(INCOMPLETE) and len(open_ids) < MOST_BYTES:
+        if text.endswith(INCOMPLETE) and len(open_ids) < MAX_BYTES:
             texts.append("")
         else:
             texts.append(text)
@@ -364,12 +364,12 @@ def _tokens(episode: Rollout, seen: dict[str, TurnTrace], decode: Decode) -> Ite
                     logprob=float(timeline.logprobs[position]),
                     version=int(timeline.versions[position]),
                     turn=turn,
-                    **_training(seen.get(episode.turns[turn].call_id), position - turns[turn].prompt_length),
+                    **_read_training(seen.get(episode.turns[turn].call_id), position - turns[turn].prompt_length),
                 )
             yield row
 
 
-def _training(seen: TurnTrace | None, offset: int) -> dict[str, float | bool | LossEffect | None]:
+def _read_training(seen: TurnTrace | None, offset: int) -> dict[str, float | bool | LossEffect | None]:
     """Return what training recorded of the sampled token at `offset` of a turn, as fields of TokenRow."""
     if seen is None:
         return {}

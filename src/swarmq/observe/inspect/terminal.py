@@ -31,9 +31,9 @@ from swarmq.token_drift import Drift
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
 """Log-probabilities above which a sampled token was nearly certain, and below which it was surprising."""
-STRONG = 0.5
+HIGHLIGHT_SHARE = 0.5
 """Minimum contribution of a token that is highlighted, as a share of the largest contribution in the episode."""
-SHORT = 8
+ID_CHARS = 8
 """Number of characters to show of an id: the last ones, which are random and identify the episode."""
 PORTION = 256
 """Number of text pieces that are printed at once."""
@@ -63,7 +63,7 @@ def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
             "" if row.reward_trained is None else f"{row.reward_trained:.3f}",
             f"{row.drift.rate:.1%}" if row.drift.continued else "",
             datetime.fromtimestamp(row.at).astimezone().strftime("%H:%M:%S"),
-            row.first_episode[-SHORT:],
+            row.first_episode[-ID_CHARS:],
         )
         for row in rows
     ]
@@ -73,7 +73,9 @@ def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
     since = f"; {left.total()} of them {f'since step {last.step}' if last else 'before the first step'}" if left else ""
     yield Text(f"\ndropped: {_counts(dropped) or 'none'}{since}\nturns: {sum((row.drift for row in log), Drift())}\n")
     if last:
-        yield Text(f"--step {last.step} lists the episodes of a step, {last.first_episode[-SHORT:]} shows one\n", "dim")
+        yield Text(
+            f"--step {last.step} lists the episodes of a step, {last.first_episode[-ID_CHARS:]} shows one\n", "dim"
+        )
 
 
 def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
@@ -116,11 +118,11 @@ def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
     top = max_contribution(view)
     timelines = [list(rows) for _, rows in groupby(view.tokens, key=lambda row: row.timeline)]
     for rows in timelines:
-        yield _heading(rows)
+        yield _format_heading(rows)
         yield from portions([*((row.text, _style(row, top)) for row in rows), ("\n", "")])
     headings = ("pos", "id", "mask", "logprob", "trained", "gap", "advantage", "version", "turn", "token")
     for rows in timelines:
-        yield _heading(rows)
+        yield _format_heading(rows)
         yield from portions(columns(headings, [_cells(row) for row in rows], [_style(row, top) for row in rows]))
 
 
@@ -142,7 +144,7 @@ def training_mark(row: TokenRow) -> str:
     return "out" if row.left_out else MARKS[row.effect] if row.trained else "0"
 
 
-def _heading(rows: Sequence[TokenRow]) -> Text:
+def _format_heading(rows: Sequence[TokenRow]) -> Text:
     trained = sum(row.trained for row in rows)
     return Text(f"\ntimeline {rows[0].timeline}: {len(rows)} tokens, {trained} trained\n", "bold")
 
@@ -220,7 +222,7 @@ def _style(row: TokenRow, top: float) -> str:
     if row.contribution == 0:
         return "cyan"
     colour = "green" if row.contribution > 0 else "red"
-    return f"bold {colour}" if abs(row.contribution) >= STRONG * top else colour
+    return f"bold {colour}" if abs(row.contribution) >= HIGHLIGHT_SHARE * top else colour
 
 
 def style_by_surprise(logprob: float) -> str:

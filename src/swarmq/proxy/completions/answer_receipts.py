@@ -31,12 +31,12 @@ yet."""
 
 PAUSE_S = 0.05
 """Seconds over which answers are collected into one report."""
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 """Maximum seconds between two checks whether an answer has left, while its agent does not read it."""
 RETRY_S = 1.0
 DRAIN_S = 5.0
 """Seconds that a stopping proxy waits for the broker to confirm the last reports."""
-MOST_CALLS = 20_000
+MAX_CALLS = 20_000
 """Maximum number of answers in one report, which bounds its size."""
 
 log = structlog.get_logger()
@@ -117,14 +117,14 @@ class AnswerReceipts:
                 continue
             if answer.due <= now:
                 answer.due = now + answer.pause_s
-                answer.pause_s = min(2 * answer.pause_s, LONGEST_PAUSE_S)
+                answer.pause_s = min(2 * answer.pause_s, MAX_PAUSE_S)
             self._written.append(answer)
 
     async def _publish(self) -> None:
         """Publish one report of the queued answers, and return when the broker has confirmed it."""
-        told, self._known = self._known[:MOST_CALLS], self._known[MOST_CALLS:]
+        reported, self._known = self._known[:MAX_CALLS], self._known[MAX_CALLS:]
         sent, withdrawn = defaultdict[str, tuple[str, ...]](tuple), defaultdict[str, tuple[str, ...]](tuple)
-        for episode_id, calls, is_sent in told:
+        for episode_id, calls, is_sent in reported:
             (sent if is_sent else withdrawn)[episode_id] += calls
         served = DeliveryReport(run=self._run, served_id=new_id(), sent=dict(sent), withdrawn=dict(withdrawn))
         while True:
@@ -132,8 +132,8 @@ class AnswerReceipts:
                 await self._broker.publish(topology.inbox(self._run), served)
                 return
             except BrokerError as error:  # if the queue was deleted, the collector declares it again
-                log.warning("answers_not_told", error=str(error), answers=len(told), retry_s=RETRY_S)
+                log.warning("answers_not_told", error=str(error), answers=len(reported), retry_s=RETRY_S)
             except BaseException:
-                self._known = told + self._known
+                self._known = reported + self._known
                 raise
             await asyncio.sleep(RETRY_S)

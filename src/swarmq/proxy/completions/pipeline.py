@@ -174,7 +174,9 @@ class Completions:
             with self._use_lane(lane, request.policy):
                 return len(
                     (
-                        await lane.engine.render(await self._escape_special_tokens(lane, _for_engine(request.chat)))
+                        await lane.engine.render(
+                            await self._escape_special_tokens(lane, _select_for_engine(request.chat))
+                        )
                     ).token_ids
                 )
 
@@ -186,7 +188,7 @@ class Completions:
                 return await self._try_engines(request, memory, attempt)
 
     async def _begin_on_lane(self, lane: EngineLane, request: RequestContext, memory: EpisodeState) -> ActiveCall:
-        chat = _for_engine(request.chat)
+        chat = _select_for_engine(request.chat)
         choices = request.num_choices
         allowed = self._tuning.episode_tokens(request.claims)
         with self._use_lane(lane, request.policy):
@@ -267,7 +269,7 @@ class Completions:
     def _use_lane(self, lane: EngineLane, policy: str) -> Iterator[None]:
         """Mark the lane as busy. If the engine gives an unusable answer, count that and avoid the engine for a while."""
         try:
-            with lane.occupied():
+            with lane.occupy():
                 yield
         except EngineAnswerError as error:
             lane.fail()
@@ -299,7 +301,7 @@ class Completions:
         calls_tools = choice.finish_reason == "stop" and choice.message.get("tool_calls") and not named
         total_s = time.monotonic() - begun.request.began
         if begun.request.stream:
-            begun.lane.streamed(len(choice.token_ids) - 1, total_s - choice.first_token_s)
+            begun.lane.measure_stream(len(choice.token_ids) - 1, total_s - choice.first_token_s)
         reasoning = choice.message.get("reasoning")
         result = ChoiceResult(
             index=choice.index,
@@ -370,12 +372,12 @@ async def _finish_message(begun: ActiveCall, choice: ChoiceState, delta: Delta) 
     misread broken or unfinished tool calls. If that parse contradicts text that was already streamed, the streaming parsers'
     result stands."""
     streamed = choice.message
-    told = {name: streamed.get(name) or "" for name in ("reasoning", "content")}
+    sent = {name: streamed.get(name) or "" for name in ("reasoning", "content")}
     await _derender(begun, [choice])
-    if not all((choice.message.get(name) or "").startswith(text) for name, text in told.items()):
+    if not all((choice.message.get(name) or "").startswith(text) for name, text in sent.items()):
         choice.message = streamed
         extend(streamed, await _parse_delta(begun, choice, delta))
-    gain = {name: more for name, text in told.items() if (more := (choice.message.get(name) or "")[len(text) :])}
+    gain = {name: more for name, text in sent.items() if (more := (choice.message.get(name) or "")[len(text) :])}
     calls = choice.message.get("tool_calls") or ()
     return {**gain, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else gain
 
@@ -396,5 +398,5 @@ async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
         extend(choice.message, LeadingBlanks()(trimmed, ended=True))
 
 
-def _for_engine(chat: Json) -> Json:
+def _select_for_engine(chat: Json) -> Json:
     return {key: value for key, value in chat.items() if key not in PROXY_FIELDS}

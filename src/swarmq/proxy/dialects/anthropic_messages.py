@@ -34,7 +34,7 @@ Json = dict[str, Any]
 ANTHROPIC = "anthropic-version"
 """Header that Anthropic's client libraries always send."""
 ERROR = "Error: "
-SAME = (
+SHARED_FIELDS = (
     *("temperature", "top_p", "top_k", "stream"),
     *("seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("structured_outputs", "chat_template_kwargs", "ignore_eos", "min_tokens", "stop_token_ids", "bad_words"),
@@ -67,7 +67,7 @@ class Messages:
         if body.get("max_tokens") is None:
             raise RefusedError("max_tokens is required", param="max_tokens")
         chat = prompt_of(body) | {"max_tokens": body["max_tokens"]}
-        chat |= {key: body[key] for key in SAME if body.get(key) is not None}
+        chat |= {key: body[key] for key in SHARED_FIELDS if body.get(key) is not None}
         stops = body.get("stop_sequences")
         if stops is not None and not isinstance(stops, list):
             raise RefusedError("stop_sequences must be a list", param="stop_sequences")
@@ -90,7 +90,7 @@ class Messages:
             blocks.append(
                 {"type": "tool_use", "id": identity, "name": function["name"], "input": _input(function["arguments"])}
             )
-        return _message(begun, blocks) | _ending(begun, ended) | {"usage": _usage(begun, ended.num_tokens)}
+        return _message(begun, blocks) | _explain_stop(begun, ended) | {"usage": _usage(begun, ended.num_tokens)}
 
     def writer(self, begun: ActiveCall) -> MessageWriter:
         return MessageWriter(begun)
@@ -149,7 +149,7 @@ class MessageWriter:
             self._delta({"type": "text_delta", "text": blank})
         self._close()
         usage = _usage(self._begun, ended.num_tokens)
-        self._tell({"type": "message_delta", "delta": _ending(self._begun, ended), "usage": usage})
+        self._tell({"type": "message_delta", "delta": _explain_stop(self._begun, ended), "usage": usage})
         self._tell({"type": "message_stop"})
         return self._flush()
 
@@ -364,7 +364,7 @@ def _usage(begun: ActiveCall, sampled: int) -> Json:
     return {"input_tokens": begun.prompt_tokens, **cached, "output_tokens": sampled}
 
 
-def _ending(begun: ActiveCall, ended: ChoiceResult) -> Json:
+def _explain_stop(begun: ActiveCall, ended: ChoiceResult) -> Json:
     met = ended.stop_reason if isinstance(ended.stop_reason, str) else None
     if ended.finish_reason == "length":
         ours = "max_tokens" in begun.request.overridden  # clients take `max_tokens` for the limit that the agent set

@@ -37,12 +37,12 @@ def check_schemas(chat: Json) -> None:
     """Raise RefusedError for a schema without end, or too large or too deep to compile."""
     for kind in ("regex", "grammar"):
         if len(str(_field(chat, "structured_outputs").get(kind) or "")) > MAX_GRAMMAR:
-            raise _refused("structured_outputs", f"the {kind} has more than {MAX_GRAMMAR} characters")
+            raise _make_refusal("structured_outputs", f"the {kind} has more than {MAX_GRAMMAR} characters")
     choices = _field(chat, "structured_outputs").get("choice")
     if isinstance(choices, list) and len(choices) > MAX_PARTS:
-        raise _refused("structured_outputs", f"choice has more than {MAX_PARTS} entries")
+        raise _make_refusal("structured_outputs", f"choice has more than {MAX_PARTS} entries")
     if (held := _num_held_tools(chat)) > MAX_HELD_TOOLS:
-        raise _refused(
+        raise _make_refusal(
             "tools",
             f"{held} tools are strict or forced, but at most {MAX_HELD_TOOLS} may be: compiling their grammar delays all calls",
         )
@@ -53,22 +53,22 @@ def check_schemas(chat: Json) -> None:
             parts += 1 + (len(node) if isinstance(node, list) else 0)
             nodes.append(node)
             if where in enforced and (elsewhere := _elsewhere(node)):
-                raise _refused(
+                raise _make_refusal(
                     where, f"the JSON schema refers to {elsewhere!r:.100}: it can only refer to its own parts (#/...)"
                 )
             if len(_field(node, "properties") if isinstance(node, dict) else ()) > MAX_PROPERTIES:
-                raise _refused(where, f"an object in the JSON schema has more than {MAX_PROPERTIES} properties")
+                raise _make_refusal(where, f"an object in the JSON schema has more than {MAX_PROPERTIES} properties")
             if parts > MAX_PARTS or depth > MAX_STEPS:
-                raise _refused(
+                raise _make_refusal(
                     where, f"JSON schemas may have at most {MAX_PARTS} parts and be at most {MAX_STEPS} steps deep"
                 )
             if any(len(pattern) > MAX_PATTERN for pattern in _patterns(node)):
-                raise _refused(where, f"a pattern in the JSON schema has more than {MAX_PATTERN} characters")
+                raise _make_refusal(where, f"a pattern in the JSON schema has more than {MAX_PATTERN} characters")
         done: set[int] = set()
         for node in nodes:
             for _, _, again in _descent(node, partial(_silent_steps, root=schema), done):
                 if again:
-                    raise _refused(where, "the JSON schema refers to itself without end")
+                    raise _make_refusal(where, "the JSON schema refers to itself without end")
 
 
 def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
@@ -82,14 +82,14 @@ def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
             for tool in (tools if isinstance(tools, list) else ())
             if isinstance(tool, dict)
         ),
-        *(("response_format", schema) for schema in _tagged(wanted) if wanted.get("type") == "structural_tag"),
+        *(("response_format", schema) for schema in _find_tagged(wanted) if wanted.get("type") == "structural_tag"),
         *(
             ("structured_outputs", schema)
-            for schema in _tagged(_parsed(outputs.get("structural_tag"), "structural_tag"))
+            for schema in _find_tagged(_parse(outputs.get("structural_tag"), "structural_tag"))
         ),
     ]
     for where, schema in places:
-        parsed = _parsed(schema, where)
+        parsed = _parse(schema, where)
         if isinstance(parsed, (dict, list)):
             yield where, parsed
 
@@ -119,22 +119,22 @@ def _elsewhere(node: Node) -> str | None:
     return reference if isinstance(reference, str) and reference and not reference.startswith("#") else None
 
 
-def _parsed(value: Any, where: str) -> Any:
+def _parse(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
         return msgspec.json.decode(value)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise _refused(where, f"the JSON schema is not JSON: {error}") from error
+        raise _make_refusal(where, f"the JSON schema is not JSON: {error}") from error
 
 
-def _tagged(tag: Any) -> Iterator[Any]:
+def _find_tagged(tag: Any) -> Iterator[Any]:
     """Yield the schemas within a structural tag, each a document of its own."""
     if not isinstance(tag, (dict, list)):
         return
     for node, depth, _ in _descent(tag, _inner, set()):
         if depth > MAX_STEPS:
-            raise _refused("structural_tag", f"a structural tag may be at most {MAX_STEPS} steps deep")
+            raise _make_refusal("structural_tag", f"a structural tag may be at most {MAX_STEPS} steps deep")
         if isinstance(node, dict):
             yield from (node[name] for name in ("schema", "json_schema") if name in node)
 
@@ -165,12 +165,12 @@ def _descent(start: Node, steps: Callable[[Node], Iterator[Node]], done: set[int
 
 def _steps(node: Node, root: Node) -> Iterator[Node]:
     yield from _inner(node)
-    yield from _referred(node, root)
+    yield from _find_referred(node, root)
 
 
 def _silent_steps(node: Node, root: Node) -> Iterator[Node]:
     """Yield the node's references and alternatives, which produce no text of their own: a cycle of them never ends."""
-    yield from _referred(node, root)
+    yield from _find_referred(node, root)
     if isinstance(node, dict):
         for inner in map(node.get, ALTERNATIVES):
             yield from _inner(inner) if isinstance(inner, list) else ()
@@ -181,7 +181,7 @@ def _inner(node: Node) -> Iterator[Node]:
     return (value for value in values if isinstance(value, (dict, list)))
 
 
-def _referred(node: Node, root: Node) -> Iterator[Node]:
+def _find_referred(node: Node, root: Node) -> Iterator[Node]:
     """Yield the target of the node's reference within the document."""
     reference = node.get("$ref") if isinstance(node, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#"):
@@ -208,5 +208,5 @@ def _field(value: Json, name: str) -> Json:
     return inner if isinstance(inner, dict) else {}
 
 
-def _refused(where: str, why: str) -> RefusedError:
+def _make_refusal(where: str, why: str) -> RefusedError:
     return RefusedError(f"{where}: {why}", param=where)

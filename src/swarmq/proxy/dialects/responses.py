@@ -39,7 +39,7 @@ from swarmq.proxy.requests import ChoiceDelta, ChoiceResult, DialectRequest, Nam
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
-SAME = (
+SHARED_FIELDS = (
     *("temperature", "top_p", "parallel_tool_calls", "stream", "top_logprobs"),
     *("seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("structured_outputs", "chat_template_kwargs", "ignore_eos", "min_tokens", "stop_token_ids", "bad_words"),
@@ -81,8 +81,8 @@ class Responses:
     def ask(self, body: Json, conversations: Conversations) -> DialectRequest:
         refuse_fields(body, "background", why="an answer is returned or streamed by the request that asks for it")
         refuse_fields(body, "conversation", "prompt", why="only responses are stored; send the input itself")
-        chat = {key: body[key] for key in SAME if body.get(key) is not None}
-        messages = [*_before(body, conversations), *_items_to_messages(body.get("input"), conversations)]
+        chat = {key: body[key] for key in SHARED_FIELDS if body.get(key) is not None}
+        messages = [*_recall_history(body, conversations), *_items_to_messages(body.get("input"), conversations)]
         chat["messages"] = _with_instructions(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
@@ -330,7 +330,7 @@ def _with_instructions(body: Json, messages: list[Json]) -> list[Json]:
     return messages
 
 
-def _before(body: Json, conversations: Conversations) -> list[Json]:
+def _recall_history(body: Json, conversations: Conversations) -> list[Json]:
     """Return the conversation that the request continues."""
     name = body.get("previous_response_id")
     if name is None:

@@ -25,13 +25,13 @@ from swarmq.engine.client.protocol import Engine
 from swarmq.errors import EngineError
 from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 
-MOST_TOGETHER = 8
+MAX_TOGETHER = 8
 """Maximum number of tokens in a portion."""
-MOST_TEXTS = 4096
+MAX_TEXTS = 4096
 """Maximum number of texts for which it is cached whether they are single tokens."""
 PACE_WEIGHT = 0.2
 """Weight of the newest stream in the moving average of an engine's pace."""
-CROWDED = 16
+CROWD_MARGIN = 16
 """An episode leaves an engine that has more open calls than twice those of the least busy engine plus this number."""
 
 log = structlog.get_logger()
@@ -90,7 +90,7 @@ class EngineLane:
         self._rehearsing = asyncio.Lock()
 
     @contextlib.contextmanager
-    def occupied(self) -> Iterator[None]:
+    def occupy(self) -> Iterator[None]:
         self.open_calls += 1
         self.idle.clear()
         try:
@@ -100,7 +100,7 @@ class EngineLane:
             if not self.open_calls:
                 self.idle.set()
 
-    def streamed(self, num_tokens: int, seconds: float) -> None:
+    def measure_stream(self, num_tokens: int, seconds: float) -> None:
         """Measure a stream: `num_tokens` tokens after the first took `seconds`."""
         if num_tokens > 0:
             newest = seconds / num_tokens
@@ -109,7 +109,7 @@ class EngineLane:
     @property
     def together(self) -> int:
         """Number of tokens that a stream may bring at a time after its first one."""
-        return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(self._portion_s / self.token_s)))
+        return 1 if not self.token_s else max(1, min(MAX_TOGETHER, int(self._portion_s / self.token_s)))
 
     async def finds_calls(self) -> bool:
         """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the
@@ -122,7 +122,7 @@ class EngineLane:
     async def is_token(self, text: str) -> bool:
         """Return whether the engine's tokenizer has a single token for the text."""
         if text not in self._is_token:
-            if len(self._is_token) >= MOST_TEXTS:
+            if len(self._is_token) >= MAX_TEXTS:
                 self._is_token.clear()
             self._is_token[text] = len(await self.engine.tokenize(text)) == 1
         return self._is_token[text]
@@ -186,7 +186,7 @@ class EnginePool:
         lanes = [lane for lane in self.lanes if not lane.draining]
         now = time.monotonic()
         newest = max((lane.version or 0 for lane in lanes), default=0)
-        crowd = 2 * min((lane.open_calls for lane in lanes), default=0) + CROWDED
+        crowd = 2 * min((lane.open_calls for lane in lanes), default=0) + CROWD_MARGIN
 
         def rank(lane: EngineLane) -> tuple[bool, bool, bool, int, bytes]:
             return (

@@ -2,7 +2,7 @@
 
 vLLM keeps no state between two portions of a stream: for each it parses everything before again, on the thread that also
 renders the prompts of other calls. So after each portion a stream pauses for `PATIENCE` times as long as its parsing took, at
-most `LONGEST_S`; tokens sampled meanwhile form one portion. The first and the last tokens of a call never wait.
+most `MAX_PAUSE_S`; tokens sampled meanwhile form one portion. The first and the last tokens of a call never wait.
 
   engine --token, token, token--> coalesce() --one portion after the pause--> derender --> agent
 """
@@ -19,7 +19,7 @@ from swarmq.proxy.deltas import merge
 
 PATIENCE = 9.0
 """Ratio of a pause to the parsing before it: parsing takes about a tenth of a stream's time."""
-LONGEST_S = 1.0
+MAX_PAUSE_S = 1.0
 """Longest pause in seconds, reached only by answers of many thousand tokens."""
 
 
@@ -43,7 +43,7 @@ class CoalescingPace:
         finally:
             ended = self._clock()
             rest_s = max(self._rests_until - ended, 0.0) + PATIENCE * (ended - began)
-            self._rests_until = ended + min(rest_s, LONGEST_S)
+            self._rests_until = ended + min(rest_s, MAX_PAUSE_S)
 
 
 async def coalesce(

@@ -83,7 +83,7 @@ async def _continuation(
                 return found
         for node in some:
             graph.claim(node, request_id)  # before the first await, so that a concurrent request takes another twin
-            by_text = await _by_text(node, history, fresh, engine, messages)
+            by_text = await _continue_by_text(node, history, fresh, engine, messages)
             if isinstance(by_text, Stitched):
                 return by_text
             graph.unclaim(node, request_id)
@@ -91,7 +91,7 @@ async def _continuation(
     return reasons[0]
 
 
-async def _by_text(
+async def _continue_by_text(
     node: TurnNode, history: HistoryKeys, fresh: bytes, engine: Engine, messages: Sequence[Json]
 ) -> Stitched | Reason:
     recorded = node.tokens()
@@ -99,17 +99,17 @@ async def _by_text(
     if not rendered.startswith(said):
         reason = branch_reason(node, history)
         given = messages[node.depth - 1] if node.depth <= len(messages) else {}
-        return reason if reason != "template_rewrote_history" else await _by_key(node, given, fresh, engine)
+        return reason if reason != "template_rewrote_history" else await _continue_by_key(node, given, fresh, engine)
     rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
     prompt = recorded + rest
     if prompt != fresh and await _text(engine, prompt) != rendered:
-        prompt = recorded + await _after(said, fresh, engine)
+        prompt = recorded + await _find_tokens_after(said, fresh, engine)
         if await _text(engine, prompt) != rendered:
             return "drift"
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
 
 
-async def _by_key(node: TurnNode, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
+async def _continue_by_key(node: TurnNode, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
     """Continue an answer whose text lacks something that was sampled: the agent sent it back unchanged, so the recorded tokens
     stand for it if the rendering shows nothing else. `given`: the answer's message."""
     content = given.get("content")
@@ -117,7 +117,7 @@ async def _by_key(node: TurnNode, given: Json, fresh: bytes, engine: Engine) -> 
         return "template_rewrote_history"
     sampled, last = await asyncio.gather(_text(engine, node.sampled), _text(engine, node.sampled[-ID_BYTES:]))
     end = last if MARKUP.fullmatch(last) else ""
-    if sampled == content + end or _shown(sampled) != _shown(content):
+    if sampled == content + end or _strip_hidden(sampled) != _strip_hidden(content):
         return "template_rewrote_history"
     lost: Reason = "character_cut" if REPLACED in sampled else "token_dropped"
     tail = await _text(engine, fresh[node.fresh_bytes :]) if node.begins_rendering(fresh) else ""
@@ -130,12 +130,12 @@ async def _by_key(node: TurnNode, given: Json, fresh: bytes, engine: Engine) -> 
     return Stitched(prompt=node.tokens() + rest, parent=node, shared=node.num_tokens, depth=node.depth, repaired=True)
 
 
-def _shown(text: str) -> str:
+def _strip_hidden(text: str) -> str:
     """Return the part of a text that a message shows: no special tokens, no partial characters."""
     return MARKUP.sub("", text).replace(REPLACED, "")
 
 
-async def _after(said: str, fresh: bytes, engine: Engine) -> bytes:
+async def _find_tokens_after(said: str, fresh: bytes, engine: Engine) -> bytes:
     """Return the tokens of `fresh` after the text `said`, found by bisection."""
     low, high = 0, len(fresh) // ID_BYTES
     while low < high:

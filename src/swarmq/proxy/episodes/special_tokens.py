@@ -16,7 +16,7 @@ Json = dict[str, Any]
 MARKUP = re.compile(r"<[|\uff5c][^<>\s]{1,64}[|\uff5c]>|</?[A-Za-z_][\w.:-]{0,63}>|\[/?[A-Z_]{2,32}\]")
 """Pattern of possible special tokens: `<|im_end|>`, `</s>`, `<start_of_turn>`, `[INST]`. The tokenizer says which of them a
 model has."""
-SPOKEN = "assistant"
+ASSISTANT = "assistant"
 """Role whose messages stay unchanged: they are the model's answers, whose tokens are known."""
 
 
@@ -32,21 +32,21 @@ async def escape(chat: Json, is_token: Callable[[str], Awaitable[bool]]) -> Json
     def plain(text: str) -> str:
         return pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
-    return {**chat, "messages": [_mapped(message, plain) for message in chat["messages"]]}
+    return {**chat, "messages": [_map_texts(message, plain) for message in chat["messages"]]}
 
 
 def _texts(message: Json) -> list[str]:
     content = message.get("content")
-    if message.get("role") == SPOKEN:
+    if message.get("role") == ASSISTANT:
         return []
     if isinstance(content, list):
         return [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
     return [content] if isinstance(content, str) else []
 
 
-def _mapped(message: Json, change: Callable[[str], str]) -> Json:
+def _map_texts(message: Json, change: Callable[[str], str]) -> Json:
     content = message.get("content")
-    if message.get("role") == SPOKEN:
+    if message.get("role") == ASSISTANT:
         return message
     if isinstance(content, str):
         return {**message, "content": change(content)}

@@ -113,7 +113,7 @@ class AgentRoutes:
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             body = {"input_tokens": await self._completions.count(call)}
-            await _whole(request, body, {})(scope, receive, send)
+            await _answer_whole(request, body, {})(scope, receive, send)
 
         return self._watch(respond)
 
@@ -147,7 +147,7 @@ class AgentRoutes:
                         await _send_events(send, begun, events, response_headers(begun))
                     else:
                         body = dialect.answer(begun, await self._completions.whole(begun))
-                        await _whole(request, body, response_headers(begun))(scope, receive, send)
+                        await _answer_whole(request, body, response_headers(begun))(scope, receive, send)
             finally:
                 await begun.close()  # if the agent disconnected before the first event
 
@@ -207,8 +207,8 @@ def make_unknown_url_error(method: str, path: str) -> RefusedError:
     )
 
 
-def _whole(request: Request[Any, Any, Any], body: Json, told: Mapping[str, str]) -> ASGIApp:
-    return Response(body, headers=told).to_asgi_response(app=None, request=request)
+def _answer_whole(request: Request[Any, Any, Any], body: Json, headers: Mapping[str, str]) -> ASGIApp:
+    return Response(body, headers=headers).to_asgi_response(app=None, request=request)
 
 
 async def cancel_if_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -241,7 +241,7 @@ async def cancel_if_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _send_events(
-    send: Send, begun: ActiveCall, said: AsyncGenerator[bytes, None], told: Mapping[str, str]
+    send: Send, begun: ActiveCall, said: AsyncGenerator[bytes, None], headers: Mapping[str, str]
 ) -> None:
     """Send the answer as server-sent events with the headers `told`. The last event ends the body at once, because agents may
     disconnect after it."""
@@ -249,7 +249,7 @@ async def _send_events(
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-cache",
         "x-accel-buffering": "no",
-        **told,
+        **headers,
     }
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
     async with aclosing(said):
@@ -266,14 +266,14 @@ def _no_model(name: str, served: Iterable[str]) -> RefusedError:
     )  # fmt: skip
 
 
-def _operation(told: str, body: Json | None = None) -> type[Operation]:
+def _operation(summary: str, body: Json | None = None) -> type[Operation]:
     """Return the OpenAPI operation of a route; `told`: its summary, `body`: JSON schema of a request. Routes read their bodies
     themselves, so that errors have the dialect's form."""
 
     class Documented(Operation):
         def __init__(self, **facts: Any) -> None:
             super().__init__(**facts)
-            self.summary = told
+            self.summary = summary
             self.security = [{AGENT_SCHEME: []}]
             answered = {"application/json": _media({"type": "object"})}
             if body is not None:

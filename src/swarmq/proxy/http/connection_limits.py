@@ -31,7 +31,7 @@ LINGER_S = 5.0
 """Seconds for a final response to be read."""
 OWN_FILES = 256
 """Upper bound of the proxy's open files besides its connections."""
-SPARE = 1024
+MAX_IDLE_CONNECTIONS = 1024
 """Number of idle connections that are kept open beyond those with a call."""
 
 
@@ -176,7 +176,9 @@ class Connection(HttpToolsProtocol):
         if self._lost:
             return True
         is_waiting = (
-            self.transport.is_closing() or self.transport.get_write_buffer_size() or _unacknowledged(self.transport)
+            self.transport.is_closing()
+            or self.transport.get_write_buffer_size()
+            or _count_unacknowledged(self.transport)
         )
         return None if is_waiting else True
 
@@ -185,12 +187,12 @@ class Connection(HttpToolsProtocol):
         self.door.waiting.pop(self, None)
 
     def _set_timer(self, seconds: float | None) -> None:
-        self._timer = self._after(self._timer, seconds, self._late)
+        self._timer = self._restart_timer(self._timer, seconds, self._late)
 
     def _set_reading(self, seconds: float | None) -> None:
-        self._reading = self._after(self._reading, seconds, self._abort)
+        self._reading = self._restart_timer(self._reading, seconds, self._abort)
 
-    def _after(
+    def _restart_timer(
         self, before: asyncio.TimerHandle | None, seconds: float | None, then: Callable[[], None]
     ) -> asyncio.TimerHandle | None:
         if before:
@@ -198,7 +200,7 @@ class Connection(HttpToolsProtocol):
         return None if seconds is None else self.loop.call_later(seconds, then)
 
 
-def _unacknowledged(transport: asyncio.Transport) -> int:
+def _count_unacknowledged(transport: asyncio.Transport) -> int:
     """Return the bytes that the other host has not acknowledged; 0 if the system does not say."""
     try:
         waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
@@ -209,4 +211,4 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
 
 def max_connections(files: int, *, calls: int) -> int:
     """Return how many client connections fit into `files` open files if each of `calls` also has a connection to an engine."""
-    return min(calls + SPARE, max((files - OWN_FILES) // 2, 1))
+    return min(calls + MAX_IDLE_CONNECTIONS, max((files - OWN_FILES) // 2, 1))

@@ -230,9 +230,9 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
 def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
     """Answer an invalid body with the name of each invalid field and what is wrong with it."""
     flaws = error.extra if isinstance(error.extra, list) else []
-    told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
-    words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail
-    refusal = to_refusal(RefusedError(words, param=told[0][0] if told else None))
+    described = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
+    words = "; ".join(f"{field}: {flaw}" for field, flaw in described) or error.detail
+    refusal = to_refusal(RefusedError(words, param=described[0][0] if described else None))
     return Response(refusal.body, status_code=refusal.status)
 
 

@@ -174,7 +174,7 @@ class EpisodeControl:
         begin = self._begin_of(asked, operator)
         entry = self._ledger.of(begin.episode_id)
         async with entry.lock:
-            if entry.begin is not None and not _same(entry.begin, begin, sized=asked.group_size is not None):
+            if entry.begin is not None and not _are_equal(entry.begin, begin, sized=asked.group_size is not None):
                 raise _conflict(f"episode {begin.episode_id} was already begun with other values: choose another id")
             repeated = entry.begin is not None
             if not repeated:
@@ -210,7 +210,7 @@ class EpisodeControl:
 
     async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndResponse:
         """End an episode. Raises OutcomeError for an invalid reward, RefusedError, BrokerError."""
-        entry = self._owned(episode_id, client_id)
+        entry = self._get_owned(episode_id, client_id)
         outcome = Outcome(
             reward=asked.reward,
             rewards=asked.rewards,
@@ -220,20 +220,22 @@ class EpisodeControl:
             agent_rewards=asked.agent_rewards,
             call_rewards=asked.call_rewards,
         )
-        end = make_finished_end(self._ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen)
+        end = make_finished_end(
+            self._find_ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen
+        )
         return await self._end(
             entry, msgspec.structs.replace(end, calls=asked.calls, received=asked.received), asked.outcome_id
         )
 
     async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndResponse:
         """Abort an episode. Raises RefusedError, BrokerError."""
-        entry = self._owned(episode_id, client_id)
+        entry = self._get_owned(episode_id, client_id)
         who = EpisodeRef(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
         return await self._end(
             entry, make_unfinished_end(who, asked.status, asked.reason, final=asked.final), asked.outcome_id
         )
 
-    def _owned(self, episode_id: str, client_id: str) -> EpisodeEntry:
+    def _get_owned(self, episode_id: str, client_id: str) -> EpisodeEntry:
         """Return the entry of an episode. Raises RefusedError if another client began it; if another proxy began it, the
         collector checks."""
         entry = self._ledger.of(episode_id)
@@ -312,7 +314,7 @@ class EpisodeControl:
         """Return the group size of a kind: the newest ticket's, else the job's."""
         return self._ticket_sources[kind].group_size or self._job.group_size(kind)
 
-    def _ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
+    def _find_ending(self, episode_id: str, entry: EpisodeEntry, asked: EndRequest, client_id: str) -> EpisodeRef:
         """Return the episode that a request ends. It must be the same at every proxy, or a repeated end would count as a
         different one."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
@@ -331,7 +333,7 @@ def _conflict(message: str) -> RefusedError:
     return RefusedError(message, status=409, code="episode_conflict")
 
 
-def _same(one: EpisodeBegin, other: EpisodeBegin, *, sized: bool) -> bool:
+def _are_equal(one: EpisodeBegin, other: EpisodeBegin, *, sized: bool) -> bool:
     """Return whether two begins are equal. `sized`: whether to compare their group sizes, too."""
     size = other.group_size if sized else one.group_size
     return msgspec.structs.replace(one, ticket_id=None) == msgspec.structs.replace(

@@ -9,7 +9,7 @@ import pytest
 
 from support.episodes import make_episode
 from swarmq.learner.batching.sampling_checks import CHECKED_SEPARATELY, NEUTRAL_PARAMETERS, find_altered_sampling
-from swarmq.learner.doctor.checks import _sampling
+from swarmq.learner.doctor.checks import _check_sampling
 from swarmq.messages import Sampling, Turn
 
 CHANGES: dict[str, Any] = {
@@ -39,7 +39,7 @@ def test_a_setting_that_changes_the_distribution_is_named_and_an_error_of_the_do
     sampling = Sampling(**{name: CHANGES[name]})
     assert find_altered_sampling(sampling) == [f"{name}={CHANGES[name]}"]
     turn = sampled_with(sampling)
-    finding = _sampling([turn])
+    finding = _check_sampling([turn])
     assert finding.level == "error"
     assert f"({name}=" in finding.text
 
@@ -48,7 +48,7 @@ def test_what_the_engine_learned_meanwhile_is_named_and_a_grammar_is_a_warning()
     assert find_altered_sampling(Sampling(others=("bad_words",))) == ["bad_words"]
     held = sampled_with(Sampling(grammar="json:1"))
     assert find_altered_sampling(held.sampling) == []
-    assert _sampling([held]).level == "warning"
+    assert _check_sampling([held]).level == "warning"
 
 
 def test_temperature_length_and_seed_are_no_alteration_but_greed_is() -> None:

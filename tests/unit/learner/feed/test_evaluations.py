@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.errors import LearnerError
-from swarmq.learner.feed.evaluations import KNOWN, WaitingEvaluations
+from swarmq.learner.feed.evaluations import MAX_KNOWN, WaitingEvaluations
 from swarmq.messages import Evaluation
 
 
@@ -31,11 +31,11 @@ def test_results_wait_in_order_and_are_known_after_they_are_logged(tmp_path: Pat
 
 def test_the_file_stays_small(tmp_path: Path) -> None:
     waiting = WaitingEvaluations(tmp_path / "evaluations")
-    for number in range(KNOWN + 5):
+    for number in range(MAX_KNOWN + 5):
         waiting.add(evaluation(number))
         waiting.mark_logged(float(number))
-    assert len(waiting._kept.logged) == KNOWN
-    assert waiting._kept.logged[-1] == KNOWN + 4
+    assert len(waiting._kept.logged) == MAX_KNOWN
+    assert waiting._kept.logged[-1] == MAX_KNOWN + 4
 
 
 def test_a_damaged_file_is_set_aside_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from swarmq.learner.feed.ipc import Idle, StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, encode_record
 from swarmq.learner.teachers.served_teacher import ServedTeacher
 from swarmq.learner.teachers.tokenizer_checks import (
-    MOST_MARKUP,
+    MAX_MARKUP,
     PROBE_TEXT,
     EngineTokenizers,
     build_probe,
@@ -117,7 +117,7 @@ def with_markup(folder: Path, **names: str) -> str:
 
 def with_many_added(folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
-    tokenizer.add_tokens([AddedToken(f"<unused{n}>", special=True) for n in range(2 * MOST_MARKUP)])
+    tokenizer.add_tokens([AddedToken(f"<unused{n}>", special=True) for n in range(2 * MAX_MARKUP)])
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -141,10 +141,10 @@ def test_a_judge_with_other_markup_at_the_same_ids_is_refused(tmp_path: Path, na
 def test_the_test_text_ends_with_the_markup_in_the_order_of_ids_and_stays_short(tmp_path: Path) -> None:
     words = build_probe(with_many_added(tmp_path)).removeprefix(PROBE_TEXT)
     assert words.startswith("<|endoftext|><|im_start|><|im_end|><tool_call>")
-    assert words.count("<unused") == MOST_MARKUP - len(SPECIAL_TOKENS) - len(MARKERS)
+    assert words.count("<unused") == MAX_MARKUP - len(SPECIAL_TOKENS) - len(MARKERS)
     ids = encode_ids(str(tmp_path), words)
     assert ids == tuple(sorted(ids or ()))
-    assert len(ids) == MOST_MARKUP
+    assert len(ids) == MAX_MARKUP
 
 
 async def test_the_same_tokenizer_on_both_sides_passes() -> None:
@@ -225,7 +225,7 @@ async def test_a_learner_looks_at_the_engines_of_now_before_it_loads_anything(tm
     async with engine(shift=1) as added:
         EngineRegistry(job).add("main", added.url)
         with pytest.raises(LearnerError, match=f"the engine at {added.url} has another tokenizer"):
-            await asyncio.to_thread(main.train, job, "main", is_main=True, no_push=False)
+            await asyncio.to_thread(main.train, job, "main", no_push=False)
 
 
 class Late:

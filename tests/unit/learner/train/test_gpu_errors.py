@@ -13,8 +13,9 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
-from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, COMMAND_TIMEOUT
+from swarmq.learner.distributed.accelerator import COMMAND_TIMEOUT
 from swarmq.learner.distributed.processes import _how
+from swarmq.learner.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train import trainer
 from swarmq.learner.train.gpu_errors import map_gpu_errors

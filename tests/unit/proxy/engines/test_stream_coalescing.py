@@ -9,7 +9,7 @@ from support.virtual_time import run
 from swarmq.engine.client.protocol import Delta, RenderedPrompt
 from swarmq.errors import EngineError
 from swarmq.proxy.deltas import extend
-from swarmq.proxy.engines.stream_coalescing import LONGEST_S, CoalescingPace, coalesce
+from swarmq.proxy.engines.stream_coalescing import MAX_PAUSE_S, CoalescingPace, coalesce
 from swarmq.testing.scripted_engine import ScriptedEngine, encode_characters
 
 TOKEN_S = 0.01
@@ -98,7 +98,7 @@ def test_parsing_a_stream_costs_a_share_of_its_time_however_long_it_is():
 
 def test_no_rest_is_longer_than_the_longest():
     _, agent = run(heard("x" * 1_000, engine=SlowEngine(replay_s=1e-3)))
-    assert LONGEST_S < agent.longest_gap_s < LONGEST_S + 1_000 * 1e-3 + TOKEN_S
+    assert MAX_PAUSE_S < agent.longest_gap_s < MAX_PAUSE_S + 1_000 * 1e-3 + TOKEN_S
 
 
 def test_five_times_the_tokens_are_far_from_five_times_the_portions():
@@ -121,7 +121,7 @@ def test_tokens_do_not_wait_for_an_engine_that_stalls():
     engine = SlowEngine()
     engine.stall_after, engine.stall_s = 200, 60.0
     run(heard("x" * 210, engine=engine))
-    assert any(200 * TOKEN_S < at < 200 * TOKEN_S + LONGEST_S for at in engine.parsed_at)
+    assert any(200 * TOKEN_S < at < 200 * TOKEN_S + MAX_PAUSE_S for at in engine.parsed_at)
 
 
 def test_every_choice_gets_all_of_its_tokens_in_order():
@@ -143,7 +143,7 @@ def test_what_is_merged_keeps_its_numbers_and_how_it_ended():
         async for portion in coalesce(engine.talk(), pace):
             portions.append(portion)
             with pace.work():
-                await asyncio.sleep(LONGEST_S)
+                await asyncio.sleep(MAX_PAUSE_S)
         return portions
 
     [[first], [last]] = run(main())
