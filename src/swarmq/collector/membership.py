@@ -21,7 +21,7 @@ from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.hosts.addresses import split_address
-from swarmq.hosts.members import Members, StoredMembership
+from swarmq.hosts.members import Members, StoredMembership, number_proxy
 from swarmq.messages import Event, EventName, Registration
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.hosts import HostRegistry, InvitedHost, check_joinable, read_hosts
@@ -30,6 +30,8 @@ from swarmq.registries.proxies import ProxyRegistry
 LOOK_S = 0.5
 REPEAT_S = 5.0
 CONNECT_S = 5.0
+SILENT_S = 30.0
+"""Seconds without an event after which a proxy on another host counts as lost; proxies emit one every two seconds."""
 MAX_ANSWERS = 1024
 """Maximum number of registrations whose answers are remembered, for those that are sent again."""
 
@@ -45,12 +47,18 @@ class MembershipKeeper:
         broker: Broker,
         *,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,
         repeat_s: float = REPEAT_S,
         connect_s: float = CONNECT_S,
+        silent_s: float = SILENT_S,
     ) -> None:
         self._job, self._folder, self._broker, self._clock = job, job.run_folder, broker, clock
-        self._look_s, self._repeat_s, self._connect_s = look_s, repeat_s, connect_s
+        self._look_s, self._repeat_s, self._connect_s, self._silent_s = look_s, repeat_s, connect_s, silent_s
+        self._monotonic = monotonic
+        self._heard_at: dict[str, float] = {}
+        """Source of events -> monotonic time of the last one."""
+        self._counting_since = monotonic()
         self._asks: list[str] = []
         self._wake = asyncio.Event()
         self._arrived: asyncio.Queue[tuple[Registration, str]] = asyncio.Queue()
@@ -66,9 +74,18 @@ class MembershipKeeper:
         """Apply a registration soon, and answer it. `host`: the invited host that sent it; "" for an operator."""
         self._arrived.put_nowait((registration, host))
 
+    def hear_from(self, source: str) -> None:
+        """Note that a process has emitted an event."""
+        self._heard_at[source] = self._monotonic()
+
+    def forget_silence(self) -> None:
+        """Count silence anew, because events were lost on their way to this process."""
+        self._counting_since = self._monotonic()
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish())
+            tasks.create_task(self._watch_proxies())
             applying: dict[str, tuple[str, asyncio.Task[None]]] = {}
             """URL of a part -> id of its newest registration, and the task that applies it."""
             while True:
@@ -105,6 +122,42 @@ class MembershipKeeper:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):
                     await self._wake.wait()
+
+    async def _watch_proxies(self) -> None:
+        while True:
+            await asyncio.sleep(self._silent_s / 4)
+            try:
+                changes = await asyncio.to_thread(self._list_audible)
+            except (SwarmqError, OSError) as error:
+                log.warning("hosts_unreadable", reason=str(error))
+                continue
+            for text in changes:
+                log.warning("proxy_silent", text=text)
+                await self._tell("warning", {"text": text})
+
+    def _list_audible(self) -> list[str]:
+        """Take silent proxies of other hosts out of the list, put back those that are heard again, and return what changed."""
+        if not self._folder.hosts.exists():
+            return []
+        proxies, changes = ProxyRegistry(self._folder.proxies), list[str]()
+        with HostRegistry.open(self._folder.hosts) as hosts:
+            for host in list(hosts.entries.values()):
+                silent = tuple(url for url in host.proxies if self._is_silent(url))
+                for url in set(host.silent) - set(silent):
+                    proxies.add(url)
+                    changes.append(f"proxy {url} of host {host.name} is heard again and back in the list")
+                if silent != host.silent:  # between the two edits of the list, so that a crash forgets neither
+                    hosts.put(msgspec.structs.replace(host, silent=silent))
+                for url in set(silent) & set(proxies.urls()):
+                    proxies.remove(url)
+                    changes.append(
+                        f"proxy {url} of host {host.name} is silent: clients are not sent to it until it is heard again"
+                    )
+        return changes
+
+    def _is_silent(self, url: str) -> bool:
+        heard_at = self._heard_at.get(f"proxy.{number_proxy(url)}", 0.0)
+        return self._monotonic() - max(heard_at, self._counting_since) > self._silent_s
 
     async def _apply(self, registration: Registration, host: str) -> None:
         answer = self._answers.get(registration.registration_id)
@@ -162,7 +215,8 @@ def _with_part(host: InvitedHost, url: str, joined: Registration | None) -> Invi
         engines[url] = joined.policy
     elif joined is not None:
         proxies = (*proxies, url)
-    return msgspec.structs.replace(host, engines=engines, proxies=proxies)
+    silent = tuple(other for other in host.silent if other != url)
+    return msgspec.structs.replace(host, engines=engines, proxies=proxies, silent=silent)
 
 
 async def check_reachable(url: str, *, connect_s: float) -> None:

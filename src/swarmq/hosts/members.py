@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,11 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """Policy -> facts of its model, where that is a folder on the collector's host."""
     swarmq: str
     """Version of swarmq that the collector runs."""
+
+
+def number_proxy(url: str) -> int:
+    """Return the number of a proxy on another host, the same whenever it serves at this URL."""
+    return zlib.crc32(url.encode())
 
 
 class Roster(Protocol):

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import structlog
 
 from swarmq.broker import Broker, topology
 from swarmq.errors import BrokerError, ConfigError, SwarmqError
@@ -22,6 +25,21 @@ from swarmq.messages import Part, Registration, new_id
 AGAIN_S = 5.0
 PATIENCE_S = 30.0
 WITHDRAW_S = 5.0
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def registered(broker: Broker, run: str, part: Part, url: str, *, policy: str = "") -> AsyncIterator[str]:
+    """Keep a part in the run's registry while the block runs. Raises what `join` raises."""
+    await join(broker, run, part, url, policy=policy)
+    try:
+        yield url
+    finally:
+        if not await leave(broker, run, part, url, policy=policy):
+            log.warning(
+                "leave_unconfirmed", url=url, action="the collector removes it from the run's list when it is back"
+            )
 
 
 async def join(

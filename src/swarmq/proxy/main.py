@@ -14,7 +14,6 @@ import asyncio
 import gc
 import socket
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -35,8 +34,8 @@ from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.hosts.addresses import Place, check_announced
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
-from swarmq.hosts.members import RunMembership, StoredMembership, build_job
-from swarmq.hosts.register import join, leave
+from swarmq.hosts.members import RunMembership, StoredMembership, build_job, number_proxy
+from swarmq.hosts.register import registered
 from swarmq.keys import HostInvite
 from swarmq.messages import Event, Turn
 from swarmq.proxy.completions.live_sampling import LiveSampling
@@ -151,9 +150,9 @@ async def serve_elsewhere(invite: HostInvite, place: Place) -> None:
                 pass_on=known.pass_on,
                 root=invite.root,
                 engine_secret=invite.engine_secret,
-                number=zlib.crc32(own_url.encode()),
+                number=number_proxy(own_url),
                 url=own_url,
-                listed=_registered(broker, invite.run, own_url),
+                listed=registered(broker, invite.run, "proxy", own_url),
             )
 
 
@@ -168,7 +167,7 @@ async def _serve(
     engine_secret: str,
     number: int,
     url: str,
-    listed: AbstractAsyncContextManager[None] | None,
+    listed: AbstractAsyncContextManager[str] | None,
     pages: PagesOpener | None = None,
 ) -> None:
     """Serve on `listener`. `pass_on`: passes the run's events to handlers. `listed`: keeps a joined proxy in the run's list."""
@@ -203,30 +202,19 @@ async def _serve(
         server.pages = opened
         if listed:
             server.membership = membership
-            keeping = tasks.create_task(_keep_membership(server, membership, listed, url))
+            keeping = tasks.create_task(_keep_membership(server, membership, listed))
             stack.callback(keeping.cancel)
         await server.serve(sockets=[listener])
 
 
 @asynccontextmanager
-async def _listed(proxies: ProxyRegistry, url: str) -> AsyncIterator[None]:
+async def _listed(proxies: ProxyRegistry, url: str) -> AsyncIterator[str]:
     """Keep this proxy in the list of the run folder."""
     proxies.add(url)
     try:
-        yield
+        yield url
     finally:
         proxies.remove(url)
-
-
-@asynccontextmanager
-async def _registered(broker: Broker, run: str, url: str) -> AsyncIterator[None]:
-    """Keep this proxy in the run's list on its own host. Raises ConfigError if the collector refuses it."""
-    await join(broker, run, "proxy", url)
-    try:
-        yield
-    finally:
-        if not await leave(broker, run, "proxy", url):
-            log.warning("leave_unconfirmed", url=url, action="the collector removes this proxy when it is back")
 
 
 def server_config(
@@ -289,13 +277,13 @@ class DrainingServer(uvicorn.Server):
 async def _keep_membership(
     server: DrainingServer,
     membership: Membership,
-    listed: AbstractAsyncContextManager[None],
-    url: str,
+    listed: AbstractAsyncContextManager[str],
     *,
     check_s: float = CHECK_S,
 ) -> None:
-    """Keep this proxy in the run's list until it leaves, then go on serving the episodes that began here."""
-    async with listed:
+    """Keep this proxy in the run's list until it leaves, then go on serving the episodes that began here. `listed`: keeps it in the
+    list, under the url that it returns."""
+    async with listed as url:
         log.info("joined", url=url)
         await membership.leaving.wait()
     membership.touch()  # clients that have just read the list may not have called yet

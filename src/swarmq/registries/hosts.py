@@ -30,6 +30,8 @@ class InvitedHost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """URL of an engine that has joined from this host -> its policy."""
     proxies: tuple[str, ...] = ()
     """URLs of the proxies that have joined from this host."""
+    silent: tuple[str, ...] = ()
+    """Those of `proxies` that are out of the run's list, because nothing was heard of them for a while."""
 
 
 class HostRegistry:

@@ -14,7 +14,7 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.hosts.follow import FollowedMembership
-from swarmq.hosts.members import Members
+from swarmq.hosts.members import Members, number_proxy
 from swarmq.hosts.register import join, leave
 from swarmq.messages import Registration
 from swarmq.registries.clients import ClientRegistry
@@ -176,6 +176,34 @@ async def test_a_host_joins_while_its_invite_holds_and_what_runs_there_is_record
         assert (refused["state"], "expired" in refused["text"]) == ("refused", True)
         assert "not among the invited hosts" in (await answer(4, "join", host="gpu3"))["text"]
     assert not job.run_folder.proxies.exists()
+
+
+async def test_a_hosts_proxy_that_falls_silent_is_out_of_the_list_until_it_is_heard_again(job, broker):
+    proxies, remote, local = ProxyRegistry(job.run_folder.proxies), "http://gpu2:8000/v1", f"{LOCAL}/v1"
+    proxies.write([local, remote])
+    with HostRegistry.open(job.run_folder.hosts) as hosts:
+        fields = {"added_at": 0.0, "expires_at": 1.0, "broker_user": "r.host:gpu2"}
+        hosts.put(InvitedHost(name="gpu2", proxies=(remote,), **fields))
+    now = 0.0
+    keeper = MembershipKeeper(job, broker, look_s=0, repeat_s=1e6, silent_s=0.001, monotonic=lambda: now)
+    async with running(keeper.run()):
+        assert (await published(broker)).proxies == (local, remote)
+        now = 1.0
+        await published(broker, lambda members: members.proxies == (local,))
+        assert read_hosts(job.run_folder.hosts)["gpu2"].silent == (remote,)
+        keeper.hear_from(f"proxy.{number_proxy(remote)}")
+        await published(broker, lambda members: members.proxies == (local, remote))
+
+
+async def test_events_that_were_lost_on_the_way_to_the_collector_are_no_silence(job, broker):
+    now = 0.0
+    keeper = MembershipKeeper(job, broker, silent_s=10.0, monotonic=lambda: now)
+    url = "http://gpu2:8000/v1"
+    assert not keeper._is_silent(url)
+    now = 11.0
+    assert keeper._is_silent(url)
+    keeper.forget_silence()
+    assert not keeper._is_silent(url)
 
 
 async def test_whoever_comes_late_gets_everything_at_once(job, broker):

@@ -14,9 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 
 import msgspec
-import structlog
 
-from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
 from swarmq.engine.server.launch import EngineProcess
@@ -24,14 +22,12 @@ from swarmq.errors import ConfigError, EngineError
 from swarmq.hosts.addresses import Place, check_announced
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import build_job, check_model_files
-from swarmq.hosts.register import join, leave
+from swarmq.hosts.register import registered
 from swarmq.keys import HostInvite
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime.processes import read_tail, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.receiver.process import keep_receiver
-
-log = structlog.get_logger()
 
 DRAIN_S = 600.0
 """Maximum seconds to wait for the open requests of an engine that is being removed."""
@@ -170,7 +166,11 @@ async def serve_engine_elsewhere(
             await stack.enter_async_context(engine)
             await _check_tokenizer(engine.url, engines[chosen], secret)
             await _serve_listed(
-                engine, _registered(broker, invite.run, chosen, url), chosen, job.proxy.probe_every_s, report
+                engine,
+                registered(broker, invite.run, "engine", url, policy=chosen),
+                chosen,
+                job.proxy.probe_every_s,
+                report,
             )
 
 
@@ -203,16 +203,6 @@ async def _listed(roster: EngineRegistry, policy: str, url: str) -> AsyncIterato
         yield url
     finally:
         roster.remove(policy, url)
-
-
-@asynccontextmanager
-async def _registered(broker: Broker, run: str, policy: str, url: str) -> AsyncIterator[str]:
-    await join(broker, run, "engine", url, policy=policy)
-    try:
-        yield url
-    finally:
-        if not await leave(broker, run, "engine", url, policy=policy):
-            log.warning("leave_unconfirmed", url=url, action="the collector removes this engine when it is back")
 
 
 async def _wait_until_drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:
