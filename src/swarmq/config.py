@@ -170,6 +170,14 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
     counts as dry."""
 
 
+class CollectorSettings(Settings, frozen=True, kw_only=True):
+    """The collector of the run."""
+
+    standby: bool = False
+    """Whether further collectors stand by on other hosts. Every transaction then also goes to a stream of the broker, from which
+    they keep a copy of `collector.sqlite`, and one of them takes over when the leading collector is gone."""
+
+
 class TranscriptSettings(Settings, frozen=True, kw_only=True):
     """Transcripts: every closed episode, kept readable in the run folder. Losing them loses no training."""
 
@@ -549,6 +557,8 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """The proxies of the run."""
     groups: GroupSettings = field(default_factory=GroupSettings)
     """Groups and batches."""
+    collector: CollectorSettings = field(default_factory=CollectorSettings)
+    """The collector of the run."""
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     """Metrics of collector and learners for Prometheus."""
     alerts: AlertSettings = field(default_factory=AlertSettings)
@@ -721,6 +731,11 @@ class RunFolder:
     def proxies(self) -> Path:
         """JSON list of the proxies that serve at present (registries/proxies.py)."""
         return self.path / "proxies.json"
+
+    @property
+    def registries(self) -> tuple[Path, ...]:
+        """The lists of clients, hosts, proxies and engines."""
+        return (self.clients, self.hosts, self.proxies, self.roster)
 
     @property
     def lock(self) -> Path:

@@ -129,6 +129,10 @@ class CollectorError(SwarmqError):
     """The collector cannot go on: its store is unusable, of another run, or held by another collector."""
 
 
+class FencedError(SwarmqError):
+    """Another collector leads the run now; what this one decided last does not count."""
+
+
 class LearnerError(SwarmqError):
     """The learner cannot go on: model, batch log, checkpoint or run folder is unusable."""
 

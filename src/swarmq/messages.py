@@ -12,6 +12,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     operator  --Command, eval Task-->  control   collector --Control--> <policy>.control
     engine, proxy on another host --Registration--> control
     collector --Task-->     eval.<kind>           collector --Evaluation--> <policy>.control
+    collector --LogEntry--> log (a stream)        all collectors of a run with standbys
 """
 
 from __future__ import annotations
@@ -273,6 +274,8 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     """Number of recorded answers that the agent did not receive; they are not among the turns."""
     uncredited: dict[str, float] = {}
     """Call id -> reward in the end record, for model calls that are not trained."""
+    term: int = 0
+    """Term of the collector that published this copy, in a run with standby collectors; the learner refuses an older term."""
     turns: tuple[Turn, ...]
 
 
@@ -391,6 +394,27 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     """Fields of the `evaluated` event."""
 
 
+class LogEntry(Record, frozen=True, kw_only=True, tag="log"):
+    """collector -> log: an entry of the log that all collectors of a run with standbys read (collector/decide/log.py)."""
+
+    what: Literal["claim", "transaction", "join", "base"]
+    log: str = ""
+    """Id of the log, which its first claim sets; empty for `join`."""
+    term: int = 0
+    """The term of the sender's claim."""
+    sender: str = ""
+    """Id of the collector's process, for `claim` and `join`."""
+    number: int = 0
+    """Number of the transaction, or of the last one that is in the base."""
+    part: int = 0
+    num_parts: int = 1
+    """Number of entries among which the body is divided."""
+    join: str = ""
+    """Id of the request for a base, in `join` and `base`."""
+    body: bytes = b""
+    """Rows of a transaction (`store.encode_rows`), or a SQLite file."""
+
+
 EventName = Literal[
     "state",
     "step",
@@ -433,6 +457,7 @@ Message = (
     | Registration
     | Control
     | Evaluation
+    | LogEntry
     | Event
 )
 
@@ -580,6 +605,8 @@ def idempotency_key(message: Message) -> str:
             return f"control:{message.number}"
         case Evaluation():
             return f"evaluation:{message.began_at}"
+        case LogEntry():
+            return f"log:{message.term}:{message.number}:{message.part}:{message.join or message.sender}"
         case Event():
             return f"{message.source}:{message.name}:{message.at}"
 

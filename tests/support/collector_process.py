@@ -13,7 +13,7 @@ from swarmq.config import SwarmJob
 START = "import sys; from swarmq.collector.main import run; from swarmq.config import SwarmJob; run(SwarmJob.load(sys.argv[1]))"
 
 
-def make_job(folder: Path, run: str, url: str, **groups: int) -> SwarmJob:
+def make_job(folder: Path, run: str, url: str, *, standby: bool = False, **groups: int) -> SwarmJob:
     """Of one kind and one policy; written where `collector` finds it."""
     tree = {
         "run": run,
@@ -22,6 +22,7 @@ def make_job(folder: Path, run: str, url: str, **groups: int) -> SwarmJob:
         "policies": {"main": {"model": "m"}},
         "broker": {"url": url},
         "groups": groups,
+        "collector": {"standby": standby},
     }
     job = SwarmJob.build(tree)
     (folder / "job.toml").write_text(job.to_toml())

@@ -146,6 +146,38 @@ class AmqpBroker:
             login_patience_s=self._login_patience_s,
         )
 
+    def read_stream(
+        self, stream: str, *, prefetch: int, next_offset: Callable[[], int], skip: Callable[[int], None]
+    ) -> AbstractAsyncContextManager[Deliveries]:
+        """Read a stream from the offset that `next_offset` returns, now and after every lost session. `skip` gets the offsets of
+        messages that cannot be decoded. Raises UnroutableError if there is no such stream."""
+
+        async def bury(arrival: Arrival, reason: str) -> None:
+            log.warning("message_skipped", stream=arrival.queue, reason=reason[:MAX_REASON_CHARS])
+            skip(int(arrival.headers[topology.STREAM_OFFSET]))
+            with suppress(BrokerLostError):
+                await arrival.settler.ack(arrival.tag, through=False)
+
+        return open_consumer(
+            self._url,
+            stream,
+            prefetch=prefetch,
+            name=f"{self._name}.stream",
+            bury=bury,
+            default_ack_s=self._default_ack_s,
+            next_offset=next_offset,
+        )
+
+    async def declare_stream(self, stream: str) -> None:
+        """Declare a stream; idempotent."""
+
+        async def declare(session: Session) -> None:
+            await session.call(
+                session.channel.declare_queue(stream, durable=True, arguments=topology.stream_arguments())
+            )
+
+        await self._until_done(declare)
+
     def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:
         return open_receipts(self._url, book, name=self._name)
 

@@ -46,8 +46,10 @@ async def open_consumer(
     default_ack_s: float = DEFAULT_ACK_S,
     recycle_s: float | None = None,
     login_patience_s: float = math.inf,
+    next_offset: Callable[[], int] | None = None,
 ) -> AsyncIterator[Deliveries]:
-    """Open a consumer of `queue`. Raises UnroutableError if there is no such queue.
+    """Open a consumer of `queue`. Raises UnroutableError if there is no such queue. For a stream, `next_offset` returns the
+    offset from which to read on, also after a lost session.
 
     `ack_s` is the acknowledgement timeout to request, `default_ack_s` the timeout to assume where the server ignores requests
     and states none. `recycle_s` overrides the age at which a session ends itself. `bury` parks a message that cannot be
@@ -66,7 +68,8 @@ async def open_consumer(
             if recycle_s is None
             else recycle_s
         )
-        await ConsumerSession(session, queue, deliveries).start(topology.consumer_arguments(ack_s))
+        place = {} if next_offset is None else {topology.STREAM_OFFSET: next_offset()}
+        await ConsumerSession(session, queue, deliveries).start(topology.consumer_arguments(ack_s) | place)
 
     link = BrokerLink(
         url,

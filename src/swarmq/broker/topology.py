@@ -9,6 +9,7 @@
     operator, other hosts  ──> swarmq.<run>.control           ──> collector (commands, tasks to evaluate with, registrations)
     collector              ──> swarmq.<run>.<policy>.control  ──> learner
     collector              ──> swarmq.<run>.eval.<kind>       ──> workers, competing
+    collector              ──> swarmq.<run>.log               ──> all collectors of the run, if it has standbys: a stream
     `swarmq up`            ─── swarmq.<run>.claim             ─── itself: the name is taken while this exclusive queue exists
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> subscribers
     an invited client      ──> [swarmq.clients] <run>.<client>.in                          ──> swarmq.<run>.in
@@ -60,6 +61,13 @@ work is done."""
 
 ACK_TIMEOUT_PROPERTY = "swarmq_ack_timeout_ms"
 """Server property that states the configured acknowledgement timeout, for servers that ignore `consumer_arguments`."""
+
+STREAM_OFFSET = "x-stream-offset"
+"""Consumer argument with the offset from which to read a stream, and header with the offset of a delivered entry."""
+
+LOG_BYTES = 2 * 1024**3
+"""Size of the log beyond which its oldest segment is deleted. A standby that lags by more asks for a base."""
+LOG_SEGMENT_BYTES = 128 * 1024**2
 
 EVENT_BACKLOG = 10_000
 """Maximum number of events kept for one slow subscriber; older events are dropped."""
@@ -116,6 +124,11 @@ def returned_tasks(run: str) -> str:
     """Return the queue of tasks that invited clients give back. The collector returns tasks that were really fed to their
     queues."""
     return f"swarmq.{run}.returned"
+
+
+def log(run: str) -> str:
+    """Return the stream of the collectors' transactions (collector/decide/log.py)."""
+    return f"swarmq.{run}.log"
 
 
 def claim(run: str) -> str:
@@ -207,6 +220,14 @@ def queue_arguments(*, single: bool) -> dict[str, Any]:
     if single:
         arguments["x-single-active-consumer"] = True
     return arguments
+
+
+def stream_arguments() -> dict[str, Any]:
+    return {
+        "x-queue-type": "stream",
+        "x-max-length-bytes": LOG_BYTES,
+        "x-stream-max-segment-size-bytes": LOG_SEGMENT_BYTES,
+    }
 
 
 def consumer_arguments(ack_s: float) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from contextlib import AbstractAsyncContextManager, closing, contextmanager, nul
 
 import structlog
 
+from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.collector.service import Collector
+from swarmq.collector.standby import StandbyLog
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
-from swarmq.errors import ConfigError, MissingExtraError
+from swarmq.errors import CollectorError, ConfigError, FencedError, MissingExtraError
 from swarmq.runtime import logs
 from swarmq.runtime.metrics_page import serve_metrics
 from swarmq.transcripts.writer import TranscriptWriter
@@ -43,9 +45,50 @@ async def _collect(job: SwarmJob, url: str) -> None:
     stop = _stop_on_signals()
     with closing(Store(job.run_folder.inbox, run=job.run)) as store, record_transcripts(job) as transcripts:
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
-            collector = Collector(job, broker, store, transcripts=transcripts)
-            async with serve_collector_metrics(job, collector):
-                await collector.run(stop)
+
+            async def collect(log: StandbyLog | None) -> None:
+                collector = Collector(job, broker, store, transcripts=transcripts, log=log)
+                async with serve_collector_metrics(job, collector):
+                    await collector.run(stop)
+
+            if not job.collector.standby:
+                await _leave_log(job, broker, store)
+                await collect(None)
+                return
+            async with StandbyLog.open(broker, store, job, transcripts=transcripts) as log:
+                while not stop.is_set() and await _lead(log, stop):
+                    try:
+                        await collect(log)
+                    except* FencedError as fenced:
+                        structlog.get_logger().warning("fenced", reason=str(fenced.exceptions[0]))
+                    finally:
+                        log.release()
+
+
+async def _lead(log: StandbyLog, stop: asyncio.Event) -> bool:
+    """Stand by until this collector leads, and return True; return False when `stop` is set."""
+    leading, stopping = asyncio.create_task(log.lead()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if leading.done():
+            leading.result()
+        return not stop.is_set()
+    finally:
+        leading.cancel()
+        stopping.cancel()
+
+
+async def _leave_log(job: SwarmJob, broker: AmqpBroker, store: Store) -> None:
+    """Let a store go on without standbys, if they are gone. Raises CollectorError while their log exists."""
+    if not store.position().log:
+        return
+    stream = topology.log(job.run)
+    if stream in await broker.depths([stream]):
+        raise CollectorError(
+            f"{job.run_folder.inbox} belongs to a run with standby collectors: set collector.standby = true; to go on without "
+            f"them, stop them all and delete the stream {stream}"
+        )
+    store.leave_log()
 
 
 def serve_collector_metrics(job: SwarmJob, collector: Collector) -> AbstractAsyncContextManager[None]:

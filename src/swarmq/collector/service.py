@@ -7,7 +7,9 @@
      ^─────────────────────────────────────────────────────────────────────────────┘
   returned ──> give_back: sealed? ──> tasks.again, eval
 
-The order is the promise: commit, then acknowledge; commit, then publish; confirm, then mark. A crash between two of these
+The order is the promise: commit, then acknowledge; commit, then publish; confirm, then mark. In a run with standby collectors a
+transaction is committed when it counts in the log that they share (`decide/log.py`), so all that is acknowledged or published is
+in the history of whoever leads next. A crash between two of these
 causes a redelivery or a second publish, and both are deduplicated. If the store cannot commit (disk full), nothing is
 acknowledged: the core is rebuilt from the store and decides the same messages again, until the commit succeeds. Deleted queues
 are declared again here and nowhere else, after the commit that schedules their lost content to be sent again.
@@ -19,9 +21,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -37,17 +39,26 @@ from swarmq.collector.decide.effects import (
     Forward,
     IssueEval,
     IssueTicket,
+    SaveFile,
     SendControl,
     SendDeadLetter,
     SendEvaluation,
 )
+from swarmq.collector.decide.log import LogPosition
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.decide.tickets import LOST_S
 from swarmq.collector.membership import MembershipKeeper
 from swarmq.collector.report import NoTurnsWarnings, StandstillWatch, state_fields
-from swarmq.collector.store import Store
+from swarmq.collector.store import Store, encode_rows
 from swarmq.config import SwarmJob
-from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
+from swarmq.errors import (
+    BrokerError,
+    BrokerLostError,
+    CollectorError,
+    FencedError,
+    UnconfirmedError,
+    UnroutableError,
+)
 from swarmq.messages import (
     Command,
     Event,
@@ -63,6 +74,7 @@ from swarmq.messages import (
     decode,
 )
 from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.files import read_if_exists
 from swarmq.transcripts.writer import ClosedEpisode, TranscriptWriter
 
 PREFETCH = 1000
@@ -98,6 +110,23 @@ class CollectorIntervals(msgspec.Struct, frozen=True, kw_only=True):
 INTERVALS = CollectorIntervals()
 
 
+class TransactionLog(Protocol):
+    """What a leading collector needs of the log of a run with standby collectors (`standby.py`)."""
+
+    @property
+    def term(self) -> int: ...
+
+    def check(self) -> None:
+        """Raise FencedError if this collector does not lead any more."""
+
+    async def append(self, body: bytes) -> LogPosition:
+        """Append a transaction, and return its place once it counts. Raises FencedError if it does not count."""
+        ...
+
+    async def answer_joins(self) -> None:
+        """Send the store to standbys that need it."""
+
+
 class Collector:
     """The collector of one run; call `run` once."""
 
@@ -108,10 +137,11 @@ class Collector:
         store: Store,
         *,
         transcripts: TranscriptWriter | None = None,
+        log: TransactionLog | None = None,
         clock: Callable[[], float] = time.time,
         intervals: CollectorIntervals = INTERVALS,
     ) -> None:
-        """`transcripts`: records every closed episode; None records nothing."""
+        """`transcripts`: records every closed episode; None records nothing. `log`: the log of a run with standby collectors."""
         self.job = job
         self._rules = Rules.of(job)
         self._proxies = ProxyRegistry(job.run_folder.proxies)
@@ -119,6 +149,7 @@ class Collector:
         self._broker = broker
         self._store = store
         self._transcripts = transcripts
+        self._log = log
         store.keeps_bodies = transcripts is not None
         self._closed: list[ClosedEpisode] = []
         """Episodes closed by committed transactions that the transcript writer has not received yet."""
@@ -144,7 +175,9 @@ class Collector:
         await self._restore(at_start=True)
         # Send the control state again: a power loss may have damaged the file in which a learner keeps it.
         controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
-        await self._decide(lambda core: core.resend_lost(controls))
+        # A learner refuses rollouts of a former leader, which may come late, so it needs all of them from this one.
+        rollouts = [topology.ready(self.job.run, policy) for policy in self._rules.trained] if self._log else []
+        await self._decide(lambda core: core.resend_lost([*controls, *rollouts]))
         self._outgoing.clear()
         self._send(self._store.outbox())
         log.info("collecting", **state_fields(self._load_core()))
@@ -209,6 +242,8 @@ class Collector:
         """
         try:
             return await self._take_together(batch)
+        except (FencedError, BrokerError):
+            raise
         except Exception as error:
             if len(batch) == 1:
                 log.exception("piece_broke_the_collector", key=batch[0].key)
@@ -294,8 +329,15 @@ class Collector:
     async def _ticker(self) -> None:
         while True:
             await asyncio.sleep(self._intervals.tick_s)
-            await self._decide(lambda core: core.tick(self._clock()))
+            await self._decide(lambda core: [*core.tick(self._clock()), *self._changed_files()])
             await self._tell_all()
+
+    def _changed_files(self) -> list[Effect]:
+        """Return the registries of the run folder that standby collectors do not have yet."""
+        if self._log is None:
+            return []
+        files = [SaveFile(path.name, read_if_exists(path)) for path in self.job.run_folder.registries]
+        return [file for file in files if file.body != self._store.file(file.name)]
 
     async def _warden(self) -> None:
         while True:
@@ -345,36 +387,64 @@ class Collector:
         async with self._deciding:
             while True:
                 try:
-                    self._commit(step)
+                    if self._log:
+                        self._log.check()
+                        await self._log.answer_joins()
+                    await _finish(self._commit(step))
                     return
                 except CollectorError as error:
                     self._core = None
-                    log.warning("store_unavailable", reason=str(error), retry_s=self._intervals.retry_s)
-                    await self._tell("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
+                    await self._wait_for_store(error)
                 except BaseException:
                     self._core = None  # the core may be ahead of the store
                     raise
-                await asyncio.sleep(self._intervals.retry_s)
 
-    def _commit(self, step: Step) -> None:
+    async def _wait_for_store(self, error: CollectorError) -> None:
+        log.warning("store_unavailable", reason=str(error), retry_s=self._intervals.retry_s)
+        await self._tell("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
+        await asyncio.sleep(self._intervals.retry_s)
+
+    async def _commit(self, step: Step) -> None:
         core, began = self._load_core(), time.perf_counter()
         confirmed = list(self._confirmed)
         effects: list[Effect] = []
         closed: list[ClosedEpisode] = []
         now = self._clock()
-        with self._store.transaction():
-            for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
-                if self._transcripts and type(effect) is Close and (episode := self._store.closed(effect, now)):
-                    closed.append(episode)
-                self._store.write(effect)  # at once: decisions on the next message read the store
-                effects.append(effect)
-            self._hand_over()  # of earlier transactions: the thread works on them while this one waits for the disk
+        position: LogPosition | None = None
+        try:
+            with self._store.transaction():
+                for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
+                    if self._transcripts and type(effect) is Close and (episode := self._store.closed(effect, now)):
+                        closed.append(episode)
+                    self._store.write(effect)  # at once: decisions on the next message read the store
+                    effects.append(effect)
+                self._hand_over()  # of earlier transactions: the thread works on them while this one waits for the disk
+                if self._log and (body := encode_rows(effects)):
+                    position = await self._log.append(body)
+                    self._store.save_position(position)
+        except CollectorError as error:
+            if position is None:
+                raise
+            await self._commit_again(effects, position, error)  # it counts, so it must not be decided again
         self._closed = closed
         for watch in self.commit_watchers:
             watch(time.perf_counter() - began)
         del self._confirmed[: len(confirmed)]
         self._send(effects)
         self._events += [effect for effect in effects if isinstance(effect, Emit)]
+
+    async def _commit_again(self, effects: list[Effect], position: LogPosition, error: CollectorError) -> None:
+        """Repeat the commit of a transaction that is in the log."""
+        while True:
+            await self._wait_for_store(error)
+            try:
+                with self._store.transaction():
+                    for effect in effects:
+                        self._store.write(effect)
+                    self._store.save_position(position)
+                return
+            except CollectorError as again:
+                error = again
 
     def _hand_over(self) -> None:
         """Pass the episodes that committed transactions closed to the transcript writer."""
@@ -398,6 +468,20 @@ class Collector:
 
     async def _publish(self, item: Outgoing) -> None:
         """Publish an item and return once the broker has confirmed it, or a learner has reported on it meanwhile."""
+        # With a log, a transaction is open while it waits to be read back; what it says must not be published before.
+        async with self._deciding if self._log else contextlib.nullcontext():
+            queue, message = self._build(item)
+        while message is not None:
+            try:
+                await self._broker.publish(queue, message, deadline_s=self._intervals.confirm_s)
+                return
+            except UnroutableError:
+                await self._restore()
+            except UnconfirmedError:  # the broker is away or full, or cannot bring the queue up
+                await self._revive(queue)
+
+    def _build(self, item: Outgoing) -> tuple[str, Message | None]:
+        """Return the queue and the message of an item; None if a learner has reported on it meanwhile."""
         message: Message | None
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
@@ -420,15 +504,8 @@ class Collector:
             message = build_eval_task(self._store, item, run=self.job.run, secret=self._task_secret())
         else:
             queue = topology.ready(self.job.run, item.policy)
-            message = build_rollout(self._store, item)
-        while message is not None:
-            try:
-                await self._broker.publish(queue, message, deadline_s=self._intervals.confirm_s)
-                return
-            except UnroutableError:
-                await self._restore()
-            except UnconfirmedError:  # the broker is away or full, or cannot bring the queue up
-                await self._revive(queue)
+            message = build_rollout(self._store, item, term=self._log.term if self._log else 0)
+        return queue, message
 
     async def _tell_all(self) -> None:
         while self._events:
@@ -474,10 +551,12 @@ class Collector:
             return dict.fromkeys(gone, Depth(0, 0)) | depths
 
 
-def build_rollout(store: Store, item: Forward) -> Rollout | None:
+def build_rollout(store: Store, item: Forward, *, term: int = 0) -> Rollout | None:
     """Build the rollout of an outbox row, or return None if a learner has already reported on it."""
     parts = store.parts(item.episode_id)
-    return assemble_rollout(item.policy, *parts, group_members=item.group_members) if parts else None
+    if not parts:
+        return None
+    return assemble_rollout(item.policy, *parts, group_members=item.group_members, term=term)
 
 
 def build_eval_task(store: Store, item: IssueEval, *, run: str, secret: bytes | None = None) -> Task | None:
@@ -501,6 +580,20 @@ def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
             yield from core.confirm_eval(item.slot_id)
         else:
             yield from core.confirm_forward(item.episode_id, item.policy)
+
+
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end, and raise a cancellation that came meanwhile only then: a transaction that was appended to the log
+    may count, so it must also be committed."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def _settle(core: Core) -> Iterator[Effect]:

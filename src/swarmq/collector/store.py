@@ -5,7 +5,7 @@ and both are deduplicated. Tables: `episodes` (one small row each, kept forever:
 reports, deleted when the episode is settled), `slots` (winners), `given_up` (slots of open groups without further attempts),
 `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (those not used yet), `credit`,
 `versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `telling` (learners without the
-newest control state), `eval_tasks` and `eval_slots` (the current evaluation round), `evaluations` (results that learners' queues do not have yet).
+newest control state), `files` (registries), `eval_tasks` and `eval_slots` (the current evaluation round), `evaluations` (results that learners' queues do not have yet).
 
 Only one collector may run: its process locks the file, and the error of a second one names the process that holds the lock.
 """
@@ -16,16 +16,20 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import reduce
+from operator import attrgetter, or_
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import GenericAlias
 from typing import Any
 
 import msgspec
 
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.evals import Evals, EvalSlot, EvalTask
+from swarmq.collector.decide.log import LogPosition
 from swarmq.collector.decide.state import (
     TAINTS,
     EndedEpisode,
@@ -112,6 +116,8 @@ CREATE TABLE IF NOT EXISTS evaluations (
     policy TEXT NOT NULL, began_at REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (policy, began_at)
 ) WITHOUT ROWID;
 """
+FILES = "CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID"
+"""Registries of the run folder, in a run with standby collectors."""
 EPISODE_ENDED_AT = "ALTER TABLE episodes ADD COLUMN ended_at REAL NOT NULL DEFAULT 0"
 """Migration of schema-2 stores that an earlier version made without this column."""
 
@@ -161,6 +167,7 @@ SQL: dict[type[do.Effect], str] = {
     do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (:command_id, :body)",
     do.SendControl: "INSERT OR REPLACE INTO telling VALUES (:policy, :number)",
     do.ControlSent: "DELETE FROM telling WHERE policy = :policy AND number <= :number",
+    do.SaveFile: "INSERT OR REPLACE INTO files VALUES (:name, :body)",
     do.SaveVersion: "INSERT OR REPLACE INTO versions VALUES (:policy, :version)",
     do.SaveCount: "INSERT OR REPLACE INTO counts VALUES (:name, :value)",
 }
@@ -177,6 +184,28 @@ def _compile(statement: str) -> tuple[str, Callable[[do.Effect], tuple[Any, ...]
 
 
 STATEMENTS = {effect: _compile(statement) for effect, statement in SQL.items()}
+
+POSITION = "log"
+"""Key in `meta` of the store's place in the log of a run with standby collectors."""
+
+_rows: msgspec.msgpack.Decoder[list[do.Effect]] = msgspec.msgpack.Decoder(GenericAlias(list, (reduce(or_, SQL),)))
+
+
+def encode_rows(effects: Iterable[do.Effect]) -> bytes:
+    """Encode the effects that are rows, for `Store.apply`; b"" if there are none."""
+    rows = [effect for effect in effects if type(effect) in SQL]
+    return msgspec.msgpack.encode(rows) if rows else b""
+
+
+def decode_rows(body: bytes) -> list[do.Effect]:
+    """Decode a transaction. Raises CollectorError for one of another version of swarmq."""
+    try:
+        return _rows.decode(body)
+    except msgspec.MsgspecError as error:
+        raise CollectorError(
+            f"a transaction in the log cannot be read ({error}): all collectors of a run need the same version of swarmq"
+        ) from error
+
 
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 """Decoder for message bodies that were checked on arrival."""
@@ -227,6 +256,7 @@ class Store:
         self._bodies = RecentBodies(BODIES_BYTES)
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")
+        self._folder = path.parent if path else None
         try:
             with self._mapped():
                 self._db = sqlite3.connect(self._where, isolation_level=None)
@@ -262,6 +292,50 @@ class Store:
         if statement := STATEMENTS.get(type(effect)):
             sql, fields = statement
             self._db.execute(sql, fields(effect))
+
+    # ----------------------------------------------------------------------------------------- the log
+
+    def is_empty(self) -> bool:
+        """Return whether the store has no history."""
+        with self._mapped():
+            return not any(self._one("SELECT EXISTS (SELECT 1 FROM episodes), EXISTS (SELECT 1 FROM credit)") or ())
+
+    def position(self) -> LogPosition:
+        """Return the place in the log up to which the store has the history."""
+        with self._mapped():
+            row = self._one("SELECT value FROM meta WHERE key = ?", POSITION)
+        return msgspec.json.decode(row[0], type=LogPosition) if row else LogPosition()
+
+    def save_position(self, position: LogPosition) -> None:
+        """Write the place in the log, as a part of the present transaction."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?)", (POSITION, msgspec.json.encode(position).decode())
+        )
+
+    def leave_log(self) -> None:
+        """Forget the place in the log: the store goes on alone."""
+        with self.transaction():
+            self._db.execute("DELETE FROM meta WHERE key = ?", (POSITION,))
+
+    def file(self, name: str) -> bytes:
+        """Return the stored content of a registry; b"" if there is none."""
+        with self._mapped():
+            row = self._one("SELECT body FROM files WHERE name = ?", name)
+        return row[0] if row else b""
+
+    def dump(self) -> bytes:
+        """Return the whole store as an SQLite file."""
+        with self._mapped(), TemporaryDirectory(dir=self._folder) as folder:
+            with closing(sqlite3.connect(f"{folder}/base")) as copy:
+                self._db.backup(copy)
+            return Path(folder, "base").read_bytes()
+
+    def replace(self, dumped: bytes) -> None:
+        """Replace the content by that of another store."""
+        with self._mapped(), TemporaryDirectory(dir=self._folder) as folder:
+            Path(folder, "base").write_bytes(dumped)
+            with closing(sqlite3.connect(f"{folder}/base")) as copy:
+                copy.backup(self._db)
 
     # ---------------------------------------------------------------------------------------- the past
 
@@ -479,6 +553,7 @@ class Store:
         if self._one("SELECT 1 FROM pragma_table_info('eval_slots') WHERE name = 'given_up'") is None:
             self._db.execute(EVAL_GIVEN_UP)
         self._db.execute(EVALUATIONS)
+        self._db.execute(FILES)
         if self._one("SELECT 1 FROM pragma_table_info('eval_slots') WHERE name = 'metrics'") is None:
             self._db.execute(EVAL_METRICS)
         if self._one("SELECT 1 FROM pragma_table_info('episodes') WHERE name = 'ended_at'") is None:

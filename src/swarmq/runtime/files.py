@@ -43,6 +43,14 @@ def write_atomically(path: Path, content: bytes, *, is_durable: bool = True) -> 
         fsync_folder(path.parent)
 
 
+def read_if_exists(path: Path) -> bytes:
+    """Return the content of the file; b"" if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 def fsync_folder(folder: Path) -> None:
     """Make created, renamed and removed names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

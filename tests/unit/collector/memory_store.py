@@ -308,6 +308,7 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.SaveReply: lambda s, e: s._set(s._replies, e.command_id, e.body),
     do.SendControl: lambda s, e: s._set(s._telling, e.policy, e),
     do.ControlSent: MemoryStore._told,
+    do.SaveFile: lambda s, e: None,
     do.SaveVersion: lambda s, e: s._set(s._versions, e.policy, e.version),
     do.SaveCount: lambda s, e: s._set(s._counts, e.name, e.value),
 }

@@ -24,6 +24,7 @@ SECTIONS = (
     "metrics",
     "alerts",
     "transcripts",
+    "collector",
     "mix_schedule",
 )
 OF_A_POLICY = ("train", "engine", "sampling", "loss")

@@ -140,7 +140,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def assemble_rollout(
-    policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int
+    policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int, term: int = 0
 ) -> Rollout:
     """Return the message for one policy's learner. Pure: the same stored rows always give the same bytes."""
     by_id = {turn.call_id: turn for turn in turns}
@@ -166,6 +166,7 @@ def assemble_rollout(
         code_version=begin.code_version,
         attempt=begin.attempt,
         orphan_turns=sum(turn.policy == policy and turn.call_id not in kept for turn in turns),
+        term=term,
         turns=tuple(_rebase(turn, by_id, sent) for turn in turns if turn.call_id in sent),
     )
 

@@ -15,8 +15,8 @@ import msgspec
 from swarmq.messages import EventName
 
 
-class Effect(msgspec.Struct, frozen=True):
-    """Base of all effects."""
+class Effect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all effects. Those that are rows are also sent to standby collectors."""
 
 
 class Open(Effect, frozen=True):
@@ -263,6 +263,13 @@ class SaveVersion(Effect, frozen=True):
 class SaveCount(Effect, frozen=True):
     name: str
     value: int
+
+
+class SaveFile(Effect, frozen=True):
+    """Store the content of a registry of the run folder, for standby collectors."""
+
+    name: str
+    body: bytes
 
 
 class Emit(Effect, frozen=True):

@@ -105,6 +105,8 @@ class Batcher:
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: OrderedDict[str, None] = OrderedDict()
+        self.term = 0
+        """Newest term of a collector from which a rollout came."""
         self._metric_names = MetricNames()
         for index in logged:
             self.note(index)
@@ -128,6 +130,7 @@ class Batcher:
     def note(self, index: BatchIndex) -> None:
         """Take over number, carry, baselines and episode ids of a record that is in the log."""
         self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
+        self.term = max(self.term, index.term)
         for episode_id in (*index.trained, *index.dropped):
             self.known[episode_id] = None
         while len(self.known) > self.limits.num_known:
@@ -136,9 +139,14 @@ class Batcher:
             self._metric_names.admit(kind, sums.metrics)
 
     def accept(self, episode: Rollout) -> bool:
-        """Accept a rollout. Returns False if the log already has it; a rollout that already waits changes nothing."""
-        if episode.episode_id in self.known:
+        """Accept a rollout. Returns False if the log already has it; a rollout that already waits changes nothing.
+
+        A rollout of a former collector is refused: it may come so late that its id is forgotten, and the present collector sends
+        all that are not reported.
+        """
+        if episode.term < self.term or episode.episode_id in self.known:
             return False
+        self.term = episode.term
         if episode.episode_id in self._waiting or episode.episode_id in self._dropped:
             return True
         self._waiting.add(episode.episode_id)
@@ -315,6 +323,7 @@ class Batcher:
             at=at,
             control=self.limits.control,
             mix=self.limits.shares(version) if episodes else {},
+            term=self.term,
         )
         self.note(index)
         self._dropped, self._tally, self._groups_equal = {}, {}, 0

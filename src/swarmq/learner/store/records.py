@@ -89,6 +89,8 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     """Sequence number of the control state in effect; 0 before the first change of a setting during the run."""
     mix: dict[str, float] = {}
     """Kind -> share of this batch."""
+    term: int = 0
+    """Newest term of a collector from which rollouts had come; 0 in a run without standby collectors."""
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):

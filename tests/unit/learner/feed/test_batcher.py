@@ -149,6 +149,19 @@ def test_redelivery_of_what_waits_changes_nothing_and_of_what_is_logged_is_known
     assert not intake(logged=(record.index,)).accept(group[1])
 
 
+def test_rollouts_of_a_former_collector_are_refused_also_after_a_restart() -> None:
+    box = intake()
+    old, new = (
+        [msgspec.structs.replace(episode, term=term) for episode in make_group(name)]
+        for name, term in (("old", 1), ("new", 2))
+    )
+    feed(box, old[:1], new)
+    assert not box.accept(old[1])
+    record = take(box)
+    assert record is not None
+    assert not intake(logged=(record.index,)).accept(old[1])
+
+
 def test_equal_rewards_are_dropped_counted_and_recorded_but_seen_in_the_reward() -> None:
     box = intake()
     feed(box, make_group("a", (1.0, 1.0)))

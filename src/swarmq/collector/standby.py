@@ -1,0 +1,322 @@
+"""The log of a run with standby collectors: following it, taking over, and appending to it. `decide/log.py` has the rules.
+
+  log ──> _read ──hear──> APPLY, REBASE ──> store           (while standing by)
+                     ├──> CONFIRMED ──> `append` returns    (while leading)
+                     └──> LOST ──> `append` raises FencedError; reading waits until the collector has let go of the store
+  inbox without a consumer ──> claim ──> WON ──> `lead` returns
+
+That the inbox has no consumer only says when to try. Safe is the takeover by the log alone: a leader that still lives reads the claim
+before its next transaction counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Protocol, Self
+
+import msgspec
+import structlog
+
+from swarmq.broker import Deliveries, Depth, topology
+from swarmq.collector.decide.effects import Close, SaveFile
+from swarmq.collector.decide.log import Heard, LogPosition, LogReader
+from swarmq.collector.store import Store, decode_rows
+from swarmq.config import SwarmJob
+from swarmq.errors import BrokerLostError, CollectorError, FencedError
+from swarmq.messages import LogEntry, Message, new_id
+from swarmq.runtime.files import read_if_exists, write_atomically
+from swarmq.transcripts.writer import TranscriptWriter
+
+PREFETCH = 64
+PART_BYTES = 1024 * 1024
+"""Size of an entry's body, above which it is divided."""
+
+log = structlog.get_logger()
+
+
+class StandbyIntervals(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals and time limits of a standby."""
+
+    look_s: float = 1.0
+    """Seconds between two checks for a leader."""
+    num_looks: int = 2
+    """Number of checks in a row that must find no leader."""
+    grace_s: float = 5.0
+    """Seconds after a claim in which its sender is not checked, because it loads its state."""
+    retry_s: float = 2.0
+    """Seconds until a write that the disk refused is tried again."""
+    hear_s: float = 300.0
+    """Seconds within which an entry that the broker has confirmed must be read back."""
+
+
+INTERVALS = StandbyIntervals()
+
+
+class StreamBroker(Protocol):
+    """What the log needs of the broker."""
+
+    async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None: ...
+    async def depths(self, queues: Sequence[str]) -> dict[str, Depth]: ...
+    async def declare_stream(self, stream: str) -> None: ...
+    def read_stream(
+        self, stream: str, *, prefetch: int, next_offset: Callable[[], int], skip: Callable[[int], None]
+    ) -> AbstractAsyncContextManager[Deliveries]: ...
+
+
+class StandbyLog:
+    """This collector's end of the log."""
+
+    def __init__(
+        self,
+        broker: StreamBroker,
+        store: Store,
+        job: SwarmJob,
+        *,
+        transcripts: TranscriptWriter | None,
+        intervals: StandbyIntervals,
+    ) -> None:
+        self._broker, self._store = broker, store
+        self._run, self._folder = job.run, job.run_folder
+        self._transcripts, self._intervals = transcripts, intervals
+        self._stream = topology.log(job.run)
+        self._reader = LogReader(new_id(), store.position(), is_empty=store.is_empty())
+        self._claimed_at = float("-inf")
+        self._claimed: asyncio.Future[None] | None = None
+        """Done when the claim that is on its way is decided."""
+        self._appended: asyncio.Future[LogPosition] | None = None
+        self._asked: list[str] = []
+        self._free = asyncio.Event()
+        """Set while no collector uses the store."""
+        self._free.set()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        broker: StreamBroker,
+        store: Store,
+        job: SwarmJob,
+        *,
+        transcripts: TranscriptWriter | None = None,
+        intervals: StandbyIntervals = INTERVALS,
+    ) -> AsyncIterator[Self]:
+        """Read the log while the context is open. Raises CollectorError if the log is gone."""
+        end = cls(broker, store, job, transcripts=transcripts, intervals=intervals)
+        if not store.position().log:
+            await broker.declare_stream(end._stream)
+        elif end._stream not in await broker.depths([end._stream]):
+            raise CollectorError(
+                f"{end._stream} was deleted, so this store and its standbys may differ: start the collector with the newest "
+                "store once with collector.standby = false, and move the others' stores away"
+            )
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(end._read())
+            yield end
+            reading.cancel()
+
+    @property
+    def term(self) -> int:
+        """Term of the leader that this collector has last read of."""
+        return self._reader.position.term
+
+    async def lead(self) -> None:
+        """Stand by until this collector leads. From then on nothing but the caller writes to the store, until `release`."""
+        log.info("standing_by")
+        while not self._reader.is_leading:
+            await self._until_leaderless()
+            await self._claim()
+        log.info("leading", term=self.term, transactions=self._reader.position.number)
+
+    def release(self) -> None:
+        """Let the log write to the store again."""
+        self._free.set()
+
+    def check(self) -> None:
+        """Raise FencedError if this collector does not lead any more."""
+        if not self._reader.is_leading:
+            raise FencedError(f"another collector of run {self._run!r} has taken over with term {self.term}")
+
+    async def append(self, body: bytes) -> LogPosition:
+        """Append a transaction, and return its place once it counts. Raises FencedError if it does not count."""
+        self.check()
+        self._appended = asyncio.get_running_loop().create_future()
+        position = self._reader.position
+        try:
+            await self._publish(
+                LogEntry(
+                    run=self._run,
+                    what="transaction",
+                    log=position.log,
+                    term=position.term,
+                    number=position.number + 1,
+                    body=body,
+                )
+            )
+            return await self._await_reading(self._appended)
+        finally:
+            self._appended = None
+
+    async def answer_joins(self) -> None:
+        """Append a base for every standby that has asked for one. No transaction may be open."""
+        while self._asked:
+            position = self._reader.position
+            log.info("standby_joins", transactions=position.number)
+            base = LogEntry(
+                run=self._run,
+                what="base",
+                log=position.log,
+                term=position.term,
+                number=position.number,
+                join=self._asked[0],
+                body=self._store.dump(),
+            )
+            await self._publish(base)
+            self._asked.pop(0)
+
+    # ------------------------------------------------------------------------------------------- taking over
+
+    async def _until_leaderless(self) -> None:
+        """Wait until the inbox has no consumer, and this collector could lead."""
+        inbox, intervals, num = topology.inbox(self._run), self._intervals, 0
+        while num < intervals.num_looks:
+            await asyncio.sleep(intervals.look_s)
+            depth = (await self._broker.depths([inbox])).get(inbox, Depth(0, 0))
+            may_lead = self._reader.is_complete or not self._reader.has_begun
+            is_new = asyncio.get_running_loop().time() - self._claimed_at < intervals.grace_s
+            num = num + 1 if may_lead and not is_new and not depth.consumers else 0
+
+    async def _claim(self) -> None:
+        """Append a claim, and return when it is decided."""
+        position, self._claimed = self._reader.position, asyncio.get_running_loop().create_future()
+        claim = LogEntry(
+            run=self._run,
+            what="claim",
+            log=position.log or new_id(),
+            term=position.term + 1,
+            sender=self._reader.me,
+            number=position.number,
+        )
+        await self._publish(claim)
+        await self._await_reading(self._claimed)
+
+    async def _await_reading(self, read: asyncio.Future[LogPosition] | asyncio.Future[None]) -> LogPosition:
+        try:
+            async with asyncio.timeout(self._intervals.hear_s):
+                await read
+        except TimeoutError:
+            raise CollectorError(
+                f"{self._stream}: an entry was confirmed but does not arrive; has the broker lost the end of the stream?"
+            ) from None
+        return read.result() or self._reader.position
+
+    async def _publish(self, entry: LogEntry) -> None:
+        parts = range(0, max(len(entry.body), 1), PART_BYTES)
+        for part, start in enumerate(parts):
+            body = entry.body[start : start + PART_BYTES]
+            await self._broker.publish(
+                self._stream, msgspec.structs.replace(entry, part=part, num_parts=len(parts), body=body)
+            )
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    async def _read(self) -> None:
+        async with self._broker.read_stream(
+            self._stream,
+            prefetch=PREFETCH,
+            next_offset=lambda: self._reader.position.offset + 1,
+            skip=self._reader.skip,
+        ) as deliveries:
+            async for delivery in deliveries:
+                await self._hear(delivery.message, delivery.arrival.headers[topology.STREAM_OFFSET])
+                with suppress(BrokerLostError):
+                    await delivery.ack()
+
+    async def _hear(self, entry: Message, offset: int) -> None:
+        if not isinstance(entry, LogEntry) or entry.run != self._run:
+            self._reader.skip(offset)
+            return
+        reader, was_leading = self._reader, self._reader.is_leading
+        heard = reader.hear(entry, offset)
+        if was_leading and not reader.is_leading:
+            self._asked.clear()
+            if self._appended and not self._appended.done():
+                self._appended.set_exception(FencedError(f"another collector leads with term {self.term}"))
+            await self._free.wait()
+        match heard:
+            case Heard.CONFIRMED:
+                if self._appended and not self._appended.done():
+                    self._appended.set_result(reader.position)
+            case Heard.ASKED:
+                self._asked.append(entry.join)
+            case Heard.APPLY:
+                await self._until_written(lambda: self._apply(reader.body))
+            case Heard.REBASE:
+                await self._until_written(lambda: self._rebase(reader.body))
+                log.info("joined", transactions=reader.position.number)
+            case Heard.GAP:
+                log.info("asks_for_a_base", reason="this collector's store lacks a part of the history")
+                await self._publish(LogEntry(run=self._run, what="join", sender=reader.me, join=reader.join))
+            case Heard.FOREIGN:
+                raise CollectorError(
+                    f"the collector's store has a history that is not the one in {self._stream}: move the file away to stand by"
+                )
+            case Heard.WON | Heard.LOST:
+                self._claimed_at = asyncio.get_running_loop().time()
+                await self._until_written(self._save_position)
+        if heard is Heard.WON:
+            self._free.clear()
+        if heard in {Heard.WON, Heard.LOST, Heard.GAP} and self._claimed and not self._claimed.done():
+            self._claimed.set_result(None)
+
+    async def _until_written(self, write: Callable[[], None]) -> None:
+        while True:
+            try:
+                write()
+                return
+            except CollectorError as error:
+                log.warning("store_unavailable", reason=str(error), retry_s=self._intervals.retry_s)
+            await asyncio.sleep(self._intervals.retry_s)
+
+    def _save_position(self) -> None:
+        with self._store.transaction():
+            self._store.save_position(self._reader.position)
+
+    def _write_files(self, before: Mapping[str, bytes]) -> None:
+        """Bring the run folder's registries to the store's state. A file that differs from what was stored `before` was edited on
+        this host while its collector did not lead, and is kept."""
+        for path in self._folder.registries:
+            stored = self._store.file(path.name)
+            if stored != before[path.name] and read_if_exists(path) in {b"", before[path.name]}:
+                write_atomically(path, stored) if stored else path.unlink(missing_ok=True)
+
+    def _read_files(self) -> dict[str, bytes]:
+        return {path.name: self._store.file(path.name) for path in self._folder.registries}
+
+    def _apply(self, body: bytes) -> None:
+        """Write a transaction of the leader, and record the transcripts of the episodes that it closes."""
+        closed = []
+        effects = decode_rows(body)
+        before = self._read_files() if any(isinstance(effect, SaveFile) for effect in effects) else None
+        with self._store.transaction():
+            for effect in effects:
+                if (
+                    self._transcripts
+                    and isinstance(effect, Close)
+                    and (episode := self._store.closed(effect, time.time()))
+                ):
+                    closed.append(episode)
+                self._store.write(effect)
+            self._store.save_position(self._reader.position)
+        if before is not None:
+            self._write_files(before)
+        if self._transcripts and closed:
+            self._transcripts.offer(closed)
+
+    def _rebase(self, body: bytes) -> None:
+        before = self._read_files()
+        self._store.replace(body)
+        self._save_position()
+        self._write_files(before)
