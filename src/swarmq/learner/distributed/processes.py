@@ -39,8 +39,7 @@ WHY = {
     signal.SIGKILL: " (out of memory?)",
     signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
 }
-HEAR_S = 1.0
-"""Seconds to wait after a rank's failure for news of a killed rank, which may have caused the failure."""
+CAUSE_WAIT_S = 1.0
 STEADY_S = 120.0
 """Seconds that a process must live before the delay of its next restart is short again."""
 
@@ -65,11 +64,12 @@ def run_collector(job: SwarmJob, policy: str) -> Iterator[None]:
         keeper.stop()
 
 
-def run_ranks(argv: Sequence[str], num_ranks: int) -> None:
+def run_ranks(argv: Sequence[str], num_ranks: int, *, cause_wait_s: float = CAUSE_WAIT_S) -> None:
     """Start every rank by the command `argv` and wait for all of them. If one fails, the others are stopped and LearnerError is
     raised.
 
-    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop.
+    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop. `cause_wait_s`: seconds to wait after a rank's
+    failure for a rank that was killed, which may have caused the failure.
     """
     ranks = start_ranks(argv, num_ranks)
 
@@ -86,7 +86,7 @@ def run_ranks(argv: Sequence[str], num_ranks: int) -> None:
         for _ in ranks:
             number, status = ended.get()
             if status:
-                number, status = _find_first_failure(number, status, ended)
+                number, status = _find_first_failure(number, status, ended, cause_wait_s)
                 if status == os.EX_CONFIG:
                     raise SetUpError(f"rank {number} of {num_ranks} refuses the settings: see its last line above")
                 raise LearnerError(
@@ -121,14 +121,16 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
         ]
 
 
-def _find_first_failure(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
+def _find_first_failure(
+    number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]], wait_s: float
+) -> tuple[int, int]:
     """Return index and exit status of the rank that failed first: a killed one, else the one that was noticed first.
 
     `number`, `status`: index and exit status of the rank that was noticed first. `ended`: those of the ranks that end later.
     """
     with contextlib.suppress(queue.Empty):
         while status != -signal.SIGKILL:
-            other = ended.get(timeout=HEAR_S)
+            other = ended.get(timeout=wait_s)
             if other[1] == -signal.SIGKILL:
                 return other
     return number, status

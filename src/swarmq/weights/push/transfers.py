@@ -221,8 +221,8 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
-        self._is_borrowed = False
-        """Whether the buffer is freed after this push."""
+        self._frees_after_push = False
+        """Whether the buffer of the present push is freed at its end."""
 
     def pack(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
         """Copy the weights into the buffer and return it with the facts that receivers need. Raises EngineError if the GPU has
@@ -234,13 +234,13 @@ class StagingBuffer:
                 self._buffer = torch.empty(plan.size_bytes, dtype=torch.uint8, device="cuda")
             except torch.OutOfMemoryError as error:
                 raise EngineError(f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights to send") from error
-        self._is_borrowed = all(each.device.type == "cpu" for each in tensors.values())
+        self._frees_after_push = all(each.device.type == "cpu" for each in tensors.values())
         plan.pack(tensors, self._buffer)
         torch.cuda.synchronize()
         return self._buffer, {"tensors": plan.entries, "checksum": checksum_buffer(self._buffer)}
 
     def withdraw(self) -> None:
-        if self._is_borrowed:
+        if self._frees_after_push:
             self._buffer = None
 
 

@@ -27,9 +27,8 @@ def test_a_rank_that_was_killed_is_named_and_not_those_that_it_took_along(
         return subprocess.Popen(["sh", "-c", scripts[int(environment["RANK"])]])
 
     monkeypatch.setattr(processes, "_start", started)
-    monkeypatch.setattr(processes, "HEAR_S", 60.0 if "kill -9" in scripts[1] else 0.1)
     with pytest.raises(LearnerError, match=says):
-        processes.run_ranks([], 2)
+        processes.run_ranks([], 2, cause_wait_s=60.0 if "kill -9" in scripts[1] else 0.1)
 
 
 def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
