@@ -44,17 +44,21 @@ async def keep_receiver(host: str, port: int, *, secret: str, log_path: Path) ->
             ...  # start vLLM with os.environ | receiver.environment, listening on the same host
 
     `port`: 0 for any free one. `secret`: the engine's secret. Learners reach the receiver under the host of the engine's URL. A
-    receiver that dies is started again at the same port. Raises ConfigError if the port is taken, and EngineError, as an
-    exception group, if the receiver dies again and again.
+    receiver that dies is started again at the same port. Raises ConfigError if the port is taken, and EngineError if
+    the receiver dies again and again.
     """
     with listen(host, port, backlog=128, setting="the weight receiver's port") as listener:
         receiver = Receiver(listener.getsockname()[1])
-        async with asyncio.TaskGroup() as tasks:
-            keeping = tasks.create_task(_keep(receiver, listener, secret, log_path))
-            try:
-                yield receiver
-            finally:
-                keeping.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeping = tasks.create_task(_keep(receiver, listener, secret, log_path))
+                try:
+                    yield receiver
+                finally:
+                    keeping.cancel()
+        except ExceptionGroup as errors:
+            error = errors.exceptions[0]  # the block's own, or the receiver's
+            raise error from error.__cause__
 
 
 async def _keep(receiver: Receiver, listener: socket.socket, secret: str, log_path: Path) -> None:
