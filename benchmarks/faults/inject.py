@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import random
 import signal
@@ -25,8 +26,10 @@ import structlog
 from aio_pika.abc import AbstractIncomingMessage
 
 from benchmarks.faults.client import Lines
+from benchmarks.faults.partition import cut_off, heal
 from benchmarks.faults.world import GROUP_SIZE, KIND, NUM_CLIENTS, NUM_WORKERS, POLICY, RUN, World, catches
 from swarmq.broker import topology
+from swarmq.broker.node.cluster import PrivateCluster
 from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.store import batch_log
@@ -208,18 +211,18 @@ async def io_stopped(nemesis: Nemesis) -> str | None:
 async def broker_killed(nemesis: Nemesis) -> str | None:
     async def restart() -> None:
         async with nemesis.alone("broker"):
-            await nemesis.world.node.kill()
+            await nemesis.world.cluster.kill()
             await asyncio.sleep(_seconds(nemesis.rng, 2.0))
-            await _start(nemesis.world.node)
+            await _start(nemesis.world.cluster)
 
     nemesis.lasting(restart())
     return "RabbitMQ"
 
 
-async def _start(node: PrivateNode) -> None:
+async def _start(broker: PrivateNode | PrivateCluster) -> None:
     while True:
         try:
-            return await node.start()
+            return await broker.start()
         except BrokerError as error:
             log.warning("not up, trying again", error=str(error))
 
@@ -232,10 +235,10 @@ async def power_lost(nemesis: Nemesis) -> str | None:
             for part in nemesis.world.parts.values():
                 part.signal(signal.SIGKILL)
             await asyncio.gather(
-                nemesis.world.node.kill(),
+                nemesis.world.cluster.kill(),
                 *(parts.enter_async_context(part.down()) for part in nemesis.world.parts.values()),
             )
-            await _start(nemesis.world.node)
+            await _start(nemesis.world.cluster)
 
     nemesis.lasting(lose())
     return "everything"
@@ -299,10 +302,79 @@ async def broker_stopped(nemesis: Nemesis) -> str | None:
 
     async def stop() -> None:
         async with nemesis.alone("broker"):
-            await _stop(nemesis.world.node.pids[0], seconds)
+            await asyncio.gather(*(_stop(node.pids[0], seconds) for node in nemesis.world.cluster.nodes))
 
     nemesis.lasting(stop())
     return f"RabbitMQ for {seconds:.1f} s"
+
+
+# -------------------------------------------------------------------------------------- nodes of a cluster
+
+
+async def leader_killed(nemesis: Nemesis) -> str | None:
+    """The node with the leader of the busiest queue dies, and joins again."""
+
+    async def restart() -> None:
+        async with nemesis.alone("broker"):
+            if (node := await _leader(nemesis.world)) is not None:
+                await _away(nemesis, [node])
+
+    nemesis.lasting(restart())
+    return f"leader of {topology.inbox(RUN)}"
+
+
+async def majority_killed(nemesis: Nemesis) -> str | None:
+    """The last node accepts nobody until another one is back."""
+    nodes = nemesis.rng.sample(nemesis.world.cluster.nodes, len(nemesis.world.cluster.nodes) // 2 + 1)
+
+    async def restart() -> None:
+        async with nemesis.alone("broker"):
+            await _away(nemesis, nodes)
+
+    nemesis.lasting(restart())
+    return f"{len(nodes)} nodes"
+
+
+async def _away(nemesis: Nemesis, nodes: list[PrivateNode]) -> None:
+    await asyncio.gather(*(node.kill() for node in nodes))
+    await asyncio.sleep(_seconds(nemesis.rng, 3.0))
+    await asyncio.gather(*map(_start, nodes))
+
+
+async def leader_cut_off(nemesis: Nemesis) -> str | None:
+    """The node with the leader of the busiest queue loses the others, while clients still reach it."""
+    nodes, seconds = nemesis.world.cluster.nodes, 2.0 + _seconds(nemesis.rng, 6.0)
+
+    async def cut() -> None:
+        async with nemesis.alone("broker"):
+            if (node := await _leader(nemesis.world)) is not None:
+                await cut_off(node, nodes)
+                await asyncio.sleep(seconds)
+                await heal(node, nodes)
+
+    nemesis.lasting(cut())
+    return f"leader of {topology.inbox(RUN)} for {seconds:.1f} s"
+
+
+async def node_stopped(nemesis: Nemesis) -> str | None:
+    node, seconds = nemesis.rng.choice(nemesis.world.cluster.nodes), 2.0 + _seconds(nemesis.rng, 12.0)
+
+    async def stop() -> None:
+        async with nemesis.alone("broker"):
+            await _stop(node.pids[0], seconds)
+
+    nemesis.lasting(stop())
+    return f"{node.folder.name} for {seconds:.1f} s"
+
+
+async def _leader(world: World) -> PrivateNode | None:
+    """Return the node with the leader of the inbox, the queue with most messages; None while there is none."""
+    for node in world.cluster.nodes:
+        with contextlib.suppress(BrokerError):  # it may be busy dying
+            text = await node.ctl("list_queues", "-q", "--formatter", "json", "name", "leader")
+            leaders = {queue["name"]: queue["leader"] for queue in json.loads(text)}
+            return next((one for one in world.cluster.nodes if one.identity.node == leaders[topology.inbox(RUN)]), None)
+    return None
 
 
 # ---------------------------------------------------------------------------------------------- aimed kills
@@ -623,6 +695,14 @@ MEMORY = (
 LONG_ALARM_S = (18.0, 48.0)
 """Longer than a proxy waits for the broker's confirm before it refuses a call."""
 
+CLUSTER_FAULTS: dict[str, Fault] = {
+    "broker's leader killed": leader_killed,
+    "broker's leader cut off": leader_cut_off,
+    "broker's majority killed": majority_killed,
+    "broker node stopped": node_stopped,
+}
+"""Only with several nodes."""
+
 FAULTS: dict[str, Fault] = {
     "client killed": killed(*CLIENTS),
     "client killed around an outcome": killed_while_ending,
@@ -646,6 +726,7 @@ FAULTS: dict[str, Fault] = {
     "engine stopped": stopped("engine"),
     "broker killed": broker_killed,
     "broker stopped": broker_stopped,
+    **CLUSTER_FAULTS,
     "broker memory alarm": alarm(*MEMORY),
     "long broker memory alarm": alarm(*MEMORY, least_s=LONG_ALARM_S[0], most_s=LONG_ALARM_S[1]),
     "broker disk alarm": alarm(("set_disk_free_limit", "900000000000000"), ("set_disk_free_limit", "50MB")),
@@ -691,6 +772,10 @@ SHARES = {
     "engine stopped": 20,
     "broker killed": 15,
     "broker stopped": 15,
+    "broker's leader killed": 15,
+    "broker's leader cut off": 15,
+    "broker's majority killed": 10,
+    "broker node stopped": 15,
     "broker memory alarm": 8,
     "long broker memory alarm": 5,
     "broker disk alarm": 8,
@@ -717,7 +802,10 @@ SHARES = {
 
 def possible(world: World) -> tuple[str, ...]:
     """The faults that can be injected here: a file system of its own can be mounted by root alone."""
-    return tuple(name for name in FAULTS if name != DISK_FULL or world.disk)
+    impossible = set() if world.disk else {DISK_FULL}
+    if len(world.cluster.nodes) == 1:
+        impossible |= CLUSTER_FAULTS.keys()
+    return tuple(name for name in FAULTS if name not in impossible)
 
 
 def plan(injections: int, *, seed: int, only: tuple[str, ...] = ()) -> list[str]:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.faults --injections 1000 --seed 7
     python -m benchmarks.faults --injections 1000 --seed 7 --keep DIR              goes on in DIR if it was cut short
+    python -m benchmarks.faults --injections 100 --nodes 3                         on a RabbitMQ cluster of three nodes
     python -m benchmarks.faults --injections 60 --break acknowledge-before-log     a negative control: must be caught
 
 The processes are the real ones, with a small model that really trains and, unless `--engine vllm`, an engine that
@@ -83,13 +84,14 @@ async def play(
     broken: str = "",
     vllm: bool = False,
     only: tuple[str, ...] = (),
+    nodes: int = 1,
 ) -> Result:
     """One run in `folder`: up, break, drain, stop in order, judge. What was interrupted there before goes on.
 
     SIGTERM and SIGINT end the injections early, and what there is by then is judged.
     """
     hangs: list[str] = []
-    async with World.open(folder, nursery, model=model, broken=broken, vllm=vllm) as world:
+    async with World.open(folder, nursery, model=model, broken=broken, vllm=vllm, nodes=nodes) as world:
         nemesis = Nemesis(world, seed=seed)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, nemesis.stop.set)
@@ -306,6 +308,7 @@ def main() -> None:
         "--break", dest="broken", default="", help="a rule that a part is to break; see benchmarks.faults.broken"
     )
     options.add_argument("--only", action="append", default=[], choices=FAULTS, help="only this fault; repeatable")
+    options.add_argument("--nodes", type=int, default=1, help="RabbitMQ nodes; several form a cluster")
     options.add_argument("--name", default="faults", help="name of the result")
     options.add_argument("--keep", type=Path, help="run in this folder and keep it; what was cut short there goes on")
     given = options.parse_args()
@@ -324,6 +327,7 @@ def main() -> None:
                 broken=given.broken,
                 vllm=given.engine == "vllm",
                 only=tuple(given.only),
+                nodes=given.nodes,
             )
         )
     print(report(result))

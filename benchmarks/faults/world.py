@@ -2,7 +2,7 @@
 
     clients ──relay──> proxy ──relay──> engine <──relay── learner (and its I/O process)
        │                 │                                  │            collector
-       └────relay────────┴────────────relay─────────────────┴──────────────relay────> RabbitMQ (private node)
+       └────relay────────┴────────────relay─────────────────┴──────────────relay────> RabbitMQ (private, one node or several)
 
 A part that ends is started again after a moment, whatever it died of; deaths that nobody injected are kept with the
 last lines of its log. The harness itself only feeds tasks, and looks. What it sees goes into files of the folder: a
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -31,8 +32,9 @@ from swarmq import keys
 from swarmq.broker import topology
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.broker.node import probe
+from swarmq.broker.node.cluster import PrivateCluster
 from swarmq.broker.node.process import PrivateNode
-from swarmq.config import RunFolder, SwarmJob
+from swarmq.config import BrokerSettings, RunFolder, SwarmJob
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import BrokerError
 from swarmq.learner.feed.ipc import COMMAND
@@ -149,8 +151,10 @@ class Part:
 class World:
     """Everything that runs; `open` brings it up and takes it down."""
 
-    def __init__(self, folder: Path, job: SwarmJob, node: PrivateNode, nursery: Nursery, *, broken: str = "") -> None:
-        self.folder, self.job, self.node, self.broken = folder, job, node, broken
+    def __init__(
+        self, folder: Path, job: SwarmJob, cluster: PrivateCluster, nursery: Nursery, *, broken: str = ""
+    ) -> None:
+        self.folder, self.job, self.cluster, self.broken = folder, job, cluster, broken
         self.nursery = nursery
         self.run_folder: RunFolder = job.run_folder
         self.parts: dict[str, Part] = {}
@@ -175,13 +179,14 @@ class World:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, folder: Path, nursery: Nursery, *, model: Path, broken: str = "", vllm: bool = False
+        cls, folder: Path, nursery: Nursery, *, model: Path, broken: str = "", vllm: bool = False, nodes: int = 1
     ) -> AsyncIterator[World]:
-        """`broken` names a rule that one of the parts is to break."""
+        """`broken` names a rule that one of the parts is to break; `nodes` is the number of RabbitMQ nodes."""
         async with contextlib.AsyncExitStack() as stack:
             job = _job(folder, model, proxy_port=find_free_port())
-            node = await stack.enter_async_context(PrivateNode(folder / "broker"))
-            world = cls(folder, job, node, nursery, broken=broken)
+            cluster = PrivateCluster(folder / "broker", BrokerSettings(nodes=nodes))
+            await stack.enter_async_context(cluster)
+            world = cls(folder, job, cluster, nursery, broken=broken)
             world.disk = stack.enter_context(_small_disk(folder, job.run_folder.batch_log(POLICY)))
             if world.disk:
                 world.logs = world.disk / LOGS
@@ -202,15 +207,16 @@ class World:
 
     async def _connect(self, stack: contextlib.AsyncExitStack, *, vllm: bool) -> None:
         """Relays, parts, and the harness's own connection."""
-        host, amqp = "127.0.0.1", self.node.identity.amqp_port
+        host = "127.0.0.1"
         self.engine_port, journal = find_free_port(), self.folder / "engine.jsonl"
-        for role in ROLES:
-            self.relays[f"{role}-broker"] = await stack.enter_async_context(TcpRelay.to(host, amqp))
+        for role, (number, node) in itertools.product(ROLES, enumerate(self.cluster.nodes)):
+            relay = await stack.enter_async_context(TcpRelay.to(host, node.identity.amqp_port))
+            self.relays[_broker_link(role, number)] = relay
         for role in ("proxy", "learner"):
             self.relays[f"{role}-engine"] = await stack.enter_async_context(TcpRelay.to(host, self.engine_port))
         self.relays["clients-proxy"] = await stack.enter_async_context(TcpRelay.to(host, self.job.proxy.port))
         self.broker = await stack.enter_async_context(
-            AmqpBroker.open(self.node.amqp_url, name="faults", deadline_s=None)
+            AmqpBroker.open(self.cluster.amqp_url, name="faults", deadline_s=None)
         )
         await self.broker.declare(RUN, policies=[POLICY], kinds=[KIND])
         if vllm:
@@ -277,6 +283,11 @@ class World:
         """What all clients have written."""
         return [line for number in range(NUM_CLIENTS) for line in read_lines(self.ledger(f"client{number}"), Line)]
 
+    @property
+    def node(self) -> PrivateNode:
+        """The node of RabbitMQ that obeys commands."""
+        return self.cluster.nodes[0]
+
     def io_pid(self) -> int | None:
         """The learner's I/O process."""
         pid = self.parts["learner"].pid
@@ -308,8 +319,9 @@ class World:
         return self.relays.get(f"{role}-{to}", self.relays["proxy-engine"]).port
 
     def _broker_url(self, role: str) -> str:
-        port = self.relays[f"{role}-broker"].port
-        return f"amqp://{self.node.user}:{self.node.password}@127.0.0.1:{port}/?heartbeat={HEARTBEAT_S}"
+        login = f"{self.cluster.user}:{self.cluster.password}"
+        ports = [self.relays[_broker_link(role, number)].port for number in range(len(self.cluster.nodes))]
+        return ",".join(f"amqp://{login}@127.0.0.1:{port}/?heartbeat={HEARTBEAT_S}" for port in ports)
 
     def _invite(self, name: str) -> str:
         """A client that cannot say which answers it got is where no network loses any: at the proxy."""
@@ -388,6 +400,11 @@ class World:
             f"{death.part.rstrip('0123456789')} (status {death.status}): {_gist(death.words)}"
             for death in self.deaths.found
         )
+
+
+def _broker_link(role: str, number: int) -> str:
+    """Return the name of a role's relay to a node of RabbitMQ."""
+    return f"{role}-broker{number or ''}"
 
 
 def catches(pid: int, number: int) -> bool:

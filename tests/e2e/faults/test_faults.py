@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.faults.broken import RULES
-from benchmarks.faults.inject import DISK_FULL, FAULTS
+from benchmarks.faults.inject import CLUSTER_FAULTS, DISK_FULL, FAULTS
 from benchmarks.faults.run import play, report
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -22,13 +22,24 @@ REVEALED_BY = {
 
 
 async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_path, nursery, model):
-    result = await play(tmp_path, nursery, injections=len(FAULTS), seed=3, gap_s=0.2, model=model)
+    result = await play(tmp_path, nursery, injections=len(FAULTS) - len(CLUSTER_FAULTS), seed=3, gap_s=0.2, model=model)
     assert result.passed, report(result)
     injected = {row.fault for row in result.verdict.rows if row.injections}
-    assert FAULTS.keys() - injected <= {DISK_FULL}, "every kind, and the full disk where one may be mounted"
+    assert FAULTS.keys() - CLUSTER_FAULTS.keys() - injected <= {DISK_FULL}, (
+        "the full disk only where one may be mounted"
+    )
     assert result.dead_letters == 0
     assert result.verdict.account.trained > 50
     assert result.weights.pushes > 0
+
+
+async def test_nothing_is_lost_when_the_nodes_of_a_cluster_die_or_lose_each_other(tmp_path, nursery, model):
+    faults = tuple(CLUSTER_FAULTS)
+    result = await play(tmp_path, nursery, injections=len(faults), seed=1, gap_s=2.0, model=model, only=faults, nodes=3)
+    assert result.passed, report(result)
+    assert {row.fault for row in result.verdict.rows if row.injections} == set(faults)
+    assert result.verdict.account.trained > 20
+    assert result.dead_letters == 0
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -21,6 +21,7 @@ from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import BrokerError
 from swarmq.messages import Ticket
 from swarmq.runtime.processes import reserve_port
+from swarmq.up.supervision import keep_broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,16 +92,19 @@ async def test_any_node_answers_for_the_management_api(cluster):
     assert all(cluster.cluster.user in api.users() for _ in range(4))
 
 
-async def test_nothing_is_lost_when_the_leader_is_killed_and_the_node_joins_again(cluster, run_name):
+async def test_nothing_is_lost_when_the_leader_is_killed_and_the_node_joins_again(cluster, run_name, logs):
+    warnings: list[str] = []
     async with opened(cluster, run_name) as broker, asyncio.timeout(100):
         victim = await leader(cluster, run_name, topology.tickets(run_name, "math"))
+        keeper = asyncio.create_task(cluster.do(keep_broker(victim, warnings.append, name="broker node")))
         publishing = asyncio.create_task(publish_all(broker, run_name))
         os.kill(victim.pids[0], signal.SIGKILL)
-        seen = await take_all(broker, run_name)
+        assert await take_all(broker, run_name) == {str(number) for number in range(COUNT)}
         await publishing
-        await cluster.do(victim.stop())
-        await cluster.do(victim.start())
-        assert seen == {str(number) for number in range(COUNT)}
+        while not logs.count("started_again"):  # noqa: ASYNC110 - logged by another thread
+            await asyncio.sleep(0.1)
+        keeper.cancel()
+        assert warnings == [f"broker node died with status {-signal.SIGKILL}; restarting"]
         text = await cluster.do(victim.ctl("cluster_status", "--formatter", "json"))
         assert len(json.loads(text)["running_nodes"]) == 3
 
