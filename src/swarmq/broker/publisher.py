@@ -111,7 +111,8 @@ class Publisher:
             return
         if now - self._warned.get(queue, -WARN_EVERY_S) >= WARN_EVERY_S:
             self._warned[queue] = now
-            log.warning("queue_full", queue=queue, action="publishing waits for room")
+            reason = {"reason": f"it is full, or {session.majority_hint}"} if session.is_in_cluster else {}
+            log.warning("queue_full", queue=queue, **reason, action="publishing waits for room")
         await asyncio.sleep(random.uniform(0.1, MAX_FULL_DELAY_S))
 
 

@@ -196,17 +196,18 @@ class Session:
                 await self._sit_out_alarm()
                 deadline = clock() + answer_s
             elif clock() >= deadline:
-                self.fail(f"no answer within {answer_s:g} s{self._majority_hint()}")
+                hint = f"; {self.majority_hint}" if self.is_in_cluster else ""
+                self.fail(f"no answer within {answer_s:g} s{hint}")
 
     @property
     def is_in_cluster(self) -> bool:
         """Whether the broker's URL lists other nodes, too."""
         return len(self._nodes) > 1
 
-    def _majority_hint(self) -> str:
-        if not self.is_in_cluster:
-            return ""
-        return f"; a queue answers only while most of its nodes are up: check {', '.join(self._nodes)}"
+    @property
+    def majority_hint(self) -> str:
+        """What to check when a queue of a cluster does not work."""
+        return f"a queue works only while most of its nodes are up: check {', '.join(self._nodes)}"
 
     async def _sit_out_alarm(self) -> None:
         if not self._blocked:

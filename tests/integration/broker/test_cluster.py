@@ -56,6 +56,15 @@ async def leader(cluster: BackgroundCluster, run: str, queue: str) -> PrivateNod
     return next(node for node in cluster.cluster.nodes if node.identity.node == name)
 
 
+def names_all(event: dict[str, Any], nodes: list[PrivateNode]) -> bool:
+    """Whether a warning says what is wrong: no node takes clients or, on RabbitMQ 4.3, the last one does and its queues are silent."""
+    reason = event.get("reason", "")
+    is_told = (
+        "no node of the RabbitMQ cluster can be reached" in reason or "only while most of its nodes are up" in reason
+    )
+    return is_told and all(f"127.0.0.1:{node.identity.amqp_port}" in reason for node in nodes)
+
+
 async def publish_all(broker: Broker, run: str) -> None:
     """Publish COUNT tickets one after another, each confirmed before the next."""
     for number in range(COUNT):
@@ -130,9 +139,8 @@ async def test_without_a_majority_publishers_wait_and_name_every_node(cluster, r
         for node in nodes[1:]:
             await cluster.do(node.kill())
         publishing = asyncio.create_task(publish_all(broker, run_name))
-        reason = (await logs.seen("broker_unreachable"))["reason"]
-        assert reason.startswith("no node of the RabbitMQ cluster can be reached: ")
-        assert all(f"127.0.0.1:{node.identity.amqp_port} (" in reason for node in nodes)
+        while not any(names_all(event, nodes) for event in logs.events):  # noqa: ASYNC110 - whichever event it is
+            await asyncio.sleep(0.1)
         assert not publishing.done()
         await asyncio.gather(*(cluster.do(node.start()) for node in nodes[1:]))
         assert await take_all(broker, run_name) == {str(number) for number in range(COUNT)}
