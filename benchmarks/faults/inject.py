@@ -102,6 +102,9 @@ class Nemesis:
                 break
             until = time.monotonic() + TRY_S
             while time.monotonic() < until and not self.stop.is_set():
+                if name in CLUSTER_FAULTS:
+                    async with self.alone("broker"):  # the one before has ended
+                        pass
                 began = time.time()
                 if (hit := await FAULTS[name](self)) is not None:
                     self.log.add(Injection(number=number, fault=name, at=began, hit=hit))
