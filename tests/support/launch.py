@@ -29,11 +29,10 @@ def launch(count: int, *program: str, hosts: int = 1) -> None:
 def torchrun(
     host: int, port: int, *, hosts: int = 2, ranks: int = 1, address: str = "127.0.0.1", restarts: int = 0
 ) -> list[str]:
-    """Arguments of Python that start the ranks of one of several hosts; host 0 has the launchers' meeting place."""
+    """Arguments of Python that start the ranks of one of several hosts."""
     return [
         *("-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks}", f"--node-rank={host}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf=is_host={int(host == 0)}"),
-        f"--max-restarts={restarts}",
+        *(f"--master-addr={address}", f"--master-port={port}", f"--max-restarts={restarts}"),
     ]
 
 

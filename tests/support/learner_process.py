@@ -4,7 +4,7 @@
     python learner_process.py io ROOT FD          is started by it
 
 A file `ROOT/die/<event>-<n>` kills the process at the n-th such event of the run (acks of message n, publishes of
-record n, emitted steps, pushes of version n, drafts of its checkpoint); it is removed first, so every point kills once.
+record n, emitted steps, pushes of version n, drafts of its checkpoint, `rank1-<n>`: step n on rank 1); it is removed first, so every point kills once.
 `ROOT/slow/draft-<n>`: that checkpoint is not made whole before the next step is trained and pushed.
 """
 
@@ -23,6 +23,7 @@ import msgspec
 
 from swarmq.broker import Depth
 from swarmq.broker.deliveries import KEY_HEADER, Arrival, Deliveries, Delivery
+from swarmq.cli.common import errors_as_lines
 from swarmq.config import SwarmJob
 from swarmq.messages import Event, Message, StepReport, encode
 
@@ -153,17 +154,40 @@ def die_in_drafts(root: Path) -> None:
     save_load._seal = seal_or_die
 
 
+def die_in_steps(root: Path, trainer: Any) -> None:
+    """Rank 0 waits for this one's gradient then."""
+    accumulate = trainer.accumulate
+
+    def accumulate_or_die(*args: Any, **kwargs: Any) -> Any:
+        die_at(root, f"rank{os.environ['RANK']}-{trainer.version + 1}")
+        return accumulate(*args, **kwargs)
+
+    trainer.accumulate = accumulate_or_die
+
+
 def trainer(root: Path) -> None:
+    from swarmq.learner.distributed.processes import is_main
+    from swarmq.learner.distributed.rendezvous import leave_group
     from swarmq.learner.feed.ipc import FeederLink, StopSignal
+    from swarmq.learner.main import join_ranks
     from swarmq.learner.store.writer_lock import hold_lock
+    from swarmq.learner.train.gpu_errors import map_gpu_errors
     from swarmq.learner.train.loop import Learner
 
     die_in_drafts(root)
-    job, stop = SwarmJob.load(root / "job.toml"), StopSignal()
-    with stop.handle_signals(), hold_lock(job.run_folder.path / "main" / "lock"):
-        learner = Learner(job, "main", pusher=Recorder(root), stop=stop)
-        with FeederLink(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
-            learner.run(link)
+    own, stop = (SwarmJob.load(root / "job.toml"), "main") if is_main() else None, StopSignal()
+    with stop.handle_signals(), join_ranks(own) as (job, policy), map_gpu_errors("the learner"):
+        if not is_main():
+            learner = Learner(job, policy, pusher=None, stop=stop)
+            die_in_steps(root, learner.trainer)
+            learner.run(None)
+        else:
+            with hold_lock(job.run_folder.path / "main" / "lock"):
+                learner = Learner(job, policy, pusher=Recorder(root), stop=stop)
+                with FeederLink(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
+                    learner.run(link)
+        del learner
+        leave_group()
 
 
 def io(root: Path) -> None:
@@ -173,4 +197,5 @@ def io(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"trainer": trainer, "io": io}[sys.argv[1]](Path(sys.argv[2]))
+    with errors_as_lines():
+        {"trainer": trainer, "io": io}[sys.argv[1]](Path(sys.argv[2]))

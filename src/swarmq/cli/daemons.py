@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +128,7 @@ def _join_by_invite(invite: str, job: Path | None, sets: tuple[str, ...], number
     "\b\n"
     "swarmq learner runs/math/resolved.toml\n"
     "swarmq learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector\n"
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint gpu0:29500 -m swarmq learner runs/math/resolved.toml\n\n"
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr gpu0 --master-port 29500 -m swarmq learner runs/math/resolved.toml\n\n"
     "Under torchrun and accelerate launch every process is a rank. Only rank 0 needs JOB; other hosts get it from rank 0.",
 )
 @click.option("--policy", help="Policy to train; required if the job trains several.")
@@ -138,7 +139,12 @@ def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gp
     from swarmq.learner.distributed.processes import is_main, is_rank, run_ranks
     from swarmq.learner.main import run
 
-    if not is_main() and not job.exists():
+    if is_rank() and not job.exists():
+        if is_main():
+            raise ConfigError(
+                f"{job}: no such file on {socket.gethostname()}, where rank 0 runs: start rank 0 on the host of the run. torchrun numbers hosts by "
+                "--node-rank with --master-addr and --master-port, but by their names with --rdzv-backend c10d"
+            )
         run(None, None)
         return
     settings = SwarmJob.load(job, sets=sets)

@@ -34,7 +34,7 @@ def run(job: SwarmJob | None, policy: str | None, *, with_collector: bool = True
     LearnerError if training cannot go on.
     """
     own = None if job is None or policy is None else _check(job, policy)
-    with _join_ranks(own) as (job, policy), contextlib.ExitStack() as stack:  # noqa: PLR1704 - rank 0's from here on
+    with join_ranks(own) as (job, policy), contextlib.ExitStack() as stack:  # noqa: PLR1704 - rank 0's from here on
         logs.configure(role=f"learner.{policy}" + ("" if is_main() else f".{os.environ['RANK']}"), run=job.run)
         if is_main():
             make_folder(job.run_folder.path)
@@ -57,7 +57,7 @@ def _check(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
 
 
 @contextlib.contextmanager
-def _join_ranks(own: tuple[SwarmJob, str] | None) -> Iterator[tuple[SwarmJob, str]]:
+def join_ranks(own: tuple[SwarmJob, str] | None) -> Iterator[tuple[SwarmJob, str]]:
     """Meet the other ranks, and provide rank 0's job and policy on every rank. `own`: those of this host's job file."""
     if num_ranks() == 1:
         assert own

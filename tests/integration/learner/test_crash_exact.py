@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,10 +20,12 @@ from safetensors.numpy import load_file
 
 from support import learner_process
 from support.episodes import make_group
+from support.launch import environment, torchrun
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.learner.store import batch_log
 from swarmq.messages import StepReport, decode
+from swarmq.runtime.processes import find_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # several learners, one after another
 
@@ -224,6 +228,101 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_log_makes_up_for_it(
     run_to_the_end(root, starts=1)
     assert "checkpoint_damaged" in (root / "log").read_text()
     assert_same_training(root, reference)
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nobody disturbs."""
+    root = tmp_path_factory.mktemp("two-hosts") / "root"
+    prepare(root, tiny_qwen)
+    assert run_on_hosts(root) == [0, 0], (root / "log").read_text()
+    return root
+
+
+def test_ranks_of_two_hosts_that_die_by_kill_change_nothing_whoever_starts_them_again(
+    tiny_qwen: Path, tmp_path: Path, two_hosts: Path
+) -> None:
+    """First nobody starts the ranks again, then their launchers do."""
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    (root / "second" / "die").mkdir(parents=True)
+    (root / "second" / "die" / "rank1-2").touch()
+    assert 0 not in run_on_hosts(root)
+    said = r"swarmq: rank 0 on .*no sign of life for 5 s of rank 1 on \S+ \(process \d+\)"
+    assert re.search(said, (root / "log").read_text()), (root / "log").read_text()
+    (root / "die" / "push-4").touch()
+    assert run_on_hosts(root, restarts=1) == [0, 0], (root / "log").read_text()
+    assert _lines(root / "second" / "died") == ["rank1-2"]
+    assert _lines(root / "died") == ["push-4"]
+    assert_same_training(root, two_hosts)
+    assert {path.name for path in (root / "second").iterdir()} == {"die", "died", "log", "tmp"}
+
+
+def test_ranks_in_two_network_namespaces_train_what_those_of_one_host_train(
+    tiny_qwen: Path, tmp_path: Path, two_hosts: Path
+) -> None:
+    """Neither reaches the other's loopback, nor reads a file of the other."""
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    with two_namespaces() as (names, address):
+        inside = [("ip", "netns", "exec", name) for name in names]
+        assert run_on_hosts(root, inside=inside, address=address) == [0, 0], (root / "log").read_text()
+    assert_same_training(root, two_hosts)
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[tuple[list[str], str]]:
+    """Two network namespaces with a link between them, and the address of the first."""
+    names, net = [f"swarmq-{os.getpid()}-{host}" for host in range(2)], f"10.77.{os.getpid() % 256}"
+    links = [f"sq{os.getpid()}-{host}" for host in range(2)]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here, which need root and iproute2: {error}")
+        for host, (name, link) in enumerate(zip(names, links, strict=True)):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"{net}.{host + 1}/24", "dev", link)
+            for each in ("lo", link):
+                ip("-n", name, "link", "set", each, "up")
+        yield names, f"{net}.1"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def run_on_hosts(
+    root: Path, *, restarts: int = 0, inside: Sequence[Sequence[str]] = ((), ()), address: str = "127.0.0.1"
+) -> list[int]:
+    """Start one rank on each of two hosts, the second with an empty folder, and return how their launchers ended.
+
+    `inside`: command that runs others on each host.
+    """
+    port, started = find_free_port(), []
+    for host, folder in enumerate((root, root / "second")):
+        (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        launch = torchrun(host, port, address=address, restarts=restarts)
+        with (folder / "log").open("ab") as log_file:
+            started.append(
+                subprocess.Popen(
+                    [*inside[host], sys.executable, *launch, learner_process.__file__, "trainer", str(folder)],
+                    env={**environment(), "TMPDIR": str(folder / "tmp")},
+                    cwd=folder,
+                    stdout=log_file,
+                    stderr=log_file,
+                )
+            )
+    try:
+        return [each.wait(WAIT_S) for each in started]
+    finally:
+        for each in started:
+            each.kill()
 
 
 def _named(path: Path) -> str:

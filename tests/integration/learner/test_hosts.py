@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from integration.learner.test_run import STEPS, fill, make_job
+from support.launch import torchrun
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.runtime.processes import find_free_port
@@ -20,17 +22,10 @@ from swarmq.runtime.processes import find_free_port
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def torchrun(host: int, port: int, ranks: int) -> list[str]:
-    return [
-        *("-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={ranks}", f"--node-rank={host}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={1 - host}"),
-    ]
-
-
-def accelerate(host: int, port: int, ranks: int) -> list[str]:
+def accelerate(host: int, port: int) -> list[str]:
     return [
         *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=2", f"--machine_rank={host}"),
-        *(f"--num_processes={2 * ranks}", "--main_process_ip=127.0.0.1", f"--main_process_port={port}"),
+        *("--num_processes=2", "--main_process_ip=127.0.0.1", f"--main_process_port={port}"),
         *("--mixed_precision=no", "--dynamo_backend=no"),
     ]
 
@@ -54,7 +49,7 @@ def logs(folder: Path) -> str:
 
 @pytest.mark.parametrize("launcher", [torchrun, accelerate])
 async def test_ranks_on_two_hosts_learn_what_one_learns_and_only_rank_0_has_job_model_and_run_folder(
-    launcher, tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
+    launcher: Callable[..., list[str]], tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
 ) -> None:
     weights = {}
     async with AmqpBroker.open(amqp_url, name="test", deadline_s=None) as broker:
@@ -65,7 +60,7 @@ async def test_ranks_on_two_hosts_learn_what_one_learns_and_only_rank_0_has_job_
             (first / "job.toml").write_text(job.to_toml())
             await fill(broker, job, range(2 * STEPS))
             port = find_free_port()
-            launches = [launcher(host, port, 1) for host in range(hosts)] if hosts > 1 else [[]]
+            launches = [launcher(host, port) for host in range(hosts)] if hosts > 1 else [[]]
             started = [start(each, folder) for each, folder in zip(launches, (first, second), strict=False)]
             assert await asyncio.gather(*(asyncio.to_thread(each.wait, 300) for each in started)) == [0] * hosts, logs(
                 tmp_path

@@ -14,15 +14,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import msgspec
 import structlog
 
-from swarmq.errors import LearnerError, SetUpError, SwarmqError
+from swarmq.errors import SwarmqError
 from swarmq.runtime.processes import FINAL_MESSAGE_PREFIX, exit_status_for
+from swarmq.runtime.terminal import visible
 
 log = structlog.get_logger()
 
@@ -63,6 +65,13 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that found it."""
 
 
+def end_process(end: End) -> None:
+    """End this process with the reason as its last line."""
+    sys.stderr.write(visible(f"{FINAL_MESSAGE_PREFIX}{end.text}") + "\n")
+    sys.stderr.flush()
+    os._exit(end.status)
+
+
 class RankMonitor:
     """Monitor of a learner's ranks on one of them. `store`: a connection of its own."""
 
@@ -80,14 +89,17 @@ class RankMonitor:
         lost_s: float = LOST_S,
         suspect_s: float = SUSPECT_S,
         leave_s: float = LEAVE_S,
+        end_process: Callable[[End], None] = end_process,
     ) -> None:
         self._store, self._facts, self._rank, self._address = store, facts, rank, address
         self._beat_s, self._lost_s, self._suspect_s, self._leave_s = beat_s, lost_s, suspect_s, leave_s
         self._others = [each for each in range(len(facts)) if each != rank and 0 in (rank, each)]
         """Ranks that this rank watches."""
         self._beats = _Beats()
+        self._finish = end_process
         self._closing = threading.Event()
         self._answered = time.monotonic()
+        store.set(f"{BEAT}/{rank}", "0")
         for run in (self._watch, self._watch_store):
             threading.Thread(target=run, name=f"rank monitor {run.__name__}", daemon=True).start()
 
@@ -102,17 +114,16 @@ class RankMonitor:
 
     @contextlib.contextmanager
     def report_errors(self) -> Iterator[None]:
-        """Tell the other ranks of an error that ends this one; a SwarmqError names this rank."""
+        """Tell the other ranks of an error inside the block, and end this process: with a broken process group, the end of the
+        interpreter may wait forever."""
         try:
             yield
         except Exception as error:
-            ours = error if isinstance(error, SwarmqError) else LearnerError(f"{type(error).__name__}: {error}")
-            end = self._end(f"{self.own}: {ours}", exit_status_for([ours]))
-            self.close()
             if not isinstance(error, SwarmqError):
-                raise
-            text = end.text if end.rank == self._rank else f"{self.own} ends: {end.text}"
-            raise (SetUpError if isinstance(error, SetUpError) else LearnerError)(text) from error
+                traceback.print_exc()
+            end = self._end(f"{self.own}: {error}", exit_status_for([error]))
+            self._closing.set()
+            self._end_process(end)
 
     def find_lost(self) -> str:
         """Return a text that names the ranks that have stopped, after a collective has failed, or "" if all are alive."""
@@ -151,7 +162,8 @@ class RankMonitor:
         """End this rank if the store stops answering: its host may be gone without closing the connection."""
         while not self._closing.wait(self._beat_s):
             if time.monotonic() - self._answered > self._lost_s:
-                self._exit(End(text=self._store_is_gone(None), status=1, rank=self._rank), wait=False)
+                self._finish(End(text=f"{self.own} ends: {self._store_is_gone(None)}", status=1, rank=self._rank))
+                return
 
     def _read(self, ranks: Collection[int]) -> dict[int, bytes]:
         """Return the present beats of those ranks that have not left."""
@@ -184,7 +196,7 @@ class RankMonitor:
     def _describe(self, ranks: Iterable[int], silent_s: float) -> str:
         named = ", ".join(str(self._facts[each]) for each in ranks)
         return (
-            f"no sign of life for {silent_s:.0f} s of {named}: it died, or its host or network failed; see its log. Nothing is lost: the "
+            f"no sign of life for {silent_s:g} s of {named}: it died, or its host or network failed; see its log. Nothing is lost: the "
             "next start of all ranks resumes from the newest checkpoint and the batch log"
         )
 
@@ -195,15 +207,17 @@ class RankMonitor:
             "see its log. Nothing is lost: the next start of all ranks resumes from the newest checkpoint and the batch log"
         )
 
-    def _exit(self, end: End, *, wait: bool = True) -> None:
+    def _exit(self, end: End) -> None:
         """End this process, whose main thread may wait in a collective that never ends; the main thread has some seconds to end by
         itself."""
-        if wait and self._closing.wait(self._leave_s):
-            return
+        if not self._closing.wait(self._leave_s):
+            self._end_process(end)
+
+    def _end_process(self, end: End) -> None:
         self._leave()
-        sys.stderr.write(f"{FINAL_MESSAGE_PREFIX}{self.own} ends: {end.text}\n")
-        sys.stderr.flush()
-        os._exit(end.status)
+        self._finish(
+            end if end.rank == self._rank else msgspec.structs.replace(end, text=f"{self.own} ends: {end.text}")
+        )
 
 
 class _Beats:

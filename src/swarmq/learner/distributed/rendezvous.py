@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -37,7 +39,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 other ranks end after this time, and the next start resumes the run."""
 PACKAGES = ("swarmq", "torch", "transformers", "accelerate", "peft")
 """Packages that must have the same version on all hosts."""
-VERDICT, READ = "verdict", "read"
+START, VERDICT, READ = "start", "verdict", "read"
+LOOK_S = 0.1
 GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
@@ -51,8 +54,8 @@ def join_group(settings: Mapping[str, Any] | None = None, *, meet_s: float = MEE
     if num_ranks() == 1 or RankMonitor.current:
         return RankMonitor.current
     store, rank = _open_store(meet_s), int(os.environ["RANK"])
-    facts = _exchange_facts(store, rank, settings, meet_s)
-    _choose_interface()
+    store, facts = _exchange_facts(store, rank, settings, meet_s)
+    choose_interface()
     try:
         distributed.init_process_group(
             store=distributed.PrefixStore("group", store),
@@ -120,15 +123,18 @@ def _open_store(meet_s: float) -> Store:
             + (
                 f"cannot serve the ranks' store at {_address()} ({_first_line(error)}): "
                 if serves
-                else f"does not reach rank 0 at {_address()} within {meet_s:.0f} s ({_first_line(error)}): "
+                else f"does not reach rank 0 at {_address()} within {meet_s:g} s ({_first_line(error)}): "
             )
             + "MASTER_ADDR must be an address of rank 0's host, MASTER_PORT free there and open in firewalls"
         ) from error
     return opened
 
 
-def _exchange_facts(store: Store, rank: int, settings: Mapping[str, Any] | None, meet_s: float) -> list[RankFacts]:
-    """Return the facts of all ranks after rank 0 has compared them."""
+def _exchange_facts(
+    store: Store, rank: int, settings: Mapping[str, Any] | None, meet_s: float
+) -> tuple[Store, list[RankFacts]]:
+    """Return the facts of all ranks after rank 0 has compared them, and a part of the store of which no earlier start of the
+    ranks knows: the store of a launcher outlives the ranks that it starts again."""
     own = RankFacts(
         rank=rank,
         host=socket.gethostname(),
@@ -137,33 +143,47 @@ def _exchange_facts(store: Store, rank: int, settings: Mapping[str, Any] | None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",  # type: ignore[no-untyped-call]
         settings=None if settings is None else dict(settings),
     )
-    store.set(f"facts/{rank}", msgspec.json.encode(own))
     keys = [f"facts/{number}" for number in range(num_ranks())]
     if rank == 0:
-        flaw = _find_missing(store, keys, meet_s) or find_difference(_read_facts(store, keys))
-        store.set(VERDICT, flaw)
+        store.set(START, start := secrets.token_hex(8))
+        ours = distributed.PrefixStore(start, store)
+        ours.set(keys[0], msgspec.json.encode(own))
+        flaw = _find_missing(ours, keys, meet_s) or find_difference(_read_facts(ours, keys))
+        ours.set(VERDICT, flaw)
     else:
-        try:
-            store.wait([VERDICT], timedelta(seconds=2 * meet_s))
-        except RuntimeError as error:
-            raise LearnerError(
-                f"{own} reached the store at {_address()}, but rank 0 did not come within {2 * meet_s:.0f} s "
-                f"({_first_line(error)}): start it, see its log"
-            ) from error
-        flaw = store.get(VERDICT).decode()
-        store.set(f"{READ}/{rank}", "")
+        ours = _answer(store, own, 2 * meet_s)
+        flaw = ours.get(VERDICT).decode()
+        ours.set(f"{READ}/{rank}", "")
     if flaw:
         if rank == 0:  # it may serve the store
-            wait_for_ranks(store, READ, [each for each in range(1, num_ranks()) if store.check([keys[each]])])
+            wait_for_ranks(ours, READ, [each for each in range(1, num_ranks()) if ours.check([keys[each]])])
         raise SetUpError(flaw)
-    facts = _read_facts(store, keys)
+    facts = _read_facts(ours, keys)
     if rank == 0 and len({each.nccl for each in facts}) > 1:
         log.warning(
             "nccl_versions_differ",
             versions={str(each): each.nccl for each in facts},
             action="use one version on all hosts",
         )
-    return facts
+    return ours, facts
+
+
+def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
+    """Give rank 0 the facts of this rank, and return the part of the store with its verdict. A start that a former process of this
+    rank has answered is over."""
+    facts, until, seen = msgspec.json.encode(own).decode(), time.monotonic() + wait_s, b""
+    ours: Store = None
+    while time.monotonic() < until:
+        if store.check([START]) and (start := store.get(START)) != seen:
+            seen, ours = start, distributed.PrefixStore(start.decode(), store)
+            if ours.compare_set(f"facts/{own.rank}", "", facts).decode() != facts:
+                ours = None
+        if ours and ours.check([VERDICT]):
+            return ours
+        time.sleep(LOOK_S)
+    raise LearnerError(
+        f"{own} reached the store at {_address()}, but rank 0 did not answer within {wait_s:g} s: start it, or see its log"
+    )
 
 
 def _find_missing(store: Store, keys: Sequence[str], meet_s: float) -> str:
@@ -173,7 +193,7 @@ def _find_missing(store: Store, keys: Sequence[str], meet_s: float) -> str:
     except RuntimeError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         return (
-            f"rank {', '.join(missing)} of {len(keys)} did not come to {_address()} within {meet_s:.0f} s, all others did: start "
+            f"rank {', '.join(missing)} of {len(keys)} did not come to {_address()} within {meet_s:g} s, all others did: start "
             "the launcher on every host with the same number of hosts and of ranks, and let them reach this address"
         )
     return ""
@@ -199,7 +219,7 @@ def find_difference(facts: Sequence[RankFacts]) -> str:
     return ""
 
 
-def _choose_interface() -> None:
+def choose_interface() -> None:
     """Let Gloo use the interface that reaches rank 0, unless the user has chosen one. Gloo takes the address of the host's own
     name, which often is one that other hosts cannot reach (127.0.1.1 on Debian)."""
     family, kind, _, _, address = socket.getaddrinfo(

@@ -23,14 +23,15 @@ POLL_S = 0.05
 
 
 class Fence:
-    """Guard that detects if the lock file has changed hands since the guard was created."""
+    """Guard that detects if the lock file has changed hands since the guard was created. `path`: None on ranks other than 0, which
+    hold no lock."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._ours = path, _content(path)
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._ours = path, path and _content(path)
 
     def check(self) -> None:
         """Raise LearnerError if another process has taken the lock."""
-        if _content(self._path) != self._ours:
+        if self._path and _content(self._path) != self._ours:
             raise LearnerError(
                 f"{self._path.parent} was taken over by {_holder(self._path)} while this process was suspended; this process ends "
                 "without changing anything"

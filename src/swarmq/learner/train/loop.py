@@ -118,7 +118,7 @@ class Learner:
         self.settings = job.policies[policy]
         self.identity = RunIdentity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
-        self.fence = Fence(self.folder.parent / "lock")
+        self.fence = Fence(self.folder.parent / "lock" if is_main() else None)
         self.engines = EngineUpdates(
             pusher, policy=policy, take_turns=bool(self.settings.engine.sleep), fence=self.fence
         )

@@ -1,0 +1,97 @@
+"""Ranks meet at a store: those that are missing or differ are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner.distributed import rendezvous
+from swarmq.learner.distributed.rank_monitor import RankFacts
+from swarmq.learner.distributed.rendezvous import find_difference, join_group
+from swarmq.runtime.processes import find_free_port
+
+
+def facts(rank: int, **changed: Any) -> RankFacts:
+    fixed = {"versions": {"torch": "2.13.0", "swarmq": "1"}, "settings": {"policies.main.model": "m"}}
+    return RankFacts(rank=rank, host=f"gpu{rank}", pid=7, **fixed | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, ""),
+        ({"settings": None}, ""),
+        (
+            {"versions": {"torch": "2.12.0", "swarmq": "1"}},
+            "rank 2 on gpu2 (process 7) has torch 2.12.0, rank 0 on gpu0 (process 7) has 2.13.0: install the same version",
+        ),
+        (
+            {"settings": {"policies.main.model": "other"}},
+            "the job file of rank 2 on gpu2 (process 7) has policies.main.model = 'other', that of rank 0 on gpu0 (process 7) has 'm'",
+        ),
+    ],
+)
+def test_hosts_with_other_versions_or_settings_are_named_with_both_values(changed: dict[str, Any], says: str) -> None:
+    found = find_difference([facts(0), facts(1), facts(2, **changed)])
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the environment of a rank, as a launcher does."""
+
+    def set_environment(rank: int, world: int = 2, address: str = "127.0.0.1") -> None:
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        for name, value in {
+            "RANK": rank,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": find_free_port(),
+        }.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_environment
+
+
+def test_ranks_that_never_come_are_named_with_the_address_of_rank_0(launched: Callable[..., None]) -> None:
+    launched(0, world=3)
+    port = os.environ["MASTER_PORT"]
+    with pytest.raises(SetUpError, match=rf"rank 1, 2 of 3 did not come to 127\.0\.0\.1:{port} within 0\.2 s"):
+        join_group(meet_s=0.2)
+
+
+def test_a_rank_0_that_cannot_be_reached_is_named_by_its_address(launched: Callable[..., None]) -> None:
+    launched(1)
+    port = os.environ["MASTER_PORT"]
+    with pytest.raises(LearnerError, match=rf"rank 1 on .* does not reach rank 0 at 127\.0\.0\.1:{port} within 0\.2 s"):
+        join_group(meet_s=0.2)
+
+
+def test_an_address_that_resolves_to_nothing_is_named(launched: Callable[..., None]) -> None:
+    launched(1, address="nowhere.invalid")
+    with pytest.raises(SetUpError, match=r"MASTER_ADDR: .* cannot resolve 'nowhere\.invalid'"):
+        join_group(meet_s=0.2)
+
+
+def test_a_missing_variable_is_named(launched: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(1)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(SetUpError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set"):
+        join_group(meet_s=0.2)
+
+
+def test_the_interface_that_reaches_rank_0_is_chosen_unless_the_user_has_chosen(
+    launched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(1)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    rendezvous.choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    rendezvous.choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth9"
