@@ -78,6 +78,11 @@ class Episode:
         self._graph, self._wire = Graph(), Wire()
         self._recorder = Recorder(self._wire, Counters(), confirm_timeout_s=1.0)
 
+    @property
+    def turns(self) -> list[Turn]:
+        """What was published so far."""
+        return self._wire.turns
+
     def said(self, role: str, count: int) -> tuple[list[int], dict[str, Any]]:
         """Tokens of a message, and its text."""
         letters = self._rng.integers(ord("a"), ord("z") + 1, 4 * count).astype(np.uint8)
