@@ -131,9 +131,9 @@ def view_overview(run: Run, board: Mapping[str, Any], job: SwarmJob, *, now: flo
     has_ended = bool(progress) and all(p["max_steps"] and p["step"] >= p["max_steps"] for p in progress.values())
     flow = measure_flow(board, job, steps, has_ended=has_ended)
     known = run.index.progress
-    heard = [float(board["at"])] if "at" in board else [event.at for event in events[-1:]]
+    times = [float(board["at"])] if "at" in board else [event.at for event in events[-1:]]
     return {
-        "at": next(iter(heard), None),
+        "at": next(iter(times), None),
         "is_live": live,
         "alarms": find_alarms(events, board, now=now, is_live=live),
         "nodes": describe_nodes(board, job, steps, flow, now=now, is_live=live),

@@ -206,8 +206,8 @@ def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collecti
         if (role := message.get("role")) not in ROLES and spelling.leaves_out(at):
             raise TaskError(f"{where}: the chat template ignores message {at}, because its role is {role!r}")
         if role == "assistant":
-            asked, said = _split(tokenizer, *spelling.around(at))
-            answer = _cut_after_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
+            asked, sampled = _split(tokenizer, *spelling.around(at))
+            answer = _cut_after_end(tokenizer, sampled, {tokenizer.eos_token_id, *ends})
             turns.append(_turn(where, len(turns), asked, answer))
     if not turns:
         raise TaskError(f"{where}: it has no message of the assistant")
@@ -265,7 +265,7 @@ def longest_call(episode: Rollout) -> int:
     return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
 
 
-def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
+def _turn(where: str, number: int, prompt: list[int], sampled: list[int]) -> Turn:
     return Turn(
         run=WARM_START,
         episode_id=where,
@@ -273,9 +273,9 @@ def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
         call_id=str(number),
         request_id=str(number),
         prompt_ids=pack_ids(prompt),
-        sampled_ids=pack_ids(said),
-        logprobs=pack_floats([0.0] * len(said)),
-        versions=(VersionSpan(version=0, start=0, end=len(said)),),
+        sampled_ids=pack_ids(sampled),
+        logprobs=pack_floats([0.0] * len(sampled)),
+        versions=(VersionSpan(version=0, start=0, end=len(sampled)),),
     )
 
 
@@ -288,14 +288,14 @@ def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int
     return asked, _ids(tokenizer, whole[len(prompt) :])
 
 
-def _cut_after_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
+def _cut_after_end(tokenizer: Any, sampled: list[int], ends: Collection[int]) -> list[int]:
     """Return the tokens up to and including the end of the turn; a model never samples what the template writes after it."""
-    if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
-        return said[:end]
+    if (end := next((at for at, token in enumerate(sampled, start=1) if token in ends), None)) is not None:
+        return sampled[:end]
     # a base model names no end-of-turn token, but its template writes one, followed by white space
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    last = max((at for at, token in enumerate(said, start=1) if token in special), default=len(said))
-    return said if tokenizer.decode(said[last:]).strip() else said[:last]
+    last = max((at for at, token in enumerate(sampled, start=1) if token in special), default=len(sampled))
+    return sampled if tokenizer.decode(sampled[last:]).strip() else sampled[:last]
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -100,9 +100,9 @@ class Counters:
         cuts answers and for each thing left out of requests; and for each policy with drift above the threshold, again only
         after its drift was well below."""
         lines = [
-            f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
+            f"policy {policy}: {len(reasons)} answers of the engine at {engine} could not be used ({reason}): {reasons[-1]}; their "
             "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
-            for (policy, engine, reason), said in self._flaws.items()
+            for (policy, engine, reason), reasons in self._flaws.items()
         ]
         self._flaws.clear()
         lines += [

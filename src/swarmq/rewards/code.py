@@ -81,8 +81,8 @@ def asserts_pass(sandbox: Sandbox, answer: str, tests: str, *, all_or_nothing: b
         compile(code, "solution.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return wrong(f"the code cannot be compiled: {error}"[:200])
-    ran, said, solution = _run_both(sandbox, code, tests)
-    cases, end = [line for line in said if "case" in line], next((line for line in said if "ended" in line), {})
+    ran, lines, solution = _run_both(sandbox, code, tests)
+    cases, end = [line for line in lines if "case" in line], next((line for line in lines if "ended" in line), {})
     passed = sum(not case["problem"] for case in cases)
     if end and not end["broken"] and passed == number == len(cases):
         return RIGHT
@@ -127,12 +127,14 @@ def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, list
 
             thread = threading.Thread(target=wait_for_solution, name="swarmq-sandbox")
             thread.start()
-            said: list[dict[str, Any]] = []
+            lines: list[dict[str, Any]] = []
             try:
                 ran = tested.wait()
-                said = [json.loads(line) for line in ran.stdout.splitlines()]
+                lines = [json.loads(line) for line in ran.stdout.splitlines()]
             finally:
-                if not (said and said[-1].get("solution_ended")):  # then its pipes are closed, and its error is to come
+                if not (
+                    lines and lines[-1].get("solution_ended")
+                ):  # then its pipes are closed, and its error is to come
                     solution.stop()
                 thread.join()
     finally:
@@ -140,7 +142,7 @@ def _run_both(sandbox: Sandbox, code: str, tests: str) -> tuple[ProgramRun, list
             os.close(fd)
     if failed:
         raise failed[0]
-    return ran, said, ended[0]
+    return ran, lines, ended[0]
 
 
 def _lines(text: str) -> list[str]:

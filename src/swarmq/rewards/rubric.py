@@ -152,8 +152,8 @@ def _split(examples: Sequence[Example], held_back: float, seed: int) -> tuple[li
     return seen, held
 
 
-def _parse(said: str) -> str:
-    _, opening, rest = said.rpartition("<rubric>")
+def _parse(text: str) -> str:
+    _, opening, rest = text.rpartition("<rubric>")
     text, closing, _ = rest.partition("</rubric>")
     if not opening or not closing or not text.strip():
         raise ValueError("no <rubric>...</rubric> in its answer")

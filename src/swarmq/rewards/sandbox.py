@@ -402,9 +402,9 @@ class Running:
         while data := os.read(self._status, 65536):
             status += data
         texts = {name: b"".join(parts)[: self._limits.output_bytes] for name, parts in output.items()}
-        said, _, exit_code = status.decode(errors="replace").partition("\n")
-        if said != "ready":
-            words = said.removeprefix("ready: ") or texts["stderr"].decode(errors="replace").strip()[-500:]
+        state, _, exit_code = status.decode(errors="replace").partition("\n")
+        if state != "ready":
+            words = state.removeprefix("ready: ") or texts["stderr"].decode(errors="replace").strip()[-500:]
             words = words or f"exit code {exit_code or self._process.returncode}"
             raise SandboxError(f"the sandbox ({self._isolation}) did not start the program: {words}")
         if not exit_code.isdecimal() or self._process.returncode:

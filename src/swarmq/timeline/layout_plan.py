@@ -101,11 +101,13 @@ def plan_layouts(
     trees = folded.tree.layouts(budget)
     row_price, tree_price = (cost.training(layouts) for layouts in (rows, trees))
     saved = 1 - tree_price / row_price if row_price else 0.0
-    said = f"the tree needs {_count_tokens(trees)} tokens where rows need {_count_tokens(rows)}, {saved:.1%} less work"
+    reason = (
+        f"the tree needs {_count_tokens(trees)} tokens where rows need {_count_tokens(rows)}, {saved:.1%} less work"
+    )
     return (
-        _make_plan(trees, "tree", said, unfolded)
+        _make_plan(trees, "tree", reason, unfolded)
         if saved >= TREE_MUST_SAVE
-        else _make_plan(rows, "rows", said, unfolded)
+        else _make_plan(rows, "rows", reason, unfolded)
     )
 
 

@@ -90,10 +90,10 @@ def split_stretches(text: str, chat: Sequence[Mapping[str, Any]]) -> list[str]:
     for found in ASSISTANT_TEXT.finditer(text):
         stretches += [text[at : found.start()], found.group()]
         at = found.end()
-    spoken = sum(message["role"] == "assistant" for message in chat)
-    if not spoken or len(stretches) != 2 * spoken:
+    answers = sum(message["role"] == "assistant" for message in chat)
+    if not answers or len(stretches) != 2 * answers:
         raise ValueError(
-            f"a demonstration has {spoken} assistant messages but renders to {len(stretches) // 2}: {text!r}"
+            f"a demonstration has {answers} assistant messages but renders to {len(stretches) // 2}: {text!r}"
         )
     return stretches
 

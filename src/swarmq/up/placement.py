@@ -424,13 +424,13 @@ def _place_shared(
     if most > memory.usable:
         raise _does_not_fit_error(policy, model, needs, memory, len(numbers), "shared", learner, most - memory.usable)
     room = memory.usable - (learner.state if sleep else learner.step)
-    wished = max(
+    wanted = max(
         memory.share_of_gpu(least), (ENGINE_ALONE_SHARE if sleep else ENGINE_BESIDE_LEARNER_SHARE) * memory.share
     )
     utilization = (
         engines_per_gpu * requested
         if requested
-        else round(min(wished, _round_down(memory.share_of_gpu(room))), SHARE_DIGITS)
+        else round(min(wanted, _round_down(memory.share_of_gpu(room))), SHARE_DIGITS)
     )
     both = f"learner {_format_gib(learner.step)} and engine {_format_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
     why = "take turns (engine.sleep): the engine" if policy.engine.sleep else "do not fit together, so the engine"

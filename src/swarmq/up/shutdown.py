@@ -55,16 +55,16 @@ def describe_stopped_run(job: SwarmJob) -> str:
         return "stopped"
     steps = {policy: read_last_step(job, policy) for policy in job.trained}
     ended = describe_ended_policies(job, steps)
-    going = {policy: step for policy, step in steps.items() if policy not in ended}
-    if not going:
+    unfinished = {policy: step for policy, step in steps.items() if policy not in ended}
+    if not unfinished:
         then = "serves its weights again"
     elif not any(steps.values()):
         then = "continues"
     elif len(steps) == 1:
-        then = f"continues after step {next(iter(going.values()))}"
+        then = f"continues after step {next(iter(unfinished.values()))}"
     else:
-        then = f"continues after step{'s' if len(going) > 1 else ''} " + ", ".join(
-            f"{step} ({policy})" for policy, step in going.items()
+        then = f"continues after step{'s' if len(unfinished) > 1 else ''} " + ", ".join(
+            f"{step} ({policy})" for policy, step in unfinished.items()
         )
     return ". ".join([f"stopped. `swarmq up {job.run_folder.job}` {then}", *ended.values()])
 

@@ -101,12 +101,12 @@ def _walk_up_cgroups(mount: Path, path: str, files: tuple[str, str, str], *, swa
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):
         limit = folder / limit_file
-        said = "".join(_read_lines(limit)) if folder.is_relative_to(mount) else ""
-        if said.isdecimal():  # otherwise "max": no limit
+        text = "".join(_read_lines(limit)) if folder.is_relative_to(mount) else ""
+        if text.isdecimal():  # otherwise "max": no limit
             stat = _read_table(folder / "memory.stat")
             used = int((folder / used_file).read_text()) - sum(stat.get(prefix + name, 0) for name in PAGE_CACHE)
-            free = int(said) - used + swap
-            yield HostRoom(source=str(limit), total=int(said) + swap, free=free, bound=free)
+            free = int(text) - used + swap
+            yield HostRoom(source=str(limit), total=int(text) + swap, free=free, bound=free)
 
 
 def _read_table(file: Path) -> dict[str, int]:

@@ -36,8 +36,8 @@ def explain_errors(source: str, what: str, instead: str) -> Iterator[None]:
         if host.is_out_of_memory(error):
             instead = "free some of the host's memory, or raise the limit of this process (ulimit -v, the container's)"
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        said = " ".join(str(error).split()).removesuffix(".")
-        raise LearnerError(f"model {source}: {what}: {kind}{said}; {instead}") from error
+        reason = " ".join(str(error).split()).removesuffix(".")
+        raise LearnerError(f"model {source}: {what}: {kind}{reason}; {instead}") from error
 
 
 def build_outline(source: str, config: Any, dtype: torch.dtype | None = None) -> Any:

@@ -98,8 +98,8 @@ def choose_sharding(source: str, train: Train) -> Sharding:
     needed = learner_bytes(
         load_shape(source), train, ranks=ranks, full=False, judge_sizes=_list_frozen_sizes(source, train)
     )
-    said = f"the whole model takes {needed / GIB:.0f} of a GPU's {gpu / GIB:.0f} GiB"
-    return Sharding(full=needed > HEADROOM * gpu, reason=said)
+    text = f"the whole model takes {needed / GIB:.0f} of a GPU's {gpu / GIB:.0f} GiB"
+    return Sharding(full=needed > HEADROOM * gpu, reason=text)
 
 
 def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemory) -> str:
@@ -142,11 +142,11 @@ def check_shape(
     """Check a model of these sizes as `check_gpu` does. `judge_sizes` as in `learner_bytes`."""
     needed = learner_bytes(shape, train, ranks=ranks, full=full, judge_sizes=judge_sizes)
     others = gpu.total - gpu.free
-    said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} free GiB (other processes take {others / GIB:.1f})"
+    text = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} free GiB (other processes take {others / GIB:.1f})"
     if needed <= gpu.free:
-        return said
+        return text
     raise LearnerError(
-        f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
+        f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {text}, {(needed - gpu.free) / GIB:.1f} are "
         f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {suggest_less(train)}"
         + (
             "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
@@ -179,16 +179,16 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
         instead += "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
     for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"
-        said = (
+        text = (
             f"the {len(here)} ranks on this host take about {needed / GIB:.1f} GiB of host memory; {room.source} has "
         )
         if room.bound is not None and needed > room.bound:
             raise LearnerError(
-                f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} "
+                f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {text}{room.bound / GIB:.1f} "
                 f"{total} for them, {(needed - room.bound) / GIB:.1f} are missing; {instead}"
             )
         if needed > room.free:
-            reason = f"{said}{room.free / GIB:.1f} {total} free, {(needed - room.free) / GIB:.1f} are missing: the kernel may kill a rank"
+            reason = f"{text}{room.free / GIB:.1f} {total} free, {(needed - room.free) / GIB:.1f} are missing: the kernel may kill a rank"
             log.warning("host_memory_short", reason=reason, action=instead)
 
 

@@ -103,9 +103,9 @@ def agree_on_reason(reason: str | None) -> str | None:
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return reason
-    said: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(said, reason)
-    return next(filter(None, said), None)
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), None)
 
 
 def broadcast_from_rank0(found: T) -> T:

@@ -129,9 +129,9 @@ class ContextGroup:
         """Return the smallest `value` of all ranks that share the micro-batch."""
         if self._hosts is None:
             return value
-        said = torch.tensor(value, dtype=torch.float64)
-        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=self._hosts)
-        return float(said)
+        smallest = torch.tensor(value, dtype=torch.float64)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=self._hosts)
+        return float(smallest)
 
     def run_on_first(self, ask: Callable[[], T]) -> T:
         """Call `ask` on the group's first rank only, and return its result on all ranks of the group. A LearnerError of `ask` is

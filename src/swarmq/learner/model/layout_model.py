@@ -298,9 +298,9 @@ def _get_expert_share(config: Any) -> float:
 def find_tree_obstacle(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute trees, as far as its class and configuration show, or None."""
     config = model.config.get_text_config()
-    strange = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
-    if strange:
-        return f"it has layers of kind {', '.join(sorted(strange))}"
+    unsupported = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if unsupported:
+        return f"it has layers of kind {', '.join(sorted(unsupported))}"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
     return None

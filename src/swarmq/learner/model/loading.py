@@ -62,9 +62,9 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
         "of another shape": {name for name, *_ in found["mismatched_keys"]},
         "of layers that it does not have": _find_extra_layers(lm, found["unexpected_keys"]),
     }
-    if said := "; ".join(f"{what}: {_abbreviate(names)}" for what, names in wrong.items() if names):
+    if differences := "; ".join(f"{what}: {_abbreviate(names)}" for what, names in wrong.items() if names):
         raise SetUpError(
-            f"model {source}: its weights are not those that its config.json describes ({said}); fetch its files again, "
+            f"model {source}: its weights are not those that its config.json describes ({differences}); fetch its files again, "
             "all of them, or correct config.json"
         )
     return lm

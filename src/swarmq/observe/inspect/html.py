@@ -106,11 +106,11 @@ def _cells(row: TokenRow, top: float) -> Iterator[str]:
 
 
 def _hint(row: TokenRow) -> str:
-    said = f"id {row.token_id}"
+    text = f"id {row.token_id}"
     for name, value in (("sampled", row.logprob), ("trained", row.logprob_trained), ("advantage", row.advantage)):
         if value is not None:
-            said += f", {name} {value:.4f}"
-    return said if row.version is None else f"{said}, weights {row.version}, turn {row.turn}"
+            text += f", {name} {value:.4f}"
+    return text if row.version is None else f"{text}, weights {row.version}, turn {row.turn}"
 
 
 def _look(row: TokenRow, top: float) -> str:

@@ -122,7 +122,7 @@ class MessageWriter:
 
     def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
-        self._said: list[bytes] = []
+        self._pending: list[bytes] = []
         self._count = 0
         self._open: str | int | None = None
         """The open content block: `thinking`, `text`, or the index of a tool call; None if no block is open."""
@@ -149,8 +149,8 @@ class MessageWriter:
             self._delta({"type": "text_delta", "text": blank})
         self._close()
         usage = _usage(self._begun, ended.num_tokens)
-        self._tell({"type": "message_delta", "delta": _explain_stop(self._begun, ended), "usage": usage})
-        self._tell({"type": "message_stop"})
+        self._emit({"type": "message_delta", "delta": _explain_stop(self._begun, ended), "usage": usage})
+        self._emit({"type": "message_stop"})
         return self._flush()
 
     def close(self) -> bytes:
@@ -178,26 +178,26 @@ class MessageWriter:
             return
         self._close()
         self._open = what
-        self._tell({"type": "content_block_start", "index": self._count, "content_block": block})
+        self._emit({"type": "content_block_start", "index": self._count, "content_block": block})
 
     def _close(self) -> None:
         if self._open is None:
             return
         if self._open == "thinking":
             self._delta({"type": "signature_delta", "signature": answer_id(self._begun)})
-        self._tell({"type": "content_block_stop", "index": self._count})
+        self._emit({"type": "content_block_stop", "index": self._count})
         self._count += 1
         self._open = None
 
     def _delta(self, delta: Json) -> None:
-        self._tell({"type": "content_block_delta", "index": self._count, "delta": delta})
+        self._emit({"type": "content_block_delta", "index": self._count, "delta": delta})
 
-    def _tell(self, event: Json) -> None:
-        self._said.append(named_event(event))
+    def _emit(self, event: Json) -> None:
+        self._pending.append(named_event(event))
 
     def _flush(self) -> bytes:
-        said, self._said = b"".join(self._said), []
-        return said
+        pending, self._pending = b"".join(self._pending), []
+        return pending
 
 
 def prompt_of(body: Json) -> Json:
@@ -243,21 +243,21 @@ def _system(system: Any) -> list[Json]:
 def _conversation(messages: Any) -> list[Json]:
     if not messages:
         raise RefusedError("messages must be a list of at least one message", param="messages")
-    said: list[Json] = []
+    chat_messages: list[Json] = []
     for at, message in enumerate(objects(messages, "messages")):
         where = f"messages[{at}]"
         role, content = message.get("role"), message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, where)
         if role == "assistant":
-            said.append(_spoken(blocks, where))
+            chat_messages.append(_to_assistant_message(blocks, where))
         elif role in ("user", "system"):
-            said += _heard(role, blocks, where)
+            chat_messages += _to_user_messages(role, blocks, where)
         else:
             raise RefusedError("role must be user, assistant or system", param=f"{where}.role")
-    return said
+    return chat_messages
 
 
-def _spoken(blocks: Sequence[Json], where: str) -> Json:
+def _to_assistant_message(blocks: Sequence[Json], where: str) -> Json:
     """Return an assistant's message from content blocks."""
     message: Json = {"role": "assistant", "content": ""}
     calls: list[Json] = []
@@ -278,7 +278,7 @@ def _spoken(blocks: Sequence[Json], where: str) -> Json:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _heard(role: str, blocks: Sequence[Json], where: str) -> list[Json]:
+def _to_user_messages(role: str, blocks: Sequence[Json], where: str) -> list[Json]:
     """Return the chat messages of a user's content blocks: the results of tools, then everything else."""
     results: list[Json] = []
     parts: list[Json] = []

@@ -114,10 +114,10 @@ def read_request(
     RefusedError for an invalid request, or a model that the key does not permit.
     """
     body = decode_object(raw)
-    strange = unknown(body, dialect.fields) if dialect.fields else ()
-    if strange and refuses_unknown:
-        raise refuse(strange[0], dialect.fields or frozenset())
-    ask = dialect.ask({name: value for name, value in body.items() if name not in strange}, conversations)
+    unknown_fields = unknown(body, dialect.fields) if dialect.fields else ()
+    if unknown_fields and refuses_unknown:
+        raise refuse(unknown_fields[0], dialect.fields or frozenset())
+    ask = dialect.ask({name: value for name, value in body.items() if name not in unknown_fields}, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
     if ask.left_out and refuses_tools:
         raise RefusedError(
@@ -150,7 +150,7 @@ def read_request(
         conversation=ask.conversation,
         names=ask.names,
         cuts=ask.cuts,
-        left_out=(*strange, *(f"tools.{kind}" for kind in ask.left_out)),
+        left_out=(*unknown_fields, *(f"tools.{kind}" for kind in ask.left_out)),
         began_at=time.time(),
         began=time.monotonic(),
     )
@@ -189,8 +189,8 @@ async def stream_events(
             yield opening
         async with aclosing(completions.stream(begun)) as gains:
             async for gain in gains:
-                if said := writer.end(gain) if isinstance(gain, ChoiceResult) else writer.gain(gain):
-                    yield said
+                if part := writer.end(gain) if isinstance(gain, ChoiceResult) else writer.gain(gain):
+                    yield part
                 begun.ended += isinstance(gain, ChoiceResult)
     except Exception as error:
         begun.failed = begun.closing = True

@@ -43,10 +43,10 @@ class TextCompletions:
                 code="unsupported_parameter",
                 param="best_of",
             )
-        said = _find_continued(prompt, conversations)
+        earlier = _find_continued(prompt, conversations)
         text = prompt if isinstance(prompt, str) else str(prompt)
-        rest = text[sum(len(message["content"]) for message in said) :]
-        messages = [*said, {"role": "user", "content": rest}] if rest or not said else said
+        rest = text[sum(len(message["content"]) for message in earlier) :]
+        messages = [*earlier, {"role": "user", "content": rest}] if rest or not earlier else earlier
         chat = {key: value for key, value in body.items() if key not in ("logprobs", "best_of", "prompt")}
         limit = body.get("max_tokens")
         chat |= {"prompt": prompt, "messages": messages, "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit}

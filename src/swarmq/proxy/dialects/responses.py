@@ -238,7 +238,7 @@ class ResponseWriter:
     def __init__(self, begun: ActiveCall) -> None:
         self._begun = begun
         self._items = Items(begun, self._emit)
-        self._items_to_messages: list[bytes] = []
+        self._pending: list[bytes] = []
         self._count = 0
 
     def begin(self) -> bytes:
@@ -265,12 +265,12 @@ class ResponseWriter:
         return self._flush()
 
     def _emit(self, event: Json) -> None:
-        self._items_to_messages.append(named_event({**event, "sequence_number": self._count}))
+        self._pending.append(named_event({**event, "sequence_number": self._count}))
         self._count += 1
 
     def _flush(self) -> bytes:
-        said, self._items_to_messages = b"".join(self._items_to_messages), []
-        return said
+        pending, self._pending = b"".join(self._pending), []
+        return pending
 
 
 def response(
@@ -352,17 +352,17 @@ def _items_to_messages(given: Any, conversations: Conversations) -> list[Json]:
     growing = False
     for at, item in enumerate(objects(given if given is not None else [], "input")):
         where = f"input[{at}]"
-        said = _recall_item(item, conversations) if _is_reference(item) else _message(item, where)
-        if said["role"] == "assistant":
+        message = _recall_item(item, conversations) if _is_reference(item) else _message(item, where)
+        if message["role"] == "assistant":
             last = messages[-1] if growing else {}
-            begins = said["content"] or "reasoning" in said
+            begins = message["content"] or "reasoning" in message
             if growing and not (begins and (last["content"] or last.get("tool_calls"))):
-                _join(last, said)
+                _join(last, message)
             else:
-                messages.append(said)
+                messages.append(message)
             growing = True
         else:
-            messages.append(said)
+            messages.append(message)
             growing = False
     return messages
 

@@ -15,8 +15,8 @@ from swarmq.proxy.deltas import extend
 
 _CALLS = [("add", {"a": 17, "b": "25"}), ("look", {"at": ["it", {"deep": True}]})]
 _TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name, _ in _CALLS]
-_ASKED = {"role": "user", "content": "Add 17 and 25."}
-_SAID = {
+_QUESTION = {"role": "user", "content": "Add 17 and 25."}
+_ANSWER = {
     "role": "assistant",
     "content": "Both.",
     "tool_calls": [
@@ -30,12 +30,16 @@ CUTS = (1000, 16, 5)
 
 async def finds_tool_calls(engine: Engine) -> bool:
     """Return whether the parsers find all tool calls; also False if the model's template does not show how two calls are written."""
-    chat = {"messages": [_ASKED], "tools": _TOOLS}
+    chat = {"messages": [_QUESTION], "tools": _TOOLS}
     try:
         prompt = (await engine.render(chat)).token_ids
-        spoken = (await engine.render({**chat, "messages": [_ASKED, _SAID], "add_generation_prompt": False})).token_ids
-        same = next((i for i, pair in enumerate(zip(prompt, spoken, strict=False)) if pair[0] != pair[1]), len(prompt))
-        answer = spoken[same:]
+        conversation = (
+            await engine.render({**chat, "messages": [_QUESTION, _ANSWER], "add_generation_prompt": False})
+        ).token_ids
+        same = next(
+            (i for i, pair in enumerate(zip(prompt, conversation, strict=False)) if pair[0] != pair[1]), len(prompt)
+        )
+        answer = conversation[same:]
         [message] = await engine.derender(chat, prompt, [CompleteAnswer(token_ids=answer, finish_reason="stop")])
         found = [_calls(message)]
         for size in CUTS:

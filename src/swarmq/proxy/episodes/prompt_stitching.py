@@ -95,15 +95,15 @@ async def _continue_by_text(
     node: TurnNode, history: HistoryKeys, fresh: bytes, engine: Engine, messages: Sequence[Json]
 ) -> Stitched | Reason:
     recorded = node.tokens()
-    said, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
-    if not rendered.startswith(said):
+    text, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
+    if not rendered.startswith(text):
         reason = branch_reason(node, history)
         given = messages[node.depth - 1] if node.depth <= len(messages) else {}
         return reason if reason != "template_rewrote_history" else await _continue_by_key(node, given, fresh, engine)
-    rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
+    rest = pack_ids(await engine.tokenize(rendered[len(text) :]))
     prompt = recorded + rest
     if prompt != fresh and await _text(engine, prompt) != rendered:
-        prompt = recorded + await _find_tokens_after(said, fresh, engine)
+        prompt = recorded + await _find_tokens_after(text, fresh, engine)
         if await _text(engine, prompt) != rendered:
             return "drift"
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
@@ -135,12 +135,12 @@ def _strip_hidden(text: str) -> str:
     return MARKUP.sub("", text).replace(REPLACED, "")
 
 
-async def _find_tokens_after(said: str, fresh: bytes, engine: Engine) -> bytes:
-    """Return the tokens of `fresh` after the text `said`, found by bisection."""
+async def _find_tokens_after(text: str, fresh: bytes, engine: Engine) -> bytes:
+    """Return the tokens of `fresh` after `text`, found by bisection."""
     low, high = 0, len(fresh) // ID_BYTES
     while low < high:
         middle = (low + high) // 2
-        if len(await _text(engine, fresh[: middle * ID_BYTES])) < len(said):
+        if len(await _text(engine, fresh[: middle * ID_BYTES])) < len(text):
             low = middle + 1
         else:
             high = middle

@@ -241,9 +241,9 @@ async def cancel_if_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _send_events(
-    send: Send, begun: ActiveCall, said: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+    send: Send, begun: ActiveCall, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
 ) -> None:
-    """Send the answer as server-sent events with the headers `told`. The last event ends the body at once, because agents may
+    """Send the answer as server-sent events with `headers`. The last event ends the body at once, because agents may
     disconnect after it."""
     named = {
         "content-type": "text/event-stream; charset=utf-8",
@@ -252,9 +252,9 @@ async def _send_events(
         **headers,
     }
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-    async with aclosing(said):
+    async with aclosing(events):
         await send({"type": "http.response.start", "status": 200, "headers": encoded})
-        async for event in said:
+        async for event in events:
             await send({"type": "http.response.body", "body": event, "more_body": not begun.closing})
 
 
@@ -267,7 +267,7 @@ def _no_model(name: str, served: Iterable[str]) -> RefusedError:
 
 
 def _operation(summary: str, body: Json | None = None) -> type[Operation]:
-    """Return the OpenAPI operation of a route; `told`: its summary, `body`: JSON schema of a request. Routes read their bodies
+    """Return the OpenAPI operation of a route; `summary`: its summary, `body`: JSON schema of a request. Routes read their bodies
     themselves, so that errors have the dialect's form."""
 
     class Documented(Operation):
