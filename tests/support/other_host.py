@@ -36,6 +36,7 @@ class World:
         self.job, self.relay, self.invite_file = job, relay, invite_file
         self.folder = tmp_path / "other-host"
         self.folder.mkdir()
+        self.environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
         self.proxies = ProxyRegistry(job.run_folder.proxies)
         self.root = keys.load_root(job.run_folder.root_secret)
 
@@ -46,11 +47,10 @@ class World:
     @asynccontextmanager
     async def command(self, *arguments):
         """The process of `swarmq ARGUMENTS` in an empty folder; `--join` gets the invite."""
-        environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "swarmq", *arguments, "--join", str(self.invite_file)),
             cwd=self.folder,
-            env=environment,
+            env=self.environment,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -60,6 +60,16 @@ class World:
             if process.returncode is None:
                 process.kill()
             await process.communicate()
+
+    async def output(self, *arguments):
+        """The words of each line that `swarmq ARGUMENTS` prints on the run's own host, without the heading."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "swarmq", *arguments),
+            env=self.environment | {SECRET_ENV: SECRET, "COLUMNS": "200"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        printed, _ = await process.communicate()
+        return [line.split() for line in printed.decode().splitlines()[1:]]
 
     @asynccontextmanager
     async def agent(self, url):
@@ -87,6 +97,7 @@ async def world(tmp_path, run_name, broker_node, engine_url, tiny_model, monkeyp
         reach = ClientAddresses(amqp=f"amqp://127.0.0.1:{relay.port}/")
         invite = await asyncio.to_thread(add_host, job, job.run_folder, "gpu2", management, reach, hours=1)
         (tmp_path / "gpu2.invite").write_text(f"{invite.encode()}\n")
+        job.run_folder.resolved.write_text(job.to_toml())
         stop = asyncio.Event()
         tasks.create_task(Collector(job, broker, Store(None, run=job.run)).run(stop))
         yield World(job, relay, tmp_path / "gpu2.invite", tmp_path)

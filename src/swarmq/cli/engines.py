@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 
 from swarmq.cli.common import RUN, choose_policy, load_live_run, load_stored_run, main, run_until_signalled
-from swarmq.cli.hosts import URL, read_host_invite
+from swarmq.cli.hosts import CERTIFICATE, KEY, URL, make_place, read_host_invite
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
-from swarmq.hosts.addresses import Place
 from swarmq.registries.engines import EngineRegistry
 
 
@@ -127,6 +126,8 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     help="Port; a free one by default. With an invite the next port is that of its weight receiver.",
 )
 @URL
+@CERTIFICATE
+@KEY
 @click.option(
     "--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default."
 )
@@ -137,6 +138,8 @@ def engine_start(
     host: str | None,
     port: int,
     url: str | None,
+    certificate: Path | None,
+    key: Path | None,
     gpus: tuple[int, ...],
 ) -> None:
     """Start one more vLLM of a policy on this host.
@@ -155,15 +158,15 @@ def engine_start(
     if join is not None:
         serving = serve_engine_elsewhere(
             read_host_invite(join),
-            Place(host=host, port=port, url=url),
+            make_place(host, port, url, certificate, key),
             choose=lambda job: choose_policy(job, policy, frozen_too=True),
             gpus=gpus or None,
             report=click.echo,
         )
     else:
         assert run is not None
-        if url:
-            raise ConfigError("--url goes with an invite (--join)")
+        if url or certificate or key:
+            raise ConfigError("--url, --certificate and --key go with an invite (--join)")
         job, folder = load_live_run(run), RunFolder(run)
         serving = serve_extra_engine(
             job,

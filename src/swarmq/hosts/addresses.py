@@ -11,6 +11,13 @@ import msgspec
 from swarmq.errors import ConfigError
 
 
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """PEM files with which a part serves https."""
+
+    certificate: str
+    key: str
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where a part listens on this host, and what it announces to the run's other parts."""
 
@@ -20,20 +27,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Port to listen on; 0: a free one."""
     url: str | None = None
     """Announced URL, if it differs from the address that is listened on."""
-    certificate: str | None = None
-    """PEM file; with it and `key` the part serves https."""
-    key: str | None = None
-    """PEM file with the certificate's private key."""
-
-    def __post_init__(self) -> None:
-        if bool(self.certificate) != bool(self.key):
-            raise ConfigError("--certificate and --key belong together: give both PEM files, or neither")
+    tls: TlsFiles | None = None
+    """Files for https; None: the part serves http."""
 
     def announce(self, host: str, port: int, path: str = "") -> str:
         """Return the URL to announce for a part that listens on this host and port."""
-        return (
-            self.url.rstrip("/") if self.url else format_url("https" if self.certificate else "http", host, port) + path
-        )
+        return self.url.rstrip("/") if self.url else format_url("https" if self.tls else "http", host, port) + path
 
 
 def split_address(url: str) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 import uvicorn
 import uvloop
@@ -141,7 +142,7 @@ async def serve_elsewhere(invite: HostInvite, place: Place) -> None:
                         f"policy {policy} has no engine that this host can reach: {', '.join(known.members.engines[policy])} is the loopback "
                         "of the run's host. Start one that other hosts reach (`swarmq engine start` with --join, or with --host on the run's host)"
                     )
-            own = {"host": host, "port": port, "certificate": place.certificate, "key": place.key}
+            own = {"host": host, "port": port, **(msgspec.to_builtins(place.tls) if place.tls else {})}
             await _serve(
                 build_job(known.members, engines=engines, proxy=own),
                 broker,

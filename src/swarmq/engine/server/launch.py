@@ -30,7 +30,7 @@ from swarmq.engine.server.model_check import ModelFacts, check_model
 from swarmq.engine.server.pause_watchdog import PauseWatchdog
 from swarmq.engine.server.startup_error import find_root_cause
 from swarmq.errors import EngineError, MissingExtraError
-from swarmq.hosts.addresses import format_url
+from swarmq.hosts.addresses import TlsFiles, format_url
 from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, WORKER_EXTENSION
@@ -98,17 +98,18 @@ class EngineProcess:
         progress: Callable[[str], None] | None = None,
         gpus: Sequence[int] | None = None,
         host: str = HOST,
+        tls: TlsFiles | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`host`: address to listen on. `secret`: secret that callers must send; None: a new random one. `progress`: called with each new stage of the start.
+        """`host`: address to listen on. `tls`: files for https; the certificate is for `host`. `secret`: secret that callers must send; None: a new random one. `progress`: called with each new stage of the start.
         `gpus`: GPU numbers; None: all. `environment`: further variables for vLLM, such as those of a weight receiver."""
-        self.url = format_url("http", host, port)
+        self.url = format_url("https" if tls else "http", host, port)
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
         self.kill_reason = ""
         """Reason why `wait` killed the server; empty if the server ended by itself."""
         self._policy = policy
-        self._host, self._port = host, port
+        self._host, self._port, self._tls = host, port, tls
         self._gpus = gpus
         self._environment = dict(environment or {})
         self._progress = progress or (lambda _stage: None)
@@ -187,7 +188,9 @@ class EngineProcess:
                 f"port {self._port} of {self._host} for the engine of {model.name} is taken: stop what listens there"
             )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = build_command(self._policy, model, host=self._host, port=self._port, cuda=cuda, cores=_count_cores())
+        command = build_command(
+            self._policy, model, host=self._host, port=self._port, tls=self._tls, cuda=cuda, cores=_count_cores()
+        )
         argv = [sys.executable, *command]
         with self.log_path.open("ab", buffering=0) as sink:
             with contextlib.suppress(OSError):  # a full disk: vLLM itself only loses lines of its log
@@ -266,7 +269,14 @@ def is_cuda_build() -> bool:
 
 
 def build_command(
-    policy: Policy, model: ModelFacts, *, port: int, cuda: bool, cores: int, host: str = HOST
+    policy: Policy,
+    model: ModelFacts,
+    *,
+    port: int,
+    cuda: bool,
+    cores: int,
+    host: str = HOST,
+    tls: TlsFiles | None = None,
 ) -> list[str]:
     """Build Python's arguments to start vLLM; the user's arguments come last and take precedence. Raises ConfigError if one of
     them is reserved."""
@@ -288,6 +298,8 @@ def build_command(
         "--middleware": MIDDLEWARE,
         "--uvicorn-log-level": "warning",
     }
+    if tls:
+        options |= {"--ssl-certfile": tls.certificate, "--ssl-keyfile": tls.key}
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
     if cuda:
         options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization or DEFAULT_GPU_SHARE)

@@ -151,7 +151,13 @@ async def serve_engine_elsewhere(
         secret = invite.engine_secret
         async with AsyncExitStack() as stack:
             receiver = await stack.enter_async_context(
-                keep_receiver(host, port + 1 if place.port else 0, secret=secret, log_path=folder / "receiver.log")
+                keep_receiver(
+                    host,
+                    port + 1 if place.port else 0,
+                    secret=secret,
+                    log_path=folder / "receiver.log",
+                    tls=place.tls,
+                )
             )
             engine = EngineProcess(
                 job.policies[chosen],
@@ -161,6 +167,7 @@ async def serve_engine_elsewhere(
                 secret=secret,
                 progress=report,
                 gpus=gpus,
+                tls=place.tls,
                 environment=receiver.environment,
             )
             await stack.enter_async_context(engine)

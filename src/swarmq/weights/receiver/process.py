@@ -14,6 +14,7 @@ import structlog
 
 from swarmq.engine.auth import SECRET_ENV
 from swarmq.errors import EngineError
+from swarmq.hosts.addresses import TlsFiles
 from swarmq.runtime.processes import DeathCounter, die_with_parent, listen, read_tail, stop_group
 from swarmq.weights.format.conventions import RECEIVER_PORT_ENV
 
@@ -37,21 +38,23 @@ class Receiver:
 
 
 @contextlib.asynccontextmanager
-async def keep_receiver(host: str, port: int, *, secret: str, log_path: Path) -> AsyncIterator[Receiver]:
+async def keep_receiver(
+    host: str, port: int, *, secret: str, log_path: Path, tls: TlsFiles | None = None
+) -> AsyncIterator[Receiver]:
     """Run a receiver at `host`:`port` until the block ends. Open it before the engine, and give the engine's vLLM its environment:
 
         async with keep_receiver("0.0.0.0", 8001, secret=secret, log_path=folder / "receiver.log") as receiver:
             ...  # start vLLM with os.environ | receiver.environment, listening on the same host
 
-    `port`: 0 for any free one. `secret`: the engine's secret. Learners reach the receiver under the host of the engine's URL. A
-    receiver that dies is started again at the same port. Raises ConfigError if the port is taken, and EngineError if
-    the receiver dies again and again.
+    `port`: 0 for any free one. `secret`: the engine's secret. Learners reach the receiver under scheme and host of the engine's URL,
+    so `tls` are the engine's files. A receiver that dies is started again at the same port. Raises ConfigError if the port is taken,
+    and EngineError if the receiver dies again and again.
     """
     with listen(host, port, backlog=128, setting="the weight receiver's port") as listener:
         receiver = Receiver(listener.getsockname()[1])
         try:
             async with asyncio.TaskGroup() as tasks:
-                keeping = tasks.create_task(_keep(receiver, listener, secret, log_path))
+                keeping = tasks.create_task(_keep(receiver, listener, secret, tls, log_path))
                 try:
                     yield receiver
                 finally:
@@ -61,7 +64,7 @@ async def keep_receiver(host: str, port: int, *, secret: str, log_path: Path) ->
             raise error from error.__cause__
 
 
-async def _keep(receiver: Receiver, listener: socket.socket, secret: str, log_path: Path) -> None:
+async def _keep(receiver: Receiver, listener: socket.socket, secret: str, tls: TlsFiles | None, log_path: Path) -> None:
     deaths = DeathCounter(DEATH_WINDOW_S)
     fd = listener.fileno()
     while True:
@@ -71,6 +74,7 @@ async def _keep(receiver: Receiver, listener: socket.socket, secret: str, log_pa
                 "-m",
                 "swarmq.weights.receiver.server",
                 str(fd),
+                *((tls.certificate, tls.key) if tls else ()),
                 env=os.environ | {SECRET_ENV: secret},
                 pass_fds=[fd],  # it listens also while the receiver is restarted
                 stdin=asyncio.subprocess.DEVNULL,

@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -64,7 +65,11 @@ def main() -> None:
     store = WeightStore()
     try:
         app = make_app(store, os.environ[SECRET_ENV])
-        web.run_app(app, sock=socket.socket(fileno=int(sys.argv[1])), access_log=None, print=None)
+        fd, *tls_files = sys.argv[1:]
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if tls_files else None
+        if tls:
+            tls.load_cert_chain(*tls_files)
+        web.run_app(app, sock=socket.socket(fileno=int(fd)), ssl_context=tls, access_log=None, print=None)
     finally:
         store.close()
 

@@ -17,6 +17,7 @@ from swarmq.engine.server import launch
 from swarmq.engine.server.launch import EngineProcess, build_command, build_environment, choose_cpu_cache_gib
 from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError, EngineError
+from swarmq.hosts.addresses import TlsFiles
 from swarmq.runtime.processes import find_free_port
 
 SMALL = ModelFacts(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
@@ -30,6 +31,15 @@ def test_a_model_made_for_fewer_tokens_is_served_with_its_own_limit(limit, serve
         Policy(model="m", engine=EngineSettings(max_model_len=2048)), model, port=81, cuda=False, cores=2
     )
     assert words[words.index("--max-model-len") + 1] == served
+
+
+def test_on_another_address_it_can_serve_https():
+    tls = TlsFiles(certificate="cert.pem", key="key.pem")
+    words = build_command(Policy(model="m"), SMALL, host="gpu2", port=81, tls=tls, cuda=False, cores=2)
+    for option, value in (("--host", "gpu2"), ("--ssl-certfile", "cert.pem"), ("--ssl-keyfile", "key.pem")):
+        assert words[words.index(option) + 1] == value
+    engine = EngineProcess(Policy(model="m"), host="gpu2", port=81, tls=tls, log_path=Path("engine.log"))
+    assert engine.url == "https://gpu2:81"
 
 
 def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
