@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,7 @@ def parse() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> None:
     figures: dict[str, float] = {}
-    detail: dict[str, Any] = {"delay": "a process between TUN devices: this kernel has no netem"}
+    detail: dict[str, Any] = {"delay": "a process between TUN devices: this kernel has no netem", "load_averages": []}
     demo = asyncio.run(ensure_model(user_cache_folder(), print))
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         rows = []
@@ -95,6 +96,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for link in arguments.links.split(","):
             gbit, round_trip_ms = map(float, link.split(":"))
             pushes = push_over(gbit, round_trip_ms, pushed)
+            detail["load_averages"].append(os.getloadavg()[0])  # seconds say little if others use the processor
             detail[f"link_{gbit:g}gbit_{round_trip_ms:g}ms"] = pushes
             for kind in ("whole", "delta"):
                 of_kind = [push for push in pushes if push["kind"] == kind]

@@ -65,6 +65,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
     ("docs/explanation/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
     ("docs/explanation/learning/weights.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
+    ("docs/explanation/learning/weights.md", "hosts_push", "takes {delta_share_large_1e-06:.1%} of the bytes of the BF16 weights, at 1e-5 {delta_share_large_1e-05:.1%}, and the whole weights take {whole_share_large:.0%}"),
     ("docs/explanation/learning/checkpoints.md", "checkpoints_cpu", "training waits {waited_s:.2f} s for a copy, where writing took {waited_at_once_s:.2f} s"),
     ("docs/explanation/learning/checkpoints.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
