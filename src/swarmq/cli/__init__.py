@@ -11,6 +11,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     make_tasks,
     recording,
     run,
+    slurm,
     stored_runs,
     tasks,
     up,

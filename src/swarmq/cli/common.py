@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -55,8 +56,24 @@ EXTRAS = {
 HOST = ("proxy", "learner", "vllm")
 """Extras that `swarmq[host]` combines, which `swarmq up` needs."""
 
+
+def _prepend_environment(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return (*shlex.split(os.environ.get(SETS_ENV, "")), *given)
+    except ValueError as error:
+        raise ConfigError(
+            f"${SETS_ENV}: {error}; write KEY=VALUE pairs with spaces between them, quoted as in a shell"
+        ) from error
+
+
+SETS_ENV = "SWARMQ_SET"
 SETS = click.option(
-    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. --set groups.group_size=4."
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_prepend_environment,
+    help="Override a setting, e.g. --set groups.group_size=4; those of $SWARMQ_SET, separated by spaces, come first.",
 )
 JOB = click.argument("job", type=click.Path(path_type=Path))
 RUN = click.argument("run", type=click.Path(path_type=Path))

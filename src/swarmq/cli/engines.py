@@ -1,4 +1,4 @@
-"""`swarmq engine`: the engines of a run that is up."""
+"""`swarmq engine`: the engines of a run that is up, and single engines of a job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.common import RUN, choose_policy, load_live_run, load_stored_run, main, run_until_signalled
+from swarmq.cli.common import (
+    JOB,
+    RUN,
+    SETS,
+    choose_policy,
+    load_live_run,
+    load_stored_run,
+    main,
+    private_files,
+    require_extras,
+    run_until_signalled,
+)
 from swarmq.cli.hosts import CERTIFICATE, KEY, URL, make_place, read_host_invite
-from swarmq.config import RunFolder
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.registries.engines import EngineRegistry
 
@@ -106,6 +117,11 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     click.echo(f"{url} gets no new calls of {chosen}; stop it when its open calls are finished")
 
 
+GPUS = click.option(
+    "--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default."
+)
+
+
 @engine.command("start")
 @click.argument("run", type=click.Path(path_type=Path), required=False)
 @POLICY
@@ -128,9 +144,7 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 @URL
 @CERTIFICATE
 @KEY
-@click.option(
-    "--gpu", "gpus", type=int, multiple=True, help="GPU that the engine may use; may be repeated; all by default."
-)
+@GPUS
 def engine_start(
     run: Path | None,
     policy: str | None,
@@ -178,3 +192,33 @@ def engine_start(
             report=click.echo,
         )
     run_until_signalled(serving)
+
+
+@engine.command("serve")
+@JOB
+@SETS
+@POLICY
+@click.option(
+    "--number",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Number of this engine among the policy's engine.urls.",
+)
+@GPUS
+def engine_serve(job: Path, sets: tuple[str, ...], policy: str | None, number: int, gpus: tuple[int, ...]) -> None:
+    """Start a vLLM that a job names.
+
+    For runs whose processes are started one by one. vLLM listens at the address of policies.POLICY.engine.urls[NUMBER] and
+    requires the run's secret of every caller. Ends with Ctrl-C, or with an error when vLLM ends.
+
+    \b
+    swarmq engine serve job.toml --set 'policies.main.engine.urls=["http://gpu1:8100"]'
+    """
+    from swarmq.engine.server.membership import serve_named_engine
+
+    require_extras("vllm")
+    settings = SwarmJob.load(job, sets=sets)
+    chosen = choose_policy(settings, policy, frozen_too=True)
+    with private_files():
+        run_until_signalled(serve_named_engine(settings, chosen, number=number, gpus=gpus or None, report=click.echo))

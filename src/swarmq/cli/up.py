@@ -60,7 +60,8 @@ def demo(
 @SETS
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the private RabbitMQ; sets broker.nodes.")
 @click.option("--show", is_flag=True, help="Print every setting as TOML, unset ones as comments, and exit.")
-def up(job: Path, sets: tuple[str, ...], nodes: int | None, show: bool) -> None:
+@click.option("--until-done", is_flag=True, help="Stop when every learner has made its last step, as for batch jobs.")
+def up(job: Path, sets: tuple[str, ...], nodes: int | None, show: bool, until_done: bool) -> None:
     """Start every process of a job on this host.
 
     Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxies, the collector and a learner for each
@@ -78,10 +79,10 @@ def up(job: Path, sets: tuple[str, ...], nodes: int | None, show: bool) -> None:
     own_engines = any(not policy.engine.urls for policy in settings.policies.values())
     require_extras(*(extra for extra in HOST if own_engines or extra != "vllm"))
     with private_files():
-        run_until_signalled(_up(settings))
+        run_until_signalled(_up(settings, until_done=until_done))
 
 
-async def _up(job: SwarmJob) -> None:
+async def _up(job: SwarmJob, *, until_done: bool) -> None:
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.lines import format_elapsed, wrap_beside
     from swarmq.observe.recorder import record_run
@@ -105,9 +106,15 @@ async def _up(job: SwarmJob) -> None:
                 for line in deployment.welcome():
                     report(line)
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(_report_pace(deployment.job, broker, report))
-                    tasks.create_task(_report_learner_ends(deployment, report))
-                    tasks.create_task(follow_steps(deployment.job, broker, report))
+                    reports = [
+                        tasks.create_task(_report_pace(deployment.job, broker, report)),
+                        tasks.create_task(_report_learner_ends(deployment, report)),
+                        tasks.create_task(follow_steps(deployment.job, broker, report)),
+                    ]
+                    if until_done:
+                        await deployment.learners_done.wait()
+                        for one in reports:
+                            one.cancel()
         except asyncio.CancelledError:
             report(describe_stopped_run(job))
             raise

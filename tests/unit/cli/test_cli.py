@@ -306,3 +306,20 @@ def test_one_extra_has_what_up_needs():
     for extra, modules in EXTRAS.items():
         names = {re.split(r"[<>=\[]", one)[0].replace("-", "_") for one in project[extra]}
         assert set(modules) <= names
+
+
+def test_settings_of_the_environment_come_before_those_of_the_command_line(tmp_path):
+    job = write_job(tmp_path)
+    shown = swarmq("up", job, "--show", "--set", "run=c", SWARMQ_SET="run=b 'groups.group_size = 3'")
+    assert tomllib.loads(shown.output)["run"] == "c"
+    assert tomllib.loads(shown.output)["groups"]["group_size"] == 3
+    refused = swarmq("up", job, "--show", SWARMQ_SET="run='b")
+    assert refused.exit_code == 1
+    assert "$SWARMQ_SET: No closing quotation" in refused.output
+
+
+def test_an_engine_that_the_job_does_not_name_is_not_served(tmp_path):
+    refused = swarmq("engine", "serve", write_job(tmp_path))
+    assert refused.exit_code == 1
+    assert "policies.main.engine.urls has 0 entries, none with number 0" in refused.output
+    assert not (tmp_path / "runs").exists()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from swarmq import cli
 from swarmq.broker.node.files import ACK_TIMEOUT_MS
+from swarmq.cli.common import SETS_ENV
+from swarmq.config import SwarmJob
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the learner's packages")
 ROOT = Path(__file__).parents[3]
@@ -21,10 +26,27 @@ def compose() -> dict[str, Any]:
 
 
 def test_the_services_are_there_and_each_says_whether_it_is_healthy(compose: dict[str, Any]) -> None:
-    daemons = {name for name, service in compose["services"].items() if "profiles" not in service}
-    assert daemons == {"rabbitmq", "proxy", "learner", "recorder"}
-    assert all("healthcheck" in compose["services"][name] for name in daemons)
-    assert compose["services"]["rabbitmq"]["image"] == "rabbitmq:4-management"
+    profiles = {name: service.get("profiles") for name, service in compose["services"].items()}
+    always = {"rabbitmq": None, "proxy": None, "collector": None, "recorder": None}
+    assert profiles == {
+        **always, "engine": ["cpu"], "learner": ["cpu"], "engine-gpu": ["gpu"], "learner-gpu": ["gpu"], "swarmq": ["commands"],
+    }  # fmt: skip
+    assert all("healthcheck" in service for name, service in compose["services"].items() if name != "swarmq")
+    assert all("restart" in service for service in compose["services"].values())
+
+
+def test_base_images_are_those_that_a_script_can_make(compose: dict[str, Any]) -> None:
+    made = runpy.run_path(str(ROOT / "scripts/base_images.py"))["IMAGES"]
+    stages = re.findall(r"^FROM (\S+?)(?: AS (\S+))?$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    named = {stage for _, stage in stages} | {"scratch", "packages-${VLLM}"}
+    assert {image for image, _ in stages} - named | {compose["services"]["rabbitmq"]["image"]} == set(made)
+
+
+def test_no_service_runs_as_root(compose: dict[str, Any]) -> None:
+    assert compose["services"]["rabbitmq"]["user"] == "rabbitmq"
+    last = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[-1]
+    assert re.findall(r"^USER (.*)", last, re.MULTILINE) == ["swarmq"]
+    assert {service.get("user") for name, service in compose["services"].items() if name != "rabbitmq"} == {None}
 
 
 def test_every_port_is_published_on_loopback_alone(compose: dict[str, Any]) -> None:
@@ -43,25 +65,40 @@ def test_no_password_is_written_down(compose: dict[str, Any]) -> None:
 
 def test_every_volume_config_and_dependency_exists(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
-        assert {volume.split(":")[0] for volume in service["volumes"]} <= set(compose["volumes"])
+        assert {volume.split(":")[0] for volume in service["volumes"]} - {"${SWARMQ_MODELS"} <= set(compose["volumes"])
         assert {config["source"] for config in service.get("configs", [])} <= set(compose["configs"])
         assert set(service.get("depends_on", {})) <= set(compose["services"])
 
 
 def test_the_commands_are_ours(compose: dict[str, Any]) -> None:
     scripts = (ROOT / "pyproject.toml").read_text()
-    for name in ("proxy", "learner"):
+    for name in ("proxy", "collector", "learner"):
         assert f'\n{compose["services"][name]["command"][0]} = "swarmq.cli:' in scripts
+    for name in ("engine", "recorder"):
+        group: Any = cli.main
+        words = compose["services"][name]["command"][1:]
+        for word in words[: words.index("/etc/swarmq/job.toml")]:
+            group = group.commands[word]
 
 
 def test_commands_see_the_run_that_the_daemons_work_on(compose: dict[str, Any]) -> None:
     tool, learner = compose["services"]["swarmq"], compose["services"]["learner"]
     assert (tool["entrypoint"], tool["profiles"]) == (["swarmq"], ["commands"])
-    for what in ("build", "configs", "volumes"):
+    for what in ("image", "configs", "volumes"):
         assert tool[what] == learner[what]
     assert tool["environment"].items() >= learner["environment"].items()
     options = {parameter.envvar for parameter in cli.main.commands["invite"].params}
     assert set(tool["environment"]) - set(learner["environment"]) <= options
+
+
+def test_every_setting_that_compose_adds_exists(compose: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('run = "toy"\n[policies.main]\nmodel = "none"\n')
+    said = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", compose["services"]["proxy"]["environment"][SETS_ENV])
+    job = SwarmJob.load(tmp_path / "job.toml", sets=shlex.split(said))
+    assert job.folder == "/runs"
+    [url] = job.policies["main"].engine.urls
+    aliases = compose["services"]["engine"]["networks"]["default"]["aliases"]
+    assert aliases == compose["services"]["engine-gpu"]["networks"]["default"]["aliases"] == [urlsplit(url).hostname]
 
 
 def test_clients_are_invited_to_the_ports_that_are_published(compose: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The `swarmq engine` commands: list, add, remove and start engines of a live run.
+"""The `swarmq engine` commands: list, add, remove and start engines of a live run, and serve one that a job names.
 
 They change only the roster in the run folder, which proxies and learners follow; from another host, by asking the collector.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.config import RunFolder, SwarmJob
+from swarmq.config import RunFolder, SwarmJob, make_folder
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import ConfigError, EngineError
-from swarmq.hosts.addresses import Place, check_announced
+from swarmq.hosts.addresses import Place, check_announced, resolve, split_address
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import build_job, check_model_files
 from swarmq.hosts.register import registered
@@ -181,6 +181,33 @@ async def serve_engine_elsewhere(
             )
 
 
+async def serve_named_engine(
+    job: SwarmJob, policy: str, *, number: int, gpus: Sequence[int] | None, report: Callable[[str], None]
+) -> None:
+    """Run the engine that the job names as `engine.urls[number]`, until cancelled. Raises ConfigError if the job names no such
+    engine, EngineError if it ends by itself."""
+    urls = job.policies[policy].engine.urls
+    if number >= len(urls):
+        raise ConfigError(
+            f"policies.{policy}.engine.urls has {len(urls)} entries, none with number {number}: add the URL by which the run's other "
+            "parts reach this engine, such as http://gpu1:8100"
+        )
+    name, port = split_address(urls[number])
+    make_folder(job.run_folder.path)
+    engine = EngineProcess(
+        job.policies[policy],
+        host=resolve(name, port),
+        port=port,
+        log_path=job.run_folder.logs / f"engine.{policy}.{number}.log",
+        secret=EngineRegistry(job).secret(),
+        progress=report,
+        gpus=gpus,
+    )
+    async with engine:
+        report(f"{urls[number]} serves {policy}; its log is {engine.log_path}")
+        raise _describe_end(engine, await engine.wait())
+
+
 async def _serve_listed(
     engine: EngineProcess,
     listed: AbstractAsyncContextManager[str],
@@ -199,8 +226,12 @@ async def _serve_listed(
     finally:
         if is_listed:
             await _wait_until_drained(engine, probe_every_s, report)
+    raise _describe_end(engine, status)
+
+
+def _describe_end(engine: EngineProcess, status: int) -> EngineError:
     why = engine.kill_reason or f"ended with status {status}"
-    raise EngineError(f"the engine {why}; the end of {engine.log_path}:\n{read_tail(engine.log_path)}")
+    return EngineError(f"the engine {why}; the end of {engine.log_path}:\n{read_tail(engine.log_path)}")
 
 
 @asynccontextmanager
