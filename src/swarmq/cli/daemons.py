@@ -23,7 +23,7 @@ from swarmq.cli.common import (
 from swarmq.cli.hosts import CERTIFICATE, KEY, URL, make_place, read_host_invite
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.hosts.addresses import Place
+from swarmq.hosts.addresses import ListenAddress
 
 
 def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:
@@ -111,7 +111,7 @@ def proxy_command(
     )
 
 
-def _join_by_invite(invite: str, job: Path | None, sets: tuple[str, ...], number: int, place: Place) -> None:
+def _join_by_invite(invite: str, job: Path | None, sets: tuple[str, ...], number: int, place: ListenAddress) -> None:
     if job is not None or sets or number:
         raise ConfigError(
             "--join INVITE takes the run's settings from its collector: leave out JOB, --set and --number"

@@ -10,7 +10,7 @@ import click
 from swarmq.cli.access import MANAGEMENT, RUN_OPTION, day, only_run
 from swarmq.cli.common import main
 from swarmq.errors import ConfigError
-from swarmq.hosts.addresses import Place, TlsFiles
+from swarmq.hosts.addresses import ListenAddress, TlsFiles
 from swarmq.keys import HOST_INVITE_PREFIX, HostInvite
 from swarmq.observe.live_runs import find_management_api
 
@@ -39,7 +39,7 @@ def read_host_invite(text: str) -> HostInvite:
 
 def make_place(
     host: str | None, port: int | None, url: str | None, certificate: Path | None, key: Path | None
-) -> Place:
+) -> ListenAddress:
     """Return where a part listens on this host. Raises ConfigError for options that contradict each other or missing files."""
     if (certificate is None) != (key is None):
         raise ConfigError("--certificate and --key belong together: give both PEM files, or neither")
@@ -47,7 +47,7 @@ def make_place(
         if path and not path.is_file():
             raise ConfigError(f"{path}: no such file")
     tls = TlsFiles(certificate=str(certificate.resolve()), key=str(key.resolve())) if certificate and key else None
-    return Place(host=host, port=port or 0, url=url, tls=tls)
+    return ListenAddress(host=host, port=port or 0, url=url, tls=tls)
 
 
 @main.group()

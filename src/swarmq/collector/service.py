@@ -188,7 +188,7 @@ class Collector:
                 tasks.create_task(self._intake(topology.control(self.job.run))),
                 tasks.create_task(self._give_back()),
                 tasks.create_task(self._ticker()),
-                tasks.create_task(self._warden()),
+                tasks.create_task(self._watch_queues()),
                 tasks.create_task(self._reporter()),
                 tasks.create_task(self._listen()),
                 tasks.create_task(self._members.run()),
@@ -203,7 +203,7 @@ class Collector:
             sender.cancel()
         await self._decide(lambda _: [])
         self._hand_over()
-        await self._tell("state", self.read_state())
+        await self._emit_event("state", self.read_state())
         log.info("stopped", unsent=len(self._outgoing), **state_fields(self._load_core()))
 
     @property
@@ -229,7 +229,7 @@ class Collector:
                                 log.warning("message_refused", reason=reason)
                                 await self._broker.dead_letter(delivery, reason)
                             await deliveries.ack_through(batch[-1])
-                        await self._tell_all()
+                        await self._emit_pending()
                     return
             except UnroutableError:
                 await self._restore()
@@ -290,7 +290,7 @@ class Collector:
                 if event.name == "refused":
                     self._no_turns.note_refusal(event.fields)
                 elif event.name == "members_wanted":
-                    await self._tell("state", self.read_state())  # first, so that changed settings are known, too
+                    await self._emit_event("state", self.read_state())  # first, so that changed settings are known, too
                     self._members.answer(str(event.fields["ask"]))
 
     async def _give_back(self) -> None:
@@ -330,7 +330,7 @@ class Collector:
         while True:
             await asyncio.sleep(self._intervals.tick_s)
             await self._decide(lambda core: [*core.tick(self._clock()), *self._changed_files()])
-            await self._tell_all()
+            await self._emit_pending()
 
     def _changed_files(self) -> list[Effect]:
         """Return the registries of the run folder that standby collectors do not have yet."""
@@ -339,7 +339,7 @@ class Collector:
         files = [SaveFile(path.name, read_if_exists(path)) for path in self.job.run_folder.registries]
         return [file for file in files if file.body != self._store.file(file.name)]
 
-    async def _warden(self) -> None:
+    async def _watch_queues(self) -> None:
         while True:
             await asyncio.sleep(self._intervals.look_s)
             await self._look()
@@ -373,12 +373,12 @@ class Collector:
         while True:
             await asyncio.sleep(self._intervals.state_s)
             core = self._load_core()
-            await self._tell("state", self.read_state())
+            await self._emit_event("state", self.read_state())
             for text in self._transcripts.warnings() if self._transcripts else ():
-                await self._tell("warning", {"text": f"collector: {text}"})
+                await self._emit_event("warning", {"text": f"collector: {text}"})
             for line in watch.look(core, self._clock()):
                 log.warning("no_progress", reason=line)
-                await self._tell("warning", {"text": line, "kind": "stall"})
+                await self._emit_event("warning", {"text": line, "kind": "stall"})
 
     # ------------------------------------------------------------------------------------------- deciding
 
@@ -401,7 +401,7 @@ class Collector:
 
     async def _wait_for_store(self, error: CollectorError) -> None:
         log.warning("store_unavailable", reason=str(error), retry_s=self._intervals.retry_s)
-        await self._tell("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
+        await self._emit_event("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
         await asyncio.sleep(self._intervals.retry_s)
 
     async def _commit(self, step: Step) -> None:
@@ -507,15 +507,15 @@ class Collector:
             message = build_rollout(self._store, item, term=self._log.term if self._log else 0)
         return queue, message
 
-    async def _tell_all(self) -> None:
+    async def _emit_pending(self) -> None:
         while self._events:
             emit = self._events.popleft()
-            await self._tell(emit.name, emit.fields)
+            await self._emit_event(emit.name, emit.fields)
             if emit.name == "episode" and (line := self._no_turns.look(emit.fields, self._clock())):
                 log.warning("no_turns", reason=line)
-                await self._tell("warning", {"text": line})
+                await self._emit_event("warning", {"text": line})
 
-    async def _tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
+    async def _emit_event(self, name: EventName, fields: Mapping[str, Any]) -> None:
         event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))
         await self._broker.emit(event)
 
@@ -547,7 +547,7 @@ class Collector:
                     names = ", ".join(sorted(gone))
                     text = f"collector: {names} had been deleted; declared again, and all known content is sent again"
                     log.warning("queues_deleted", queues=names)
-                    await self._tell("warning", {"text": text})
+                    await self._emit_event("warning", {"text": text})
             return dict.fromkeys(gone, Depth(0, 0)) | depths
 
 

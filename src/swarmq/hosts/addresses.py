@@ -18,7 +18,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a part listens on this host, and what it announces to the run's other parts."""
 
     host: str | None = None

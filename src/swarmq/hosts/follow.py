@@ -24,7 +24,7 @@ from swarmq import keys
 from swarmq.broker import Broker
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.errors import ConfigError, SwarmqError
-from swarmq.hosts.addresses import Place, find_own_address, format_url, is_loopback, resolve, split_address
+from swarmq.hosts.addresses import ListenAddress, find_own_address, format_url, is_loopback, resolve, split_address
 from swarmq.hosts.members import Members
 from swarmq.messages import Event, new_id
 from swarmq.registries.engines import Urls
@@ -185,7 +185,7 @@ async def join_run(
                 following.cancel()
 
 
-def choose_address(invite: keys.HostInvite, place: Place) -> str:
+def choose_address(invite: keys.HostInvite, place: ListenAddress) -> str:
     """Return the address on which a part listens: the given one, or that from which this host reaches RabbitMQ. Raises
     ConfigError."""
     return place.host or find_own_address(*split_address(split_nodes(invite.amqp_url)[0]))

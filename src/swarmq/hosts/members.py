@@ -12,7 +12,7 @@ import msgspec
 
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.hosts.model_files import ModelFiles, describe_model
+from swarmq.hosts.model_files import ModelFingerprint, describe_model
 from swarmq.registries.clients import RevokedNames, read_revoked
 from swarmq.registries.engines import EngineRegistry, Urls
 from swarmq.registries.proxies import ProxyRegistry
@@ -33,7 +33,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """Trained policy -> step of its newest checkpoint."""
     settings: dict[str, Any]
     """Settings of the run, without the broker's address and what each host has for itself."""
-    models: dict[str, ModelFiles]
+    models: dict[str, ModelFingerprint]
     """Policy -> facts of its model, where that is a folder on the collector's host."""
     swarmq: str
     """Version of swarmq that the collector runs."""
@@ -87,7 +87,7 @@ class StoredMembership:
         self.revoked = RevokedNames(job.run_folder.clients)
 
     @cached_property
-    def _models(self) -> dict[str, ModelFiles]:
+    def _models(self) -> dict[str, ModelFingerprint]:
         models = {name: describe_model(Path(policy.model)) for name, policy in self._job.policies.items()}
         return {name: model for name, model in models.items() if model}
 

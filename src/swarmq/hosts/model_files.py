@@ -21,13 +21,13 @@ SHAPE_FIELDS = (
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "tekken.json")
 
 
-class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     shape: dict[str, str]
     """Field of config.json -> its value as JSON."""
     tokenizer: str
     """SHA-256 of the vocabulary files."""
 
-    def find_difference(self, other: ModelFiles) -> str:
+    def find_difference(self, other: ModelFingerprint) -> str:
         """Return what differs in `other`, or "" if nothing does."""
         for field, value in self.shape.items():
             if (there := other.shape.get(field)) != value:
@@ -35,7 +35,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
         return "" if self.tokenizer == other.tokenizer else "its tokenizer's files differ"
 
 
-def describe_model(folder: Path) -> ModelFiles | None:
+def describe_model(folder: Path) -> ModelFingerprint | None:
     """Return the facts of a model folder; None for a hub name, or a folder without a readable config.json or tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -46,4 +46,4 @@ def describe_model(folder: Path) -> ModelFiles | None:
     if not files:
         return None
     shape = {field: json.dumps(config[field]) for field in SHAPE_FIELDS if field in config}
-    return ModelFiles(shape=shape, tokenizer=digest.hexdigest())
+    return ModelFingerprint(shape=shape, tokenizer=digest.hexdigest())

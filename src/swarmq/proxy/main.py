@@ -33,7 +33,7 @@ from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
-from swarmq.hosts.addresses import Place, check_announced
+from swarmq.hosts.addresses import ListenAddress, check_announced
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import RunMembership, StoredMembership, build_job, number_proxy
 from swarmq.hosts.register import registered
@@ -81,7 +81,7 @@ def run(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpene
     _run(serve(job, number=number, join=join, pages=pages), role=f"proxy.{number}", run_name=job.run)
 
 
-def run_elsewhere(invite: HostInvite, place: Place) -> None:
+def run_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
     """Serve beside the proxies of a live run on another host, until SIGTERM or SIGINT.
 
     Raises SwarmqError if the invite has expired, the run or one of its engines cannot be reached, the run does not fit this host, or
@@ -128,7 +128,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
             )
 
 
-async def serve_elsewhere(invite: HostInvite, place: Place) -> None:
+async def serve_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
     host = choose_address(invite, place)
     with listen(host, place.port, backlog=BACKLOG, setting="--host, --port") as listener:
         port = listener.getsockname()[1]

@@ -19,7 +19,7 @@ from swarmq.config import RunFolder, SwarmJob, make_folder
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import ConfigError, EngineError
-from swarmq.hosts.addresses import Place, check_announced, resolve, split_address
+from swarmq.hosts.addresses import ListenAddress, check_announced, resolve, split_address
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import build_job, check_model_files
 from swarmq.hosts.register import registered
@@ -124,7 +124,7 @@ async def serve_extra_engine(
 
 async def serve_engine_elsewhere(
     invite: HostInvite,
-    place: Place,
+    place: ListenAddress,
     *,
     choose: Callable[[SwarmJob], str],
     gpus: Sequence[int] | None,

@@ -128,7 +128,7 @@ class Learner:
         self._no_room: int | None = None
         """Version of the checkpoint for which a full disk was reported; None if a checkpoint was written since then."""
         self._pending_checkpoint: _PendingCheckpoint | None = None
-        self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
+        self._background, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
         """Allocation of memory for the copy of the first checkpoint, on rank 0; begun halfway to that checkpoint."""
         self._train = self.settings.train
@@ -154,7 +154,7 @@ class Learner:
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
         self.engines.sleep()
-        self._meet()
+        self._wait_for_ranks()
         try:
             limit = engine_agreement.agreement_limit(settings, cuda=accelerator.device.type == "cuda")
             trainer = load_trainer(found, settings, accelerator, engine_gap_max=limit)
@@ -181,7 +181,7 @@ class Learner:
         try:
             self._run(link)
         finally:  # stop writers before the lock is released
-            self._beside.shutdown(cancel_futures=True)
+            self._background.shutdown(cancel_futures=True)
 
     def _run(self, link: FeederLink | None) -> None:
         if link:
@@ -266,7 +266,7 @@ class Learner:
             self._evaluations_logged.add(evaluation.began_at)
         link.tell(records.EvaluationLogged(began_at=evaluation.began_at))
 
-    def _meet(self) -> None:
+    def _wait_for_ranks(self) -> None:
         """Wait for all ranks."""
         if self._control is not None:
             torch.distributed.barrier(group=self._control)
@@ -276,7 +276,7 @@ class Learner:
         if not self.settings.engine.sleep:
             return
         torch.cuda.empty_cache()
-        self._meet()
+        self._wait_for_ranks()
         self.engines.wake()
 
     def _idle_s(self) -> float:
@@ -323,7 +323,7 @@ class Learner:
     def _save_if_due(self, link: FeederLink | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every
         if link and self._reserving is None and since >= interval // 2:
-            self._reserving = self._beside.submit(save_load.reserve_copies(self.trainer, self._copies))
+            self._reserving = self._background.submit(save_load.reserve_copies(self.trainer, self._copies))
         if since == 0:
             self._save(link)
 
@@ -344,7 +344,7 @@ class Learner:
         )
         if link:
             keep = self.settings.train.keep_checkpoints
-            oldest = self._beside.submit(save_load.finish_checkpoint, draft, keep=keep, check=self.fence.check)
+            oldest = self._background.submit(save_load.finish_checkpoint, draft, keep=keep, check=self.fence.check)
             self._pending_checkpoint = _PendingCheckpoint(draft.version, oldest, asked, began, time.monotonic() - began)
 
     def _report_finished_checkpoint(self, link: FeederLink, *, wait: bool = False) -> None:

@@ -30,7 +30,7 @@ COUNT_BYTES = 4
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class WeightFileManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a weight file that is to be received."""
 
     size_bytes: int
@@ -62,12 +62,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the whole file on the receiver's host, once it is complete."""
 
 
-def describe_file(data: Bytes, *, word_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+def describe_file(data: Bytes, *, word_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> WeightFileManifest:
     """Return the manifest of a file with these bytes, without a base."""
     chunks = (data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes))
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(digest_chunk, chunks))
-    return Manifest(size_bytes=len(data), chunk_bytes=chunk_bytes, word_bytes=word_bytes, digests=digests)
+    return WeightFileManifest(size_bytes=len(data), chunk_bytes=chunk_bytes, word_bytes=word_bytes, digests=digests)
 
 
 def digest_chunk(chunk: Bytes) -> str:

@@ -29,8 +29,8 @@ from swarmq.errors import EngineError
 from swarmq.weights.format.chunks import (
     CHUNK_BYTES,
     Bytes,
-    Manifest,
     Progress,
+    WeightFileManifest,
     describe_file,
     encode_chunk,
 )
@@ -193,7 +193,7 @@ class Upload:
             self._base = None
         return await self._post(manifest)
 
-    async def _post(self, manifest: Manifest) -> Progress:
+    async def _post(self, manifest: WeightFileManifest) -> Progress:
         answer = await self._request("POST", "/weights", msgspec.json.encode(manifest))
         try:
             return msgspec.json.decode(answer, type=Progress)

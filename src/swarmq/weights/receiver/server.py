@@ -1,6 +1,6 @@
 """The receiver's HTTP routes, and its process: `python -m swarmq.weights.receiver.server FD`, with a listening socket as FD.
 
-    POST /weights              a `Manifest`; the answer is a `Progress`: chunks that are missing, or the path of the whole file
+    POST /weights              a `WeightFileManifest`; the answer is a `Progress`: chunks that are missing, or the path of the whole file
     PUT  /weights/NAME/INDEX   an encoded chunk; `?base=NAME` if it is a difference
 
 A learner sends the manifest again to go on after a broken connection, and at the end for the path. Every request must carry the
@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from swarmq.engine.auth import SECRET_ENV, format_bearer
-from swarmq.weights.format.chunks import CHUNK_BYTES, Manifest
+from swarmq.weights.format.chunks import CHUNK_BYTES, WeightFileManifest
 from swarmq.weights.receiver.store import UploadRefusedError, WeightStore
 
 MAX_BODY_BYTES = 2 * CHUNK_BYTES
@@ -44,7 +44,7 @@ def make_app(store: WeightStore, secret: str) -> web.Application:
 
     async def begin(request: web.Request) -> web.Response:
         try:
-            manifest = msgspec.json.decode(await request.read(), type=Manifest)
+            manifest = msgspec.json.decode(await request.read(), type=WeightFileManifest)
         except msgspec.MsgspecError as error:
             raise UploadRefusedError(f"the manifest is not valid: {error}", status=400) from error
         progress = await asyncio.to_thread(store.begin, manifest)

@@ -21,8 +21,8 @@ from swarmq.weights.format import scratch
 from swarmq.weights.format.chunks import (
     CHUNK_BYTES,
     Bytes,
-    Manifest,
     Progress,
+    WeightFileManifest,
     decode_chunk,
     digest_chunk,
 )
@@ -41,7 +41,7 @@ class UploadRefusedError(SwarmqError):
 class WeightFile:
     """A file in shared memory, and which of its chunks have arrived."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: WeightFileManifest) -> None:
         """Create the file with all of its memory. Raises OSError, and then leaves no file behind."""
         self.path, self.name, self.manifest = path, manifest.name, manifest
         self.missing = set(range(len(manifest.digests)))
@@ -73,7 +73,7 @@ class WeightStore:
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, manifest: Manifest) -> Progress:
+    def begin(self, manifest: WeightFileManifest) -> Progress:
         """Begin to receive a file, or go on with it. A file of which only a part has arrived gives way to another one. Raises
         UploadRefusedError."""
         if manifest.word_bytes not in (2, 4):
@@ -125,7 +125,7 @@ class WeightStore:
             raise UploadRefusedError(f"the base {name} is not here: send the whole weights", status=409)
         return self._complete.data
 
-    def _make_upload(self, manifest: Manifest) -> WeightFile:
+    def _make_upload(self, manifest: WeightFileManifest) -> WeightFile:
         if self._upload is not None:
             log.warning("upload_given_up", missing=len(self._upload.missing), reason="another file is being sent")
             self._upload.remove()

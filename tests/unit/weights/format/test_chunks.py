@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.weights.format.chunks import Manifest, decode_chunk, encode_chunk
+from swarmq.weights.format.chunks import WeightFileManifest, decode_chunk, encode_chunk
 
 
 @st.composite
@@ -57,8 +57,8 @@ def test_the_difference_of_a_small_step_is_a_small_part_of_the_weights(share, mo
 
 def test_a_file_has_the_name_of_its_content_alone():
     one, same, other = (
-        Manifest(size_bytes=3, chunk_bytes=3, word_bytes=2, digests=["a" * 64], base=None),
-        Manifest(size_bytes=3, chunk_bytes=3, word_bytes=2, digests=["a" * 64], base="before"),
-        Manifest(size_bytes=3, chunk_bytes=3, word_bytes=2, digests=["b" * 64], base=None),
+        WeightFileManifest(size_bytes=3, chunk_bytes=3, word_bytes=2, digests=["a" * 64], base=None),
+        WeightFileManifest(size_bytes=3, chunk_bytes=3, word_bytes=2, digests=["a" * 64], base="before"),
+        WeightFileManifest(size_bytes=3, chunk_bytes=3, word_bytes=2, digests=["b" * 64], base=None),
     )
     assert one.name == same.name != other.name

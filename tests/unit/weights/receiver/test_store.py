@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarmq.weights.format import scratch
 from swarmq.weights.format.chunks import CHUNK_BYTES as LARGEST_CHUNK
-from swarmq.weights.format.chunks import Manifest, Progress, describe_file, encode_chunk
+from swarmq.weights.format.chunks import Progress, WeightFileManifest, describe_file, encode_chunk
 from swarmq.weights.receiver.store import UploadRefusedError, WeightStore
 
 CHUNK_BYTES = 4096
@@ -30,7 +30,7 @@ def weights(seed: int, size_bytes: int = 1000):
     return np.random.default_rng(seed).integers(0, 256, size_bytes).astype(np.uint8)
 
 
-def describe(data, base: str | None = None) -> Manifest:
+def describe(data, base: str | None = None) -> WeightFileManifest:
     return msgspec.structs.replace(describe_file(data, word_bytes=2, chunk_bytes=CHUNK_BYTES), base=base)
 
 
