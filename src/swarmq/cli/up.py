@@ -115,6 +115,7 @@ async def _up(job: SwarmJob, *, until_done: bool) -> None:
                         await deployment.learners_done.wait()
                         for one in reports:
                             one.cancel()
+            report(describe_stopped_run(job))
         except asyncio.CancelledError:
             report(describe_stopped_run(job))
             raise
