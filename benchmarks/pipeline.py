@@ -2,8 +2,8 @@
 
 The messages are those of real runs: turns go through the proxy's recorder (wire.py), and begins, reports and ends stand around them.
 They are published to a private RabbitMQ of one or three nodes, a real collector joins them, and this process takes the rollouts from
-`ready` and reports them as trained, as a learner does. Counted is processor time, which a busy machine changes little. Connections are
-opened as clients open them, and RabbitMQ's memory is read before and after. Example:
+`ready` and reports them as trained, as a learner does. Counted is processor time, which a busy machine changes less than the time by
+the clock. Connections are opened as clients open them, and RabbitMQ's memory is read before and after. Example:
 
     python -m benchmarks.pipeline
 """

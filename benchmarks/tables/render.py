@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import gpu_sizing
+from benchmarks import gpu_sizing, scaling
 from benchmarks.report import RESULTS
 from benchmarks.tables import learning
 from benchmarks.tables.common import ends, table
@@ -24,6 +25,7 @@ PAGES = (
             "tutorials/demo",
             "explanation/faults",
             "explanation/proxy",
+            "explanation/scaling",
             "how-to/black-box-agents",
             "how-to/dashboard",
             "how-to/gpu-sizing",
@@ -71,6 +73,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
     ("docs/how-to/dashboard.md", "dashboard_tokens", "In a run of {sampled_tokens:,.0f} sampled tokens, that took {index_s:.1f} s and {index_rss_mb:.0f} MB"),
+    ("docs/explanation/scaling.md", "hosts_push", "took {push_s_10gbit_30ms_delta:.1f} to {push_s_1gbit_30ms_delta:.1f} s"),
     ("docs/explanation/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
     ("docs/explanation/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
     ("docs/explanation/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
@@ -137,8 +140,13 @@ def render(text: str, results: Path = RESULTS) -> str:
         "trl": learning.trl_block,
         "sizing_memory": lambda _: gpu_sizing.memory_table(),
         "sizing_plans": lambda _: gpu_sizing.plan_tables(),
+        **{name: partial(_growth_block, block) for name, block in scaling.BLOCKS.items()},
     }
     return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
+
+
+def _growth_block(block: Callable[[scaling.Costs], Iterator[str]], known: dict[str, Any]) -> Iterator[str]:
+    return block(scaling.Costs.read(known))
 
 
 def demo_block(known: dict[str, Any]) -> Iterator[str]:
