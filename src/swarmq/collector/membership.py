@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections import OrderedDict
@@ -24,7 +25,7 @@ from swarmq.hosts.addresses import split_address
 from swarmq.hosts.members import Members, StoredMembership, number_proxy
 from swarmq.messages import Event, EventName, Registration
 from swarmq.registries.engines import EngineRegistry
-from swarmq.registries.hosts import HostRegistry, InvitedHost, check_joinable, read_hosts
+from swarmq.registries.hosts import HostRegistry, check_joinable, read_hosts
 from swarmq.registries.proxies import ProxyRegistry
 
 LOOK_S = 0.5
@@ -86,6 +87,7 @@ class MembershipKeeper:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish())
             tasks.create_task(self._watch_proxies())
+            tasks.create_task(self._restore_engines())
             applying: dict[str, tuple[str, asyncio.Task[None]]] = {}
             """URL of a part -> id of its newest registration, and the task that applies it."""
             while True:
@@ -132,32 +134,46 @@ class MembershipKeeper:
                 log.warning("hosts_unreadable", reason=str(error))
                 continue
             for text in changes:
-                log.warning("proxy_silent", text=text)
+                log.warning("warning", text=text)
                 await self._tell("warning", {"text": text})
 
     def _list_audible(self) -> list[str]:
-        """Take silent proxies of other hosts out of the list, put back those that are heard again, and return what changed."""
+        """List the proxies of other hosts that are heard, and no others. Return what changed."""
         if not self._folder.hosts.exists():
             return []
-        proxies, changes = ProxyRegistry(self._folder.proxies), list[str]()
+        proxies, changes, now = ProxyRegistry(self._folder.proxies), list[str](), self._monotonic()
         with HostRegistry.open(self._folder.hosts) as hosts:
-            for host in list(hosts.entries.values()):
-                silent = tuple(url for url in host.proxies if self._is_silent(url))
-                for url in set(host.silent) - set(silent):
-                    proxies.add(url)
-                    changes.append(f"proxy {url} of host {host.name} is heard again and back in the list")
-                if silent != host.silent:  # between the two edits of the list, so that a crash forgets neither
-                    hosts.put(msgspec.structs.replace(host, silent=silent))
-                for url in set(silent) & set(proxies.urls()):
-                    proxies.remove(url)
-                    changes.append(
-                        f"proxy {url} of host {host.name} is silent: clients are not sent to it until it is heard again"
-                    )
+            for host in hosts.entries.values():
+                for url in host.proxies:
+                    heard_at = self._heard_at.get(f"proxy.{number_proxy(url)}", -math.inf)
+                    is_listed, which = url in proxies.urls(), f"proxy {url} of host {host.name}"
+                    if is_listed and now - max(heard_at, self._counting_since) > self._silent_s:
+                        proxies.remove(url)
+                        changes.append(f"{which} is silent: clients are not sent to it until it is heard again")
+                    elif not is_listed and now - heard_at <= self._silent_s:
+                        proxies.add(url)
+                        changes.append(f"{which} is heard again and back in the list")
         return changes
 
-    def _is_silent(self, url: str) -> bool:
-        heard_at = self._heard_at.get(f"proxy.{number_proxy(url)}", 0.0)
-        return self._monotonic() - max(heard_at, self._counting_since) > self._silent_s
+    async def _restore_engines(self) -> None:
+        """List the engines of other hosts that still serve after the run was started again with the engines of its job."""
+        engines = EngineRegistry(self._job)
+        try:
+            hosts, present = await asyncio.to_thread(read_hosts, self._folder.hosts), engines.urls()
+        except SwarmqError as error:
+            log.warning("hosts_unreadable", reason=str(error))
+            return
+        for host in hosts.values():
+            for url, policy in host.engines.items():
+                if policy not in present or url in present[policy]:
+                    continue
+                try:
+                    await check_reachable(url, connect_s=self._connect_s)
+                except ConfigError as error:
+                    log.warning("engine_not_restored", engine=url, host=host.name, reason=str(error))
+                    continue
+                await asyncio.to_thread(engines.add, policy, url)
+                log.info("engine_restored", engine=url, host=host.name, policy=policy)
 
     async def _apply(self, registration: Registration, host: str) -> None:
         answer = self._answers.get(registration.registration_id)
@@ -193,30 +209,27 @@ class MembershipKeeper:
     def _change(self, registration: Registration, host: str) -> None:
         engines, proxies = EngineRegistry(self._job), ProxyRegistry(self._folder.proxies)
         url, policy = registration.url, registration.policy
-        is_joining = registration.action == "join"
-        if registration.part == "proxy":
-            (proxies.add if is_joining else proxies.remove)(url)
-        elif policy in self._job.policies:
-            (engines.add if is_joining else engines.remove)(policy, url)
-        if host:
-            with HostRegistry.open(self._folder.hosts) as hosts:
-                if entry := hosts.entries.get(host):
-                    hosts.put(_with_part(entry, url, registration if is_joining else None))
+        with HostRegistry.open(self._folder.hosts) as hosts:
+            hosts.drop_part(url)
+            if registration.action == "leave":
+                if registration.part == "proxy":
+                    proxies.remove(url)
+                elif policy in self._job.policies:
+                    engines.remove(policy, url)
+                return
+            entry = hosts.entries.get(host)
+            if registration.part == "proxy":
+                proxies.add(url)
+                if entry:
+                    hosts.put(msgspec.structs.replace(entry, proxies=(*entry.proxies, url)))
+            else:
+                engines.add(policy, url)
+                if entry:
+                    hosts.put(msgspec.structs.replace(entry, engines=entry.engines | {url: policy}))
 
     async def _tell(self, name: EventName, fields: dict[str, Any]) -> bool:
         event = Event(run=self._job.run, source="collector", name=name, at=self._clock(), fields=fields)
         return await self._broker.emit(event)
-
-
-def _with_part(host: InvitedHost, url: str, joined: Registration | None) -> InvitedHost:
-    engines = {other: policy for other, policy in host.engines.items() if other != url}
-    proxies = tuple(other for other in host.proxies if other != url)
-    if joined is not None and joined.part == "engine":
-        engines[url] = joined.policy
-    elif joined is not None:
-        proxies = (*proxies, url)
-    silent = tuple(other for other in host.silent if other != url)
-    return msgspec.structs.replace(host, engines=engines, proxies=proxies, silent=silent)
 
 
 async def check_reachable(url: str, *, connect_s: float) -> None:

@@ -25,8 +25,8 @@ class EngineRegistry:
 
     def __init__(self, job: SwarmJob, folder: RunFolder | None = None) -> None:
         """`folder`: the run folder, if it differs from the job's."""
-        self._folder = folder or job.run_folder
-        self._path = self._folder.roster
+        self.folder = folder or job.run_folder
+        self._path = self.folder.roster
         self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
 
     def urls(self) -> Urls:
@@ -39,7 +39,7 @@ class EngineRegistry:
 
     def secret(self) -> str:
         """Return the secret that the engines require: $SWARMQ_ENGINE_SECRET if set (for engines shared by runs), else the run's own."""
-        return os.environ.get(SECRET_ENV) or keys.derive_engine_secret(keys.load_root(self._folder.root_secret))
+        return os.environ.get(SECRET_ENV) or keys.derive_engine_secret(keys.load_root(self.folder.root_secret))
 
     def add(self, policy: str, url: str) -> Urls:
         return self._change(policy, lambda urls: urls if url in urls else (*urls, url))

@@ -1,7 +1,7 @@
 """The hosts invited to run engines and proxies: a JSON file in the run folder.
 
 `swarmq host` writes it, and the collector records which engines and proxies each host has registered, so that they can be removed
-with it. A removed name stays removed.
+with it, and are used again after the run was started again. A removed name stays removed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class InvitedHost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """URL of an engine that has joined from this host -> its policy."""
     proxies: tuple[str, ...] = ()
     """URLs of the proxies that have joined from this host."""
-    silent: tuple[str, ...] = ()
-    """Those of `proxies` that are out of the run's list, because nothing was heard of them for a while."""
 
 
 class HostRegistry:
@@ -54,6 +52,14 @@ class HostRegistry:
         if host := self.entries.get(name):
             state = "was invited already" if host.removed_at is None else "was removed"
             raise ConfigError(f"host {name!r} {state}: choose another name, e.g. {name[:36]}-2")
+
+    def drop_part(self, url: str) -> None:
+        """Forget an engine or proxy, on whichever host it runs."""
+        for host in list(self.entries.values()):
+            if url in host.engines or url in host.proxies:
+                engines = {other: policy for other, policy in host.engines.items() if other != url}
+                proxies = tuple(other for other in host.proxies if other != url)
+                self.put(msgspec.structs.replace(host, engines=engines, proxies=proxies))
 
     def put(self, host: InvitedHost) -> None:
         self.entries[host.name] = host

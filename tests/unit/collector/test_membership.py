@@ -48,6 +48,11 @@ async def url():
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+def put_host(job, **parts):
+    with HostRegistry.open(job.run_folder.hosts) as hosts:
+        hosts.put(InvitedHost(name="gpu2", added_at=0.0, expires_at=100.0, broker_user="r.host:gpu2", **parts))
+
+
 @contextlib.asynccontextmanager
 async def running(*loops):
     async with asyncio.TaskGroup() as tasks:
@@ -149,8 +154,7 @@ async def test_a_join_without_an_answer_is_withdrawn(job, broker, url):
 
 async def test_a_host_joins_while_its_invite_holds_and_what_runs_there_is_recorded(job, broker, url):
     path = job.run_folder.hosts
-    with HostRegistry.open(path) as hosts:
-        hosts.put(InvitedHost(name="gpu2", added_at=0.0, expires_at=100.0, broker_user="r.host:gpu2"))
+    put_host(job)
     now = 50.0
     keeper = MembershipKeeper(job, broker, clock=lambda: now, look_s=0, repeat_s=1e6)
 
@@ -181,29 +185,41 @@ async def test_a_host_joins_while_its_invite_holds_and_what_runs_there_is_record
 async def test_a_hosts_proxy_that_falls_silent_is_out_of_the_list_until_it_is_heard_again(job, broker):
     proxies, remote, local = ProxyRegistry(job.run_folder.proxies), "http://gpu2:8000/v1", f"{LOCAL}/v1"
     proxies.write([local, remote])
-    with HostRegistry.open(job.run_folder.hosts) as hosts:
-        fields = {"added_at": 0.0, "expires_at": 1.0, "broker_user": "r.host:gpu2"}
-        hosts.put(InvitedHost(name="gpu2", proxies=(remote,), **fields))
+    put_host(job, proxies=(remote,))
     now = 0.0
     keeper = MembershipKeeper(job, broker, look_s=0, repeat_s=1e6, silent_s=0.001, monotonic=lambda: now)
     async with running(keeper.run()):
         assert (await published(broker)).proxies == (local, remote)
         now = 1.0
         await published(broker, lambda members: members.proxies == (local,))
-        assert read_hosts(job.run_folder.hosts)["gpu2"].silent == (remote,)
+        assert read_hosts(job.run_folder.hosts)["gpu2"].proxies == (remote,)
         keeper.hear_from(f"proxy.{number_proxy(remote)}")
         await published(broker, lambda members: members.proxies == (local, remote))
 
 
 async def test_events_that_were_lost_on_the_way_to_the_collector_are_no_silence(job, broker):
     now = 0.0
+    url, proxies = "http://gpu2:8000/v1", ProxyRegistry(job.run_folder.proxies)
+    put_host(job, proxies=(url,))
+    proxies.write([url])
     keeper = MembershipKeeper(job, broker, silent_s=10.0, monotonic=lambda: now)
-    url = "http://gpu2:8000/v1"
-    assert not keeper._is_silent(url)
     now = 11.0
-    assert keeper._is_silent(url)
     keeper.forget_silence()
-    assert not keeper._is_silent(url)
+    assert keeper._list_audible() == []
+    now = 22.0
+    assert keeper._list_audible() == [
+        f"proxy {url} of host gpu2 is silent: clients are not sent to it until it is heard again"
+    ]
+
+
+async def test_what_runs_on_other_hosts_is_used_again_after_the_run_was_started_again(job, broker, url):
+    gone = "http://127.0.0.1:9"
+    put_host(job, engines={url: "main", gone: "main"}, proxies=(f"{url}/v1",))
+    keeper = MembershipKeeper(job, broker, look_s=0, repeat_s=1e6, silent_s=1.0)
+    async with running(keeper.run()):
+        keeper.hear_from(f"proxy.{number_proxy(f'{url}/v1')}")
+        members = await published(broker, lambda members: members.proxies and len(members.engines["main"]) > 1)
+    assert (members.engines, members.proxies) == ({"main": (LOCAL, url)}, (f"{url}/v1",))
 
 
 async def test_whoever_comes_late_gets_everything_at_once(job, broker):

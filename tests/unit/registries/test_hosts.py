@@ -40,6 +40,18 @@ def test_a_host_may_join_until_its_invite_expires_or_it_is_removed(path):
             check_joinable(hosts, name, 1.0)
 
 
+def test_a_part_is_forgotten_on_whichever_host_it_ran(path):
+    put(path, "gpu2", engines={"http://gpu2:1": "main", "http://gpu2:2": "main"})
+    put(path, "gpu3", proxies=("http://gpu3:1/v1",))
+    with HostRegistry.open(path) as hosts:
+        for url in ("http://gpu2:1", "http://gpu3:1/v1", "http://unknown"):
+            hosts.drop_part(url)
+    assert [(host.engines, host.proxies) for host in read_hosts(path).values()] == [
+        ({"http://gpu2:2": "main"}, ()),
+        ({}, ()),
+    ]
+
+
 def test_a_damaged_file_names_itself(path):
     path.write_text("rubbish")
     with pytest.raises(ConfigError, match="hosts.json"):

@@ -60,8 +60,6 @@ def remove_host(job: SwarmJob, folder: RunFolder, name: str, management: Managem
             EngineRegistry(job, folder).remove(policy, url)
         for url in host.proxies:
             ProxyRegistry(folder.proxies).remove(url)
-        hosts.put(
-            msgspec.structs.replace(host, removed_at=host.removed_at or time.time(), engines={}, proxies=(), silent=())
-        )
+        hosts.put(msgspec.structs.replace(host, removed_at=host.removed_at or time.time(), engines={}, proxies=()))
     management.remove(host.broker_user)
     return host

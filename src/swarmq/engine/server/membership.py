@@ -25,6 +25,7 @@ from swarmq.hosts.members import build_job, check_model_files
 from swarmq.hosts.register import registered
 from swarmq.keys import HostInvite
 from swarmq.registries.engines import EngineRegistry
+from swarmq.registries.hosts import HostRegistry
 from swarmq.runtime.processes import read_tail, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.receiver.process import keep_receiver
@@ -91,7 +92,9 @@ def remove_engine(roster: EngineRegistry, policy: str, url: str) -> None:
         raise ConfigError(f"{url} does not serve {policy}: its engines are {', '.join(present)}")
     if len(present) == 1:
         raise ConfigError(f"{url} is the only engine of {policy}: add another one first")
-    roster.remove(policy, url.rstrip("/"))
+    with HostRegistry.open(roster.folder.hosts) as hosts:
+        hosts.drop_part(url.rstrip("/"))
+        roster.remove(policy, url.rstrip("/"))
 
 
 async def serve_extra_engine(
