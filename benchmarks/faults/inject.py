@@ -16,7 +16,7 @@ import signal
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aio_pika
@@ -35,6 +35,7 @@ from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.store import batch_log
 from swarmq.messages import Message, StepReport, Ticket, decode
 from swarmq.testing.relay import TcpRelay, Way
+from swarmq.up.supervision import CHECK_EVERY_S, MAX_FAILED_CHECKS
 
 log = structlog.get_logger()
 
@@ -341,7 +342,28 @@ async def majority_killed(nemesis: Nemesis) -> str | None:
 async def _away(nemesis: Nemesis, nodes: list[PrivateNode]) -> None:
     await asyncio.gather(*(node.kill() for node in nodes))
     await asyncio.sleep(_seconds(nemesis.rng, 3.0))
-    await asyncio.gather(*map(_start, nodes))
+    starts = [asyncio.ensure_future(_start(node)) for node in nodes]
+    others = [node for node in nemesis.world.cluster.nodes if node not in nodes]
+    await asyncio.gather(*starts, *(_rejoin(node, starts) for node in others))
+
+
+async def _rejoin(node: PrivateNode, others: Sequence[asyncio.Future[None]] = ()) -> None:
+    """Return when a node accepts clients and the others have started. Restart it where `swarmq up` would: RabbitMQ 3.10 can fail
+    to go on after a pause, when another node is just starting, and the others then wait for its data."""
+    refused = 0
+    while True:
+        if await node.refuses_connections():
+            refused += 1
+        elif all(start.done() for start in others):
+            return
+        else:
+            refused = 0
+        if refused == MAX_FAILED_CHECKS:
+            log.warning("node does not go on, starting it again", node=node.folder.name)
+            await node.stop()
+            await _start(node)
+            refused = 0
+        await asyncio.sleep(CHECK_EVERY_S)
 
 
 async def leader_cut_off(nemesis: Nemesis) -> str | None:
@@ -354,6 +376,7 @@ async def leader_cut_off(nemesis: Nemesis) -> str | None:
                 await cut_off(node, nodes)
                 await asyncio.sleep(seconds)
                 await heal(node, nodes)
+                await _rejoin(node)
 
     nemesis.lasting(cut())
     return f"leader of {topology.inbox(RUN)} for {seconds:.1f} s"
