@@ -128,14 +128,17 @@ class RankMonitor:
     def find_lost(self) -> str:
         """Return a text that names the ranks that have stopped, after a collective has failed, or "" if all are alive."""
         everyone = [each for each in range(len(self._facts)) if each != self._rank]
-        beats, until = _Beats(), time.monotonic() + self._suspect_s + 2 * self._beat_s
+        beats = _Beats()
         try:
-            while time.monotonic() < until:
+            beats.find_silent(self._read(everyone), self._suspect_s)
+            until, is_over = time.monotonic() + self._suspect_s, False
+            while not is_over:
+                time.sleep(self._beat_s)
+                is_over = time.monotonic() > until  # the beats are read once more after this time
                 if end := self._read_end():
                     return end.text
                 if lost := beats.find_silent(self._read(everyone), self._suspect_s):
                     return self._describe(lost, self._suspect_s)
-                time.sleep(self._beat_s)
         except RuntimeError as error:
             return self._store_is_gone(error)
         return ""

@@ -54,7 +54,7 @@ def join_group(settings: Mapping[str, Any] | None = None, *, meet_s: float = MEE
     if num_ranks() == 1 or RankMonitor.current:
         return RankMonitor.current
     store, rank = _open_store(meet_s), int(os.environ["RANK"])
-    store, facts = _exchange_facts(store, rank, settings, meet_s)
+    store, facts = exchange_facts(store, rank, settings, meet_s)
     choose_interface()
     try:
         distributed.init_process_group(
@@ -130,7 +130,7 @@ def _open_store(meet_s: float) -> Store:
     return opened
 
 
-def _exchange_facts(
+def exchange_facts(
     store: Store, rank: int, settings: Mapping[str, Any] | None, meet_s: float
 ) -> tuple[Store, list[RankFacts]]:
     """Return the facts of all ranks after rank 0 has compared them, and a part of the store of which no earlier start of the

@@ -74,12 +74,14 @@ def test_after_a_failed_collective_the_rank_that_died_is_found_soon(two: Ranks) 
     assert "of rank 1 on gpu1" in two.start(0).find_lost()
 
 
-def test_nobody_is_named_while_all_are_alive_and_nobody_who_has_finished(two: Ranks) -> None:
-    first, second = two.start(0), two.start(1)
+def test_ranks_that_are_alive_or_have_finished_are_not_named() -> None:
+    ranks = Ranks(3)
+    first, _, third = (ranks.start(rank, suspect_s=0.6) for rank in range(3))
+    third.close()
     assert first.find_lost() == ""
-    second.close()
-    assert first.find_lost() == ""
-    assert two.ended.empty()
+    assert ranks.ended.empty()
+    for each in ranks.monitors:
+        each.close()
 
 
 def test_ranks_that_lose_the_store_name_rank_0_and_its_address() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.distributed import rendezvous
@@ -95,3 +97,21 @@ def test_the_interface_that_reaches_rank_0_is_chosen_unless_the_user_has_chosen(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     rendezvous.choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth9"
+
+
+def test_a_rank_that_is_started_again_takes_no_answer_that_its_former_process_got(
+    launched: Callable[..., None],
+) -> None:
+    """The store of a launcher outlives the ranks, and keeps what they wrote."""
+    launched(0)
+    store: Any = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for key, value in {"start": "before", "before/facts/1": "of a dead process", "before/verdict": ""}.items():
+        store.set(key, value)
+    with ThreadPoolExecutor() as threads:
+        second = threads.submit(rendezvous.exchange_facts, store.clone(), 1, None, 30.0)
+        _, seen_by_first = rendezvous.exchange_facts(store, 0, {"run": "r"}, 30.0)
+        ours, seen_by_second = second.result()
+    assert [each.rank for each in seen_by_second] == [0, 1]
+    assert seen_by_second == seen_by_first
+    assert ours.check(["facts/1"])
+    assert store.get("before/facts/1") == b"of a dead process"
