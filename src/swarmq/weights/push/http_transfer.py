@@ -52,6 +52,7 @@ RETRY_S = 0.5
 """Seconds before the second attempt; each further one waits twice as long."""
 RETRIED_STATUSES = (409, 410, 422)
 """Statuses of a chunk after which its file is begun again: the base or the file was replaced, or the chunk is damaged."""
+UNREACHABLE_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
 """Time limits of one request, which sends one chunk at most."""
 
@@ -163,6 +164,8 @@ class Upload:
                 failed: EngineError = error
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 failed = _map_error(self._receiver, error)
+                if fewest_missing is None and isinstance(error, UNREACHABLE_ERRORS):
+                    raise failed from error  # other engines wait for this push; the next one tries again
             else:
                 continue
             vain += 1

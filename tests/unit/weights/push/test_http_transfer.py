@@ -235,6 +235,13 @@ async def test_a_wrong_secret_and_a_port_where_nothing_listens_are_named_with_th
         await push(transfer, weights, "http://127.0.0.1:9")
 
 
+async def test_an_address_that_never_answered_holds_up_a_push_for_one_attempt(weights, tmp_path, capsys):
+    transfer = HttpTransfer(FileTransfer((), tmp_path), retry_s=1e6)
+    with pytest.raises(EngineError, match="127.0.0.1:9"):
+        await asyncio.wait_for(push(transfer, weights, "http://127.0.0.1:9"), 60)
+    assert "upload_interrupted" not in capsys.readouterr().out
+
+
 async def test_two_learners_disturb_each_other_and_what_is_complete_is_whole(weights, host, tmp_path):
     transfers = [HttpTransfer(FileTransfer(["http://far"], tmp_path), secret=SECRET, retry_s=0) for _ in range(2)]
     others = {name: tensor + 1 for name, tensor in weights.items()}
