@@ -10,7 +10,13 @@ from pathlib import Path
 
 from swarmq.config import SwarmJob
 
-START = "import sys; from swarmq.collector.main import run; from swarmq.config import SwarmJob; run(SwarmJob.load(sys.argv[1]))"
+START = """
+import sys
+from swarmq.collector.main import run
+from swarmq.collector.standby import StandbyIntervals
+from swarmq.config import SwarmJob
+run(SwarmJob.load(sys.argv[1]), standby=StandbyIntervals(look_s=0.2, grace_s=1.0))
+"""
 
 
 def make_job(folder: Path, run: str, url: str, *, standby: bool = False, **groups: int) -> SwarmJob:

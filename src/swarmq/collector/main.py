@@ -13,7 +13,7 @@ import structlog
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.collector.service import Collector
-from swarmq.collector.standby import StandbyLog
+from swarmq.collector.standby import INTERVALS, StandbyIntervals, StandbyLog
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import CollectorError, ConfigError, FencedError, MissingExtraError
@@ -27,7 +27,7 @@ GB = 10**9
 DAY_S = 86400.0
 
 
-def run(job: SwarmJob) -> None:
+def run(job: SwarmJob, *, standby: StandbyIntervals = INTERVALS) -> None:
     """Collect until SIGTERM or SIGINT, then finish the work in hand; a second signal ends the process at once.
 
     Raises ConfigError without a broker, BrokerError if the broker refuses the connection, CollectorError if the store is
@@ -38,10 +38,10 @@ def run(job: SwarmJob) -> None:
     if url is None:
         raise ConfigError("broker.url: the collector needs a RabbitMQ; set it, or $SWARMQ_AMQP_URL, or use `swarmq up`")
     make_folder(job.run_folder.path)
-    asyncio.run(_collect(job, url))
+    asyncio.run(_collect(job, url, standby))
 
 
-async def _collect(job: SwarmJob, url: str) -> None:
+async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals) -> None:
     stop = _stop_on_signals()
     with closing(Store(job.run_folder.inbox, run=job.run)) as store, record_transcripts(job) as transcripts:
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
@@ -55,7 +55,7 @@ async def _collect(job: SwarmJob, url: str) -> None:
                 await _leave_log(job, broker, store)
                 await collect(None)
                 return
-            async with StandbyLog.open(broker, store, job, transcripts=transcripts) as log:
+            async with StandbyLog.open(broker, store, job, transcripts=transcripts, intervals=standby) as log:
                 while not stop.is_set() and await _lead(log, stop):
                     try:
                         await collect(log)

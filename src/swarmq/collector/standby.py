@@ -42,8 +42,9 @@ class StandbyIntervals(msgspec.Struct, frozen=True, kw_only=True):
 
     look_s: float = 1.0
     """Seconds between two checks for a leader."""
-    num_looks: int = 2
-    """Number of checks in a row that must find no leader."""
+    num_looks: int = 7
+    """Number of checks in a row that must find no leader, so that one that is started again or reconnects goes on. The collector that
+    led last, or founds the log, needs only one."""
     grace_s: float = 5.0
     """Seconds after a claim in which its sender is not checked, because it loads its state."""
     retry_s: float = 2.0
@@ -180,11 +181,11 @@ class StandbyLog:
 
     async def _until_leaderless(self) -> None:
         """Wait until the inbox has no consumer, and this collector could lead."""
-        inbox, intervals, num = topology.inbox(self._run), self._intervals, 0
-        while num < intervals.num_looks:
+        inbox, intervals, reader, num = topology.inbox(self._run), self._intervals, self._reader, 0
+        while num < (1 if reader.position.led or not reader.has_begun else intervals.num_looks):
             await asyncio.sleep(intervals.look_s)
             depth = (await self._broker.depths([inbox])).get(inbox, Depth(0, 0))
-            may_lead = self._reader.is_complete or not self._reader.has_begun
+            may_lead = reader.is_complete or not reader.has_begun
             is_new = asyncio.get_running_loop().time() - self._claimed_at < intervals.grace_s
             num = num + 1 if may_lead and not is_new and not depth.consumers else 0
 

@@ -146,6 +146,15 @@ async def test_a_standby_does_not_claim_while_the_inbox_has_a_consumer(stream, h
         waiting.cancel()
 
 
+async def test_the_collector_that_led_last_does_not_wait_for_others_to_come_back(stream, hosts):
+    async with pair(stream, hosts) as (_, following):
+        assert hosts[0].store.position().led
+        assert not hosts[1].store.position().led
+        stream.is_led = False
+        await following.lead()
+        await until(lambda: hosts[1].store.position().led)
+
+
 async def test_registries_follow_the_leader_unless_they_were_edited_on_this_host(stream, hosts):
     one, other = hosts
     proxies, clients = other.job.run_folder.proxies, other.job.run_folder.clients

@@ -36,6 +36,8 @@ class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the newest transaction that counts."""
     offset: int = -1
     """Offset in the stream of the newest entry that was read."""
+    led: bool = False
+    """Whether the newest claim that counts is of this store's collector."""
 
 
 class Heard(Enum):
@@ -118,7 +120,7 @@ class LogReader:
         is_founder = not self.has_begun and entry.what == "claim" and entry.sender == self.me
         self.has_begun = True
         if is_founder:
-            self.position = LogPosition(log=entry.log, term=entry.term)
+            self.position = LogPosition(log=entry.log, term=entry.term, led=True)
             self.is_complete = self.is_leading = True
             return Heard.WON
         self.position = msgspec.structs.replace(self.position, term=entry.term)
@@ -128,8 +130,8 @@ class LogReader:
         if entry.term <= self.position.term:
             return Heard.NOTHING
         was_complete = self.is_complete
-        self.position = msgspec.structs.replace(self.position, term=entry.term)
         self.is_leading = was_complete and entry.sender == self.me
+        self.position = msgspec.structs.replace(self.position, term=entry.term, led=self.is_leading)
         self._parts, self._part_of = [], ()
         if self.is_leading:
             return Heard.WON
