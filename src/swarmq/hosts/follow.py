@@ -118,8 +118,7 @@ class FollowedMembership:
         self._heard_at = self._clock()
         if event.source == "collector" and event.name == "members":
             self.latest = msgspec.convert(event.fields, Members)
-            self.revoked.clear()
-            self.revoked.update(self.latest.revoked)
+            self.revoked.update(self.latest.revoked)  # a removed name stays removed, whoever collects
             if self._ask in event.fields["answers"]:
                 self.clock_lead_s = time.time() - event.at
                 self._stale.clear()

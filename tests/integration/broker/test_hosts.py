@@ -15,6 +15,7 @@ from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError
+from swarmq.hosts.follow import join_run
 from swarmq.messages import EpisodeEnd, Event, Registration, Slot, Task
 from swarmq.registries.hosts import HostRegistry, read_hosts
 from swarmq.registries.proxies import ProxyRegistry
@@ -70,6 +71,16 @@ async def test_a_host_publishes_consumes_and_hears_what_its_parts_need(job, mana
         async with remote.events(run) as events:
             assert await remote.emit(event)
             assert await anext(events) == event
+
+
+async def test_without_a_collector_a_host_is_told_where_it_has_asked(job, management, broker):
+    made = invite(job, management)
+    with pytest.raises(ExceptionGroup) as told:
+        async with join_run(made, name="test", patience_s=0.1):
+            pass
+    [error] = told.value.exceptions
+    where = made.amqp_url.rpartition("@")[2].rstrip("/")
+    assert f"the collector of run '{job.run}' has not answered within 0.1 s over RabbitMQ at {where}" in str(error)
 
 
 async def test_a_host_reaches_no_other_run_and_takes_nothing_from_its_own(job, management, broker):

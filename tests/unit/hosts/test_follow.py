@@ -115,6 +115,7 @@ async def test_only_the_answer_to_its_own_newest_question_makes_it_current(broke
     assert not await membership.wait_current(0)
     membership.handle_event(told(members(), membership._ask))
     assert await membership.wait_current(0)
+    assert "alice" in membership.revoked, "a removed name stays removed, also for a collector that does not know it"
 
 
 def test_another_hosts_loopback_is_no_engine_of_this_host(broker):
