@@ -76,7 +76,9 @@ class FolderBroker:
     async def open(self) -> AsyncIterator[FolderBroker]:
         yield self
 
-    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+    async def declare(
+        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+    ) -> None:
         pass
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
