@@ -76,6 +76,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/scaling.md", "hosts_push", "took {push_s_10gbit_30ms_delta:.1f} to {push_s_1gbit_30ms_delta:.1f} s"),
     ("docs/explanation/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
     ("docs/explanation/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
+    ("docs/explanation/faults.md", "faults_cluster", "After {injections:.0f} such faults, {episodes_ended:,.0f} episodes had ended: {lost:.0f} were lost, {twice:.0f} trained twice, and the longest time without progress was {longest_stall_s:.0f} s"),
     ("docs/explanation/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
     ("docs/explanation/faults.md", "soak", "The proxy ended at {mib[proxy]:.0f} MiB, {rss_growth_ratio_proxy:.3f} of its size after the first tenth, the collector at {mib[collector]:.0f} MiB and {rss_growth_ratio_collector:.2f}, the learner's I/O process at {mib[learner I/O]:.0f} MiB and {rss_growth_ratio_learner:.2f}, clients at {mib[client0]:.0f} MiB and {rss_growth_ratio_client:.2f}. No process held more than {fd_growth:.0f} further open files."),
     ("docs/how-to/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
