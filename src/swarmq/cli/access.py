@@ -38,7 +38,7 @@ def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: st
 
     \b
     swarmq invite job.toml --set broker.url=amqp://user:password@host:5672/ --proxy http://host:8000/v1
-    docker compose run --rm swarmq invite /etc/swarmq/job.toml --set folder=/runs
+    docker compose run --rm swarmq invite /etc/swarmq/job.toml
     """
     from swarmq.broker.admin.invitations import invite_host
 
