@@ -143,9 +143,9 @@ def trainer(job: SwarmJob) -> None:
         while batch := link.next(idle=lambda **_: None, idle_s=lambda: 60.0, evaluated=lambda _: None):
             version = records.decode_record(batch.record).index.version
             _label(job, version)
-            link.tell(records.StepDone(version=version, fields={"tokens_computed": 1}))
+            link.send(records.StepDone(version=version, fields={"tokens_computed": 1}))
             if version % 10 == 0:
-                link.tell(records.CheckpointSaved(oldest=version))
+                link.send(records.CheckpointSaved(oldest=version))
         link.finish()
 
 

@@ -57,9 +57,9 @@ class MembershipKeeper:
         self._job, self._folder, self._broker, self._clock = job, job.run_folder, broker, clock
         self._look_s, self._repeat_s, self._connect_s, self._silent_s = look_s, repeat_s, connect_s, silent_s
         self._monotonic = monotonic
-        self._heard_at: dict[str, float] = {}
+        self._last_event_at: dict[str, float] = {}
         """Source of events -> monotonic time of the last one."""
-        self._counting_since = monotonic()
+        self._listening_since = monotonic()
         self._asks: list[str] = []
         self._wake = asyncio.Event()
         self._arrived: asyncio.Queue[tuple[Registration, str]] = asyncio.Queue()
@@ -75,13 +75,13 @@ class MembershipKeeper:
         """Apply a registration soon, and answer it. `host`: the invited host that sent it; "" for an operator."""
         self._arrived.put_nowait((registration, host))
 
-    def hear_from(self, source: str) -> None:
+    def record_event(self, source: str) -> None:
         """Note that a process has emitted an event."""
-        self._heard_at[source] = self._monotonic()
+        self._last_event_at[source] = self._monotonic()
 
-    def forget_silence(self) -> None:
+    def reset_silence(self) -> None:
         """Count silence anew, because events were lost on their way to this process."""
-        self._counting_since = self._monotonic()
+        self._listening_since = self._monotonic()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -118,7 +118,7 @@ class MembershipKeeper:
             now = asyncio.get_running_loop().time()
             if self._asks or present != published or now >= due_at:
                 asks = tuple(self._asks)
-                if await self._tell("members", msgspec.to_builtins(present) | {"answers": asks}):
+                if await self._emit("members", msgspec.to_builtins(present) | {"answers": asks}):
                     published, due_at = present, now + self._repeat_s
                     del self._asks[: len(asks)]
             with contextlib.suppress(TimeoutError):
@@ -129,15 +129,15 @@ class MembershipKeeper:
         while True:
             await asyncio.sleep(self._silent_s / 4)
             try:
-                changes = await asyncio.to_thread(self._list_audible)
+                changes = await asyncio.to_thread(self._update_proxy_list)
             except (SwarmqError, OSError) as error:
                 log.warning("hosts_unreadable", reason=str(error))
                 continue
             for text in changes:
                 log.warning("warning", text=text)
-                await self._tell("warning", {"text": text})
+                await self._emit("warning", {"text": text})
 
-    def _list_audible(self) -> list[str]:
+    def _update_proxy_list(self) -> list[str]:
         """List the proxies of other hosts that are heard, and no others. Return what changed."""
         if not self._folder.hosts.exists():
             return []
@@ -145,12 +145,12 @@ class MembershipKeeper:
         with HostRegistry.open(self._folder.hosts) as hosts:
             for host in hosts.entries.values():
                 for url in host.proxies:
-                    heard_at = self._heard_at.get(f"proxy.{number_proxy(url)}", -math.inf)
+                    last_event_at = self._last_event_at.get(f"proxy.{number_proxy(url)}", -math.inf)
                     is_listed, which = url in proxies.urls(), f"proxy {url} of host {host.name}"
-                    if is_listed and now - max(heard_at, self._counting_since) > self._silent_s:
+                    if is_listed and now - max(last_event_at, self._listening_since) > self._silent_s:
                         proxies.remove(url)
                         changes.append(f"{which} is silent: clients are not sent to it until it is heard again")
-                    elif not is_listed and now - heard_at <= self._silent_s:
+                    elif not is_listed and now - last_event_at <= self._silent_s:
                         proxies.add(url)
                         changes.append(f"{which} is heard again and back in the list")
         return changes
@@ -192,7 +192,7 @@ class MembershipKeeper:
             if len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
         self._wake.set()
-        await self._tell("registration", answer)
+        await self._emit("registration", answer)
 
     async def _edit(self, registration: Registration, host: str) -> None:
         """Check a registration and edit the registries. Raises SwarmqError, before any change, if it is refused."""
@@ -227,7 +227,7 @@ class MembershipKeeper:
                 if entry:
                     hosts.put(msgspec.structs.replace(entry, engines=entry.engines | {url: policy}))
 
-    async def _tell(self, name: EventName, fields: dict[str, Any]) -> bool:
+    async def _emit(self, name: EventName, fields: dict[str, Any]) -> bool:
         event = Event(run=self._job.run, source="collector", name=name, at=self._clock(), fields=fields)
         return await self._broker.emit(event)
 

@@ -284,9 +284,9 @@ class Collector:
 
     async def _listen(self) -> None:
         """Listen to events of the proxies about refused model calls, and of other hosts that want the membership."""
-        async with self._broker.events(self.job.run, on_gap=self._members.forget_silence) as events:
+        async with self._broker.events(self.job.run, on_gap=self._members.reset_silence) as events:
             async for event in events:
-                self._members.hear_from(event.source)
+                self._members.record_event(event.source)
                 if event.name == "refused":
                     self._no_turns.note_refusal(event.fields)
                 elif event.name == "members_wanted":

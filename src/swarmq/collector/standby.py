@@ -1,6 +1,6 @@
 """The log of a run with standby collectors: following it, taking over, and appending to it. `decide/log.py` has the rules.
 
-  log ──> _read ──hear──> APPLY, REBASE ──> store           (while standing by)
+  log ──> _read ──read──> APPLY, REBASE ──> store           (while standing by)
                      ├──> CONFIRMED ──> `append` returns    (while leading)
                      └──> LOST ──> `append` raises FencedError; reading waits until the collector has let go of the store
   inbox without a consumer ──> claim ──> WON ──> `lead` returns
@@ -22,7 +22,7 @@ import structlog
 
 from swarmq.broker import Deliveries, Depth, topology
 from swarmq.collector.decide.effects import Close, SaveFile
-from swarmq.collector.decide.log import Heard, LogPosition, LogReader
+from swarmq.collector.decide.log import LogPosition, LogReader, ReadResult
 from swarmq.collector.store import Store, decode_rows
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, FencedError
@@ -49,7 +49,7 @@ class StandbyIntervals(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after a claim in which its sender is not checked, because it loads its state."""
     retry_s: float = 2.0
     """Seconds until a write that the disk refused is tried again."""
-    hear_s: float = 300.0
+    read_back_s: float = 300.0
     """Seconds within which an entry that the broker has confirmed must be read back."""
 
 
@@ -88,7 +88,7 @@ class StandbyLog:
         self._claimed: asyncio.Future[None] | None = None
         """Done when the claim that is on its way is decided."""
         self._appended: asyncio.Future[LogPosition] | None = None
-        self._asked: list[str] = []
+        self._join_requests: list[str] = []
         self._free = asyncio.Event()
         """Set while no collector uses the store."""
         self._free.set()
@@ -127,7 +127,7 @@ class StandbyLog:
         """Stand by until this collector leads. From then on nothing but the caller writes to the store, until `release`."""
         log.info("standing_by")
         while not self._reader.is_leading:
-            await self._until_leaderless()
+            await self._wait_until_leaderless()
             await self._claim()
         log.info("leading", term=self.term, transactions=self._reader.position.number)
 
@@ -156,13 +156,13 @@ class StandbyLog:
                     body=body,
                 )
             )
-            return await self._await_reading(self._appended)
+            return await self._await_read_back(self._appended)
         finally:
             self._appended = None
 
     async def answer_joins(self) -> None:
         """Append a base for every standby that has asked for one. No transaction may be open."""
-        while self._asked:
+        while self._join_requests:
             position = self._reader.position
             log.info("standby_joins", transactions=position.number)
             base = LogEntry(
@@ -171,15 +171,15 @@ class StandbyLog:
                 log=position.log,
                 term=position.term,
                 number=position.number,
-                join=self._asked[0],
+                join=self._join_requests[0],
                 body=self._store.dump(),
             )
             await self._publish(base)
-            self._asked.pop(0)
+            self._join_requests.pop(0)
 
     # ------------------------------------------------------------------------------------------- taking over
 
-    async def _until_leaderless(self) -> None:
+    async def _wait_until_leaderless(self) -> None:
         """Wait until the inbox has no consumer, and this collector could lead."""
         inbox, intervals, reader, num = topology.inbox(self._run), self._intervals, self._reader, 0
         while num < (1 if reader.position.led or not reader.has_begun else intervals.num_looks):
@@ -201,11 +201,11 @@ class StandbyLog:
             number=position.number,
         )
         await self._publish(claim)
-        await self._await_reading(self._claimed)
+        await self._await_read_back(self._claimed)
 
-    async def _await_reading(self, read: asyncio.Future[LogPosition] | asyncio.Future[None]) -> LogPosition:
+    async def _await_read_back(self, read: asyncio.Future[LogPosition] | asyncio.Future[None]) -> LogPosition:
         try:
-            async with asyncio.timeout(self._intervals.hear_s):
+            async with asyncio.timeout(self._intervals.read_back_s):
                 await read
         except TimeoutError:
             raise CollectorError(
@@ -231,48 +231,48 @@ class StandbyLog:
             skip=self._reader.skip,
         ) as deliveries:
             async for delivery in deliveries:
-                await self._hear(delivery.message, delivery.arrival.headers[topology.STREAM_OFFSET])
+                await self._handle(delivery.message, delivery.arrival.headers[topology.STREAM_OFFSET])
                 with suppress(BrokerLostError):
                     await delivery.ack()
 
-    async def _hear(self, entry: Message, offset: int) -> None:
+    async def _handle(self, entry: Message, offset: int) -> None:
         if not isinstance(entry, LogEntry) or entry.run != self._run:
             self._reader.skip(offset)
             return
         reader, was_leading = self._reader, self._reader.is_leading
-        heard = reader.hear(entry, offset)
+        result = reader.read(entry, offset)
         if was_leading and not reader.is_leading:
-            self._asked.clear()
+            self._join_requests.clear()
             if self._appended and not self._appended.done():
                 self._appended.set_exception(FencedError(f"another collector leads with term {self.term}"))
             await self._free.wait()
-        match heard:
-            case Heard.CONFIRMED:
+        match result:
+            case ReadResult.CONFIRMED:
                 if self._appended and not self._appended.done():
                     self._appended.set_result(reader.position)
-            case Heard.ASKED:
-                self._asked.append(entry.join)
-            case Heard.APPLY:
-                await self._until_written(lambda: self._apply(reader.body))
-            case Heard.REBASE:
-                await self._until_written(lambda: self._rebase(reader.body))
+            case ReadResult.JOIN_REQUESTED:
+                self._join_requests.append(entry.join)
+            case ReadResult.APPLY:
+                await self._retry_write(lambda: self._apply(reader.body))
+            case ReadResult.REBASE:
+                await self._retry_write(lambda: self._rebase(reader.body))
                 log.info("joined", transactions=reader.position.number)
-            case Heard.GAP:
+            case ReadResult.GAP:
                 log.info("asks_for_a_base", reason="this collector's store lacks a part of the history")
                 await self._publish(LogEntry(run=self._run, what="join", sender=reader.me, join=reader.join))
-            case Heard.FOREIGN:
+            case ReadResult.FOREIGN:
                 raise CollectorError(
                     f"the collector's store has a history that is not the one in {self._stream}: move the file away to stand by"
                 )
-            case Heard.WON | Heard.LOST:
+            case ReadResult.WON | ReadResult.LOST:
                 self._claimed_at = asyncio.get_running_loop().time()
-                await self._until_written(self._save_position)
-        if heard is Heard.WON:
+                await self._retry_write(self._save_position)
+        if result is ReadResult.WON:
             self._free.clear()
-        if heard in {Heard.WON, Heard.LOST, Heard.GAP} and self._claimed and not self._claimed.done():
+        if result in {ReadResult.WON, ReadResult.LOST, ReadResult.GAP} and self._claimed and not self._claimed.done():
             self._claimed.set_result(None)
 
-    async def _until_written(self, write: Callable[[], None]) -> None:
+    async def _retry_write(self, write: Callable[[], None]) -> None:
         while True:
             try:
                 write()

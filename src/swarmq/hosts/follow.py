@@ -60,7 +60,7 @@ class FollowedMembership:
         self._is_run_on_this_host = is_run_on_this_host
         self._ask_every_s, self._silent_s, self._clock = ask_every_s, silent_s, clock
         self._ask = new_id()
-        self._heard_at = clock()
+        self._last_event_at = clock()
         self._current, self._stale = asyncio.Event(), asyncio.Event()
         self._stale.set()
         self.latest: Members | None = None
@@ -110,12 +110,12 @@ class FollowedMembership:
     def ask(self) -> None:
         """Make the membership stale until the collector has answered from now on."""
         self._ask = new_id()
-        self._heard_at = self._clock()
+        self._last_event_at = self._clock()
         self._current.clear()
         self._stale.set()
 
     def handle_event(self, event: Event) -> None:
-        self._heard_at = self._clock()
+        self._last_event_at = self._clock()
         if event.source == "collector" and event.name == "members":
             self.latest = msgspec.convert(event.fields, Members)
             self.revoked.update(self.latest.revoked)  # a removed name stays removed, whoever collects
@@ -153,7 +153,7 @@ class FollowedMembership:
     async def _watch_silence(self) -> None:
         while True:
             await asyncio.sleep(self._ask_every_s)
-            if self._clock() - self._heard_at > self._silent_s:
+            if self._clock() - self._last_event_at > self._silent_s:
                 self.ask()
 
 

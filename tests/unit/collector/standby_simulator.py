@@ -20,7 +20,7 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
-from swarmq.collector.decide.log import Heard, LogPosition, LogReader
+from swarmq.collector.decide.log import LogPosition, LogReader, ReadResult
 from swarmq.collector.service import build_rollout
 from swarmq.collector.store import decode_rows, encode_rows
 from swarmq.messages import LogEntry, Rollout
@@ -82,7 +82,7 @@ class Host:
         self.core: Core | None = None
         self.outgoing: deque[do.Effect] = deque()
         self.confirmed: list[do.Effect] = []
-        self.asked: list[str] = []
+        self.join_requests: list[str] = []
         self.undecided: list[do.Effect] = []
         """What the present transaction would publish."""
         self.decided_at = 0.0
@@ -101,7 +101,7 @@ class Host:
                     yield from self.lead()
                 self.hosts.disconnect(self)
                 self.core = None
-                self.asked.clear()
+                self.join_requests.clear()
             else:
                 yield from self.follow()
 
@@ -113,33 +113,33 @@ class Host:
         self.hosts.log.append(entry)
         self.world.stirred()
 
-    def hear(self) -> Heard | None:
+    def read_next(self) -> ReadResult | None:
         """Take the next entry and do what it says; None at the end of the log."""
         offset = max(self.reader.position.offset + 1, self.hosts.log_begins)
         if offset >= len(self.hosts.log):
             return None
         entry = self.hosts.log[offset]
-        heard = self.reader.hear(entry, offset)
+        result = self.reader.read(entry, offset)
         self.world.stirred()
-        if heard is Heard.ASKED:
-            self.asked.append(entry.join)
-        elif heard is Heard.GAP:
+        if result is ReadResult.JOIN_REQUESTED:
+            self.join_requests.append(entry.join)
+        elif result is ReadResult.GAP:
             self.append("join", sender=self.reader.me, join=self.reader.join)
-        elif heard is Heard.FOREIGN:
+        elif result is ReadResult.FOREIGN:
             raise BrokenError(f"{self.name} has a store of its own")
-        return heard
+        return result
 
     def follow(self) -> Iterator[str]:
-        heard = self.hear()
-        if heard is Heard.APPLY or heard is Heard.REBASE:
-            if heard is Heard.REBASE:
+        result = self.read_next()
+        if result is ReadResult.APPLY or result is ReadResult.REBASE:
+            if result is ReadResult.REBASE:
                 self.store.replace(self.reader.body)
             with self.store.transaction():
-                for effect in decode_rows(self.reader.body) if heard is Heard.APPLY else ():
+                for effect in decode_rows(self.reader.body) if result is ReadResult.APPLY else ():
                     self.store.write(effect)
                 yield "applying"
                 self.store.save_position(self.reader.position)
-        elif heard is Heard.WON or heard is Heard.LOST:
+        elif result is ReadResult.WON or result is ReadResult.LOST:
             with self.store.transaction():
                 self.store.save_position(self.reader.position)
         elif (self.reader.is_complete or not self.reader.has_begun) and self.hosts.seems_leaderless(self):
@@ -168,12 +168,12 @@ class Host:
                 self.hosts.acknowledge(self, len(batch))
             yield "acknowledged"
             yield from self.publish()
-            while self.hear():
+            while self.read_next():
                 self.check()
             self.check()
-            for join in self.asked:
+            for join in self.join_requests:
                 self.append("base", number=self.reader.position.number, join=join, body=self.store.dump())
-            self.asked.clear()
+            self.join_requests.clear()
 
     def what_learners_refuse(self) -> list[str]:
         """The queues whose rollouts are of an older term."""
@@ -213,7 +213,7 @@ class Host:
         yield "written"
 
     def read_back(self) -> Iterator[str]:
-        while self.hear() is not Heard.CONFIRMED:
+        while self.read_next() is not ReadResult.CONFIRMED:
             self.check()
             yield "reading back"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.collector.decide.log import Heard, LogPosition, LogReader
+from swarmq.collector.decide.log import LogPosition, LogReader, ReadResult
 from swarmq.messages import LogEntry
 
 
@@ -18,9 +18,9 @@ class Log:
     def __init__(self, *entries: LogEntry) -> None:
         self.entries = list(entries)
 
-    def read(self, reader: LogReader) -> list[Heard]:
+    def read(self, reader: LogReader) -> list[ReadResult]:
         place = reader.position.offset + 1
-        return [reader.hear(one, offset) for offset, one in enumerate(self.entries[place:], place)]
+        return [reader.read(one, offset) for offset, one in enumerate(self.entries[place:], place)]
 
 
 def fresh(me: str) -> LogReader:
@@ -35,11 +35,11 @@ def log() -> Log:
 def test_the_first_claim_founds_the_log_and_a_later_founder_joins(log):
     log.entries.insert(1, entry("claim", sender="b", log="m"))
     first, second = fresh("a"), fresh("b")
-    assert log.read(first) == [Heard.WON, Heard.NOTHING, Heard.CONFIRMED]
-    assert log.read(second)[0] is Heard.GAP
+    assert log.read(first) == [ReadResult.WON, ReadResult.NOTHING, ReadResult.CONFIRMED]
+    assert log.read(second)[0] is ReadResult.GAP
     assert not second.is_leading
     log.entries.append(entry("base", number=1, join=second.join, body=b"all"))
-    assert log.read(second) == [Heard.REBASE]
+    assert log.read(second) == [ReadResult.REBASE]
     assert (second.is_complete, second.position.number, second.body) == (True, 1, b"all")
 
 
@@ -47,21 +47,21 @@ def test_a_transaction_behind_the_claim_of_a_successor_counts_for_nobody(log):
     leader, standby = fresh("a"), LogReader("b", LogPosition(log="l", term=1, offset=0), is_empty=False)
     log.read(leader)
     log.entries += [entry("claim", term=2, sender="b"), entry(number=2, body=b"late"), entry(number=2, term=2)]
-    assert log.read(leader) == [Heard.LOST, Heard.NOTHING, Heard.APPLY]
-    assert log.read(standby) == [Heard.APPLY, Heard.WON, Heard.NOTHING, Heard.CONFIRMED]
+    assert log.read(leader) == [ReadResult.LOST, ReadResult.NOTHING, ReadResult.APPLY]
+    assert log.read(standby) == [ReadResult.APPLY, ReadResult.WON, ReadResult.NOTHING, ReadResult.CONFIRMED]
 
 
 def test_of_two_claims_with_one_term_the_first_counts(log):
     standby = LogReader("b", LogPosition(log="l", term=1, offset=0), is_empty=False)
     log.entries += [entry("claim", term=2, sender="c"), entry("claim", term=2, sender="b")]
-    assert log.read(standby) == [Heard.APPLY, Heard.LOST, Heard.NOTHING]
+    assert log.read(standby) == [ReadResult.APPLY, ReadResult.LOST, ReadResult.NOTHING]
 
 
 def test_a_divided_transaction_counts_with_its_last_part_whatever_is_sent_twice(log):
     standby = LogReader("b", LogPosition(log="l", term=1, number=1, offset=1), is_empty=False)
     parts = [entry(number=2, part=part, num_parts=2, body=body) for part, body in enumerate((b"x", b"y"))]
     log.entries += [parts[0], parts[0], parts[1], parts[1]]
-    assert log.read(standby) == [Heard.NOTHING, Heard.NOTHING, Heard.APPLY, Heard.NOTHING]
+    assert log.read(standby) == [ReadResult.NOTHING, ReadResult.NOTHING, ReadResult.APPLY, ReadResult.NOTHING]
     assert standby.body == b"xy"
 
 
@@ -69,22 +69,22 @@ def test_a_divided_transaction_counts_with_its_last_part_whatever_is_sent_twice(
 def test_whoever_lacks_history_asks_for_a_base_and_does_not_lead_before_it_has_one(log, missed):
     standby = LogReader("b", LogPosition(log="l", term=1, number=1, offset=1), is_empty=False)
     log.entries += [missed, entry("claim", term=3, sender="b")]
-    assert log.read(standby) == [Heard.GAP, Heard.GAP]
+    assert log.read(standby) == [ReadResult.GAP, ReadResult.GAP]
     assert (standby.is_leading, standby.is_complete) == (False, False)
 
 
 def test_whoever_finds_entries_deleted_asks_for_a_base_even_if_the_next_one_says_nothing():
     standby = LogReader("b", LogPosition(log="l", term=1, number=1, offset=1), is_empty=False)
-    assert standby.hear(entry("join", sender="c"), 5) is Heard.GAP
+    assert standby.read(entry("join", sender="c"), 5) is ReadResult.GAP
 
 
 def test_a_base_of_a_leader_that_has_lost_meanwhile_is_not_taken(log):
     standby = fresh("b")
     log.read(standby)
     log.entries += [entry("claim", term=2, sender="c"), entry("base", number=1, join=standby.join, body=b"all")]
-    assert log.read(standby) == [Heard.GAP, Heard.NOTHING]
+    assert log.read(standby) == [ReadResult.GAP, ReadResult.NOTHING]
 
 
 def test_a_store_with_a_history_of_its_own_belongs_to_no_log_of_others(log):
-    assert log.read(LogReader("b", LogPosition(), is_empty=False))[0] is Heard.FOREIGN
-    assert Heard.FOREIGN in log.read(LogReader("b", LogPosition(log="other", term=1), is_empty=False))
+    assert log.read(LogReader("b", LogPosition(), is_empty=False))[0] is ReadResult.FOREIGN
+    assert ReadResult.FOREIGN in log.read(LogReader("b", LogPosition(log="other", term=1), is_empty=False))

@@ -193,7 +193,7 @@ async def test_a_hosts_proxy_that_falls_silent_is_out_of_the_list_until_it_is_he
         now = 1.0
         await published(broker, lambda members: members.proxies == (local,))
         assert read_hosts(job.run_folder.hosts)["gpu2"].proxies == (remote,)
-        keeper.hear_from(f"proxy.{number_proxy(remote)}")
+        keeper.record_event(f"proxy.{number_proxy(remote)}")
         await published(broker, lambda members: members.proxies == (local, remote))
 
 
@@ -204,10 +204,10 @@ async def test_events_that_were_lost_on_the_way_to_the_collector_are_no_silence(
     proxies.write([url])
     keeper = MembershipKeeper(job, broker, silent_s=10.0, monotonic=lambda: now)
     now = 11.0
-    keeper.forget_silence()
-    assert keeper._list_audible() == []
+    keeper.reset_silence()
+    assert keeper._update_proxy_list() == []
     now = 22.0
-    assert keeper._list_audible() == [
+    assert keeper._update_proxy_list() == [
         f"proxy {url} of host gpu2 is silent: clients are not sent to it until it is heard again"
     ]
 
@@ -217,7 +217,7 @@ async def test_what_runs_on_other_hosts_is_used_again_after_the_run_was_started_
     put_host(job, engines={url: "main", gone: "main"}, proxies=(f"{url}/v1",))
     keeper = MembershipKeeper(job, broker, look_s=0, repeat_s=1e6, silent_s=1.0)
     async with running(keeper.run()):
-        keeper.hear_from(f"proxy.{number_proxy(f'{url}/v1')}")
+        keeper.record_event(f"proxy.{number_proxy(f'{url}/v1')}")
         members = await published(broker, lambda members: members.proxies and len(members.engines["main"]) > 1)
     assert (members.engines, members.proxies) == ({"main": (LOCAL, url)}, (f"{url}/v1",))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from swarmq.collector.decide.log import Heard, LogReader
+from swarmq.collector.decide.log import LogReader, ReadResult
 from swarmq.errors import CollectorError
 from swarmq.messages import LogEntry
 from unit.collector.simulator import BrokenError, Chaos, Scene
@@ -93,9 +93,9 @@ class SendsNothingAgain(Host):
 class ReaderWithoutTerms(LogReader):
     """Takes every transaction with the next number."""
 
-    def _hear(self, entry: LogEntry, offset: int) -> Heard:
+    def _read(self, entry: LogEntry, offset: int) -> ReadResult:
         is_next = entry.what == "transaction" and self.is_complete and entry.number == self.position.number + 1
-        return self._hear_transaction(entry) if is_next else super()._hear(entry, offset)
+        return self._read_transaction(entry) if is_next else super()._read(entry, offset)
 
 
 class IgnoresTerms(Host):
@@ -105,8 +105,8 @@ class IgnoresTerms(Host):
 class ReaderWithoutGaps(LogReader):
     """Misses nothing, whatever is missing."""
 
-    def _miss(self) -> Heard:
-        return Heard.NOTHING if self.position.log else super()._miss()
+    def _miss(self) -> ReadResult:
+        return ReadResult.NOTHING if self.position.log else super()._miss()
 
 
 class IgnoresGaps(Host):

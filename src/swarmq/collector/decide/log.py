@@ -40,7 +40,7 @@ class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the newest claim that counts is of this store's collector."""
 
 
-class Heard(Enum):
+class ReadResult(Enum):
     """What an entry means to the collector that reads it."""
 
     NOTHING = "nothing"
@@ -52,7 +52,7 @@ class Heard(Enum):
     """This collector's claim counts: it has the whole history and leads."""
     LOST = "lost"
     """Another collector leads from here on."""
-    ASKED = "asked"
+    JOIN_REQUESTED = "join_requested"
     """A standby asks this leader for a base."""
     REBASE = "rebase"
     """The base that this collector has asked for is complete: its bytes are in `LogReader.body`."""
@@ -82,78 +82,80 @@ class LogReader:
         self._parts: list[bytes] = []
         self._part_of: tuple[object, ...] = ()
 
-    def hear(self, entry: LogEntry, offset: int) -> Heard:
+    def read(self, entry: LogEntry, offset: int) -> ReadResult:
         """Take the next entry, and return what follows from it. Entries that are delivered again are ignored."""
         if offset <= self.position.offset:
-            return Heard.NOTHING
+            return ReadResult.NOTHING
         self.has_begun |= offset > 0 and self.position.offset < 0  # the beginning is deleted already
-        heard = self._hear(entry, offset)
+        result = self._read(entry, offset)
         self.position = msgspec.structs.replace(self.position, offset=offset)
-        return heard
+        return result
 
     def skip(self, offset: int) -> None:
         """Pass over an entry that is none of this run's."""
         self.position = msgspec.structs.replace(self.position, offset=max(offset, self.position.offset))
 
-    def _hear(self, entry: LogEntry, offset: int) -> Heard:
+    def _read(self, entry: LogEntry, offset: int) -> ReadResult:
         if (self.is_complete or self.join) and offset > self.position.offset + 1:
             return self._miss()  # also where this entry says nothing: a claim may be among those that are deleted
         if entry.what == "join":
-            return Heard.ASKED if self.is_leading else Heard.NOTHING
+            return ReadResult.JOIN_REQUESTED if self.is_leading else ReadResult.NOTHING
         if not self.position.log and not self.join:
-            return self._hear_first(entry)
+            return self._read_first(entry)
         if self.position.log and entry.log != self.position.log:
-            return Heard.NOTHING if entry.what == "claim" else Heard.FOREIGN  # a claim to found the log came too late
+            return (
+                ReadResult.NOTHING if entry.what == "claim" else ReadResult.FOREIGN
+            )  # a claim to found the log came too late
         if entry.what == "claim":
-            return self._hear_claim(entry)
+            return self._read_claim(entry)
         if entry.term < self.position.term:
-            return Heard.NOTHING
+            return ReadResult.NOTHING
         if entry.what == "base":
-            return self._hear_base(entry)
+            return self._read_base(entry)
         if entry.term > self.position.term:  # its claim is deleted: ask the leader that it made
             self.position = msgspec.structs.replace(self.position, term=entry.term)
             return self._miss()
-        return self._hear_transaction(entry) if self.is_complete else Heard.NOTHING
+        return self._read_transaction(entry) if self.is_complete else ReadResult.NOTHING
 
-    def _hear_first(self, entry: LogEntry) -> Heard:
+    def _read_first(self, entry: LogEntry) -> ReadResult:
         """Found the log, or learn that others have."""
         is_founder = not self.has_begun and entry.what == "claim" and entry.sender == self.me
         self.has_begun = True
         if is_founder:
             self.position = LogPosition(log=entry.log, term=entry.term, led=True)
             self.is_complete = self.is_leading = True
-            return Heard.WON
+            return ReadResult.WON
         self.position = msgspec.structs.replace(self.position, term=entry.term)
-        return self._miss() if self._is_empty else Heard.FOREIGN
+        return self._miss() if self._is_empty else ReadResult.FOREIGN
 
-    def _hear_claim(self, entry: LogEntry) -> Heard:
+    def _read_claim(self, entry: LogEntry) -> ReadResult:
         if entry.term <= self.position.term:
-            return Heard.NOTHING
+            return ReadResult.NOTHING
         was_complete = self.is_complete
         self.is_leading = was_complete and entry.sender == self.me
         self.position = msgspec.structs.replace(self.position, term=entry.term, led=self.is_leading)
         self._parts, self._part_of = [], ()
         if self.is_leading:
-            return Heard.WON
-        return Heard.LOST if was_complete else self._miss()  # ask the new leader
+            return ReadResult.WON
+        return ReadResult.LOST if was_complete else self._miss()  # ask the new leader
 
-    def _hear_transaction(self, entry: LogEntry) -> Heard:
+    def _read_transaction(self, entry: LogEntry) -> ReadResult:
         number = self.position.number
         if entry.number <= number:
-            return Heard.NOTHING  # published twice, because the first confirm was lost
+            return ReadResult.NOTHING  # published twice, because the first confirm was lost
         if entry.number > number + 1:
             return self._miss()
         if not self._complete((entry.term, entry.number), entry):
-            return Heard.NOTHING
+            return ReadResult.NOTHING
         self.position = msgspec.structs.replace(self.position, number=entry.number)
-        return Heard.CONFIRMED if self.is_leading else Heard.APPLY
+        return ReadResult.CONFIRMED if self.is_leading else ReadResult.APPLY
 
-    def _hear_base(self, entry: LogEntry) -> Heard:
+    def _read_base(self, entry: LogEntry) -> ReadResult:
         if entry.join != self.join or not self.join or not self._complete((entry.term, entry.join), entry):
-            return Heard.NOTHING
+            return ReadResult.NOTHING
         self.position = LogPosition(log=entry.log, term=entry.term, number=entry.number)
         self.is_complete, self.join = True, ""
-        return Heard.REBASE
+        return ReadResult.REBASE
 
     def _complete(self, of: tuple[object, ...], entry: LogEntry) -> bool:
         """Collect a part, and return whether it was the last one that lacked."""
@@ -167,9 +169,9 @@ class LogReader:
         self._parts, self._part_of = [], ()
         return True
 
-    def _miss(self) -> Heard:
+    def _miss(self) -> ReadResult:
         self.is_complete = self.is_leading = False
         self._num_joins += 1
         self.join = f"{self.me}.{self._num_joins}"
         self._parts, self._part_of = [], ()
-        return Heard.GAP
+        return ReadResult.GAP

@@ -125,7 +125,7 @@ class FeederLink:
                 idle(again=True)
         return None
 
-    def tell(self, message: records.ToIO) -> None:
+    def send(self, message: records.ToIO) -> None:
         self._send(message)
 
     def finish(self) -> None:

@@ -62,7 +62,7 @@ class Weights(Protocol):
 class WarningSink(Protocol):
     """Receiver of warnings."""
 
-    def tell(self, message: records.ToIO) -> None: ...
+    def send(self, message: records.ToIO) -> None: ...
 
 
 class EngineUpdates:
@@ -104,16 +104,16 @@ class EngineUpdates:
         self._current = False
         if self._pusher is None or replayed:
             return _not_pushed(0.0)
-        to.tell(records.PhaseChange(phase="pushing"))
+        to.send(records.PhaseChange(phase="pushing"))
         began = time.monotonic()
         try:
             report = self._pusher.push(weights.weights_to_push(), weights.version)
         except EngineError as error:
             log.warning("push_failed", version=weights.version, error=str(error))
-            to.tell(records.Warn(text=f"weights {weights.version} of {self._policy} not pushed: {error}"))
+            to.send(records.Warn(text=f"weights {weights.version} of {self._policy} not pushed: {error}"))
             return _not_pushed(time.monotonic() - began)
         finally:
-            self._tell_failing(to)
+            self._warn_of_failing(to)
         self._current = True
         method = ", ".join(sorted(set(report.methods.values())))
         seconds = {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
@@ -129,7 +129,7 @@ class EngineUpdates:
             report = self._pusher.ensure(weights.weights_to_push(), weights.version)
             self._current = True
             for url in report.replaced:
-                to.tell(
+                to.send(
                     records.Warn(
                         text=f"the weights of {url} were changed by another process: the weights of {self._policy} are restored"
                     )
@@ -137,7 +137,7 @@ class EngineUpdates:
         except EngineError as error:
             log.warning("engines_not_current", version=weights.version, error=str(error))
         finally:
-            self._tell_failing(to)
+            self._warn_of_failing(to)
 
     def repair(self, weights: Weights) -> None:
         """Load the checkpoint's weights into engines that a killed learner left in the middle of a push, before this learner
@@ -150,15 +150,15 @@ class EngineUpdates:
         except EngineError as error:
             log.warning("engines_not_repaired", version=weights.version, error=str(error))
 
-    def _tell_failing(self, to: WarningSink) -> None:
+    def _warn_of_failing(self, to: WarningSink) -> None:
         """Warn once when an engine falls behind, and report once when it has caught up."""
         assert self._pusher
         failing = self._pusher.failing
         for url in sorted(failing.keys() - self._failing):
             text = f"{url} does not take the weights of {self._policy}, so its samples become stale: {failing[url]}"
-            to.tell(records.Warn(text=text))
+            to.send(records.Warn(text=text))
         for url in sorted(self._failing - failing.keys()):
-            to.tell(records.Warn(text=f"{url} serves the newest weights of {self._policy} again, or has left"))
+            to.send(records.Warn(text=f"{url} serves the newest weights of {self._policy} again, or has left"))
         self._failing = frozenset(failing)
 
 

@@ -212,7 +212,7 @@ class Learner:
         self._report_finished_checkpoint(link)
         if self.stop.asked:
             return RankCommand("stop")
-        link.tell(records.PhaseChange(phase="waiting"))
+        link.send(records.PhaseChange(phase="waiting"))
         match link.next(
             idle=partial(self._while_waiting, link),
             idle_s=self._idle_s,
@@ -231,7 +231,7 @@ class Learner:
 
     def _step(self, link: FeederLink | None, command: RankCommand, *, wait_s: float, began: float) -> None:
         if link:
-            link.tell(records.PhaseChange(phase="training"))
+            link.send(records.PhaseChange(phase="training"))
         record = records.decode_record(command.body)
         self._train = record.settings or self._train
         fields = self.trainer.step(record)
@@ -240,11 +240,11 @@ class Learner:
             return
         if fields["episodes_left_out"]:
             what = f"{fields['episodes_left_out']} episodes of the batch have non-finite losses or invalid numbers and were left out"
-            link.tell(records.Warn(text=f"learner {self.policy}, step {self.trainer.version}: {what}"))
+            link.send(records.Warn(text=f"learner {self.policy}, step {self.trainer.version}: {what}"))
         fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
         fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)
-        link.tell(records.StepDone(version=self.trainer.version, fields=fields))
+        link.send(records.StepDone(version=self.trainer.version, fields=fields))
         self._trackers.log(self.trainer.version, command.figures | fields)
         self._trackers.log_samples(self.trainer.version, record.episodes)
         log.info(
@@ -264,7 +264,7 @@ class Learner:
         if evaluation.began_at not in self._evaluations_logged:
             self._trackers.log_evaluation(evaluation.version, evaluation.results, now=self.trainer.version)
             self._evaluations_logged.add(evaluation.began_at)
-        link.tell(records.EvaluationLogged(began_at=evaluation.began_at))
+        link.send(records.EvaluationLogged(began_at=evaluation.began_at))
 
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks."""
@@ -318,7 +318,7 @@ class Learner:
 
     def _warn(self, link: FeederLink, what: str) -> None:
         log.warning("teacher_away", reason=what)
-        link.tell(records.Warn(text=f"learner {self.policy}: {what}"))
+        link.send(records.Warn(text=f"learner {self.policy}: {what}"))
 
     def _save_if_due(self, link: FeederLink | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every
@@ -362,7 +362,7 @@ class Learner:
         self._pending_checkpoint = None  # also if it failed, so that its memory is freed
         oldest = now.oldest.result()
         self.saved, self._no_room = now.version, None
-        link.tell(records.CheckpointSaved(oldest=oldest, asked=now.asked))
+        link.send(records.CheckpointSaved(oldest=oldest, asked=now.asked))
         if not self.settings.train.keep_batches:
             token_trace.prune_traces(self._tokens, oldest)
         seconds = {"training_waited_s": now.drafted_s, "seconds": time.monotonic() - now.began}
@@ -392,7 +392,7 @@ class Learner:
         due += -due % self._train.checkpoint_every
         then = "it is tried again until there is room" if asked else f"training goes on, and that of {due} is tried"
         log.warning("checkpoint_without_room", version=version, reason=str(error), action=then)
-        link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
+        link.send(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
 
     def _save_last(self, link: FeederLink | None) -> None:
         """Save a last checkpoint if the newest complete one lacks a step. Raises LearnerError if it cannot be written."""

@@ -273,7 +273,7 @@ class Told:
     def __init__(self) -> None:
         self.messages: list[object] = []
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self.messages.append(message)
 
     def next(self, **_: object) -> object:

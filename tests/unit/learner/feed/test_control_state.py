@@ -58,7 +58,7 @@ async def test_a_setting_holds_from_the_next_batch_on_and_stands_in_the_batch_lo
         await broker.publish(CONTROL, faster())
         fields = await answered(broker, 1)
         assert fields["changes"] == [{"path": RATE, "before": 1e-6, "value": 1e-3, "from_step": 2}]
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await trainer.batch()
     first, second = logged(tmp_path)
     assert (first.settings.learning_rate, first.index.control) == (1e-6, 0)
@@ -88,7 +88,7 @@ async def test_replay_repeats_the_settings_a_batch_was_logged_with(tmp_path: Pat
         await answered(broker, 1)
         record, replayed = await trainer.batch()
         assert (replayed, record.settings.learning_rate) == (True, 1e-6)
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         record, replayed = await trainer.batch()
         assert (replayed, record.settings.learning_rate) == (False, 1e-3)
 
@@ -100,10 +100,10 @@ async def test_a_paused_learner_takes_no_batch_until_it_is_resumed(tmp_path: Pat
         await answered(broker, 1)
         for episode in make_group("a"):
             await broker.publish(READY, episode)
-        await trainer.tell(records.RequestBatch())
-        assert isinstance(await trainer.hear(), records.QueueEmpty)
+        await trainer.send(records.RequestBatch())
+        assert isinstance(await trainer.receive(), records.QueueEmpty)
         await broker.publish(CONTROL, Control(run="r", number=2, pace="running", command_id="q"))
-        assert isinstance(await trainer.hear(), records.BatchReady)
+        assert isinstance(await trainer.receive(), records.BatchReady)
 
 
 async def test_a_checkpoint_that_was_asked_for_is_written_once(tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ async def test_a_checkpoint_that_was_asked_for_is_written_once(tmp_path: Path) -
     async with desk(tmp_path, broker) as trainer:
         await broker.publish(CONTROL, Control(run="r", number=1, checkpoints=1, command_id="c1"))
         while not trainer.desk.control.checkpoint_due:
-            await trainer.tell(records.PhaseChange(phase="waiting"))
+            await trainer.send(records.PhaseChange(phase="waiting"))
             async with broker.events("r") as events:
                 await anext(events)
-        await trainer.tell(records.RequestBatch())
-        assert await trainer.hear() == records.SaveCheckpoint(asked=1)
-        await trainer.tell(records.CheckpointSaved(oldest=0, asked=1))
+        await trainer.send(records.RequestBatch())
+        assert await trainer.receive() == records.SaveCheckpoint(asked=1)
+        await trainer.send(records.CheckpointSaved(oldest=0, asked=1))
         assert (await answered(broker, 1))["checkpoint"] == 0
         await trainer.batch()
     async with desk(tmp_path, broker) as trainer:
@@ -132,9 +132,9 @@ async def test_a_learner_halts_after_the_step_that_was_named(tmp_path: Path) -> 
         await trainer.batch()
         await broker.publish(CONTROL, Control(run="r", number=1, changes=(change,), command_id="c1"))
         await answered(broker, 1)
-        await trainer.tell(records.StepDone(version=1))
-        await trainer.tell(records.RequestBatch())
-        assert isinstance(await trainer.hear(), records.TrainingDone)
+        await trainer.send(records.StepDone(version=1))
+        await trainer.send(records.RequestBatch())
+        assert isinstance(await trainer.receive(), records.TrainingDone)
         await stopped(trainer)
     assert len(logged(tmp_path)) == 1
 
@@ -149,16 +149,16 @@ async def test_a_learner_that_was_stopped_and_resumed_while_it_was_away_trains_o
         await trainer.batch()
         await broker.publish(CONTROL, Control(run="r", number=1, changes=(change,), command_id="c1"))
         await answered(broker, 1)
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await stopped(trainer)
     assert [event.fields["phase"] for event in broker.emitted if event.name == "state"][-1] == "ended"
     await broker.publish(CONTROL, Control(run="r", number=2, command_id="c2"))
     broker.control_is_read.clear()
     async with desk(tmp_path, broker, version=1) as trainer:
-        await trainer.tell(records.RequestBatch())
-        assert isinstance(await trainer.hear(), records.QueueEmpty), "its order on disk is no longer the newest"
+        await trainer.send(records.RequestBatch())
+        assert isinstance(await trainer.receive(), records.QueueEmpty), "its order on disk is no longer the newest"
         broker.control_is_read.set()
-        assert isinstance(await trainer.hear(), records.BatchReady)
+        assert isinstance(await trainer.receive(), records.BatchReady)
 
 
 async def test_what_is_no_control_state_is_parked(tmp_path: Path) -> None:

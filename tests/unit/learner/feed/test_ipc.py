@@ -67,7 +67,7 @@ say(records.BatchReady(record=b"x", replayed=False)); hear()
 
         def log(evaluation: Evaluation) -> None:
             logged.append((evaluation.version, evaluation.began_at))
-            one.tell(EvaluationLogged(began_at=evaluation.began_at))
+            one.send(EvaluationLogged(began_at=evaluation.began_at))
 
         logged: list[tuple[int, float]] = []
         batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=log)
@@ -97,7 +97,7 @@ def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
     script = "if hello.version == 0: sys.exit(9)\nstep = hear(); say(records.BatchReady(record=b'%d' % step.version, replayed=True)); hear()"
     with link(script, versions=[0, 1]) as one:
         one._process.wait()
-        one.tell(StepDone(version=7))
+        one.send(StepDone(version=7))
         batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
     assert batch is not None
     assert batch.record == b"7"
@@ -115,7 +115,7 @@ def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatc
 
         monkeypatch.setattr(one, "_start", started)
         one._process.wait()
-        one.tell(StepDone(version=7))
+        one.send(StepDone(version=7))
         batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
     assert batch is not None
     assert batch.record == b"7"
@@ -131,11 +131,11 @@ hear(); say(records.BatchReady(record=b'asked again', replayed=True)); hear()
 """
     with link(script, versions=[0, 1]) as one:
 
-        def tell() -> None:
+        def send() -> None:
             one._process.wait()
-            one.tell(CheckpointSaved(oldest=1))
+            one.send(CheckpointSaved(oldest=1))
 
-        batch = one.next(idle=Idle(tell), idle_s=lambda: 60, evaluated=unexpected)
+        batch = one.next(idle=Idle(send), idle_s=lambda: 60, evaluated=unexpected)
     assert batch == BatchReady(record=b"asked again", replayed=True)
 
 

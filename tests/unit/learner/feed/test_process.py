@@ -55,18 +55,18 @@ class Trainer:
     ) -> None:
         self.reader, self.writer, self.desk, self.running = reader, writer, desk, running
 
-    async def tell(self, message: records.ToIO) -> None:
+    async def send(self, message: records.ToIO) -> None:
         body = frames._encoder.encode(message)
         self.writer.write(frames.LENGTH.pack(len(body)) + body)
         await self.writer.drain()
 
-    async def hear(self) -> records.ToTrainer:
+    async def receive(self) -> records.ToTrainer:
         (size,) = frames.LENGTH.unpack(await self.reader.readexactly(8))
         return frames._to_trainer.decode(await self.reader.readexactly(size))
 
     async def batch(self) -> tuple[BatchRecord, bool]:
-        await self.tell(records.RequestBatch())
-        while not isinstance(message := await self.hear(), records.BatchReady):
+        await self.send(records.RequestBatch())
+        while not isinstance(message := await self.receive(), records.BatchReady):
             assert isinstance(message, records.QueueEmpty)
         return decode_record(message.record), message.replayed
 
@@ -128,8 +128,8 @@ def logged(folder: Path) -> list[BatchRecord]:
 
 
 async def stopped(trainer: Trainer) -> None:
-    await trainer.tell(records.Stop())
-    while not isinstance(await trainer.hear(), records.Stopped):
+    await trainer.send(records.Stop())
+    while not isinstance(await trainer.receive(), records.Stopped):
         pass
 
 
@@ -142,10 +142,10 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
         assert record.index.trained == ("a-0", "a-1")
         assert unacked(broker) <= 4
         assert not [c for c in consumed(broker) if c.trained], "not trained yet"
-        await trainer.tell(records.StepDone(version=1, fields={"loss": 0.5, "tokens_computed": 10}))
+        await trainer.send(records.StepDone(version=1, fields={"loss": 0.5, "tokens_computed": 10}))
         record, _ = await trainer.batch()
         assert (record.index.version, record.index.trained) == (2, ("c-0", "c-1"))
-        await trainer.tell(records.StepDone(version=2))
+        await trainer.send(records.StepDone(version=2))
         await stopped(trainer)
     assert unacked(broker) == 0
     told = {i: c for c in consumed(broker) for i in (*c.trained, *c.dropped)}
@@ -162,7 +162,7 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
 async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_the_batch(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a", (1.0, 1.0)))
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
-        await trainer.tell(records.RequestBatch())
+        await trainer.send(records.RequestBatch())
         message = (await anext(inbox)).message
         assert isinstance(message, StepReport)
         assert (message.version, message.record, set(message.dropped)) == (0, 1, {"a-0", "a-1"})
@@ -172,7 +172,7 @@ async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_t
 async def test_why_episodes_cannot_be_trained_is_said_in_words_where_people_look(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a", turns=0), make_group("b", turns=0))
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
-        await trainer.tell(records.RequestBatch())
+        await trainer.send(records.RequestBatch())
         await anext(inbox)
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
@@ -187,7 +187,7 @@ async def test_signs_that_the_training_goes_wrong_are_said_where_people_look(tmp
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
-        await trainer.tell(records.StepDone(version=1, fields={"kl_k3": 2.0, "replayed": replayed}))
+        await trainer.send(records.StepDone(version=1, fields={"kl_k3": 2.0, "replayed": replayed}))
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
     assert [text.split(":")[0] for text in warnings] == ([] if replayed else ["step 1"])
@@ -198,7 +198,7 @@ async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(t
     broker = await broker_with(make_group("a"), make_group("b"), make_group("c"))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await trainer.batch()  # the trainer dies with version 2 in its hands, its newest checkpoint is of version 0
     async with desk(tmp_path, broker) as trainer:
         again = [await trainer.batch() for _ in range(2)]
@@ -213,7 +213,7 @@ async def test_a_batch_that_the_trainer_had_in_its_hands_is_not_replayed_to_it(t
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
     async with desk(tmp_path, broker, version=0) as trainer:
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         record, replayed = await trainer.batch()
         assert (record.index.trained[0], replayed) == ("b-0", False)
 
@@ -223,7 +223,7 @@ async def test_what_is_dropped_while_the_past_is_replayed_does_not_turn_the_next
     async with desk(tmp_path, broker) as trainer:
         for version in (1, 2):
             await trainer.batch()
-            await trainer.tell(records.StepDone(version=version))
+            await trainer.send(records.StepDone(version=version))
         await stopped(trainer)
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=3) as inbox:
         await trainer.batch()
@@ -256,9 +256,9 @@ async def evaluations(trainer: Trainer, number: int) -> list[int]:
     versions = []
     async with asyncio.timeout(60):
         while len(versions) < number:
-            if isinstance(message := await trainer.hear(), records.EvaluationReady):
+            if isinstance(message := await trainer.receive(), records.EvaluationReady):
                 versions.append(message.evaluation.version)
-                await trainer.tell(records.EvaluationLogged(began_at=message.evaluation.began_at))
+                await trainer.send(records.EvaluationLogged(began_at=message.evaluation.began_at))
     return versions
 
 
@@ -267,7 +267,7 @@ async def test_results_of_evaluations_reach_a_trainer_once_however_often_it_rest
     for version in (1, 2):
         await broker.publish(queue, evaluation(version))
     async with desk(tmp_path, broker) as trainer:
-        assert isinstance(message := await trainer.hear(), records.EvaluationReady)
+        assert isinstance(message := await trainer.receive(), records.EvaluationReady)
         assert message.evaluation == evaluation(1)
     assert not broker.stored(queue), "in a file of the learner: a redelivery limit cannot lose them"
     async with desk(tmp_path, broker) as trainer:
@@ -276,8 +276,8 @@ async def test_results_of_evaluations_reach_a_trainer_once_however_often_it_rest
     await broker.publish(queue, evaluation(3))
     async with desk(tmp_path, broker) as trainer:
         assert await evaluations(trainer, 2) == [2, 3]
-        await trainer.tell(records.RequestBatch())
-        assert isinstance(await trainer.hear(), records.QueueEmpty), "nothing else is offered"
+        await trainer.send(records.RequestBatch())
+        assert isinstance(await trainer.receive(), records.QueueEmpty), "nothing else is offered"
         await stopped(trainer)
 
 
@@ -285,15 +285,15 @@ async def test_results_that_wait_when_training_is_over_come_before_the_end(tmp_p
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker, max_steps=1) as trainer:
         await trainer.batch()
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await stopped(trainer)
     await broker.publish(topology.control("r", "main"), evaluation(1))
     async with desk(tmp_path, broker, version=1, max_steps=1) as trainer:
-        await trainer.tell(records.RequestBatch())
-        heard = [await trainer.hear()]
-        while not isinstance(heard[-1], records.TrainingDone):
-            heard.append(await trainer.hear())
-        assert [type(message) for message in heard if not isinstance(message, records.QueueEmpty)] == [
+        await trainer.send(records.RequestBatch())
+        received = [await trainer.receive()]
+        while not isinstance(received[-1], records.TrainingDone):
+            received.append(await trainer.receive())
+        assert [type(message) for message in received if not isinstance(message, records.QueueEmpty)] == [
             records.EvaluationReady,
             records.TrainingDone,
         ]
@@ -307,7 +307,7 @@ async def test_a_lost_session_costs_nothing(tmp_path: Path) -> None:
         await trainer.batch()
         broker.interrupt()  # `first` waits in memory; it comes again
         await broker.publish(READY, second)
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         record, _ = await trainer.batch()
         assert record.index.trained == ("b-0", "b-1")
         assert unacked(broker) == 0
@@ -321,7 +321,7 @@ async def test_a_desk_whose_place_was_taken_while_it_slept_logs_and_acknowledges
     async def work() -> None:
         async with desk(tmp_path, broker) as trainer:
             with hold_lock(job(tmp_path).run_folder.batch_log("main") / "lock"):
-                await trainer.tell(records.RequestBatch())
+                await trainer.send(records.RequestBatch())
                 await trainer.running
 
     with pytest.raises(ExceptionGroup) as ended:
@@ -367,11 +367,11 @@ async def test_old_batches_go_only_when_no_kept_checkpoint_needs_them(
     async with desk(tmp_path, broker, keep_batches=False) as trainer:
         for version in (1, 2, 3):
             await trainer.batch()
-            await trainer.tell(records.StepDone(version=version))
+            await trainer.send(records.StepDone(version=version))
         async with broker.consume(topology.inbox("r"), prefetch=9) as reports:
             for _ in range(3):  # before they are reported, none may go
                 await anext(reports)
-        await trainer.tell(records.CheckpointSaved(oldest=2))
+        await trainer.send(records.CheckpointSaved(oldest=2))
         await stopped(trainer)
     assert [r.index.version for r in logged(tmp_path)] == [3]
 
@@ -382,12 +382,12 @@ async def test_a_trainer_that_waits_for_data_ends_when_it_is_told_that_its_last_
     broker = await broker_with(make_group("a", (0.0, 1.0)))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
-        await trainer.tell(records.StepDone(version=1))
-        await trainer.tell(records.RequestBatch())
-        assert isinstance(await trainer.hear(), records.QueueEmpty)
+        await trainer.send(records.StepDone(version=1))
+        await trainer.send(records.RequestBatch())
+        assert isinstance(await trainer.receive(), records.QueueEmpty)
         last = Change(number=1, path="policies.main.train.max_steps", before=0, value=1, base=0)
         await broker.publish(topology.control("r", "main"), Control(run="r", number=1, changes=(last,)))
-        assert isinstance(await trainer.hear(), records.TrainingDone)
+        assert isinstance(await trainer.receive(), records.TrainingDone)
 
 
 async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path)
 async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path) -> None:
     broker = await broker_with([make_episode("a", 0)])
     async with desk(tmp_path, broker, intervals=FeederIntervals(state_s=0.0, stuck_s=-1.0)) as trainer:
-        await trainer.tell(records.RequestBatch())
+        await trainer.send(records.RequestBatch())
         async with broker.events("r") as events:
             async for event in events:
                 if event.name == "warning" and "1 groups begun" in event.fields["text"]:
@@ -414,7 +414,7 @@ async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what
     broker = await broker_with(make_group("a"), [half])
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=9) as inbox:
         await trainer.batch()
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         delivery = await anext(inbox)
         await delivery.ack()
         report = delivery.message
@@ -424,14 +424,14 @@ async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what
         desk(tmp_path, broker, version=1, intervals=impatient) as trainer,
         broker.consume(topology.inbox("r"), prefetch=9) as inbox,
     ):
-        await trainer.tell(records.RequestBatch())
+        await trainer.send(records.RequestBatch())
         assert [(await anext(inbox)).message for _ in range(2)] == [
             report,
             StepReport(run="r", policy="main", version=1, trained=()),
         ]
         for episode in (half, other):  # as the collector answers
             await broker.publish(READY, episode)
-        while not isinstance(message := await trainer.hear(), records.BatchReady):
+        while not isinstance(message := await trainer.receive(), records.BatchReady):
             assert isinstance(message, records.QueueEmpty)
         assert decode_record(message.record).index.trained == ("b-0", "b-1")
         assert unacked(broker) == 0
@@ -442,7 +442,7 @@ async def test_a_report_waits_for_an_inbox_that_was_deleted(tmp_path: Path) -> N
     async with desk(tmp_path, broker, intervals=FeederIntervals(retry_s=0.0)) as trainer, broker.events("r") as events:
         await trainer.batch()
         broker.delete(topology.inbox("r"))
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await anext(event async for event in events if event.name == "warning" and "waits" in event.fields["text"])
         await broker.declare("r", policies=["main"], kinds=["default"])
         await stopped(trainer)
@@ -476,18 +476,18 @@ async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_t
     monkeypatch.setattr(ReportOffsets, "confirm", refusing(confirm))
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker, intervals=FeederIntervals(retry_s=0.0)) as trainer, broker.events("r") as events:
-        await trainer.tell(records.RequestBatch())
+        await trainer.send(records.RequestBatch())
         warning = await anext(event async for event in events if event.name == "warning")
         assert "No space left on device: free space there" in warning.fields["text"]
         assert (unacked(broker), logged(tmp_path)) == (2, [])
         full = False
-        while not isinstance(message := await trainer.hear(), records.BatchReady):
+        while not isinstance(message := await trainer.receive(), records.BatchReady):
             assert isinstance(message, records.QueueEmpty)
         record = decode_record(message.record)
         assert record.index.trained == ("a-0", "a-1")
         assert (unacked(broker), logged(tmp_path)) == (0, [record])
         full = True
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await stopped(trainer)
     assert [c.trained for c in consumed(broker)] == [("a-0", "a-1")], "told, although the number told could not be kept"
 
@@ -513,7 +513,7 @@ async def test_acknowledging_before_the_log_loses_episodes_and_is_noticed(
         broker = await broker_with(make_group("a"))
         try:
             async with desk(tmp_path / order.__name__, broker) as trainer:
-                await trainer.tell(records.RequestBatch())
+                await trainer.send(records.RequestBatch())
                 await tried.wait()
         except* LearnerError:
             tried.clear()

@@ -29,10 +29,10 @@ async def test_steps_of_an_alarm_are_recorded_at_once_and_told_in_order_when_it_
     async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
         await trainer.batch()
         broker.alarm(on=True)
-        await trainer.tell(records.StepDone(version=1))
+        await trainer.send(records.StepDone(version=1))
         await trainer.batch()
         assert versions(job(tmp_path).run_folder.events) == [1]
-        await trainer.tell(records.StepDone(version=2))
+        await trainer.send(records.StepDone(version=2))
         broker.alarm(on=False)
         heard = [(await anext(event async for event in events if event.name == "step")).fields["version"] for _ in "12"]
         await stopped(trainer)

@@ -159,7 +159,7 @@ class Waiting:
     def next(self, **_: Any) -> BatchReady | None:
         return self._batches.pop() if self._batches else None
 
-    def tell(self, message: ToIO) -> None:
+    def send(self, message: ToIO) -> None:
         if isinstance(message, Warn):
             self.told.append(message.text)
             if len(self.told) == 3:

@@ -43,7 +43,7 @@ class Stage:
             raise EngineError("none of those behind took it")
         return PushReport(version=version, replaced=self.replaced)
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         if isinstance(message, Warn):
             self.told.append(message.text)
 

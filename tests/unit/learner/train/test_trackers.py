@@ -68,7 +68,7 @@ class OneBatch:
     def next(self, **_: object) -> BatchReady | None:
         return self.left.pop() if self.left else None
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self.told.append(message)
 
     def finish(self) -> None:
