@@ -63,11 +63,11 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
     """Number of a cluster's nodes that hold each queue of the run (`x-quorum-initial-group-size`), fixed when the queue is
     declared; None: RabbitMQ's default, all nodes up to 3."""
     nodes: Count = 1
-    """Number of nodes of the private RabbitMQ: 1, or an odd number for a cluster on this host to try out."""
+    """Number of nodes of the private RabbitMQ: 1, or an odd number for a cluster on this host, to try clusters out."""
     port: Port = 0
-    """AMQP port of the private node, further nodes take the following ports; 0 picks free ports."""
+    """AMQP port of the private node; further nodes take the ports after it. 0 picks free ports."""
     tls_port: Port = 0
-    """TLS port (amqps) of the private node, open to other machines, further nodes take the following ports; 0 opens none. Needs
+    """TLS port (amqps) of the private node, open to other machines; further nodes take the ports after it. 0 opens none. Needs
     `certificate` and `key`."""
     certificate: str | None = None
     """PEM file with the node's certificate."""
@@ -174,8 +174,8 @@ class CollectorSettings(Settings, frozen=True, kw_only=True):
     """The collector of the run."""
 
     standby: bool = False
-    """Whether further collectors stand by on other hosts. Every transaction then also goes to a stream of the broker, from which
-    they keep a copy of `collector.sqlite`, and one of them takes over when the leading collector is gone."""
+    """Whether further collectors stand by on other hosts. The leading collector then also appends every transaction to a RabbitMQ
+    stream. Standbys read it to keep a copy of `collector.sqlite`, and one takes over when the leader is gone."""
 
 
 class TranscriptSettings(Settings, frozen=True, kw_only=True):

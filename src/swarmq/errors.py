@@ -130,7 +130,7 @@ class CollectorError(SwarmqError):
 
 
 class FencedError(SwarmqError):
-    """Another collector leads the run now; what this one decided last does not count."""
+    """Another collector leads the run now; this one's last transaction is not valid."""
 
 
 class LearnerError(SwarmqError):

@@ -148,9 +148,9 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostInvite(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that another host needs to run engines and proxies of a run, encoded as one line of text.
+    """What another host needs to run engines and proxies of a run, encoded as one line of text.
 
-    With the root secret its holder can sign any key and token of the run, so an invite is as powerful as the run folder.
+    It contains the root secret, which signs every key and token of the run, so an invite is as powerful as the run folder.
     """
 
     run: str
@@ -163,7 +163,7 @@ class HostInvite(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     """Unix time until which engines and proxies may join with the invite; those that have joined stay."""
     ca: bytes = b""
-    """DER certificate of the authority behind the broker's certificate; empty: the machine's own authorities."""
+    """DER certificate of the authority that signed the broker's certificate; empty: the host's own authorities."""
 
     @property
     def broker_url(self) -> str:
@@ -176,11 +176,11 @@ class HostInvite(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, text: str) -> HostInvite:
-        """Return the host invite in `text`. Raises KeyRefusedError if there is none."""
+        """Return the host invite in `text`. Raises KeyRefusedError if `text` is none, or damaged."""
         return _decode_invite(text, cls, HOST_INVITE_PREFIX, command="swarmq host add NAME")
 
     def check_current(self, now: float) -> None:
-        """Raise KeyRefusedError if the invite has expired."""
+        """Raise KeyRefusedError if the invite has expired at `now`, in Unix seconds."""
         if not self.expires_at + CLOCK_LEEWAY_S >= now:
             raise KeyRefusedError(
                 f"the invite of host {self.host!r} for run {self.run!r} expired at {_clock(self.expires_at)}, and this host's clock says "

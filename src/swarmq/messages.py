@@ -275,7 +275,8 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     uncredited: dict[str, float] = {}
     """Call id -> reward in the end record, for model calls that are not trained."""
     term: int = 0
-    """Term of the collector that published this copy, in a run with standby collectors; the learner refuses an older term."""
+    """Term of the collector that published this copy; 0 in a run without standby collectors. A learner refuses an older term than
+    it has seen."""
     turns: tuple[Turn, ...]
 
 
@@ -343,7 +344,7 @@ class Registration(Record, frozen=True, kw_only=True, tag="registration"):
     action: Literal["join", "leave"]
     part: Part
     url: str
-    """URL at which the run's other parts reach it."""
+    """URL at which the run's other processes reach the engine or proxy."""
     policy: str = ""
     """Policy of the engine; empty for a proxy."""
 
@@ -399,20 +400,20 @@ class LogEntry(Record, frozen=True, kw_only=True, tag="log"):
 
     what: Literal["claim", "transaction", "join", "base"]
     log: str = ""
-    """Id of the log, which its first claim sets; empty for `join`."""
+    """Id of the log, chosen by the sender of its first claim; empty for `join`."""
     term: int = 0
-    """The term of the sender's claim."""
+    """Term of the sender's claim."""
     sender: str = ""
     """Id of the collector's process, for `claim` and `join`."""
     number: int = 0
-    """Number of the transaction, or of the last one that is in the base."""
+    """Number of the transaction, or of the last transaction in the base."""
     part: int = 0
     num_parts: int = 1
     """Number of entries among which the body is divided."""
     join: str = ""
     """Id of the request for a base, in `join` and `base`."""
     body: bytes = b""
-    """Rows of a transaction (`store.encode_rows`), or a SQLite file."""
+    """This entry's part of the transaction's rows (`store.encode_rows`) or of the base, a SQLite file."""
 
 
 EventName = Literal[

@@ -149,7 +149,7 @@ class AmqpBroker:
     def read_stream(
         self, stream: str, *, prefetch: int, next_offset: Callable[[], int], skip: Callable[[int], None]
     ) -> AbstractAsyncContextManager[Deliveries]:
-        """Read a stream from the offset that `next_offset` returns, now and after every lost session. `skip` gets the offsets of
+        """Read a stream from the offset that `next_offset` returns at the start and after every lost session. `skip` gets the offsets of
         messages that cannot be decoded. Raises UnroutableError if there is no such stream."""
 
         async def bury(arrival: Arrival, reason: str) -> None:

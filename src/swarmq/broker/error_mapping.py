@@ -50,9 +50,9 @@ def map_error(error: Exception, where: str) -> BrokerError:
 
 
 def combine_failures(failures: Mapping[str, BrokerError]) -> BrokerError:
-    """Return one error for the failed nodes of a cluster, which names each node with its reason; `failures`: by place.
+    """Return one error that names each failed node of a cluster with its reason. `failures`: `host:port/vhost` -> error.
 
-    A refusal outweighs unreachable nodes, because all nodes of a cluster have the same users.
+    If a node refused, the error says so, because all nodes of a cluster have the same users.
     """
     if len(failures) == 1:
         return next(iter(failures.values()))

@@ -67,8 +67,8 @@ async def open_event_feed(
     url: str, run: str, *, name: str, on_gap: Callable[[], None], may_declare: bool, login_patience_s: float
 ) -> AsyncIterator[AsyncIterator[Event]]:
     """Subscribe to the events of `run` from now on; a slow subscriber loses the oldest events. `on_gap`: called when the
-    subscription is lost. `may_declare`: whether the user may declare the exchange. `login_patience_s`: seconds that the broker may refuse
-    a login that has worked."""
+    subscription is lost, because events may have been missed. `may_declare`: whether the user may declare the exchange.
+    `login_patience_s`: seconds that the broker may refuse a login that has worked."""
     feed = EventFeed()
 
     async def prepare(session: Session) -> None:

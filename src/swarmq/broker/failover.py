@@ -1,7 +1,7 @@
 """The order in which a process tries the nodes of a RabbitMQ cluster.
 
 Every connection starts at a random node, which spreads the load over the cluster. Nodes that failed lately are tried last, so that a
-node which does not answer costs its time limit once and not at every connection.
+node which does not answer delays only the first connection, not every one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class NodeFailures:
         self._rng = rng or random.Random()
         self._failed_at: dict[str, float] = {}
         self._unreachable: set[str] = set()
-        """Nodes whose failure is logged."""
+        """Nodes whose failure was logged."""
 
     def order(self, nodes: Iterable[str]) -> list[str]:
-        """Return the URLs in the order in which to try them: at random, and those that failed lately last, oldest failure
-        first."""
+        """Return the URLs in the order in which to try them: shuffled, then those that failed in the last AVOID_S, the oldest
+        failure first."""
         since = self._clock() - AVOID_S
         shuffled = list(nodes)
         self._rng.shuffle(shuffled)

@@ -60,12 +60,13 @@ class Broker(Protocol):
     def events(
         self, run: str, *, on_gap: Callable[[], None] = lambda: None
     ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Subscribe to the events of a run from now on. `on_gap` is called when the subscription is lost, and events with it."""
+        """Subscribe to the events of a run from now on. `on_gap`: called when the subscription is lost, because events may have been
+        missed."""
 
     async def declare(
         self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
     ) -> None:
-        """Declare all queues of a run; idempotent. `replicas`: number of a cluster's nodes that hold each new queue."""
+        """Declare all queues of a run; idempotent. `replicas`: number of nodes of a cluster that hold each new queue."""
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         """Return the depth of each queue that exists."""

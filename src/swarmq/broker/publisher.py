@@ -34,7 +34,7 @@ WARN_EVERY_S = 60.0
 
 REJECTED_S = 2.0
 """Seconds of rejections after which a session with a node of a cluster is renewed: a channel that was opened while a queue's leader
-was down rejects all messages to that queue, and only a new one finds the new leader."""
+was down rejects all messages to that queue, and only a new channel finds the new leader."""
 
 POLL_S = 0.05
 UNBOUND_KEY = "swarmq.nobody"

@@ -3,11 +3,11 @@
     run() ──> open_session ──> prepare(session) ──> up ──> session.lost ──> forget ──> backoff ──┐
       ^──────────────────────────────────────────────────────────────────────────────────────────┘
 
-An outage is logged once per process: a warning when the first link goes down, for a cluster another one when no node can be reached,
-and a line when all links are up again. A refusal (wrong
-password, no such queue) at a link's first connection ends the link, because a person has to act. Once a link has worked,
-refusals are retried: a broker that restarts or is being repaired refuses too, and the collector declares a deleted queue again.
-An invited client's user is deleted when the client is removed, so its link ends once its login has been refused for a while.
+An outage is logged once per process: a warning when the first link goes down, a second one if no node of a cluster can be reached,
+and a line when all links are up again. A refusal (wrong password, no such queue) at a link's first connection ends the link,
+because a person has to act. Once a link has worked, refusals are retried: a broker that restarts or is being repaired refuses
+too, and the collector declares a deleted queue again. An invited client's user is deleted when the client is removed, so its link
+ends once its login has been refused for a while.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BrokerOutage:
         self._since = 0.0
 
     def begin(self, link: BrokerLink, event: str, *, connection: str, reason: str) -> None:
-        """Record that a link is down, and log it if it is the first, or the first of a cluster that reaches no other node."""
+        """Record that a link is down. Log it if no other link is, or if it is the first that reaches no node of its cluster."""
         if not self._down:
             self._logged.clear()
             self._since, self._most = time.monotonic(), 0

@@ -60,7 +60,7 @@ node_failures = NodeFailures()
 async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
     """Open a session with the first node of `url` that can be reached.
 
-    Raises BrokerLostError if no node can be reached, BrokerError if one refuses and none accepts.
+    Raises BrokerLostError if no node can be reached, BrokerError if no node accepts and one refuses.
     """
     node, session = await _open_any(split_nodes(url), name)
     try:
@@ -126,8 +126,8 @@ class Session:
 
     @classmethod
     async def on(cls, connection: AbstractConnection, where: str, nodes: Sequence[str]) -> Self:
-        """Open a channel on `connection`, and return a session of both. `where`: the node's address for messages; `nodes`: the
-        addresses of all nodes of its cluster."""
+        """Open a channel on `connection`, and return the session. `where`: `host:port/vhost` of the node, for messages. `nodes`: the
+        same of all nodes of its cluster."""
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
         # Uses the channel below aio-pika, which does not report that the broker cancelled a consumer or blocks the connection,
         # and never calls close callbacks that are registered after the close.
@@ -201,12 +201,12 @@ class Session:
 
     @property
     def is_in_cluster(self) -> bool:
-        """Whether the broker's URL lists other nodes, too."""
+        """Whether the broker's URL lists several nodes."""
         return len(self._nodes) > 1
 
     @property
     def majority_hint(self) -> str:
-        """What to check when a queue of a cluster does not work."""
+        """Advice that ends messages about a queue of a cluster that does not work."""
         return f"a queue works only while most of its nodes are up: check {', '.join(self._nodes)}"
 
     async def _sit_out_alarm(self) -> None:

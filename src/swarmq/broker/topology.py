@@ -39,7 +39,7 @@ sender of a message is certain. Operators use the default exchange.
 """
 
 HOST_PREFIX = "host:"
-"""Prefix of invited hosts in the names of their RabbitMQ users; no client's name has a colon."""
+"""Prefix of an invited host's name in its RabbitMQ user. A client's name has no colon, so the two cannot be confused."""
 
 EVENTS = "swarmq.events"
 """Topic exchange of events, routing key `<run>.<source>.<name>`."""
@@ -52,8 +52,8 @@ DEAD_DELIVERY_LIMIT = 1_000_000_000
 after 20 reads."""
 
 GROUP_SIZE = "x-quorum-initial-group-size"
-"""Argument with the number of nodes that hold a new queue. `broker.replicas` may differ from it later: RabbitMQ grows and shrinks
-queues by commands, and the argument stays."""
+"""Queue argument: number of nodes that hold the queue when it is declared. `broker.replicas` may differ from it later, because
+RabbitMQ's commands add and remove members and leave the argument as it is."""
 
 ACK_S = 7 * 24 * 3600.0
 """Acknowledgement timeout in seconds to request from the broker: consumers hold tasks and batches unacknowledged until their
@@ -63,10 +63,10 @@ ACK_TIMEOUT_PROPERTY = "swarmq_ack_timeout_ms"
 """Server property that states the configured acknowledgement timeout, for servers that ignore `consumer_arguments`."""
 
 STREAM_OFFSET = "x-stream-offset"
-"""Consumer argument with the offset from which to read a stream, and header with the offset of a delivered entry."""
+"""Consumer argument: offset from which to read a stream. Also the header with the offset of a delivered entry."""
 
 LOG_BYTES = 2 * 1024**3
-"""Size of the log beyond which its oldest segment is deleted. A standby that lags by more asks for a base."""
+"""Size of the log in bytes beyond which its oldest segment is deleted. A standby that lags by more requests a base."""
 LOG_SEGMENT_BYTES = 128 * 1024**2
 
 EVENT_BACKLOG = 10_000
@@ -200,8 +200,8 @@ def event_key(run: str, source: str, name: str) -> str:
 def run_queues(
     run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return a map from the names of all queues of a run to their arguments. `replicas`: number of a cluster's nodes that hold
-    a queue; without it the argument is left out, as in runs of older versions, and RabbitMQ takes all nodes up to 3."""
+    """Return a map from the names of all queues of a run to their arguments. `replicas`: number of nodes of
+    a cluster that hold a queue; None leaves the argument out, and RabbitMQ takes all nodes up to 3."""
     ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
     competing = [returned_tasks(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, retries, evals))]
     size = {GROUP_SIZE: replicas} if replicas else {}

@@ -162,7 +162,7 @@ def engine_start(
 
     \b
     swarmq engine start runs/demo --policy main
-    swarmq engine start runs/demo --host 10.0.0.1              one that proxies on other hosts reach, too
+    swarmq engine start runs/demo --host 10.0.0.1              an engine that proxies on other hosts reach, too
     swarmq engine start --join gpu2.invite --policy main       on another host
     """
     if (run is None) == (join is None):

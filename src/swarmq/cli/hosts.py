@@ -26,7 +26,8 @@ KEY = click.option("--key", type=click.Path(path_type=Path), help="With an invit
 
 
 def read_host_invite(text: str) -> HostInvite:
-    """Return the invite in the text, or in the file that it names. Raises ConfigError or KeyRefusedError."""
+    """Return the invite in `text`, or in the file that `text` names. Raises ConfigError if `text` is neither, KeyRefusedError if the
+    invite is damaged."""
     if not text.startswith(f"{HOST_INVITE_PREFIX}."):
         try:
             text = Path(text).read_text()
@@ -40,7 +41,8 @@ def read_host_invite(text: str) -> HostInvite:
 def make_place(
     host: str | None, port: int | None, url: str | None, certificate: Path | None, key: Path | None
 ) -> ListenAddress:
-    """Return where a part listens on this host. Raises ConfigError for options that contradict each other or missing files."""
+    """Return where an engine or proxy listens on this host. Raises ConfigError for options that contradict each other, and for
+    missing files."""
     if (certificate is None) != (key is None):
         raise ConfigError("--certificate and --key belong together: give both PEM files, or neither")
     for path in (certificate, key):

@@ -176,7 +176,7 @@ def slurm(
 
 
 def _start_engines(gpus: int | None, width: int) -> str:
-    """Return the lines that start a node's engines."""
+    """Return the script's lines that start a node's engines."""
     start = '    swarmq engine start --join "$run/slurm/host.invite" --policy "$policy"'
     if gpus is None:
         return f"{start} &\n"

@@ -79,7 +79,7 @@ async def _lead(log: StandbyLog, stop: asyncio.Event) -> bool:
 
 
 async def _leave_log(job: SwarmJob, broker: AmqpBroker, store: Store) -> None:
-    """Let a store go on without standbys, if they are gone. Raises CollectorError while their log exists."""
+    """Let a store that had standbys go on without them. Raises CollectorError while their log exists."""
     if not store.position().log:
         return
     stream = topology.log(job.run)

@@ -1,4 +1,4 @@
-"""The collector's part in membership: it publishes what the registries of the run folder list, and edits them for parts on other hosts.
+"""The collector publishes the content of the run folder's registries, and edits the registries for engines and proxies on other hosts.
 
 registries ──look, every LOOK_S──> changed, asked for, or REPEAT_S old? ──> `members` event
 Registration ──> host invited? part reachable from here? ──> registry edited ──> `registration` event
@@ -34,7 +34,7 @@ CONNECT_S = 5.0
 SILENT_S = 30.0
 """Seconds without an event after which a proxy on another host counts as lost; proxies emit one every two seconds."""
 MAX_ANSWERS = 1024
-"""Maximum number of registrations whose answers are remembered, for those that are sent again."""
+"""Maximum number of registrations with remembered answers; a registration that is sent again gets the same answer."""
 
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ class MembershipKeeper:
         self._look_s, self._repeat_s, self._connect_s, self._silent_s = look_s, repeat_s, connect_s, silent_s
         self._monotonic = monotonic
         self._last_event_at: dict[str, float] = {}
-        """Source of events -> monotonic time of the last one."""
+        """Source of events -> monotonic time of its last event, in seconds."""
         self._listening_since = monotonic()
         self._asks: list[str] = []
         self._wake = asyncio.Event()
@@ -67,7 +67,7 @@ class MembershipKeeper:
         """Registration id -> fields of its answer."""
 
     def answer(self, ask: str) -> None:
-        """Publish the membership now, as the answer to `ask`."""
+        """Publish the membership now, as the answer to the request with the id `ask`."""
         self._asks.append(ask)
         self._wake.set()
 
@@ -76,11 +76,11 @@ class MembershipKeeper:
         self._arrived.put_nowait((registration, host))
 
     def record_event(self, source: str) -> None:
-        """Note that a process has emitted an event."""
+        """Record that `source` has just emitted an event."""
         self._last_event_at[source] = self._monotonic()
 
     def reset_silence(self) -> None:
-        """Count silence anew, because events were lost on their way to this process."""
+        """Restart the count of silent seconds, because this process may have missed events."""
         self._listening_since = self._monotonic()
 
     async def run(self) -> None:
@@ -96,7 +96,7 @@ class MembershipKeeper:
                 if prior and not prior.done():
                     if prior_id == registration.registration_id:
                         continue
-                    prior.cancel()  # the newest registration of a part holds
+                    prior.cancel()  # the newest registration of a part decides
                     await asyncio.wait({prior})
                 applying[registration.url] = (
                     registration.registration_id,
@@ -138,7 +138,7 @@ class MembershipKeeper:
                 await self._emit("warning", {"text": text})
 
     def _update_proxy_list(self) -> list[str]:
-        """List the proxies of other hosts that are heard, and no others. Return what changed."""
+        """Add proxies of other hosts that emit events to the registry, and remove silent ones. Return a text for each change."""
         if not self._folder.hosts.exists():
             return []
         proxies, changes, now = ProxyRegistry(self._folder.proxies), list[str](), self._monotonic()
@@ -156,7 +156,7 @@ class MembershipKeeper:
         return changes
 
     async def _restore_engines(self) -> None:
-        """List the engines of other hosts that still serve after the run was started again with the engines of its job."""
+        """Add the engines of other hosts that still serve to the registry. A restarted run begins with the engines of its job."""
         engines = EngineRegistry(self._job)
         try:
             hosts, present = await asyncio.to_thread(read_hosts, self._folder.hosts), engines.urls()
@@ -233,7 +233,7 @@ class MembershipKeeper:
 
 
 async def check_reachable(url: str, *, connect_s: float) -> None:
-    """Raise ConfigError if this host cannot connect to the address of a URL."""
+    """Raise ConfigError if this host cannot connect to host and port of `url` within `connect_s` seconds."""
     host, port = split_address(url)
     try:
         async with asyncio.timeout(connect_s):

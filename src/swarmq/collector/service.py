@@ -8,11 +8,11 @@
   returned ──> give_back: sealed? ──> tasks.again, eval
 
 The order is the promise: commit, then acknowledge; commit, then publish; confirm, then mark. In a run with standby collectors a
-transaction is committed when it counts in the log that they share (`decide/log.py`), so all that is acknowledged or published is
-in the history of whoever leads next. A crash between two of these
-causes a redelivery or a second publish, and both are deduplicated. If the store cannot commit (disk full), nothing is
-acknowledged: the core is rebuilt from the store and decides the same messages again, until the commit succeeds. Deleted queues
-are declared again here and nowhere else, after the commit that schedules their lost content to be sent again.
+transaction is committed once it is valid in the log that they share (`decide/log.py`), so the next leader knows of everything that
+was acknowledged or published. A crash between two of these steps causes a redelivery or a second publish, and both are
+deduplicated. If the store cannot commit (disk full), nothing is acknowledged: the core is rebuilt from the store and decides the
+same messages again, until the commit succeeds. Deleted queues are declared again here and nowhere else, after the commit that
+schedules their lost content to be sent again.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ class TransactionLog(Protocol):
     def term(self) -> int: ...
 
     def check(self) -> None:
-        """Raise FencedError if this collector does not lead any more."""
+        """Raise FencedError if this collector no longer leads."""
 
     async def append(self, body: bytes) -> LogPosition:
-        """Append a transaction, and return its place once it counts. Raises FencedError if it does not count."""
+        """Append a transaction, and return its position once it is valid. Raises FencedError if it is not."""
         ...
 
     async def answer_joins(self) -> None:
-        """Send the store to standbys that need it."""
+        """Append a base for every standby that has requested one."""
 
 
 class Collector:
@@ -175,7 +175,7 @@ class Collector:
         await self._restore(at_start=True)
         # Send the control state again: a power loss may have damaged the file in which a learner keeps it.
         controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
-        # A learner refuses rollouts of a former leader, which may come late, so it needs all of them from this one.
+        # A learner refuses late rollouts of a former leader, so this leader sends all rollouts again.
         rollouts = [topology.ready(self.job.run, policy) for policy in self._rules.trained] if self._log else []
         await self._decide(lambda core: core.resend_lost([*controls, *rollouts]))
         self._outgoing.clear()
@@ -283,7 +283,7 @@ class Collector:
         return refused
 
     async def _listen(self) -> None:
-        """Listen to events of the proxies about refused model calls, and of other hosts that want the membership."""
+        """Handle the run's events: refused model calls, and requests for the membership."""
         async with self._broker.events(self.job.run, on_gap=self._members.reset_silence) as events:
             async for event in events:
                 self._members.record_event(event.source)
@@ -333,7 +333,7 @@ class Collector:
             await self._emit_pending()
 
     def _changed_files(self) -> list[Effect]:
-        """Return the registries of the run folder that standby collectors do not have yet."""
+        """Return effects that store the registries which have changed since standby collectors got them."""
         if self._log is None:
             return []
         files = [SaveFile(path.name, read_if_exists(path)) for path in self.job.run_folder.registries]
@@ -416,7 +416,7 @@ class Collector:
                 for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
                     if self._transcripts and type(effect) is Close and (episode := self._store.closed(effect, now)):
                         closed.append(episode)
-                    self._store.write(effect)  # at once: decisions on the next message read the store
+                    self._store.write(effect)  # at once, because decisions on the next message read the store
                     effects.append(effect)
                 self._hand_over()  # of earlier transactions: the thread works on them while this one waits for the disk
                 if self._log and (body := encode_rows(effects)):
@@ -425,7 +425,8 @@ class Collector:
         except CollectorError as error:
             if position is None:
                 raise
-            await self._commit_again(effects, position, error)  # it counts, so it must not be decided again
+            # It is valid in the log, so it must not be decided again.
+            await self._commit_again(effects, position, error)
         self._closed = closed
         for watch in self.commit_watchers:
             watch(time.perf_counter() - began)
@@ -468,7 +469,7 @@ class Collector:
 
     async def _publish(self, item: Outgoing) -> None:
         """Publish an item and return once the broker has confirmed it, or a learner has reported on it meanwhile."""
-        # With a log, a transaction is open while it waits to be read back; what it says must not be published before.
+        # With a log, a transaction stays open until it is read back; its messages must not be published before.
         async with self._deciding if self._log else contextlib.nullcontext():
             queue, message = self._build(item)
         while message is not None:
@@ -481,7 +482,7 @@ class Collector:
                 await self._revive(queue)
 
     def _build(self, item: Outgoing) -> tuple[str, Message | None]:
-        """Return the queue and the message of an item; None if a learner has reported on it meanwhile."""
+        """Return an item's queue and message. The message is None if a learner has reported on it in the meantime."""
         message: Message | None
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
@@ -583,8 +584,8 @@ def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
 
 
 async def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` to its end, and raise a cancellation that came meanwhile only then: a transaction that was appended to the log
-    may count, so it must also be committed."""
+    """Await `work` to its end, and only then raise a cancellation that came in between: a transaction that was appended to the log
+    may be valid, so it must also be committed."""
     task, cancelled = asyncio.create_task(work), False
     while not task.done():
         try:

@@ -1,12 +1,13 @@
-"""The log of a run with standby collectors: following it, taking over, and appending to it. `decide/log.py` has the rules.
+"""A collector's access to the log of a run with standby collectors: it follows the log, takes over, and appends. `decide/log.py` has
+the rules.
 
   log ──> _read ──read──> APPLY, REBASE ──> store           (while standing by)
                      ├──> CONFIRMED ──> `append` returns    (while leading)
-                     └──> LOST ──> `append` raises FencedError; reading waits until the collector has let go of the store
+                     └──> LOST ──> `append` raises FencedError; reading waits for `release`
   inbox without a consumer ──> claim ──> WON ──> `lead` returns
 
-That the inbox has no consumer only says when to try. Safe is the takeover by the log alone: a leader that still lives reads the claim
-before its next transaction counts.
+An inbox without a consumer only says when to try. The log alone makes the takeover safe: a leader that is still alive reads the
+claim before any further transaction of its own, which is then not valid.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from swarmq.transcripts.writer import TranscriptWriter
 
 PREFETCH = 64
 PART_BYTES = 1024 * 1024
-"""Size of an entry's body, above which it is divided."""
+"""Maximum size in bytes of an entry's body; a larger body is divided among several entries."""
 
 log = structlog.get_logger()
 
@@ -43,21 +44,21 @@ class StandbyIntervals(msgspec.Struct, frozen=True, kw_only=True):
     look_s: float = 1.0
     """Seconds between two checks for a leader."""
     num_looks: int = 7
-    """Number of checks in a row that must find no leader, so that one that is started again or reconnects goes on. The collector that
-    led last, or founds the log, needs only one."""
+    """Number of successive checks that must find no leader before a takeover, which gives a leader time to restart or reconnect. The
+    last leader, or a collector that founds the log, needs only one."""
     grace_s: float = 5.0
-    """Seconds after a claim in which its sender is not checked, because it loads its state."""
+    """Seconds after a claim without checks for a leader, because its sender loads its state."""
     retry_s: float = 2.0
-    """Seconds until a write that the disk refused is tried again."""
+    """Seconds between two attempts at a write that the disk refuses."""
     read_back_s: float = 300.0
-    """Seconds within which an entry that the broker has confirmed must be read back."""
+    """Maximum seconds from the broker's confirm of an entry until it is read back."""
 
 
 INTERVALS = StandbyIntervals()
 
 
 class StreamBroker(Protocol):
-    """What the log needs of the broker."""
+    """The part of a broker that the log uses."""
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None: ...
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]: ...
@@ -68,7 +69,7 @@ class StreamBroker(Protocol):
 
 
 class StandbyLog:
-    """This collector's end of the log."""
+    """The log as one collector reads and appends to it."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class StandbyLog:
         self._reader = LogReader(new_id(), store.position(), is_empty=store.is_empty())
         self._claimed_at = float("-inf")
         self._claimed: asyncio.Future[None] | None = None
-        """Done when the claim that is on its way is decided."""
+        """Done once the log shows whether the appended claim is valid."""
         self._appended: asyncio.Future[LogPosition] | None = None
         self._join_requests: list[str] = []
         self._free = asyncio.Event()
@@ -104,7 +105,7 @@ class StandbyLog:
         transcripts: TranscriptWriter | None = None,
         intervals: StandbyIntervals = INTERVALS,
     ) -> AsyncIterator[Self]:
-        """Read the log while the context is open. Raises CollectorError if the log is gone."""
+        """Read the log while the context is open. Raises CollectorError if the store's log was deleted."""
         end = cls(broker, store, job, transcripts=transcripts, intervals=intervals)
         if not store.position().log:
             await broker.declare_stream(end._stream)
@@ -120,11 +121,12 @@ class StandbyLog:
 
     @property
     def term(self) -> int:
-        """Term of the leader that this collector has last read of."""
+        """Term of the newest leader in what this collector has read."""
         return self._reader.position.term
 
     async def lead(self) -> None:
-        """Stand by until this collector leads. From then on nothing but the caller writes to the store, until `release`."""
+        """Stand by until this collector leads. From then on only the caller writes to the store, until
+        `release`."""
         log.info("standing_by")
         while not self._reader.is_leading:
             await self._wait_until_leaderless()
@@ -132,16 +134,17 @@ class StandbyLog:
         log.info("leading", term=self.term, transactions=self._reader.position.number)
 
     def release(self) -> None:
-        """Let the log write to the store again."""
+        """Let the log's reader write to the store again; the caller no longer does."""
         self._free.set()
 
     def check(self) -> None:
-        """Raise FencedError if this collector does not lead any more."""
+        """Raise FencedError if this collector no longer leads."""
         if not self._reader.is_leading:
             raise FencedError(f"another collector of run {self._run!r} has taken over with term {self.term}")
 
     async def append(self, body: bytes) -> LogPosition:
-        """Append a transaction, and return its place once it counts. Raises FencedError if it does not count."""
+        """Append a transaction, and return its position once it is valid. Raises FencedError if it is not, CollectorError if it
+        cannot be read back."""
         self.check()
         self._appended = asyncio.get_running_loop().create_future()
         position = self._reader.position
@@ -161,7 +164,7 @@ class StandbyLog:
             self._appended = None
 
     async def answer_joins(self) -> None:
-        """Append a base for every standby that has asked for one. No transaction may be open."""
+        """Append a base for every standby that has requested one. No transaction may be open."""
         while self._join_requests:
             position = self._reader.position
             log.info("standby_joins", transactions=position.number)
@@ -180,7 +183,7 @@ class StandbyLog:
     # ------------------------------------------------------------------------------------------- taking over
 
     async def _wait_until_leaderless(self) -> None:
-        """Wait until the inbox has no consumer, and this collector could lead."""
+        """Wait until the inbox has had no consumer in `num_looks` successive checks, and this collector may lead."""
         inbox, intervals, reader, num = topology.inbox(self._run), self._intervals, self._reader, 0
         while num < (1 if reader.position.led or not reader.has_begun else intervals.num_looks):
             await asyncio.sleep(intervals.look_s)
@@ -190,7 +193,7 @@ class StandbyLog:
             num = num + 1 if may_lead and not is_new and not depth.consumers else 0
 
     async def _claim(self) -> None:
-        """Append a claim, and return when it is decided."""
+        """Append a claim, and return once the log shows whether it is valid."""
         position, self._claimed = self._reader.position, asyncio.get_running_loop().create_future()
         claim = LogEntry(
             run=self._run,
@@ -286,8 +289,8 @@ class StandbyLog:
             self._store.save_position(self._reader.position)
 
     def _write_files(self, before: Mapping[str, bytes]) -> None:
-        """Bring the run folder's registries to the store's state. A file that differs from what was stored `before` was edited on
-        this host while its collector did not lead, and is kept."""
+        """Write the store's registries to the run folder. `before`: file name -> content in the store before the change. A file that
+        differs from it was edited on this host while its collector did not lead, and is kept."""
         for path in self._folder.registries:
             stored = self._store.file(path.name)
             if stored != before[path.name] and read_if_exists(path) in {b"", before[path.name]}:

@@ -5,7 +5,8 @@ and both are deduplicated. Tables: `episodes` (one small row each, kept forever:
 reports, deleted when the episode is settled), `slots` (winners), `given_up` (slots of open groups without further attempts),
 `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (those not used yet), `credit`,
 `versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `telling` (learners without the
-newest control state), `files` (registries), `eval_tasks` and `eval_slots` (the current evaluation round), `evaluations` (results that learners' queues do not have yet).
+newest control state), `files` (registries), `eval_tasks` and `eval_slots` (the current evaluation round), `evaluations` (results
+that learners' queues do not have yet).
 
 Only one collector may run: its process locks the file, and the error of a second one names the process that holds the lock.
 """
@@ -186,7 +187,7 @@ def _compile(statement: str) -> tuple[str, Callable[[do.Effect], tuple[Any, ...]
 STATEMENTS = {effect: _compile(statement) for effect, statement in SQL.items()}
 
 POSITION = "log"
-"""Key in `meta` of the store's place in the log of a run with standby collectors."""
+"""Key in `meta` of the store's position in the log of a run with standby collectors."""
 
 _rows: msgspec.msgpack.Decoder[list[do.Effect]] = msgspec.msgpack.Decoder(GenericAlias(list, (reduce(or_, SQL),)))
 
@@ -198,7 +199,7 @@ def encode_rows(effects: Iterable[do.Effect]) -> bytes:
 
 
 def decode_rows(body: bytes) -> list[do.Effect]:
-    """Decode a transaction. Raises CollectorError for one of another version of swarmq."""
+    """Decode a transaction. Raises CollectorError if another version of swarmq encoded it."""
     try:
         return _rows.decode(body)
     except msgspec.MsgspecError as error:
@@ -301,19 +302,19 @@ class Store:
             return not any(self._one("SELECT EXISTS (SELECT 1 FROM episodes), EXISTS (SELECT 1 FROM credit)") or ())
 
     def position(self) -> LogPosition:
-        """Return the place in the log up to which the store has the history."""
+        """Return the position in the log up to which the store contains all valid transactions."""
         with self._mapped():
             row = self._one("SELECT value FROM meta WHERE key = ?", POSITION)
         return msgspec.json.decode(row[0], type=LogPosition) if row else LogPosition()
 
     def save_position(self, position: LogPosition) -> None:
-        """Write the place in the log, as a part of the present transaction."""
+        """Write the position in the log, as a part of the present transaction."""
         self._db.execute(
             "INSERT OR REPLACE INTO meta VALUES (?, ?)", (POSITION, msgspec.json.encode(position).decode())
         )
 
     def leave_log(self) -> None:
-        """Forget the place in the log: the store goes on alone."""
+        """Delete the position in the log: the store goes on without standbys."""
         with self.transaction():
             self._db.execute("DELETE FROM meta WHERE key = ?", (POSITION,))
 
@@ -331,7 +332,7 @@ class Store:
             return Path(folder, "base").read_bytes()
 
     def replace(self, dumped: bytes) -> None:
-        """Replace the content by that of another store."""
+        """Replace the content by that of another store, as `dump` returns it."""
         with self._mapped(), TemporaryDirectory(dir=self._folder) as folder:
             Path(folder, "base").write_bytes(dumped)
             with closing(sqlite3.connect(f"{folder}/base")) as copy:

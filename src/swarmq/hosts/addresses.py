@@ -1,4 +1,4 @@
-"""The address that a part on another host announces to the run's other parts."""
+"""The address that an engine or proxy on another host announces to the run's other processes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from swarmq.errors import ConfigError
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """PEM files with which a part serves https."""
+    """PEM files with which an engine or proxy serves https."""
 
     certificate: str
     key: str
 
 
 class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a part listens on this host, and what it announces to the run's other parts."""
+    """Where an engine or proxy listens on this host, and the URL that it announces to the run's other processes."""
 
     host: str | None = None
-    """Address to listen on, and to announce without `url`; None: the one from which this host reaches RabbitMQ."""
+    """Address to listen on, which is also announced unless `url` is given; None: the address from which this host reaches RabbitMQ."""
     port: int = 0
     """Port to listen on; 0: a free one."""
     url: str | None = None
-    """Announced URL, if it differs from the address that is listened on."""
+    """Announced URL; None: `host` and `port`."""
     tls: TlsFiles | None = None
-    """Files for https; None: the part serves http."""
+    """Files for https; None: http."""
 
     def announce(self, host: str, port: int, path: str = "") -> str:
-        """Return the URL to announce for a part that listens on this host and port."""
+        """Return the URL to announce: `url`, or that of `host`, `port` and `path`."""
         return self.url.rstrip("/") if self.url else format_url("https" if self.tls else "http", host, port) + path
 
 
@@ -58,7 +58,7 @@ def resolve(host: str, port: int) -> str:
 
 
 def find_own_address(host: str, port: int) -> str:
-    """Return the IP address from which this host reaches another one. Raises ConfigError if there is no route."""
+    """Return the IP address of this host from which packets to `host` leave. Raises ConfigError if there is no route."""
     there = resolve(host, port)
     family = socket.AF_INET6 if ":" in there else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -70,7 +70,7 @@ def find_own_address(host: str, port: int) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a URL names the host on which it is used."""
+    """Return whether the host of `url` is a loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -79,7 +79,8 @@ def is_loopback(url: str) -> bool:
 
 
 def check_announced(url: str, *, is_run_on_this_host: bool) -> None:
-    """Raise ConfigError if the run's other parts cannot reach a part of this host at `url`."""
+    """Raise ConfigError if the run's other processes cannot reach this host at `url`. `is_run_on_this_host`: whether they may use a
+    loopback address."""
     host, port = split_address(url)
     address = ipaddress.ip_address(resolve(host, port))
     if address.is_unspecified:

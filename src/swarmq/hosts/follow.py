@@ -1,12 +1,12 @@
-"""A run's membership on another host, as the run's collector publishes it.
+"""A copy of a run's membership on another host, from the events of the run's collector.
 
   ask ──`members_wanted`──> collector ──`state`, `members`──> current
    ^                                                            │
    └── subscription lost, or no event for SILENT_S ── stale <───┘
 
-The collector repeats its events, so a lost one is made up for within seconds. While the membership is stale, a client may have been
-removed: proxies let calls wait until the collector has answered. A collector that is away makes nothing stale, because nobody is
-removed meanwhile.
+The collector repeats its events, so a lost event is replaced within seconds. While the membership is stale, a client may have been
+removed without this host knowing, so proxies let calls wait until the collector has answered. A stopped collector alone does not
+make the membership stale, because nobody is removed before it runs again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from swarmq.version import __version__
 
 ASK_EVERY_S = 1.0
 SILENT_S = 10.0
-"""Seconds without any event of the run after which the subscription counts as cut off. A proxy's own events come back to it every
-two seconds, also while the collector is away."""
+"""Seconds without any event of the run after which the membership is stale. A proxy receives its own events every two seconds, even
+while the collector is stopped."""
 PATIENCE_S = 30.0
 log = structlog.get_logger()
 
@@ -42,7 +42,7 @@ EventHandler = Callable[[Event], None]
 
 
 class FollowedMembership:
-    """The membership of a run as its collector publishes it."""
+    """The membership of a run, from the collector's `members` events."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class FollowedMembership:
         silent_s: float = SILENT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_run_on_this_host`: whether loopback addresses of engines mean the run's own."""
+        """`source`: this process in the events that it emits. `is_run_on_this_host`: whether this host reaches engines at loopback
+        addresses. `ask_every_s`: seconds between two requests for the membership. `silent_s`: see SILENT_S."""
         self._run, self._broker, self._source = run, broker, source
         self._is_run_on_this_host = is_run_on_this_host
         self._ask_every_s, self._silent_s, self._clock = ask_every_s, silent_s, clock
@@ -66,12 +67,12 @@ class FollowedMembership:
         self.latest: Members | None = None
         self.revoked: set[str] = set()
         self.clock_lead_s = 0.0
-        """Seconds by which this host's clock is ahead of the collector's, measured at the last answer; delays count as lead."""
+        """Seconds by which this host's clock is ahead of the collector's, plus the delay of the answer by which it was measured."""
         self.handlers: list[EventHandler] = []
 
     @property
     def members(self) -> Members:
-        """The newest members. The first ones must have arrived."""
+        """The newest members. A first `members` event must have arrived."""
         assert self.latest is not None
         return self.latest
 
@@ -101,14 +102,14 @@ class FollowedMembership:
     remove = add
 
     async def wait_current(self, patience_s: float) -> bool:
-        """Wait until no event can have been missed, and return whether that was so in time."""
+        """Wait until the collector has answered the newest request, and return whether it did within `patience_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._current.wait()
         return self._current.is_set()
 
     def ask(self) -> None:
-        """Make the membership stale until the collector has answered from now on."""
+        """Mark the membership as stale, and request it, until the collector answers."""
         self._ask = new_id()
         self._last_event_at = self._clock()
         self._current.clear()
@@ -118,14 +119,14 @@ class FollowedMembership:
         self._last_event_at = self._clock()
         if event.source == "collector" and event.name == "members":
             self.latest = msgspec.convert(event.fields, Members)
-            self.revoked.update(self.latest.revoked)  # a removed name stays removed, whoever collects
+            self.revoked.update(self.latest.revoked)  # a removed name stays removed
             if self._ask in event.fields["answers"]:
                 self.clock_lead_s = time.time() - event.at
                 self._stale.clear()
                 self._current.set()
 
     async def pass_on(self, handlers: Sequence[EventHandler]) -> None:
-        """Pass the run's events on to these handlers, too; the membership is current again once they know the run's state."""
+        """Pass the run's events on to `handlers`, too. The membership is stale until they have received the run's state."""
         self.handlers += handlers
         self.ask()
 
@@ -161,10 +162,10 @@ class FollowedMembership:
 async def join_run(
     invite: keys.HostInvite, *, name: str, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[tuple[Broker, FollowedMembership]]:
-    """Connect to the run of an invite, and follow its membership, which is current at first.
+    """Connect to the run of an invite, and provide its broker and its membership, which is current and followed in the block.
 
-    `name`: of the connection, in RabbitMQ's management UI. Raises SwarmqError: the invite has expired, RabbitMQ or the collector does
-    not answer, or versions or clocks differ.
+    `name`: name of the connection in RabbitMQ's management UI. `patience_s`: seconds to wait for the collector. Raises SwarmqError if
+    the invite has expired, RabbitMQ or the collector does not answer, or versions or clocks differ.
     """
     invite.check_current(time.time())
     is_local = is_run_on_this_host(invite)
@@ -185,20 +186,20 @@ async def join_run(
 
 
 def choose_address(invite: keys.HostInvite, place: ListenAddress) -> str:
-    """Return the address on which a part listens: the given one, or that from which this host reaches RabbitMQ. Raises
-    ConfigError."""
+    """Return the address to listen on: `place.host`, or the address from which this host reaches RabbitMQ. Raises ConfigError if
+    there is no route to RabbitMQ."""
     return place.host or find_own_address(*split_address(split_nodes(invite.amqp_url)[0]))
 
 
 def is_run_on_this_host(invite: keys.HostInvite) -> bool:
-    """Return whether the invite's RabbitMQ, and with it the run, is reached over this host's loopback. Raises ConfigError if
-    the name of its host resolves to nothing."""
+    """Return whether this host reaches the invite's RabbitMQ, and so the run, at a loopback address. Raises ConfigError if the
+    name of its host cannot be resolved."""
     host, port = split_address(split_nodes(invite.amqp_url)[0])
     return is_loopback(format_url("amqp", resolve(host, port), port))
 
 
 def check_same_run(membership: FollowedMembership) -> None:
-    """Raise ConfigError if this host has another version of swarmq, or another time, than the collector's."""
+    """Raise ConfigError if this host's version of swarmq or its clock differs from the collector's."""
     theirs = membership.members.swarmq
     if theirs != __version__:
         raise ConfigError(f"the run's host has swarmq {theirs}, this host {__version__}: install the same version")

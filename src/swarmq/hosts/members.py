@@ -1,4 +1,5 @@
-"""The parts of a run and what those on other hosts need to know of it: read from the run folder, or followed over the broker."""
+"""The members of a run (engines, proxies, clients without access) and its settings, for proxies and engines on every host. The run's
+own host reads them in the run folder; other hosts follow them over the broker (follow.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from swarmq.registries.proxies import ProxyRegistry
 from swarmq.version import __version__
 
 OF_ITS_HOST = ("host", "port", "certificate", "key")
-"""Settings of [proxy] that each host has for itself."""
+"""Settings of [proxy] that differ from host to host, so they are not sent."""
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a run at present: the fields of the collector's `members` event."""
+    """The present members of a run: the fields of the collector's `members` event."""
 
     engines: Urls
     proxies: tuple[str, ...]
@@ -32,32 +33,32 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     resumed_at: dict[str, int]
     """Trained policy -> step of its newest checkpoint."""
     settings: dict[str, Any]
-    """Settings of the run, without the broker's address and what each host has for itself."""
+    """Settings of the run, without [broker], `folder` and OF_ITS_HOST."""
     models: dict[str, ModelFingerprint]
-    """Policy -> facts of its model, where that is a folder on the collector's host."""
+    """Policy -> fingerprint of its model, if that is a folder on the collector's host."""
     swarmq: str
     """Version of swarmq that the collector runs."""
 
 
 def number_proxy(url: str) -> int:
-    """Return the number of a proxy on another host, the same whenever it serves at this URL."""
+    """Return the number of a proxy on another host, which depends on its URL alone."""
     return zlib.crc32(url.encode())
 
 
 class Roster(Protocol):
-    """The engines of all policies."""
+    """The engines of all policies, and changes of them."""
 
     def urls(self) -> Urls: ...
 
     def add(self, policy: str, url: str) -> Urls:
-        """Add an engine. Raises ConfigError where the list cannot be changed."""
+        """Add an engine, and return policy -> URLs. Raises ConfigError if this host cannot change the list."""
 
     def remove(self, policy: str, url: str) -> Urls:
-        """Remove an engine. Raises ConfigError where the list cannot be changed."""
+        """Remove an engine, and return policy -> URLs. Raises ConfigError if this host cannot change the list."""
 
 
 class RunMembership(Protocol):
-    """What a proxy knows of the other parts of its run."""
+    """The members of a run as a proxy knows them."""
 
     @property
     def roster(self) -> Roster: ...
@@ -74,11 +75,11 @@ class RunMembership(Protocol):
         """Return the base URLs of the run's proxies."""
 
     async def wait_current(self, patience_s: float) -> bool:
-        """Wait until nothing of this can be out of date, and return whether that was so within `patience_s` seconds."""
+        """Wait until the membership is current, and return whether it was within `patience_s` seconds."""
 
 
 class StoredMembership:
-    """The membership as the files of the run folder state it."""
+    """The membership in the files of the run folder."""
 
     def __init__(self, job: SwarmJob) -> None:
         self._job = job
@@ -98,7 +99,7 @@ class StoredMembership:
     def proxies(self) -> tuple[str, ...]:
         return self._proxies.urls()
 
-    async def wait_current(self, patience_s: float) -> bool:  # noqa: ARG002 - the files are read anew
+    async def wait_current(self, patience_s: float) -> bool:  # noqa: ARG002 - files are read at each call
         return True
 
     def read(self) -> Members:
@@ -124,8 +125,8 @@ def _shared_settings(job: SwarmJob) -> dict[str, Any]:
 
 
 def build_job(members: Members, *, engines: Urls, proxy: Mapping[str, Any]) -> SwarmJob:
-    """Return the run's settings for a part on another host, which has no run folder. `proxy`: this host's own settings of
-    [proxy]. Raises ConfigError."""
+    """Return the run's job for an engine or proxy on another host, which has no run folder. `engines`: policy -> URLs of its
+    engines. `proxy`: this host's own settings of [proxy]. Raises ConfigError if the settings are not valid here."""
     tree = members.settings | {"proxy": members.settings["proxy"] | proxy}
     job = SwarmJob.build(tree, origin="the settings that the collector sent")
     policies = {
@@ -136,7 +137,7 @@ def build_job(members: Members, *, engines: Urls, proxy: Mapping[str, Any]) -> S
 
 
 def check_model_files(members: Members, policy: str) -> None:
-    """Raise ConfigError if this host's copy of a policy's model, or its tokenizer, differs from the run's."""
+    """Raise ConfigError if this host has no copy of a policy's model folder, or if its shape or tokenizer differs from the run's."""
     path = Path(members.settings["policies"][policy]["model"])
     expected = members.models.get(policy)
     if expected is None:

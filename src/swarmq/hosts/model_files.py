@@ -1,4 +1,4 @@
-"""Facts of a model folder by which two hosts compare their copies. The weights themselves are compared at each push."""
+"""Fingerprints of model folders, by which two hosts compare their copies. Weights are compared at each push instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE_FIELDS = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Fields of config.json that two copies of a model have in common, whatever version of transformers wrote them."""
+"""Fields of config.json that are the same in two copies of a model, even if different versions of transformers wrote them."""
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "tekken.json")
 
 
@@ -28,7 +28,7 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the vocabulary files."""
 
     def find_difference(self, other: ModelFingerprint) -> str:
-        """Return what differs in `other`, or "" if nothing does."""
+        """Return a text that says what differs in `other`, or "" if nothing does."""
         for field, value in self.shape.items():
             if (there := other.shape.get(field)) != value:
                 return f"{field} in its config.json is {there}, not {value}"
@@ -36,7 +36,7 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_model(folder: Path) -> ModelFingerprint | None:
-    """Return the facts of a model folder; None for a hub name, or a folder without a readable config.json or tokenizer."""
+    """Return the fingerprint of a model folder; None for a hub name, or for a folder without a readable config.json or tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         files = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]

@@ -3,8 +3,8 @@
   Registration ──> <run>.control (durable) ──> collector: checks, edits the registry
      ^──────────── `registration` event: accepted or refused ────────┘
 
-A registration without an answer is sent again under the same id. A join that is given up is withdrawn by a leave behind it, so
-that a collector which starts later registers nothing that is gone.
+A registration without an answer is sent again under the same id. A process that stops waiting for the answer to a join sends a
+leave after it, so that a collector which starts later does not register a process that has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def registered(broker: Broker, run: str, part: Part, url: str, *, policy: str = "") -> AsyncIterator[str]:
-    """Keep a part in the run's registry while the block runs. Raises what `join` raises."""
+    """Keep the engine or proxy at `url` in the run's registry while the block runs. Raises what `join` raises."""
     await join(broker, run, part, url, policy=policy)
     try:
         yield url
@@ -45,9 +45,9 @@ async def registered(broker: Broker, run: str, part: Part, url: str, *, policy: 
 async def join(
     broker: Broker, run: str, part: Part, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
 ) -> None:
-    """Register a part that serves at `url`; return once the collector has registered it.
+    """Register the engine or proxy at `url`, and return once the collector has registered it.
 
-    Raises ConfigError with the reason if the collector refuses, SwarmqError if it does not answer in time.
+    Raises ConfigError with the reason if the collector refuses, SwarmqError if it does not answer within `patience_s` seconds.
     """
     joining = Registration(run=run, registration_id=new_id(), action="join", part=part, url=url, policy=policy)
     try:
@@ -69,8 +69,8 @@ async def join(
 async def leave(
     broker: Broker, run: str, part: Part, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
 ) -> bool:
-    """Take a part out of the run's registry, and return whether the collector has confirmed it in time. If not, the registration
-    waits in the queue, and the collector applies it when it is back."""
+    """Remove the engine or proxy at `url` from the run's registry, and return whether the collector has confirmed it within
+    `patience_s` seconds. If not, the registration waits in the queue until the collector applies it."""
     registration = Registration(run=run, part=part, url=url, policy=policy, registration_id=new_id(), action="leave")
     try:
         await _send(broker, registration, patience_s)
@@ -80,7 +80,8 @@ async def leave(
 
 
 async def _send(broker: Broker, registration: Registration, patience_s: float) -> dict[str, Any]:
-    """Send a registration until it is answered, and return the fields of the answer. Raises TimeoutError, BrokerError."""
+    """Send a registration until it is answered, and return the fields of the answer. Raises TimeoutError after `patience_s`
+    seconds, BrokerError if RabbitMQ refuses it."""
 
     async def send() -> dict[str, Any]:
         while True:

@@ -1,5 +1,5 @@
-"""A learner's rank: meets the other ranks if there are several, trains, stops in order. Rank 0 also locks the policy and keeps
-collector and batch feeder running.
+"""A learner's rank: meets the other ranks, trains, and stops in order. Rank 0 also locks the policy, and keeps collector and batch
+feeder running.
 
   swarmq-learner, torchrun, accelerate launch ──> rank 0 ──> lock, collector (unless one runs elsewhere), batch feeder
                                               └─> others: get job, model and batches from rank 0
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(job: SwarmJob | None, policy: str | None, *, with_collector: bool = True, no_push: bool = False) -> None:
-    """Train `policy` until stopped or `max_steps`, as one rank of those that a launcher started, or alone.
+    """Train `policy` until stopped or until `max_steps`, as a single process or as one of the ranks that a launcher started.
 
     `job`, `policy`: None on a rank other than 0 whose host has no job file. `no_push` leaves the engines alone. Raises
     LearnerError if training cannot go on.
@@ -45,7 +45,7 @@ def run(job: SwarmJob | None, policy: str | None, *, with_collector: bool = True
 
 
 def _check(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
-    """Return the job with the address of its teacher."""
+    """Return the job, with the address of its teacher, and the policy. Raises ConfigError if the job does not train the policy."""
     if policy not in job.policies:
         raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
     if not job.policies[policy].trained:
@@ -58,7 +58,8 @@ def _check(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
 
 @contextlib.contextmanager
 def join_ranks(own: tuple[SwarmJob, str] | None) -> Iterator[tuple[SwarmJob, str]]:
-    """Meet the other ranks, and provide rank 0's job and policy on every rank. `own`: those of this host's job file."""
+    """Meet the other ranks, and provide rank 0's job and policy on every rank. `own`: job and policy of this host; None without a
+    job file."""
     if num_ranks() == 1:
         assert own
         yield own
@@ -79,7 +80,7 @@ def join_ranks(own: tuple[SwarmJob, str] | None) -> Iterator[tuple[SwarmJob, str
 
 
 def _list_settings(job: SwarmJob, policy: str) -> dict[str, Any]:
-    """Return the settings that must be the same in the job files of all hosts. A teacher may have another address on each."""
+    """Return the settings that must be the same in the job files of all hosts. A teacher's address may differ."""
     train = msgspec.to_builtins(job.policies[policy].train)
     return {
         "run": job.run,
@@ -89,7 +90,7 @@ def _list_settings(job: SwarmJob, policy: str) -> dict[str, Any]:
 
 
 def _keep_for_ranks(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
-    """Return the job without what other ranks do not need, above all the broker's password."""
+    """Return the job and policy for the other ranks, without settings that they do not need, above all the broker's password."""
     return SwarmJob(run=job.run, folder=job.folder, policies={policy: job.policies[policy]}), policy
 
 

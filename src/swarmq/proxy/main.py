@@ -1,6 +1,6 @@
 """The proxy's process: opens broker and engines, runs one uvicorn server, and drains on the first signal.
 
-A proxy that has joined a live run (`--join`) first leaves the list of proxies and serves on for a while:
+A proxy that has joined a live run (`--join`) leaves the list of proxies at the first signal, and drains once it has no calls:
 
   listening ──> in proxies.json ──signal──> out of it ──no call for LEAVE_S──> drained
 
@@ -53,7 +53,7 @@ KEEP_S = 30
 LEAVE_S = 30.0
 """Seconds without any call after which a leaving proxy drains, because episodes that began at a proxy stay with it."""
 CHECK_S = 0.5
-"""Seconds between two checks whether a leaving proxy has calls."""
+"""Seconds between two checks whether a leaving proxy still has calls."""
 BACKLOG = 2048
 YOUNG_OBJECTS = 10_000
 """Number of allocations between two young garbage collections; a stream's events are freed before and never scanned."""
@@ -85,7 +85,7 @@ def run_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
     """Serve beside the proxies of a live run on another host, until SIGTERM or SIGINT.
 
     Raises SwarmqError if the invite has expired, the run or one of its engines cannot be reached, the run does not fit this host, or
-    others cannot reach the announced address.
+    other hosts cannot reach the announced address.
     """
     invite.check_current(time.time())
     _run(serve_elsewhere(invite, place), role=f"proxy.{invite.host}", run_name=invite.run)
@@ -171,7 +171,8 @@ async def _serve(
     listed: AbstractAsyncContextManager[str] | None,
     pages: PagesOpener | None = None,
 ) -> None:
-    """Serve on `listener`. `pass_on`: passes the run's events to handlers. `listed`: keeps a joined proxy in the run's list."""
+    """Serve on `listener` until the first signal. `pass_on`: passes the run's events to handlers. `listed`: keeps a joined proxy in the
+    run's list while it is open, and provides the listed URL."""
     async with AsyncExitStack() as stack:
         membership = Membership()
         opener = partial(VllmEngine.open, deadline_s=None, secret=engine_secret)  # calls have a deadline of their own
@@ -221,7 +222,7 @@ async def _listed(proxies: ProxyRegistry, url: str) -> AsyncIterator[str]:
 def server_config(
     app: Litestar, proxy: ProxySettings, *, most_connections: int, keep_s: int = KEEP_S
 ) -> uvicorn.Config:
-    """Return the configuration of uvicorn for the proxy. `keep_s`: seconds that an idle connection is kept between two calls."""
+    """Return uvicorn's configuration for the proxy. `keep_s`: seconds for which a connection stays open without a call."""
     limits = ConnectionLimits(
         most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=keep_s, read_s=proxy.request_timeout_s
     )
@@ -260,7 +261,7 @@ class Membership:
 
 class DrainingServer(uvicorn.Server):
     """Server that drains on the first signal and stops waiting on the second; neither is raised again afterwards, so the
-    process ends with status 0. A server with a membership leaves the run's list at the first signal, and drains later."""
+    process ends with status 0. A server with a membership leaves the run's list at the first signal, and drains once it has no calls."""
 
     membership: Membership | None = None
     pages: ExtraPages | None = None
@@ -283,7 +284,7 @@ async def _keep_membership(
     check_s: float = CHECK_S,
 ) -> None:
     """Keep this proxy in the run's list until it leaves, then go on serving the episodes that began here. `listed`: keeps it in the
-    list, under the url that it returns."""
+    list while it is open, and provides the listed URL."""
     async with listed as url:
         log.info("joined", url=url)
         await membership.leaving.wait()

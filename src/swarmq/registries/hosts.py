@@ -1,7 +1,7 @@
 """The hosts invited to run engines and proxies: a JSON file in the run folder.
 
-`swarmq host` writes it, and the collector records which engines and proxies each host has registered, so that they can be removed
-with it, and are used again after the run was started again. A removed name stays removed.
+`swarmq host` adds and removes hosts. The collector records in it which engines and proxies each host has registered: `swarmq host
+remove` removes them, too, and a restarted run uses them again. The name of a removed host cannot be used again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarmq.runtime.files import locked_for_change, write_atomically
 
 
 class InvitedHost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A host that was invited. Times are Unix seconds."""
+    """An invited host. Times are Unix seconds."""
 
     name: str
     added_at: float
@@ -33,7 +33,7 @@ class InvitedHost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class HostRegistry:
-    """The registry file of a run, opened for changes under a lock and written atomically."""
+    """The registry file of a run, open for changes: locked, and written atomically."""
 
     def __init__(self, path: Path, known: dict[str, InvitedHost]) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class HostRegistry:
             yield cls(path, read_hosts(path))
 
     def check_new(self, name: str) -> None:
-        """Raise ConfigError if the name is invalid or was ever in use."""
+        """Raise ConfigError if the name is invalid, or belongs to an invited or removed host."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"{name!r}: a host's name is 1 to 40 lower-case letters, digits or dashes")
         if host := self.entries.get(name):
@@ -54,7 +54,7 @@ class HostRegistry:
             raise ConfigError(f"host {name!r} {state}: choose another name, e.g. {name[:36]}-2")
 
     def drop_part(self, url: str) -> None:
-        """Forget an engine or proxy, on whichever host it runs."""
+        """Remove the engine or proxy at `url` from its host's entry."""
         for host in list(self.entries.values()):
             if url in host.engines or url in host.proxies:
                 engines = {other: policy for other, policy in host.engines.items() if other != url}
@@ -67,7 +67,8 @@ class HostRegistry:
 
 
 def check_joinable(hosts: Mapping[str, InvitedHost], name: str, now: float) -> None:
-    """Raise ConfigError if engines and proxies of this host may not join: it was removed, or its invite has expired."""
+    """Raise ConfigError if engines and proxies of host `name` may not join, because it was removed or its invite has expired. `now`:
+    Unix time."""
     host = hosts.get(name)
     if host is None or host.removed_at is not None:
         raise ConfigError(f"host {name!r} is not among the invited hosts: `swarmq host add` invites another")
@@ -76,7 +77,7 @@ def check_joinable(hosts: Mapping[str, InvitedHost], name: str, now: float) -> N
 
 
 def read_hosts(path: Path) -> dict[str, InvitedHost]:
-    """Return name -> host, the oldest first. Raises ConfigError if the file is damaged."""
+    """Return name -> host, oldest first; an empty map without a file. Raises ConfigError if the file is damaged."""
     try:
         hosts = msgspec.json.decode(path.read_bytes(), type=list[InvitedHost])
     except FileNotFoundError:

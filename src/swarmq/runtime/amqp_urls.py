@@ -1,7 +1,7 @@
 """AMQP URLs of a RabbitMQ: one URL, or the URLs of several nodes of one cluster, separated by commas.
 
-The nodes share scheme, user, password, virtual host and parameters, and differ in host and port. A comma separates only before the
-next URL's scheme, so a password may contain commas.
+The nodes share scheme, user, password, virtual host and parameters, and differ in host and port. A comma separates two URLs
+only if a scheme follows it, so a password may contain commas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ DEFAULT_PORT = {"amqp": 5672, "amqps": 5671}
 
 
 def split_nodes(urls: str) -> tuple[str, ...]:
-    """Return the URL of each node. Raises BrokerError if a URL is malformed, or if the nodes cannot be of one cluster."""
+    """Return the URL of each node. Raises BrokerError if a URL is malformed, listed twice, or differs from the others in
+    more than host and port."""
     if urls.rstrip().endswith(","):
         raise BrokerError(f"the broker's url ends with a comma: {LIST_HINT}")
     nodes = tuple(SEPARATOR.split(urls.strip()))
@@ -45,19 +46,19 @@ def map_nodes(urls: str, change: Callable[[str], str]) -> str:
 
 
 def redact_url(urls: str) -> str:
-    """Return `host:port/vhost` of every node, for messages without the password. Raises BrokerError for malformed URLs."""
+    """Return `host:port/vhost` of every node, without user and password, for messages. Raises BrokerError for malformed URLs."""
     return ", ".join(map(redact_node, split_nodes(urls)))
 
 
 def redact_node(url: str) -> str:
-    """Return `host:port/vhost` of one node."""
+    """Return `host:port/vhost` of one node's URL, without user and password."""
     parts = _parse(url)
     vhost = _vhost(parts)
     return f"{parts.hostname}:{parts.port or DEFAULT_PORT[parts.scheme]}" + ("" if vhost == "/" else f"/{vhost}")
 
 
 def _common_parts(url: str) -> dict[str, str]:
-    """Return what all nodes of a cluster have in common."""
+    """Return name -> value of the parts of a URL that all nodes of a cluster share. Raises BrokerError for a malformed URL."""
     parts = _parse(url)
     return {
         "scheme": parts.scheme,

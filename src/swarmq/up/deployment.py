@@ -162,7 +162,7 @@ class Deployment:
         ]
 
     def broker_nodes(self) -> dict[str, PrivateNode]:
-        """Return the nodes of the private RabbitMQ, by name for messages."""
+        """Return name -> node of the private RabbitMQ; the names are for messages."""
         nodes = self.node.nodes if self.node else []
         return {
             f"broker node {number}" if len(nodes) > 1 else "the broker": node for number, node in enumerate(nodes, 1)

@@ -50,8 +50,8 @@ def assign_metrics_ports(job: SwarmJob, engines: Iterable[str]) -> MetricsSettin
 
 
 async def wait_for_proxy_ports(job: SwarmJob, *, wait_s: float = WAIT_S) -> None:
-    """Wait up to `wait_s` seconds until the ports that the job names for its proxies are free; a run that was just killed releases
-    its ports soon.
+    """Wait up to `wait_s` seconds until the ports that the job names for its proxies are free, because a run that was just killed
+    releases its ports with a delay.
 
     Raises ConfigError if another program holds a port.
     """

@@ -27,7 +27,7 @@ def add_host(
     *,
     hours: float,
 ) -> HostInvite:
-    """Register a host and return its invite. Raises ConfigError or BrokerError; a failure registers no host."""
+    """Register a host and return its invite. Raises ConfigError or BrokerError, and then registers no host."""
     amqp_url = reach.amqp or job.broker.url or ""
     check_amqp_url(amqp_url)
     ca = keys.read_certificate(reach.ca) if reach.ca else b""
@@ -52,7 +52,7 @@ def add_host(
 
 def remove_host(job: SwarmJob, folder: RunFolder, name: str, management: ManagementApi) -> InvitedHost:
     """Remove a host: take its engines and proxies out of the run, delete its RabbitMQ user and close its connections. Return what
-    it had registered. Raises ConfigError if the host is unknown, BrokerError."""
+    it had registered. Raises ConfigError if the host is unknown, BrokerError if RabbitMQ refuses or cannot be reached."""
     with HostRegistry.open(folder.hosts) as hosts:
         if (host := hosts.entries.get(name)) is None:
             raise ConfigError(f"no host {name!r}: this run has invited {', '.join(hosts.entries) or 'none'}")

@@ -145,7 +145,7 @@ def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
 
 
 def check_amqp_url(url: str) -> None:
-    """Raise ConfigError unless the URL is empty or a valid one of RabbitMQ."""
+    """Raise ConfigError unless `url` is empty or a valid AMQP URL."""
     try:
         if url:
             split_nodes(url)
@@ -159,7 +159,7 @@ def _check_proxy_url(url: str) -> None:
 
 
 def with_login(urls: str, user: str, password: str) -> str:
-    """Return the URL of each node with these credentials instead of its own."""
+    """Return `urls` with this user and password in the URL of each node."""
 
     def change(url: str) -> str:
         parts = urlsplit(url)

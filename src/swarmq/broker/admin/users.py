@@ -7,7 +7,8 @@
  host, `<run>.host:<name>` | own feeds | the same, events | the same, and its run's events  |
  viewer                    | nothing   | nothing          | nothing; sees depths in the UI  |
 
-In the exchange `swarmq.clients` a client or host may use only its own routing keys, in `swarmq.events` a host only its run's.
+In the exchange `swarmq.clients`, a client or host may use only its own routing keys; in `swarmq.events`, a host may use only those
+of its run.
 Methods block, because only an operator's commands use them.
 """
 
@@ -76,7 +77,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
     """The management API of a broker and one virtual host. Methods raise BrokerError with what to do."""
 
     urls: tuple[str, ...]
-    """One URL for each node of a cluster; every node answers for all."""
+    """One URL for each node of a cluster; each node's API serves the whole cluster."""
     user: str
     password: str
     vhost: str = "/"
@@ -84,7 +85,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, amqp_url: str, management_url: str | None = None, *, ca: bytes = b"") -> ManagementApi:
-        """Build from URLs, each of which may list the nodes of a cluster, separated by commas. The credentials come from
+        """Create the API's client. Each URL may list the nodes of a cluster, separated by commas. The credentials come from
         `management_url` if it has any, else from `amqp_url`; without `management_url` the hosts are the broker's and the port is
         the API's default."""
         nodes = [urlsplit(node) for node in split_nodes(amqp_url)]
@@ -198,7 +199,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         self._ask("PUT", path, body)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, missing_ok: bool = False) -> Any:
-        """Send a request to the nodes in random order, until one can be reached."""
+        """Send a request to the first node that can be reached, in random order, and return its JSON. Raises BrokerError."""
         unreachable: list[str] = []
         for url in random.sample(self.urls, len(self.urls)):
             try:

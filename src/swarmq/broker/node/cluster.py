@@ -1,10 +1,10 @@
 """The private RabbitMQ of a run: one node, or several nodes on this host that form a cluster.
 
     PrivateCluster ──> node1 <──join── node2, node3    (folders, names, ports and data of their own)
-                   └─> NameServer                      (shared: by it the nodes find each other)
+                   └─> NameServer                      (shared: nodes find each other through it)
 
-A cluster on one host is for trying out what happens when nodes die: a queue goes on while most of its nodes are up. It does not
-survive the host.
+A cluster on one host serves to try out what happens when nodes die: a queue stays available while most of its nodes are up. It
+does not survive the loss of the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from swarmq.errors import BrokerError
 
 
 class PrivateCluster:
-    """`async with PrivateCluster(folder, settings) as cluster:` runs `settings.nodes` nodes at `cluster.amqp_url`."""
+    """The run's RabbitMQ nodes. `async with PrivateCluster(folder, settings) as cluster:` runs `settings.nodes` of them at
+    `cluster.amqp_url`."""
 
     def __init__(self, folder: Path, settings: BrokerSettings) -> None:
         self.folder = folder
@@ -67,10 +68,10 @@ class PrivateCluster:
         return self.nodes[0].password
 
     async def start(self) -> None:
-        """Start all nodes and return when each accepts clients. Raises BrokerError and leaves none running.
+        """Start all nodes and return when each accepts clients. Raises BrokerError, and then leaves none running.
 
-        A node that starts again waits for the others' data, so those with data start together. New nodes need a running node to
-        join.
+        A node that starts again waits for the other nodes that have data, so these start together. A new node can only join a
+        running one.
         """
         size = len(self.nodes)
         before = len(list_node_folders(self.folder)) or (1 if (self.folder / "node.json").exists() else size)
@@ -94,13 +95,13 @@ class PrivateCluster:
         await self._names.stop()
 
     async def kill(self) -> None:
-        """Kill all nodes with SIGKILL; `start` brings them back with their data."""
+        """Kill all nodes with SIGKILL; `start` starts them again with their data."""
         await asyncio.gather(*(node.kill() for node in self.nodes))
         await self._names.stop()
 
 
 async def _start_all(nodes: Iterable[PrivateNode]) -> None:
-    """Start nodes concurrently. Raises the first error, after all have started or failed."""
+    """Start nodes concurrently. Raises the first error once all have started or failed."""
     results = await asyncio.gather(*(node.start() for node in nodes), return_exceptions=True)
     for result in results:
         if result is not None:

@@ -121,8 +121,8 @@ def take_lock(folder: Path) -> IO[str]:
 
 
 def load_identity(folder: Path, *, port: int, epmd_port: int, first: NodeIdentity | None = None) -> NodeIdentity:
-    """Load the node's identity, or create it at the first start. `port` 0 keeps the last port or picks one. `first` is the node
-    with whose user and password the cluster was created. Raises BrokerError if the port is taken."""
+    """Load the node's identity, or create it at the first start. `port` 0: the port of the last start, or a free one. `first`: the
+    cluster's first node, whose user and password the other nodes use. Raises BrokerError if the port is taken."""
     path = folder / "node.json"
     management, dist, amqp = _distinct_ports(3)
     fresh = NodeIdentity(
@@ -190,13 +190,13 @@ def has_data(folder: Path) -> bool:
 
 
 def read_cookie(folder: Path) -> bytes:
-    """Read the secret that the nodes of a cluster share."""
+    """Read the Erlang cookie, the secret that the nodes of a cluster share."""
     return (folder / "home" / COOKIE).read_bytes()
 
 
 def render_tls_listener(settings: BrokerSettings, *, number: int = 0) -> str:
-    """Return the rabbitmq.conf lines of the amqps listener of a cluster's node `number` for other machines; "" without
-    `tls_port`. Raises BrokerError if a PEM file is missing."""
+    """Return the rabbitmq.conf lines with which node `number` of a cluster listens for amqps from other machines; "" if
+    `settings.tls_port` is 0. Raises BrokerError if a PEM file is missing."""
     if not settings.tls_port:
         return ""
     certificate, key = (Path(path or "").absolute() for path in (settings.certificate, settings.key))
@@ -207,7 +207,7 @@ def render_tls_listener(settings: BrokerSettings, *, number: int = 0) -> str:
 
 
 def read_identities(folder: Path) -> list[NodeIdentity]:
-    """Read the identity of the private node in this folder, or those of its cluster's nodes; damaged files are left out."""
+    """Return the identities of the private nodes in `folder`, one or those of a cluster, without those of damaged files."""
     found = []
     for path in [folder, *list_node_folders(folder)]:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -216,13 +216,13 @@ def read_identities(folder: Path) -> list[NodeIdentity]:
 
 
 def list_node_folders(folder: Path) -> list[Path]:
-    """Return the folders of a private cluster's nodes; none for a single node."""
+    """Return the folders of a private cluster's nodes; an empty list for a single node."""
     return sorted(path for path in folder.glob("node[0-9]*") if path.is_dir())
 
 
 def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advanced: str, cookie: bytes = b"") -> None:
-    """Write all files that the node reads when it starts, and empty the log of the last start. `cookie`: the secret of the
-    cluster that the node joins."""
+    """Write all files that the node reads when it starts, and empty the log of the last start. `cookie`: the Erlang
+    cookie of the cluster that the node joins; b"" keeps the node's own."""
     home, logs = folder / "home", folder / "log"
     home.mkdir(mode=0o700, exist_ok=True)
     logs.mkdir(exist_ok=True)

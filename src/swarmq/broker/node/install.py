@@ -52,7 +52,7 @@ INSTALL_HINT = (
 
 
 class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths of a host where package managers install."""
+    """Paths to which package managers install."""
 
     root: Path = Path("/")
     brew_prefixes: tuple[Path, ...] = (Path("/opt/homebrew"), Path("/usr/local"), Path("/home/linuxbrew/.linuxbrew"))

@@ -41,7 +41,7 @@ LOOK_S = 0.1
 
 
 class NameServer:
-    """Erlang's name server (epmd) as a child process. The nodes of a cluster share one and find each other by it."""
+    """Erlang's name server (epmd) as a child process. The nodes of a cluster share one and find each other through it."""
 
     def __init__(self) -> None:
         self.port = reserve_port(HOST)
@@ -49,7 +49,7 @@ class NameServer:
         self._lock = asyncio.Lock()
 
     async def start(self, spawn: Callable[[Path], Coroutine[Any, Any, asyncio.subprocess.Process]], epmd: Path) -> None:
-        """Start the server unless it runs."""
+        """Start the server unless it runs. `spawn`: starts the program at a path. `epmd`: path of the program."""
         async with self._lock:
             if self.process is None or self.process.returncode is not None:
                 self.process = await spawn(epmd)
@@ -73,7 +73,8 @@ class PrivateNode:
         joins: PrivateNode | None = None,
     ) -> None:
         """`port` 0 picks a free AMQP port once and keeps it. `config` is appended to rabbitmq.conf. `names` is the name server
-        of a cluster, which outlives the node. `joins` is a running node whose cluster this node joins at its first start."""
+        of a cluster, which keeps running after the node. `joins` is a running node, whose cluster this node joins at its first
+        start."""
         self.folder = folder.absolute()
         self._port = port
         self._config = config

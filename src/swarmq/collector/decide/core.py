@@ -182,8 +182,8 @@ class Core:
         return effects
 
     def check_tickets(self, waiting: Mapping[str, int], now: float, *, lost_s: float = LOST_S) -> list[do.Effect]:
-        """Compare the tickets that are out with the queues' depths (`waiting`: kind -> tickets), while nothing is in flight,
-        and issue again those that are missing for `lost_s` seconds."""
+        """Compare the issued tickets with the depths of their queues, and issue again those that have been missing for `lost_s`
+        seconds. Call it while no message is in flight. `waiting`: kind -> tickets in its queue. `now`: Unix time."""
         effects: list[do.Effect] = []
         for kind in self.tickets.find_lost(waiting, now, lost_s=lost_s):
             effects += self.resend_lost({topology.tickets(self.rules.run, kind)})

@@ -16,7 +16,7 @@ from swarmq.messages import EventName
 
 
 class Effect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all effects. Those that are rows are also sent to standby collectors."""
+    """Base of all effects. Effects that are rows are also sent to standby collectors."""
 
 
 class Open(Effect, frozen=True):
@@ -266,7 +266,7 @@ class SaveCount(Effect, frozen=True):
 
 
 class SaveFile(Effect, frozen=True):
-    """Store the content of a registry of the run folder, for standby collectors."""
+    """Store the content of a registry file of the run folder, for standby collectors."""
 
     name: str
     body: bytes

@@ -1,19 +1,19 @@
 """The order of transactions of a run with standby collectors: a log in which every collector reads the same history. Pure.
 
-  leader   ──Transaction──┐                                   ┌──> leader: it counts, so commit, acknowledge and publish
+  leader   ──Transaction──┐                                   ┌──> leader: it is valid, so commit, acknowledge and publish
   standby  ──Claim, Join──┼──> log, in one order for everybody ┤
   leader   ──Base─────────┘                                   └──> standby: apply it
 
-Anybody may append at any time; what counts follows from the order alone, so that all readers agree:
+Any collector may append at any time. Which entries are valid follows from their order alone, so that all readers agree:
 
-* A claim counts if its term is higher than that of every claim before it. Its sender leads from there on.
-* A transaction counts if its term is that of the newest claim and its number is the next one.
+* A claim is valid if its term is higher than that of every claim before it. Its sender then leads.
+* A transaction is valid if its term is that of the newest valid claim and its number is the next one.
 
-A leader therefore knows that a transaction counts only when it reads it back. A former leader that was paused, or cut off, appends
-too late: its transaction lies behind the claim of its successor and counts for nobody, itself included.
+A leader therefore knows that a transaction is valid only when it reads it back. A former leader that was paused or cut off appends
+too late: its transaction follows the claim of its successor, so no reader takes it as valid, nor does the former leader itself.
 
-A collector that lacks a part of the history (a new one, or one that was away for longer than the log reaches back) joins: it asks
-for a base, which is the leader's whole store, and applies the transactions behind it. It cannot lead before.
+A collector that lacks a part of the history (a new one, or one that was away for longer than the log reaches back) joins: it
+requests a base, which is a copy of the leader's whole store, and applies the transactions after it. It cannot lead before that.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from swarmq.messages import LogEntry
 
 
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The place in the log up to which a store has its history."""
+    """Position in the log: a store contains all valid transactions up to it."""
 
     log: str = ""
     """Id of the log, chosen by the first leader; empty: the store does not come from a log."""
     term: int = 0
-    """Term of the newest claim that counts."""
+    """Term of the newest valid claim."""
     number: int = 0
-    """Number of the newest transaction that counts."""
+    """Number of the newest valid transaction."""
     offset: int = -1
     """Offset in the stream of the newest entry that was read."""
     led: bool = False
-    """Whether the newest claim that counts is of this store's collector."""
+    """Whether this store's collector made the newest valid claim."""
 
 
 class ReadResult(Enum):
-    """What an entry means to the collector that reads it."""
+    """What a collector must do after reading an entry."""
 
     NOTHING = "nothing"
     APPLY = "apply"
-    """A transaction to apply: its bytes are in `LogReader.body`."""
+    """Apply a transaction of the leader; its bytes are in `LogReader.body`."""
     CONFIRMED = "confirmed"
-    """The transaction that this leader has appended counts."""
+    """Commit the transaction that this leader has appended: it is valid."""
     WON = "won"
-    """This collector's claim counts: it has the whole history and leads."""
+    """Lead: this collector's claim is valid, and its store has the whole history."""
     LOST = "lost"
-    """Another collector leads from here on."""
+    """Stop leading, because another collector's claim is valid. A standby goes on reading."""
     JOIN_REQUESTED = "join_requested"
-    """A standby asks this leader for a base."""
+    """Append a base, because a standby has requested one."""
     REBASE = "rebase"
-    """The base that this collector has asked for is complete: its bytes are in `LogReader.body`."""
+    """Replace the store by the base that this collector has requested; its bytes are in `LogReader.body`."""
     GAP = "gap"
-    """History is missing: ask for a base."""
+    """Request a base, because history is missing."""
     FOREIGN = "foreign"
-    """The store does not belong to this log."""
+    """Give up: the store does not belong to this log."""
 
 
 class LogReader:
-    """One collector's reading of the log, entry by entry and in order."""
+    """State of one collector that reads the log entry by entry, in order."""
 
     def __init__(self, me: str, position: LogPosition, *, is_empty: bool) -> None:
         """`me`: id of this process. `is_empty`: whether the store has no history of its own."""
@@ -71,11 +71,11 @@ class LogReader:
         self.position = position
         self.is_leading = False
         self.is_complete = bool(position.log)
-        """Whether the store has everything that counts up to `position`, so that this collector may lead."""
+        """Whether the store contains all valid transactions up to `position`, so that this collector may lead."""
         self.has_begun = bool(position.log)
-        """Whether the log has a leader's entry. If not, the first claim founds it, with the claimer's store as its first base."""
+        """Whether the log has an entry of a leader. If not, the first claim founds the log, and the claimer's store is its start."""
         self.join = ""
-        """Id of the request for a base that is open. A new one is to be sent after every GAP."""
+        """Id of the open request for a base; "" if there is none. The collector sends a new request after every GAP."""
         self._num_joins = 0
         self.body = b""
         self._is_empty = is_empty
@@ -83,7 +83,7 @@ class LogReader:
         self._part_of: tuple[object, ...] = ()
 
     def read(self, entry: LogEntry, offset: int) -> ReadResult:
-        """Take the next entry, and return what follows from it. Entries that are delivered again are ignored."""
+        """Read the entry at `offset` of the stream, and return what to do. Entries that are delivered again are ignored."""
         if offset <= self.position.offset:
             return ReadResult.NOTHING
         self.has_begun |= offset > 0 and self.position.offset < 0  # the beginning is deleted already
@@ -92,33 +92,32 @@ class LogReader:
         return result
 
     def skip(self, offset: int) -> None:
-        """Pass over an entry that is none of this run's."""
+        """Skip the entry at `offset`, which does not belong to this run or cannot be decoded."""
         self.position = msgspec.structs.replace(self.position, offset=max(offset, self.position.offset))
 
     def _read(self, entry: LogEntry, offset: int) -> ReadResult:
         if (self.is_complete or self.join) and offset > self.position.offset + 1:
-            return self._miss()  # also where this entry says nothing: a claim may be among those that are deleted
+            return self._miss()  # even if this entry is irrelevant: a claim may be among the deleted ones
         if entry.what == "join":
             return ReadResult.JOIN_REQUESTED if self.is_leading else ReadResult.NOTHING
         if not self.position.log and not self.join:
             return self._read_first(entry)
         if self.position.log and entry.log != self.position.log:
-            return (
-                ReadResult.NOTHING if entry.what == "claim" else ReadResult.FOREIGN
-            )  # a claim to found the log came too late
+            # A claim of another log came too late to found this one.
+            return ReadResult.NOTHING if entry.what == "claim" else ReadResult.FOREIGN
         if entry.what == "claim":
             return self._read_claim(entry)
         if entry.term < self.position.term:
             return ReadResult.NOTHING
         if entry.what == "base":
             return self._read_base(entry)
-        if entry.term > self.position.term:  # its claim is deleted: ask the leader that it made
+        if entry.term > self.position.term:  # the claim of this term is deleted: request a base of its leader
             self.position = msgspec.structs.replace(self.position, term=entry.term)
             return self._miss()
         return self._read_transaction(entry) if self.is_complete else ReadResult.NOTHING
 
     def _read_first(self, entry: LogEntry) -> ReadResult:
-        """Found the log, or learn that others have."""
+        """Return WON if this collector's claim founds the log, else GAP or FOREIGN."""
         is_founder = not self.has_begun and entry.what == "claim" and entry.sender == self.me
         self.has_begun = True
         if is_founder:
@@ -137,7 +136,7 @@ class LogReader:
         self._parts, self._part_of = [], ()
         if self.is_leading:
             return ReadResult.WON
-        return ReadResult.LOST if was_complete else self._miss()  # ask the new leader
+        return ReadResult.LOST if was_complete else self._miss()  # request a base of the new leader
 
     def _read_transaction(self, entry: LogEntry) -> ReadResult:
         number = self.position.number
@@ -158,10 +157,10 @@ class LogReader:
         return ReadResult.REBASE
 
     def _complete(self, of: tuple[object, ...], entry: LogEntry) -> bool:
-        """Collect a part, and return whether it was the last one that lacked."""
+        """Add an entry's part to the body that `of` identifies, and return whether the body is complete."""
         if self._part_of != of:
             self._parts, self._part_of = [], of
-        if entry.part == len(self._parts):  # others were published twice
+        if entry.part == len(self._parts):  # other parts were published twice
             self._parts.append(entry.body)
         if len(self._parts) < entry.num_parts:
             return False

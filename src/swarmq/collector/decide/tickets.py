@@ -79,8 +79,8 @@ class TicketWindow:
         return [IssueTicket(ticket_id, kind) for ticket_id in sorted(self.out.get(kind, ()))]
 
     def find_lost(self, waiting: Mapping[str, int], now: float, *, lost_s: float = LOST_S) -> list[str]:
-        """Return the kinds whose tickets are lost: out, in no queue (`waiting`: kind -> tickets in its queue), and unused for `lost_s`
-        seconds, because a client uses a ticket within a moment."""
+        """Return the kinds of which tickets are lost: issued, in no queue, and unused for `lost_s` seconds, although a client uses
+        a ticket at once. `waiting`: kind -> tickets in its queue."""
         before, self._unaccounted = self._unaccounted, {}
         lost = []
         for kind, num in waiting.items():

@@ -25,8 +25,8 @@ REQUEST_TIMEOUT_S = 10.0
 async def tokenize_with_all(
     urls: Sequence[str], text: str = PROBE_TEXT, *, secret: str = "", timeout_s: float = REQUEST_TIMEOUT_S
 ) -> dict[str, list[int]]:
-    """Return the token ids of `text` by engine url. Engines that do not answer are logged and left out. `secret`: the engines'
-    secret. `timeout_s`: maximum seconds to wait for an engine's answer."""
+    """Return the token ids of `text` by engine url. Engines that do not answer are logged and left out. `secret`: secret
+    that the engines require. `timeout_s`: maximum seconds to wait for an engine's answer."""
     async with AsyncExitStack() as opened:
         opener = partial(VllmEngine.open, deadline_s=timeout_s, secret=secret)
         engines = [await opened.enter_async_context(opener(url)) for url in urls]

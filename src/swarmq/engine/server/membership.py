@@ -1,6 +1,7 @@
-"""The `swarmq engine` commands: list, add, remove and start engines of a live run, and serve one that a job names.
+"""The `swarmq engine` commands: list, add, remove and start engines of a live run, and serve an engine that a job names.
 
-They change only the roster in the run folder, which proxies and learners follow; from another host, by asking the collector.
+They edit the roster in the run folder, which proxies and learners follow. On another host they register with the collector, which
+edits it.
 """
 
 from __future__ import annotations
@@ -133,11 +134,11 @@ async def serve_engine_elsewhere(
     gpus: Sequence[int] | None,
     report: Callable[[str], None],
 ) -> None:
-    """Run an engine of a run on another host, with a weight receiver beside it, until cancelled; then remove it and stop it once
-    its requests are done. `choose`: returns the policy.
+    """Run an engine for a run on another host, with a weight receiver beside it, until cancelled; then remove it from the run, and stop
+    it once its requests are done. `choose`: returns the policy.
 
-    Raises SwarmqError: nothing is registered if the invite has expired, the run cannot be reached or does not fit this host, others
-    cannot reach the engine, or its tokenizer differs; the engine is removed if it ends by itself.
+    Raises SwarmqError and registers nothing if the invite has expired, the run cannot be reached or does not fit this host, other hosts
+    cannot reach the engine, or its tokenizer differs. Raises SwarmqError and removes the engine from the run if it ends by itself.
     """
     invite.check_current(time.time())
     host = choose_address(invite, place)
@@ -218,8 +219,8 @@ async def _serve_listed(
     probe_every_s: float,
     report: Callable[[str], None],
 ) -> None:
-    """Keep a running engine in the run's list until cancelled, then wait for its open requests. `listed`: keeps it in the list,
-    under the url that it returns. Raises EngineError if the engine ends by itself."""
+    """Keep a running engine in the run's list until cancelled, then wait for its open requests. `listed`: keeps the engine in the list
+    while it is open, and provides the listed URL. Raises EngineError if the engine ends by itself."""
     is_listed = False
     try:
         async with listed as url:

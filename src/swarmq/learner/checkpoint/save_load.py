@@ -1,4 +1,4 @@
-"""Writing and restoring of checkpoints: a folder that `from_pretrained` loads, with everything that continues the run exactly.
+"""Writes and restores checkpoints: folders that `from_pretrained` loads, with the state from which a run continues exactly.
 
   <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
                             state/   optimizer.bin: its whole state, even if ranks shard it
@@ -313,7 +313,7 @@ def _is_whole(draft: CheckpointDraft) -> bool:
 
 
 def _optimizer_state(trainer: TrainerState) -> dict[str, Any]:
-    """Return the optimizer's state as a single process has it, whatever the number of ranks that hold it."""
+    """Return the optimizer's state as a single process would have it, gathered from all ranks."""
     if is_sharded(trainer.model):
         return gather_optimizer_state(trainer.optimizer, keep=trainer.accelerator.is_main_process)
     state: dict[str, Any] = trainer.optimizer.state_dict()

@@ -45,7 +45,7 @@ STEADY_S = 120.0
 
 
 def is_rank() -> bool:
-    """Return whether a launcher started this process as a rank."""
+    """Return whether a launcher (torchrun, accelerate, Slurm, swarmq) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -65,11 +65,11 @@ def run_collector(job: SwarmJob, policy: str) -> Iterator[None]:
 
 
 def run_ranks(argv: Sequence[str], num_ranks: int, *, cause_wait_s: float = CAUSE_WAIT_S) -> None:
-    """Start every rank by the command `argv` and wait for all of them. If one fails, the others are stopped and LearnerError is
-    raised.
+    """Start `num_ranks` ranks with the command `argv`, and wait for all of them. If a rank fails, stop the others and raise
+    LearnerError.
 
-    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop. `cause_wait_s`: seconds to wait after a rank's
-    failure for a rank that was killed, which may have caused the failure.
+    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop. `cause_wait_s`: after a rank's
+    failure, seconds to wait whether another rank turns out to be killed, which may be the cause.
     """
     ranks = start_ranks(argv, num_ranks)
 
@@ -102,10 +102,10 @@ def run_ranks(argv: Sequence[str], num_ranks: int, *, cause_wait_s: float = CAUS
 
 
 def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Start ranks with the environment that torchrun gives them, but let them meet on loopback.
+    """Start ranks with torchrun's environment variables, but let them meet on a loopback address.
 
     torch would listen on every interface, whatever MASTER_ADDR says, so anybody who reaches the port could join without a
-    password. Therefore rank 0 gets a bound socket.
+    password. Therefore rank 0 gets a socket that is already bound.
     """
     with socket.create_server((LOOPBACK, 0)) as meeting:
         world = {

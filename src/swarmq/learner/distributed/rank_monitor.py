@@ -1,10 +1,10 @@
-"""Notices ranks that died or lost their host, and ends this rank with a message that names them.
+"""Detects ranks that died or lost their host, and ends this rank with a message that names them.
 
-Collectives alone would notice late, or never: ranks wait for rank 0's next command for days, and a host that loses its network
-closes no connection. So every rank counts its beats in the store in a thread of its own; rank 0 watches all ranks, the others
-watch rank 0. A rank that ends with an error leaves the reason in the store for the others.
+Collectives alone would detect them late, or never: ranks may wait days for rank 0's next command, and a host that loses its network
+closes no connection. So a thread of every rank counts heartbeats in the store. Rank 0 watches all ranks, the others watch rank 0. A
+rank that ends with an error writes the reason to the store for the others.
 
-  beat/<rank>   a counter        end   the first reason why ranks end        left/<rank>   the rank has read it, or has finished
+  beat/<rank>   number of heartbeats     end   the first reason to end     left/<rank>   set when the rank ends
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from swarmq.runtime.terminal import visible
 log = structlog.get_logger()
 
 Store = Any
-"""torch.distributed.TCPStore, which type checkers do not see."""
+"""torch.distributed.TCPStore, of which type checkers know nothing."""
 BEAT_S = 1.0
 LOST_S = 600.0
-"""Seconds after which a rank without a beat is lost. Loading and writing of large models can stop a process's threads for minutes."""
+"""Seconds without a heartbeat after which a rank is lost. Loading or writing a large model can stop a process's threads for minutes."""
 SUSPECT_S = 5.0
-"""Seconds after which a rank without a beat is lost, if a collective has failed."""
+"""Seconds without a heartbeat after which a rank is lost, once a collective has failed."""
 LEAVE_S = 10.0
-"""Seconds that a rank has to end by itself after another has ended, and that rank 0, which may serve the store, waits for the others."""
+"""Seconds that a rank has to end by itself after another rank has ended. Also the maximum seconds that rank 0 waits for the others
+at the end, because it may serve the store."""
 BEAT, END, LEFT = "beat", "end", "left"
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank, as the others know it."""
+    """Facts of a rank that the other ranks compare and name in messages."""
 
     rank: int
     host: str
@@ -50,30 +51,30 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     nccl: str = ""
     """Version of NCCL; empty without a GPU."""
     settings: dict[str, Any] | None = None
-    """Settings of the policy in this host's job file; None without a job file."""
+    """Settings of the policy in the job file of the rank's host; None without a job file."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (process {self.pid})"
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the ranks end."""
+    """Reason for which all ranks end."""
 
     text: str
     status: int
     rank: int
-    """The rank that found it."""
+    """Rank that detected the reason."""
 
 
 def end_process(end: End) -> None:
-    """End this process with the reason as its last line."""
+    """End this process at once, with the reason as its last line of output and `end.status` as exit status."""
     sys.stderr.write(visible(f"{FINAL_MESSAGE_PREFIX}{end.text}") + "\n")
     sys.stderr.flush()
     os._exit(end.status)
 
 
 class RankMonitor:
-    """Monitor of a learner's ranks on one of them. `store`: a connection of its own."""
+    """One rank's monitor of the learner's ranks. `store`: a connection that nothing else uses."""
 
     current: ClassVar[RankMonitor | None] = None
     """The monitor of this process, if the learner has several ranks."""
@@ -108,14 +109,14 @@ class RankMonitor:
         return self._facts[self._rank]
 
     def close(self) -> None:
-        """Stop, after this rank has finished its work. Rank 0 waits for the others, because it may serve their store."""
+        """Stop monitoring, because this rank has finished its work. Rank 0 waits for the others first, because it may serve the store."""
         self._closing.set()
         self._leave()
 
     @contextlib.contextmanager
     def report_errors(self) -> Iterator[None]:
-        """Tell the other ranks of an error inside the block, and end this process: with a broken process group, the end of the
-        interpreter may wait forever."""
+        """Report an error inside the block to the other ranks, and end this process at once: with a broken process group,
+        Python's own exit may wait forever."""
         try:
             yield
         except Exception as error:
@@ -126,7 +127,8 @@ class RankMonitor:
             self._end_process(end)
 
     def find_lost(self) -> str:
-        """Return a text that names the ranks that have stopped, after a collective has failed, or "" if all are alive."""
+        """Return a text that names the lost ranks, or "" if all are alive, after a collective has failed. Takes `suspect_s` seconds if
+        all are alive."""
         everyone = [each for each in range(len(self._facts)) if each != self._rank]
         beats = _Beats()
         try:
@@ -134,7 +136,7 @@ class RankMonitor:
             until, is_over = time.monotonic() + self._suspect_s, False
             while not is_over:
                 time.sleep(self._beat_s)
-                is_over = time.monotonic() > until  # the beats are read once more after this time
+                is_over = time.monotonic() > until  # read the heartbeats once more after this time
                 if end := self._read_end():
                     return end.text
                 if lost := beats.find_silent(self._read(everyone), self._suspect_s):
@@ -162,14 +164,14 @@ class RankMonitor:
                 return
 
     def _watch_store(self) -> None:
-        """End this rank if the store stops answering: its host may be gone without closing the connection."""
+        """End this rank if the store stops answering, because the store's host may have failed without closing the connection."""
         while not self._closing.wait(self._beat_s):
             if time.monotonic() - self._answered > self._lost_s:
                 self._finish(End(text=f"{self.own} ends: {self._store_is_gone(None)}", status=1, rank=self._rank))
                 return
 
     def _read(self, ranks: Collection[int]) -> dict[int, bytes]:
-        """Return the present beats of those ranks that have not left."""
+        """Return rank -> present heartbeat of those of `ranks` that have not left."""
         there = [
             each
             for each in ranks
@@ -183,7 +185,7 @@ class RankMonitor:
         return msgspec.json.decode(self._store.get(END), type=End) if self._store.check([END]) else None
 
     def _end(self, text: str, status: int) -> End:
-        """Leave the reason in the store, unless there is one, and return the one that is there."""
+        """Write a reason to the store, unless the store has one already, and return the reason in the store."""
         own = End(text=text, status=status, rank=self._rank)
         try:
             return msgspec.json.decode(self._store.compare_set(END, "", msgspec.json.encode(own).decode()), type=End)
@@ -211,8 +213,8 @@ class RankMonitor:
         )
 
     def _exit(self, end: End) -> None:
-        """End this process, whose main thread may wait in a collective that never ends; the main thread has some seconds to end by
-        itself."""
+        """End this process if its main thread does not end by itself within `leave_s` seconds: it may wait in a collective
+        forever."""
         if not self._closing.wait(self._leave_s):
             self._end_process(end)
 
@@ -224,13 +226,14 @@ class RankMonitor:
 
 
 class _Beats:
-    """Last beats of ranks, and when each of them last changed."""
+    """Last heartbeat of each rank, with the time at which it was first read."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[bytes, float]] = {}
 
     def find_silent(self, beats: dict[int, bytes], silent_s: float) -> list[int]:
-        """Take note of the present `beats`, and return the ranks whose beat has not changed for `silent_s`."""
+        """Record the present heartbeats, and return the ranks whose heartbeat has not changed for `silent_s` seconds. `beats`: rank ->
+        heartbeat."""
         now = time.monotonic()
         for rank, beat in beats.items():
             if self._last.get(rank, (None, now))[0] != beat:
@@ -239,7 +242,7 @@ class _Beats:
 
 
 def wait_for_ranks(store: Store, what: str, ranks: Iterable[int], wait_s: float = LEAVE_S) -> None:
-    """Wait until each of the ranks has set its key `what`, but at most `wait_s`."""
+    """Wait until the key `what/rank` of each rank is set, but at most `wait_s` seconds."""
     with contextlib.suppress(RuntimeError):
         if keys := [f"{what}/{rank}" for rank in ranks]:
             store.wait(keys, timedelta(seconds=wait_s))

@@ -30,13 +30,13 @@ from swarmq.learner.memory.ranks import num_ranks
 
 log = structlog.get_logger()
 distributed: Any = torch.distributed
-"""Does not export all of these names to type checkers."""
+"""torch.distributed, typed as Any because it does not export all names that are used here to type checkers."""
 
 MEET_S = 600.0
-"""Seconds that ranks wait for each other at the start."""
+"""Maximum seconds that ranks wait for each other at the start."""
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of collectives within a step or a checkpoint, twice the time that it takes to write a terabyte. If a GPU hangs, the
-other ranks end after this time, and the next start resumes the run."""
+"""Timeout of collectives within a step or a checkpoint: twice the time in which a terabyte is written. If a GPU hangs, the other
+ranks end after this time, and the next start resumes the run."""
 PACKAGES = ("swarmq", "torch", "transformers", "accelerate", "peft")
 """Packages that must have the same version on all hosts."""
 START, VERDICT, READ = "start", "verdict", "read"
@@ -45,10 +45,10 @@ GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
 def join_group(settings: Mapping[str, Any] | None = None, *, meet_s: float = MEET_S) -> RankMonitor | None:
-    """Meet the other ranks and create the process group, unless that was done before. Returns the monitor of the ranks, or None
-    for a single rank.
+    """Meet the other ranks and create the process group, unless this process has done so before. Return the monitor of the ranks, or
+    None for a single rank.
 
-    `settings`: this host's settings of the policy, which must be those of rank 0; None on a host without a job file. Raises
+    `settings`: the policy's settings in this host's job file, which must equal those of rank 0; None without a job file. Raises
     LearnerError if ranks are missing or cannot be reached, SetUpError if their versions or settings differ.
     """
     if num_ranks() == 1 or RankMonitor.current:
@@ -133,8 +133,11 @@ def _open_store(meet_s: float) -> Store:
 def exchange_facts(
     store: Store, rank: int, settings: Mapping[str, Any] | None, meet_s: float
 ) -> tuple[Store, list[RankFacts]]:
-    """Return the facts of all ranks after rank 0 has compared them, and a part of the store of which no earlier start of the
-    ranks knows: the store of a launcher outlives the ranks that it starts again."""
+    """Exchange the facts of all ranks, which rank 0 compares. Return a part of the store for this start of the ranks alone, and the
+    facts: a launcher's store keeps the keys of earlier starts.
+
+    Raises SetUpError if ranks are missing or differ, LearnerError if rank 0 does not answer.
+    """
     own = RankFacts(
         rank=rank,
         host=socket.gethostname(),
@@ -169,8 +172,8 @@ def exchange_facts(
 
 
 def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
-    """Give rank 0 the facts of this rank, and return the part of the store with its verdict. A start that a former process of this
-    rank has answered is over."""
+    """Give rank 0 the facts of this rank, and return the part of the store with rank 0's verdict. A start that another process of
+    this rank has answered is an earlier one, and is ignored. Raises LearnerError without a verdict within `wait_s` seconds."""
     facts, until, seen = msgspec.json.encode(own).decode(), time.monotonic() + wait_s, b""
     ours: Store = None
     while time.monotonic() < until:
@@ -187,7 +190,7 @@ def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
 
 
 def _find_missing(store: Store, keys: Sequence[str], meet_s: float) -> str:
-    """Wait for the facts of all ranks. Returns a text that names the ranks that did not come in time, or ""."""
+    """Wait for the facts of all ranks, and return a text that names the ranks without facts after `meet_s` seconds, or ""."""
     try:
         store.wait(list(keys), timedelta(seconds=meet_s))
     except RuntimeError:
@@ -220,8 +223,8 @@ def find_difference(facts: Sequence[RankFacts]) -> str:
 
 
 def choose_interface() -> None:
-    """Let Gloo use the interface that reaches rank 0, unless the user has chosen one. Gloo takes the address of the host's own
-    name, which often is one that other hosts cannot reach (127.0.1.1 on Debian)."""
+    """Let Gloo use the network interface that reaches rank 0, unless the user has chosen one. By default, Gloo uses the address of the
+    host's name, which other hosts often cannot reach (127.0.1.1 on Debian)."""
     family, kind, _, _, address = socket.getaddrinfo(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
     )[0]

@@ -1,5 +1,5 @@
-"""What rank 0 sends to the other ranks, whose hosts may have neither run folder nor model: models, small files, optimizer state;
-and what it gathers from them.
+"""Sends models, small files and optimizer state from rank 0 to the other ranks, whose hosts may have neither run folder nor model;
+and gathers values on rank 0.
 
 Weights of sharded models are sent by `shard_from_rank0`.
 """
@@ -27,12 +27,12 @@ from swarmq.learner.model.attention_check import broadcast_from_rank0
 T = TypeVar("T")
 
 _copies: list[tempfile.TemporaryDirectory[str]] = []
-"""Folders of copies on this rank, removed when the process ends."""
+"""Folders with copies of rank 0's files on this rank; they are removed when the process ends."""
 
 
 @functools.cache
 def send_model_files(source: str) -> None:
-    """Send configuration and tokenizer of rank 0's model `source` to the other ranks, once. Every rank calls it.
+    """Send configuration and tokenizer of rank 0's model `source` to the other ranks, at the first call for it. Every rank calls it.
 
     Raises LearnerError, on rank 0, if there is no such model.
     """
@@ -56,8 +56,8 @@ def _read_files(source: str) -> dict[str, bytes]:
 
 
 def send_model(model: nn.Module, device: torch.device) -> None:
-    """Move rank 0's whole model to `device`, and give it to the other ranks, which pass it on the meta device. Every rank calls
-    it.
+    """Move rank 0's whole model to `device`, and send it to the other ranks. `model`: on ranks other than 0, the same model on the
+    meta device. Every rank calls it.
 
     Raises LearnerError if the ranks' models differ in structure.
     """
@@ -94,10 +94,10 @@ class _Outline(NamedTuple):
 
 
 def send_optimizer_state(optimizer: Any, saved: Mapping[str, Any] | None, device: torch.device) -> None:
-    """Load into every rank's optimizer the state that rank 0 has read from a checkpoint; with sharded parameters, this rank's
-    part of it. Every rank calls it.
+    """Load the state that rank 0 has read from a checkpoint into every rank's optimizer; with sharded parameters, load this rank's
+    part. Every rank calls it.
 
-    `saved`: state of a single process, on rank 0; None on the others. `device`: where collectives take tensors.
+    `saved`: on rank 0, the state of a single process; None on other ranks. `device`: device of tensors in collectives.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     values = saved["state"] if saved else {}
@@ -118,7 +118,7 @@ def _outline(value: Any) -> Any:
 
 
 def _receive(value: Any, one: Any, parameter: Tensor, device: torch.device) -> Any:
-    """Return this rank's shard of a tensor that belongs to a sharded parameter; every other value, such as the step count,
+    """Return this rank's shard of a tensor that belongs to a sharded parameter; return every other value, such as the step count,
     whole."""
     if not isinstance(one, _Outline):
         return one

@@ -93,7 +93,7 @@ def _make_empty(model: nn.Module, outlines: dict[str, TensorOutline]) -> None:
 
 
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the tensor `name` of the model."""
+    """Replace the parameter or buffer `name` of the model by `tensor`."""
     owner, _, own = name.rpartition(".")
     setattr(model.get_submodule(owner), own, tensor)
 

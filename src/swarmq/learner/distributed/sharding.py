@@ -1,11 +1,10 @@
 """Sharding of parameters, gradients and optimizer state over the ranks: FSDP2, by accelerate.
 
 Each decoder layer is gathered when it is computed. If a GPU has room for the whole model besides its shard, layers stay
-gathered until the last pass of a step, which alone reduces gradients over the ranks; otherwise each is freed again and its
-gradient reduced in every pass. With replicas of the shards (HSDP), layers are gathered within a host, and hosts exchange gradients
-once a step. Weights for engines and checkpoints are gathered whole, on every rank in the same order, and
-kept by rank 0 alone: for engines after every step, in the compute dtype; for checkpoints unconverted, with the optimizer's
-state.
+gathered until the last pass of a step, and only that pass reduces gradients over the ranks. Otherwise each layer is freed again and
+its gradient reduced in every pass. With replicas of the shards (HSDP), layers are gathered within a host, and hosts exchange
+gradients once a step. Weights for engines and checkpoints are gathered whole, on every rank in the same order, and only rank 0
+keeps them: for engines after every step, in the compute dtype; for checkpoints unconverted, with the optimizer's state.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin)
 
 
 def replicate_shards(accelerator: Accelerator, ranks: int) -> None:
-    """Let every `ranks` neighbouring ranks, those of a host, shard a replica of each model (HSDP)."""
+    """Let every group of `ranks` neighbouring ranks, the ranks of one host, shard a replica of each model (HSDP)."""
     replicas = ParallelismConfig(dp_replicate_size=accelerator.num_processes // ranks, dp_shard_size=ranks)
     accelerator.state.device_mesh = replicas.get_device_mesh(accelerator.device.type)
     accelerator.state.parallelism_config = replicas
@@ -87,8 +86,9 @@ def keep_layers_gathered(accelerator: Accelerator) -> None:
 
 
 def set_gradient_sync(model: Any, *, last: bool, held: bool) -> None:
-    """Let only the `last` pass of a step reduce gradients over replicas and, if layers stay gathered (`held`), over shards, and free
-    layers. Called before each pass of a sharded model."""
+    """Set whether the next pass of a sharded model reduces gradients and frees layers; call it before each pass. Only the `last` pass
+    of a step reduces gradients over replicas. If layers stay gathered (`held`), only it reduces gradients over shards and frees
+    layers."""
     if held:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
@@ -224,8 +224,8 @@ def _copy_to_host(full: Tensor, place: Tensor | None) -> Tensor:
 
 
 def gather_optimizer_state(optimizer: Any, *, keep: bool) -> dict[str, Any]:
-    """Return the whole state of a sharded optimizer, as a single process has it, in newly allocated host memory; without tensors
-    unless `keep`. Every rank calls it."""
+    """Return the whole state of a sharded optimizer, as a single process would have it, in newly allocated host memory. Without
+    `keep`, leave its tensors out. Every rank calls it."""
     saved: dict[str, Any] = optimizer.state_dict()
     whole_state: dict[int, dict[str, Any]] = {}
     for index, values in saved["state"].items():

@@ -36,9 +36,8 @@ SMALLEST_GROUP = 2
 MIN_KNOWN = 20_000
 WINDOWS_KNOWN = 4
 """Number of ids of logged episodes to keep, as a multiple of the collector's window, if that is more than
-`BatchLimits.min_known`. Until the
-collector has processed the report on a rollout, it may send the rollout again, and at most one window of other episodes
-finishes."""
+`BatchLimits.min_known`. Until the collector has processed the report on a rollout, it may send the rollout again, and at most one
+window of other episodes finishes."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ class Batcher:
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: OrderedDict[str, None] = OrderedDict()
         self.term = 0
-        """Newest term of a collector from which a rollout came."""
+        """Newest term of a rollout; see `Rollout.term`."""
         self._metric_names = MetricNames()
         for index in logged:
             self.note(index)
@@ -141,8 +140,8 @@ class Batcher:
     def accept(self, episode: Rollout) -> bool:
         """Accept a rollout. Returns False if the log already has it; a rollout that already waits changes nothing.
 
-        A rollout of a former collector is refused: it may come so late that its id is forgotten, and the present collector sends
-        all that are not reported.
+        A rollout of an older term is refused, because its id may be forgotten already. The leading collector sends all unreported
+        rollouts again.
         """
         if episode.term < self.term or episode.episode_id in self.known:
             return False

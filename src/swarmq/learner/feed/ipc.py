@@ -66,8 +66,8 @@ class StopSignal:
 
 
 class FeederLink:
-    """Link to the batch feeder, used as a context manager. `hello`: function that returns the trainer's state; called whenever
-    the batch feeder is started. `death_window_s`: seconds within which MAX_DEATHS ends of the batch feeder are too many."""
+    """Link to the batch feeder, used as a context manager. `hello`: function that returns the trainer's state, called at each start
+    of the batch feeder. `death_window_s`: the link gives up after MAX_DEATHS deaths of the batch feeder within these seconds."""
 
     def __init__(
         self,

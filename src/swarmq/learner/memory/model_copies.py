@@ -1,5 +1,5 @@
-"""A model's small files (configuration, tokenizer): copying them, and where ranks whose host lacks the model find rank 0's copy.
-Without torch."""
+"""Copies of a model's small files (configuration, tokenizer), and their folders on ranks whose host lacks the model. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def register_copy(source: str, folder: str) -> None:
 
 
 def find_files(source: str) -> str:
-    """Return where this process reads configuration and tokenizer of the model `source`: the copy, or `source` itself."""
+    """Return the folder or name from which this process loads configuration and tokenizer of the model `source`: the copy if there is
+    one, else `source`."""
     return _copies.get(source, source)
 
 
 def copy_tokenizer(model: str, folder: Path) -> None:
-    """Copy the tokenizer's files into `folder`, unchanged if `model` is a folder."""
+    """Copy the tokenizer's files into `folder`: byte by byte if `model` is a folder, else as transformers saves them."""
     if Path(model).is_dir():
         for pattern in TOKENIZER_FILES:
             for file in Path(model).glob(pattern):

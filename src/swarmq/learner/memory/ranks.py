@@ -20,7 +20,7 @@ def get_local_ranks() -> range:
 
 
 def num_sharding_ranks(train: Train) -> int:
-    """Return the number of ranks among which a model is divided, if it is sharded."""
+    """Return the number of ranks that share one sharded copy of a model."""
     return len(get_local_ranks()) if train.sharding == "hybrid" else num_ranks()
 
 

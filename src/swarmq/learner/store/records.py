@@ -90,7 +90,7 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     mix: dict[str, float] = {}
     """Kind -> share of this batch."""
     term: int = 0
-    """Newest term of a collector from which rollouts had come; 0 in a run without standby collectors."""
+    """Newest term of a rollout until this batch; 0 in a run without standby collectors."""
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):

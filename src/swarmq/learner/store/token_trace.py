@@ -46,7 +46,8 @@ class EpisodeTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_trace(folder: Path, version: int, episodes: Sequence[EpisodeTrace]) -> None:
-    """Write the traces of a step, which may have an episode several times, with turns of different ranks. Best effort: a full disk costs the traces, not the run."""
+    """Write the traces of a step. An episode may occur several times, with turns of different ranks. If the write fails, a warning is
+    logged and training goes on."""
     path = folder / f"{version:09d}.0{SUFFIX}"
     draft = path.with_suffix(".new")
     try:

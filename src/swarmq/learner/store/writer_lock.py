@@ -23,8 +23,8 @@ POLL_S = 0.05
 
 
 class Fence:
-    """Guard that detects if the lock file has changed hands since the guard was created. `path`: None on ranks other than 0, which
-    hold no lock."""
+    """Guard that detects whether another learner has taken the lock since the guard was created. `path`: path of the lock file; None
+    on ranks other than 0, which hold no lock."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._ours = path, path and _content(path)

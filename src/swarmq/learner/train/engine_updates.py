@@ -60,7 +60,7 @@ class Weights(Protocol):
 
 
 class WarningSink(Protocol):
-    """Receiver of warnings."""
+    """Receiver of the trainer's messages, such as FeederLink."""
 
     def send(self, message: records.ToIO) -> None: ...
 

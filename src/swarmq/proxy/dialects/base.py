@@ -65,8 +65,8 @@ class Dialect(Protocol):
     """All known parameters; None: any parameter is accepted."""
 
     def ask(self, body: Json, conversations: Conversations) -> DialectRequest:
-        """Translate a request into a chat request. `conversations`: those stored for the episode. Raises RefusedError that names
-        the field."""
+        """Translate a request into a chat request. `conversations`: stored conversations of the episode. Raises
+        RefusedError, which names the field."""
 
     def answer(self, begun: ActiveCall, choices: Sequence[ChoiceResult]) -> Json:
         """Return the body of an unstreamed answer."""

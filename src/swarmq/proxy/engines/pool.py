@@ -41,8 +41,8 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits of a pool of engines."""
 
     wait_s: float = 540.0
-    """Seconds that calls wait for an engine with weights for training; then they take any engine, as in a run without a learner.
-    The collector gives up an episode without a model call a little later (`groups.idle_timeout_s`)."""
+    """Seconds that calls wait for an engine with weights for training; after that they take any engine. The collector gives up an
+    episode without a model call a little later (`groups.idle_timeout_s`)."""
     shun_s: float = 5.0
     """Seconds for which an engine that failed is tried last."""
     report_s: float = 2.0
@@ -50,8 +50,8 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     report_at_start_s: float = 60.0
     """Seconds that the outage at the start of a resumed run lasts before it is reported."""
     portion_s: float = 0.03
-    """Maximum seconds of sampling that a stream collects into one portion of tokens. Agents do not notice it, and it is
-    cheaper: a portion of several tokens costs engine and proxy as much as one token."""
+    """Maximum seconds for which a stream collects sampled tokens into one portion. Agents do not notice the delay, and it saves
+    work: a portion costs engine and proxy the same, however many tokens it has."""
 
 
 TIMINGS = PoolTimings()
@@ -158,7 +158,7 @@ class EnginePool:
         resumed_at: int = 0,
         timings: PoolTimings = TIMINGS,
     ) -> None:
-        """`max_behind`: number of weight versions by which a preferred engine may be behind the newest one. `resumed_at`:
+        """`max_behind`: number of weight versions by which a preferred engine may be behind the newest version. `resumed_at`:
         version at which the run resumes; 0 for a new run."""
         self._timings = timings
         self.lanes = [self.lane(engine) for engine in engines]

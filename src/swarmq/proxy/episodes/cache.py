@@ -133,8 +133,8 @@ class EpisodeCache:
         proxies: Callable[[], tuple[str, ...]] = tuple,
         now: Callable[[], float] = time.time,
     ) -> EpisodeCache:
-        """Create the cache of the proxy that clients reach at `url`, or that has this number if `url` is not in the run's list
-        of proxies. `proxies`: returns that list."""
+        """Create the cache of the proxy that clients reach at `url`. `proxies`: returns the URLs of the run's proxies. `number`:
+        number of the proxy, used if `url` is not among them."""
         started_at = now()
 
         def is_home(episode_id: str) -> bool:

@@ -267,8 +267,8 @@ def _no_model(name: str, served: Iterable[str]) -> RefusedError:
 
 
 def _operation(summary: str, body: Json | None = None) -> type[Operation]:
-    """Return the OpenAPI operation of a route; `summary`: its summary, `body`: JSON schema of a request. Routes read their bodies
-    themselves, so that errors have the dialect's form."""
+    """Return the OpenAPI operation of a route. `body`: JSON schema of a request; routes read their bodies themselves, so that errors
+    have the dialect's form."""
 
     class Documented(Operation):
         def __init__(self, **facts: Any) -> None:

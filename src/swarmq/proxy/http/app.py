@@ -74,8 +74,8 @@ def create_app(
     `engines`: policy -> its engines; the caller opens and closes them and the broker. `number`: index among the run's
     proxies. `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's
     events to them (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every
-    confirmed turn and the seconds that its confirmation took. `membership`: what is known of the run's other parts; None: what the
-    run folder says. `pages`: further routes, which have an authorization of their own.
+    confirmed turn and the seconds that its confirmation took. `membership`: the members of the run; None: those in the run
+    folder. `pages`: further routes, which check authorization themselves.
     """
     membership = StoredMembership(job) if membership is None else membership
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
@@ -159,14 +159,14 @@ def create_app(
 
 
 def catch_up_first(membership: RunMembership, patience_s: float) -> Middleware:
-    """Return middleware that lets requests wait while clients may have been removed unknown to this proxy; after `patience_s`
-    seconds they are answered 503."""
+    """Return middleware that lets requests wait while `membership` is stale, because their client may have been removed. Requests
+    that have waited for `patience_s` seconds are answered with status 503."""
 
     def wrap(app: ASGIApp) -> ASGIApp:
         async def handle(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] != HEALTH and not await membership.wait_current(patience_s):
                 raise BrokerError(
-                    "this proxy was cut off from the run, and the collector has not told it since who was removed"
+                    "this proxy was cut off from RabbitMQ, and the collector has not confirmed the client since: check that both run"
                 )
             await app(scope, receive, send)
 

@@ -1,14 +1,14 @@
-"""A weight file in chunks, as it travels over a network: how a chunk is encoded, and how both ends know that it is the same.
+"""A weight file in chunks, as learners send it to weight receivers: the manifest, and the encoding of a chunk.
 
-A chunk is sent as its difference from the same bytes of a base file that both ends have, or without a base. After an
-optimizer step most BF16 weights are what they were, and nearly all others differ by one in the last place. So the positions of
-changed words and the differences are stored apart, each in byte planes, which compress better than words:
+A chunk is encoded as its difference from the same bytes of a base file that both ends have, or without a base. After an optimizer
+step most BF16 weights are unchanged, and nearly all others differ by one in the last place. So the positions of changed words and
+the differences are stored separately, each in byte planes, which compress better than words:
 
     count   u32             number of changed words
     gaps    [count] u32     distance of each changed word from the one before; absent if all words are stored
     steps   [count] word    difference as an integer, zigzag-encoded; without a base, the word with its sign bit last
 
-Words have the size of the weights' dtype, in little-endian order; the whole is one zstd frame. Needs numpy, but no torch.
+Words have the size of the weights' dtype, in little-endian order. The encoded chunk is one zstd frame. Needs numpy, but no torch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 import zstandard
 
 CHUNK_BYTES = 16 << 20
-"""Size of a chunk in bytes, and the largest that a receiver takes."""
+"""Default size of a chunk in bytes, and the largest size that a receiver accepts."""
 LEVEL = 1
-"""Level of zstd; higher ones are slower and save no bytes here."""
+"""Compression level of zstd; higher levels are slower and save no bytes with these data."""
 COUNT_BYTES = 4
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class WeightFileManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a weight file that is to be received."""
+    """Description of a weight file that a learner wants to send."""
 
     size_bytes: int
     chunk_bytes: int
@@ -41,15 +41,15 @@ class WeightFileManifest(msgspec.Struct, frozen=True, kw_only=True):
     digests: list[str]
     """SHA-256 of each chunk, in hexadecimal digits."""
     base: str | None = None
-    """Name of the file from which differences are sent; None: the whole file is sent."""
+    """Name of the file to which chunks are sent as differences; None: chunks are sent whole."""
 
     @property
     def name(self) -> str:
-        """Name of the file, which follows from its content."""
+        """Name of the file: SHA-256 of the chunks' digests, in hexadecimal digits."""
         return hashlib.sha256("".join(self.digests).encode()).hexdigest()
 
     def get_chunk(self, data: Bytes, index: int) -> Bytes:
-        """Return a chunk of the file's bytes, or of the base's, as a view."""
+        """Return the bytes of chunk `index` as a view. `data`: bytes of the file or of its base, [size_bytes] uint8."""
         return data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
 
@@ -57,13 +57,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's answer to a manifest."""
 
     missing: list[int]
-    """Indices of the chunks that it does not have."""
+    """Indices of the chunks that the receiver does not have, ascending."""
     path: str | None = None
     """Path of the whole file on the receiver's host, once it is complete."""
 
 
 def describe_file(data: Bytes, *, word_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> WeightFileManifest:
-    """Return the manifest of a file with these bytes, without a base."""
+    """Return the manifest, without a base, of a file. `data`: its bytes, [size_bytes] uint8."""
     chunks = (data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes))
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(digest_chunk, chunks))
@@ -75,7 +75,7 @@ def digest_chunk(chunk: Bytes) -> str:
 
 
 def encode_chunk(chunk: Bytes, base: Bytes | None, word_bytes: int) -> bytes:
-    """Encode a chunk as its difference from `base`, of the same size, or whole without a base."""
+    """Encode a chunk as its difference from `base`, which has the same size, or whole if `base` is None."""
     words = _to_words(chunk, word_bytes)
     before = _to_words(base, word_bytes) if base is not None else None
     changed = np.flatnonzero(words != (0 if before is None else before))
@@ -89,7 +89,8 @@ def encode_chunk(chunk: Bytes, base: Bytes | None, word_bytes: int) -> bytes:
 
 
 def decode_chunk(encoded: bytes, size_bytes: int, base: Bytes | None, word_bytes: int) -> Bytes:
-    """Return the chunk of this size. Raises ValueError if the bytes are not an encoded chunk of this size."""
+    """Return the chunk as [size_bytes] uint8. `base`: the bytes from which it differs. Raises ValueError if `encoded` is not the
+    encoding of a chunk of `size_bytes`."""
     num_words = -(-size_bytes // word_bytes)
     try:
         if not 0 <= zstandard.frame_content_size(encoded) <= COUNT_BYTES + num_words * (4 + word_bytes):
@@ -119,13 +120,13 @@ def _word_type(word_bytes: int) -> np.dtype[Any]:
 
 
 def _to_words(chunk: Bytes, word_bytes: int) -> np.ndarray[Any, Any]:
-    """Return the bytes as words; a last word that is not whole is filled with zeros."""
+    """Return the bytes as words; zeros fill up an incomplete last word."""
     fill = -len(chunk) % word_bytes
     return (np.pad(chunk, (0, fill)) if fill else chunk).view(_word_type(word_bytes))
 
 
 def _zigzag(steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Map differences 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
+    """Map differences 0, -1, 1, -2, ... to 0, 1, 2, 3, ..., as Protocol Buffers encode signed integers."""
     signed = steps.view(f"<i{steps.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
 
@@ -135,13 +136,14 @@ def _unzigzag(steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _rotate(words: np.ndarray[Any, Any], by: int) -> np.ndarray[Any, Any]:
-    """Rotate bits to the left. A weight's sign then follows its mantissa, and its exponent fills the highest byte."""
+    """Rotate each word to the left by `by` bits. By one bit, a weight's sign follows its mantissa, and BF16's exponent is the
+    whole highest byte."""
     bits = 8 * words.itemsize
     return (words << by % bits) | (words >> -by % bits)
 
 
 def _to_planes(words: np.ndarray[Any, Any]) -> bytes:
-    """Return the first byte of each word, then the second of each, and so on."""
+    """Return the lowest byte of each word, then the second byte of each, and so on."""
     return b"".join((words >> 8 * place).astype(np.uint8).tobytes() for place in range(words.itemsize))
 
 

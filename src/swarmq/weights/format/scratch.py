@@ -1,6 +1,6 @@
 """Folders in shared memory for weight files, each with the id of its process in its name. Standard library only.
 
-Shared memory of a killed process is not freed automatically, so the next process removes its folders.
+Files in shared memory outlive a killed process, so the next process removes them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with mode 0700 is created in it
 FOLDER_PREFIX = "swarmq-weights-"
 SPARE_BYTES = 64 << 20
-"""Room in bytes that a weight file leaves to others."""
+"""Bytes that a weight file must leave free on its file system."""
 
 
 def make_scratch_folder(parent: Path) -> Path:

@@ -151,8 +151,8 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """Function that the learner runs in a thread while an engine receives; its arguments are the engine's url and a time limit in
     seconds."""
     deliver: Callable[[str], Awaitable[Payload]] | None = None
-    """Function that sends the weights to the receiver at a url and returns the payload as the engine there finds it. It is called
-    while the engine still serves, and raises EngineError."""
+    """Function that sends the weights to the receiver at a URL, and returns the payload with the file's path on the receiver's host.
+    It is called while the engine still serves, and raises EngineError."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):

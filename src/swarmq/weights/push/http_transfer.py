@@ -1,10 +1,10 @@
-"""Transfer of weight files to receivers on other hosts, over HTTP, while the engines there still serve.
+"""Transfer of weight files to weight receivers on other hosts, over HTTP, while the engines there still serve.
 
     manifest --> missing chunks --> ... --> manifest --> path on the engine's host
 
-The manifest asks which chunks are missing, so a push goes on after a broken connection where it was, and sends a damaged chunk
-again. Several engines get the weights side by side. The newest file that a receiver has stays in the learner's shared memory, as
-the base of the next push: one packed copy of the weights.
+The answer to a manifest lists the missing chunks, so a push continues after a broken connection, and sends a damaged chunk again.
+Several receivers get the weights at the same time. The newest file that a receiver has is kept in the learner's shared memory as
+the base of the next push. It is as large as all weights that are pushed.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 NUM_CONNECTIONS = 8
-"""Connections to one receiver; several, because one sends nothing while a chunk's answer is under way."""
+"""Number of connections to one receiver; several, because a connection is idle while it waits for the answer to a chunk."""
 MAX_ENCODED = 2 * NUM_CONNECTIONS
-"""Maximum number of encoded chunks that are kept for receivers that do not have them yet."""
+"""Maximum number of encoded chunks to keep for other receivers of the same file."""
 MAX_VAIN_ATTEMPTS = 4
-"""Number of attempts in a row without a single chunk that arrived, after which a push gives the engine up."""
+"""Number of successive attempts without any progress after which a push to an engine fails."""
 RETRY_S = 0.5
-"""Seconds before the second attempt; each further one waits twice as long."""
+"""Seconds before the second attempt; the wait doubles before each further attempt."""
 RETRIED_STATUSES = (409, 410, 422)
-"""Statuses of a chunk after which its file is begun again: the base or the file was replaced, or the chunk is damaged."""
+"""HTTP statuses after which an attempt is repeated from the manifest on: the base or the file was replaced, or a chunk is damaged."""
 UNREACHABLE_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
-"""Time limits of one request, which sends one chunk at most."""
+"""Time limits of one request, which sends at most one chunk."""
 
 
 class ReceiverRefusedError(EngineError):
@@ -66,7 +66,7 @@ class ReceiverRefusedError(EngineError):
 
 
 class PublishedFile:
-    """A weight file on this host, with its digests."""
+    """A weight file of the learner, with its manifest and its encoded chunks."""
 
     def __init__(self, path: Path, *, word_bytes: int, chunk_bytes: int) -> None:
         self.path = path
@@ -78,7 +78,8 @@ class PublishedFile:
         self._encoded: dict[tuple[str | None, int], asyncio.Task[bytes]] = {}
 
     async def encode(self, index: int, base: PublishedFile | None) -> bytes:
-        """Encode a chunk, once for receivers that take it at about the same time."""
+        """Return chunk `index`, encoded as its difference from `base` if that is given. Receivers that need a chunk at about the same
+        time share one encoding."""
         key = (base.name if base else None, index)
         if key not in self._encoded:
             while len(self._encoded) >= MAX_ENCODED:
@@ -95,19 +96,19 @@ class PublishedFile:
 
 
 class HttpTransfer:
-    """Transfer of the files of another transfer to receivers."""
+    """Transfer that sends the files of a FileTransfer to weight receivers."""
 
     def __init__(
         self, files: FileTransfer, *, secret: str = "", retry_s: float = RETRY_S, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """`secret`: the engines' secret."""
+        """`secret`: secret that engines and receivers require. `retry_s`: see RETRY_S."""
         self._files, self._secret = files, secret
         self._retry_s, self._chunk_bytes = retry_s, chunk_bytes
         self._published: dict[str | None, PublishedFile] = {}
-        """Dtype -> file of the push under way."""
+        """Dtype -> file of the present push."""
         self._bases: dict[str | None, PublishedFile] = {}
-        """Dtype -> newest file that a receiver has."""
-        weakref.finalize(self, files.withdraw)  # at the learner's end at the latest
+        """Dtype -> newest file that a receiver has, the base of the next push."""
+        weakref.finalize(self, files.withdraw)  # when the learner ends, if not before
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
         pass
@@ -120,7 +121,7 @@ class HttpTransfer:
         return msgspec.structs.replace(payload, deliver=partial(self._deliver, payload, file, self._bases.get(dtype)))
 
     def withdraw(self) -> None:
-        """Delete all files but the newest that receivers have."""
+        """Delete all files except the newest ones that receivers have."""
         for file in self._published.values():
             file.forget_encoded()
         self._bases |= {dtype: file for dtype, file in self._published.items() if file.is_delivered}
@@ -139,7 +140,7 @@ class HttpTransfer:
 
 
 class Upload:
-    """The sending of one file to one receiver."""
+    """An upload of one file to one receiver."""
 
     def __init__(
         self, session: aiohttp.ClientSession, receiver: str, file: PublishedFile, base: PublishedFile | None
@@ -148,7 +149,8 @@ class Upload:
         self._sent_bytes = 0
 
     async def run(self, retry_s: float) -> str:
-        """Send the file, and return its path on the receiver's host. Raises EngineError."""
+        """Send the file, and return its path on the receiver's host. Raises EngineError if the receiver cannot be reached, refuses the
+        file, or MAX_VAIN_ATTEMPTS attempts make no progress."""
         began, vain, fewest_missing = time.perf_counter(), 0, None
         while True:
             try:
@@ -165,7 +167,7 @@ class Upload:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 failed = _map_error(self._receiver, error)
                 if fewest_missing is None and isinstance(error, UNREACHABLE_ERRORS):
-                    raise failed from error  # other engines wait for this push; the next one tries again
+                    raise failed from error  # do not retry: other engines wait for this push, and the next push tries again
             else:
                 continue
             vain += 1
@@ -201,9 +203,7 @@ class Upload:
         try:
             return msgspec.json.decode(answer, type=Progress)
         except ValueError as error:
-            raise EngineError(
-                f"{self._receiver} answers as no weight receiver does: check what listens there"
-            ) from error
+            raise EngineError(f"unexpected response from {self._receiver}; is it a weight receiver?") from error
 
     async def _send(self, missing: list[int]) -> None:
         indices = iter(missing)
@@ -222,7 +222,7 @@ class Upload:
             self._sent_bytes += len(encoded)
 
     async def _request(self, method: str, path: str, body: bytes) -> bytes:
-        # aiohttp writes a stream in pieces, but bytes at once
+        # As a stream, because aiohttp writes a stream in pieces, but bytes at once.
         async with self._session.request(method, self._receiver + path, data=io.BytesIO(body)) as answer:
             if answer.status < 400:
                 return await answer.read()

@@ -77,7 +77,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     pauses: dict[str, float] = {}
     """`engine_N` -> pause in seconds; N is the engine's index among the policy's engines at that time."""
     methods: dict[str, str] = {}
-    """Engine url -> transfer method (transfers.py)."""
+    """Engine URL -> transfer method (transfers.py)."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
     """Engine url -> reason why the engine does not serve this version. `ensure` updates the engine later."""

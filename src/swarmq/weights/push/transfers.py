@@ -5,8 +5,9 @@ other GPUs     nccl      the same buffer, broadcast to all workers of the engine
 anything else  adapters  a file of the adapters; the engine has the base weights in its served folder
                file      all weights, without adapters or if the engine serves another folder
 
-Both files are in shared memory on this host, else on a shared disk. If a weight receiver runs beside the engine, they are sent
-to it instead, as `http_adapters` and `http` (http_transfer.py). `file` or `http` is also the fallback if another method fails.
+Files are in shared memory if the engine runs on this host, else on a shared disk. If a weight receiver runs beside the engine, they
+are sent to it instead: methods `http_adapters` and `http` (http_transfer.py). `file` or `http` is also the fallback if another
+method fails.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._frees_after_push = False
-        """Whether the buffer of the present push is freed at its end."""
+        """Whether the present push frees its buffer at its end."""
 
     def pack(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
         """Copy the weights into the buffer and return it with the facts that receivers need. Raises EngineError if the GPU has
@@ -341,7 +342,7 @@ def _run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def find_own_address(url: str) -> str:
-    """Return the address of this host that the host of `url` can reach: the one from which packets go there. Raises EngineError."""
+    """Return the IP address of this host from which packets to the host of `url` leave. Raises EngineError if there is no route."""
     parts = urlsplit(url)
     try:
         family, kind, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]

@@ -25,7 +25,7 @@ STOP_GRACE_S = 5.0
 
 
 class Receiver:
-    """A running receiver."""
+    """A running receiver: its port and process id."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -33,7 +33,7 @@ class Receiver:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables for the engine's vLLM, from which learners get to know the receiver's port."""
+        """Environment variables for the engine's vLLM, which reports the receiver's port to learners."""
         return {RECEIVER_PORT_ENV: str(self.port)}
 
 
@@ -41,14 +41,14 @@ class Receiver:
 async def keep_receiver(
     host: str, port: int, *, secret: str, log_path: Path, tls: TlsFiles | None = None
 ) -> AsyncIterator[Receiver]:
-    """Run a receiver at `host`:`port` until the block ends. Open it before the engine, and give the engine's vLLM its environment:
+    """Run a receiver at `host`:`port` until the block ends. Open it before the engine, and pass its environment to the engine's vLLM:
 
         async with keep_receiver("0.0.0.0", 8001, secret=secret, log_path=folder / "receiver.log") as receiver:
             ...  # start vLLM with os.environ | receiver.environment, listening on the same host
 
-    `port`: 0 for any free one. `secret`: the engine's secret. Learners reach the receiver under scheme and host of the engine's URL,
-    so `tls` are the engine's files. A receiver that dies is started again at the same port. Raises ConfigError if the port is taken,
-    and EngineError if the receiver dies again and again.
+    `port`: 0 for a free port. `secret`: the engine's secret. `tls`: the engine's PEM files, because learners use scheme and host of the
+    engine's URL. A receiver that dies is started again at the same port. Raises ConfigError if the port is taken, EngineError if the
+    receiver keeps dying.
     """
     with listen(host, port, backlog=128, setting="the weight receiver's port") as listener:
         receiver = Receiver(listener.getsockname()[1])
@@ -60,7 +60,7 @@ async def keep_receiver(
                 finally:
                     keeping.cancel()
         except ExceptionGroup as errors:
-            error = errors.exceptions[0]  # the block's own, or the receiver's
+            error = errors.exceptions[0]  # the error of the block or of the receiver
             raise error from error.__cause__
 
 
@@ -76,7 +76,7 @@ async def _keep(receiver: Receiver, listener: socket.socket, secret: str, tls: T
                 str(fd),
                 *((tls.certificate, tls.key) if tls else ()),
                 env=os.environ | {SECRET_ENV: secret},
-                pass_fds=[fd],  # it listens also while the receiver is restarted
+                pass_fds=[fd],  # the socket keeps listening while the receiver is restarted
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,

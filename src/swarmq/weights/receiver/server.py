@@ -1,10 +1,10 @@
 """The receiver's HTTP routes, and its process: `python -m swarmq.weights.receiver.server FD`, with a listening socket as FD.
 
-    POST /weights              a `WeightFileManifest`; the answer is a `Progress`: chunks that are missing, or the path of the whole file
+    POST /weights              a `WeightFileManifest`; the answer is a `Progress`: the missing chunks, or the path of the complete file
     PUT  /weights/NAME/INDEX   an encoded chunk; `?base=NAME` if it is a difference
 
-A learner sends the manifest again to go on after a broken connection, and at the end for the path. Every request must carry the
-engine's secret.
+A learner sends the manifest again after a broken connection, to continue, and after the last chunk, to get the path. Every request
+must carry the engine's secret.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The receiver's weight files: the newest complete one, which is the base of differences, and the one being received.
+"""The receiver's weight files: the newest complete file, which is the base of differences, and the file that is being received.
 
-A file gets its place in shared memory before its first chunk, and is complete when every chunk has arrived with its digest.
-Nothing is kept over a restart: the next push brings the whole weights again.
+A file's memory is reserved before its first chunk arrives. The file is complete when every chunk has arrived with the right digest.
+No file survives a restart of the receiver: the next push sends the whole weights.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class UploadRefusedError(SwarmqError):
 
 
 class WeightFile:
-    """A file in shared memory, and which of its chunks have arrived."""
+    """A weight file in shared memory, and the indices of its missing chunks."""
 
     def __init__(self, path: Path, manifest: WeightFileManifest) -> None:
-        """Create the file with all of its memory. Raises OSError, and then leaves no file behind."""
+        """Create the file and reserve its memory. Raises OSError if that fails, and then leaves no file behind."""
         self.path, self.name, self.manifest = path, manifest.name, manifest
         self.missing = set(range(len(manifest.digests)))
         try:
@@ -74,8 +74,8 @@ class WeightStore:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def begin(self, manifest: WeightFileManifest) -> Progress:
-        """Begin to receive a file, or go on with it. A file of which only a part has arrived gives way to another one. Raises
-        UploadRefusedError."""
+        """Begin to receive a file, or continue, and return what is missing. Another file that is incomplete is deleted. Raises
+        UploadRefusedError for an invalid manifest, without the base, or without room."""
         if manifest.word_bytes not in (2, 4):
             raise UploadRefusedError(f"word_bytes: must be 2 or 4 (got {manifest.word_bytes})", status=400)
         if not 0 < manifest.chunk_bytes <= CHUNK_BYTES:
@@ -94,12 +94,13 @@ class WeightStore:
             return Progress(missing=sorted(self._upload.missing))
 
     def write(self, name: str, index: int, encoded: bytes, base: str | None) -> None:
-        """Decode, check and store a chunk. Raises UploadRefusedError."""
+        """Decode, check and store chunk `index` of the file `name`. `base`: name of the file from which it differs. Raises
+        UploadRefusedError for a damaged chunk, without the base, or if the file is not being received."""
         with self._lock:
             upload = self._upload
             if upload is None or upload.name != name or index not in range(len(upload.manifest.digests)):
                 raise UploadRefusedError(
-                    f"no chunk {index} of {name} is awaited: another learner sends other weights", status=410
+                    f"chunk {index} of {name} is not expected: is another learner sending other weights?", status=410
                 )
             before = self._get_base(base, upload.manifest.size_bytes) if base is not None else None
         place = upload.manifest.get_chunk(upload.data, index)
@@ -136,10 +137,10 @@ class WeightStore:
             and manifest.base is None
             and self._complete is not None
         ):
-            self._complete.remove()  # the engine has loaded it; the next push is whole again
+            self._complete.remove()  # the engine has loaded this file; the next push sends whole weights
             self._complete = None
         if self._has_room(self._folder, manifest.size_bytes):
-            with contextlib.suppress(OSError):  # another process was quicker
+            with contextlib.suppress(OSError):  # another process has taken the room
                 return WeightFile(path, manifest)
         raise UploadRefusedError(
             f"no room for {manifest.size_bytes >> 20} MiB of weights in {self._folder.parent}: free space there",
