@@ -275,8 +275,8 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     uncredited: dict[str, float] = {}
     """Call id -> reward in the end record, for model calls that are not trained."""
     term: int = 0
-    """Term of the collector that published this copy; 0 in a run without standby collectors. A learner refuses an older term than
-    it has seen."""
+    """Term of the collector that published this copy; 0 in a run without standby collectors. A learner refuses rollouts of an
+    older term than the newest that it has seen."""
     turns: tuple[Turn, ...]
 
 

@@ -56,7 +56,7 @@ def make_place(
 def host() -> None:
     """Invite, list and remove hosts that run engines or proxies. See docs/how-to/several-hosts.md.
 
-    An invite holds the run's root secret: whoever has it can do everything that the run folder allows. Keep it like the folder.
+    An invite holds the run's root secret: anyone who has it can do everything that the run folder allows. Protect it like the folder.
 
     \b
     swarmq host add gpu2 > gpu2.invite              a file to copy to the host

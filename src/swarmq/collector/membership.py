@@ -1,6 +1,6 @@
 """The collector publishes the content of the run folder's registries, and edits the registries for engines and proxies on other hosts.
 
-registries ──look, every LOOK_S──> changed, asked for, or REPEAT_S old? ──> `members` event
+registries ──look, every LOOK_S──> changed, requested, or REPEAT_S old? ──> `members` event
 Registration ──> host invited? part reachable from here? ──> registry edited ──> `registration` event
 """
 

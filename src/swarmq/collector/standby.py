@@ -121,7 +121,7 @@ class StandbyLog:
 
     @property
     def term(self) -> int:
-        """Term of the newest leader in what this collector has read."""
+        """Term of the newest valid claim that this collector has read."""
         return self._reader.position.term
 
     async def lead(self) -> None:

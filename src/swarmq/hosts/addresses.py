@@ -26,7 +26,7 @@ class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     """Port to listen on; 0: a free one."""
     url: str | None = None
-    """Announced URL; None: `host` and `port`."""
+    """Announced URL; None: the URL of `host` and `port`."""
     tls: TlsFiles | None = None
     """Files for https; None: http."""
 

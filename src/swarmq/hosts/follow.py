@@ -67,7 +67,7 @@ class FollowedMembership:
         self.latest: Members | None = None
         self.revoked: set[str] = set()
         self.clock_lead_s = 0.0
-        """Seconds by which this host's clock is ahead of the collector's, plus the delay of the answer by which it was measured."""
+        """Seconds by which this host's clock is ahead of the collector's, plus the delay of the collector's newest answer."""
         self.handlers: list[EventHandler] = []
 
     @property

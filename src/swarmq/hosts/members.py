@@ -1,4 +1,4 @@
-"""The members of a run (engines, proxies, clients without access) and its settings, for proxies and engines on every host. The run's
+"""The members of a run (engines, proxies, removed clients) and its settings, for proxies and engines on every host. The run's
 own host reads them in the run folder; other hosts follow them over the broker (follow.py)."""
 
 from __future__ import annotations

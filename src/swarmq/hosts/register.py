@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def registered(broker: Broker, run: str, part: Part, url: str, *, policy: str = "") -> AsyncIterator[str]:
+async def keep_registered(broker: Broker, run: str, part: Part, url: str, *, policy: str = "") -> AsyncIterator[str]:
     """Keep the engine or proxy at `url` in the run's registry while the block runs. Raises what `join` raises."""
     await join(broker, run, part, url, policy=policy)
     try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def run(job: SwarmJob | None, policy: str | None, *, with_collector: bool = True, no_push: bool = False) -> None:
     """Train `policy` until stopped or until `max_steps`, as a single process or as one of the ranks that a launcher started.
 
-    `job`, `policy`: None on a rank other than 0 whose host has no job file. `no_push` leaves the engines alone. Raises
+    `job`, `policy`: None on a rank other than 0 whose host has no job file. `no_push`: push no weights to engines. Raises
     LearnerError if training cannot go on.
     """
     own = None if job is None or policy is None else _check(job, policy)

@@ -36,7 +36,7 @@ from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.hosts.addresses import ListenAddress, check_announced
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import RunMembership, StoredMembership, build_job, number_proxy
-from swarmq.hosts.register import registered
+from swarmq.hosts.register import keep_registered
 from swarmq.keys import HostInvite
 from swarmq.messages import Event, Turn
 from swarmq.proxy.completions.live_sampling import LiveSampling
@@ -123,7 +123,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
                 engine_secret=EngineRegistry(job).secret(),
                 number=number,
                 url=own_url,
-                listed=_listed(ProxyRegistry(job.run_folder.proxies), own_url) if join else None,
+                listed=_keep_listed(ProxyRegistry(job.run_folder.proxies), own_url) if join else None,
                 pages=pages,
             )
 
@@ -153,7 +153,7 @@ async def serve_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
                 engine_secret=invite.engine_secret,
                 number=number_proxy(own_url),
                 url=own_url,
-                listed=registered(broker, invite.run, "proxy", own_url),
+                listed=keep_registered(broker, invite.run, "proxy", own_url),
             )
 
 
@@ -210,7 +210,7 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _listed(proxies: ProxyRegistry, url: str) -> AsyncIterator[str]:
+async def _keep_listed(proxies: ProxyRegistry, url: str) -> AsyncIterator[str]:
     """Keep this proxy in the list of the run folder."""
     proxies.add(url)
     try:

@@ -52,7 +52,7 @@ async def test_a_proxy_that_leaves_serves_on_for_a_while_however_long_nobody_has
     membership = main.Membership(clock=lambda: now)
     server = SimpleNamespace(server_state=SimpleNamespace(tasks=set()), should_exit=False)
     proxies = ProxyRegistry(tmp_path / "proxies.json")
-    listed = main._listed(proxies, "http://h/v1")
+    listed = main._keep_listed(proxies, "http://h/v1")
     staying = asyncio.create_task(main._keep_membership(server, membership, listed, check_s=0.0))
     now = 1000.0
     membership.leaving.set()

@@ -207,7 +207,7 @@ def render_tls_listener(settings: BrokerSettings, *, number: int = 0) -> str:
 
 
 def read_identities(folder: Path) -> list[NodeIdentity]:
-    """Return the identities of the private nodes in `folder`, one or those of a cluster, without those of damaged files."""
+    """Return the identity of the private node in `folder`, or those of a cluster's nodes. Damaged files are left out."""
     found = []
     for path in [folder, *list_node_folders(folder)]:
         with contextlib.suppress(OSError, msgspec.MsgspecError):

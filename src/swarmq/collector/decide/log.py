@@ -73,7 +73,8 @@ class LogReader:
         self.is_complete = bool(position.log)
         """Whether the store contains all valid transactions up to `position`, so that this collector may lead."""
         self.has_begun = bool(position.log)
-        """Whether the log has an entry of a leader. If not, the first claim founds the log, and the claimer's store is its start."""
+        """Whether the log has an entry of a leader. If not, the first claim founds the log, and the history begins with
+        the store of its sender."""
         self.join = ""
         """Id of the open request for a base; "" if there is none. The collector sends a new request after every GAP."""
         self._num_joins = 0

@@ -101,9 +101,9 @@ class EngineProcess:
         tls: TlsFiles | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`host`: address to listen on. `tls`: files for https; the certificate is for `host`. `secret`: secret
-        that callers must send; None: a new random one. `progress`: called with each new stage of the start. `gpus`: GPU numbers;
-        None: all. `environment`: further environment variables for vLLM, such as those of a weight receiver."""
+        """`host`: address to listen on. `tls`: files for https; the certificate is for `host`. `secret`: secret that callers
+        must send; None: a new random secret. `progress`: called with each new stage of the start. `gpus`: GPU numbers; None: all.
+        `environment`: further environment variables for vLLM, such as those of a weight receiver."""
         self.url = format_url("https" if tls else "http", host, port)
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path

@@ -23,7 +23,7 @@ from swarmq.errors import ConfigError, EngineError
 from swarmq.hosts.addresses import ListenAddress, check_announced, resolve, split_address
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import build_job, check_model_files
-from swarmq.hosts.register import registered
+from swarmq.hosts.register import keep_registered
 from swarmq.keys import HostInvite
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.hosts import HostRegistry
@@ -123,7 +123,7 @@ async def serve_extra_engine(
     )
     check_announced(engine.url, is_run_on_this_host=True)
     async with engine:
-        await _serve_listed(engine, _listed(roster, policy, engine.url), policy, job.proxy.probe_every_s, report)
+        await _serve_listed(engine, _keep_listed(roster, policy, engine.url), policy, job.proxy.probe_every_s, report)
 
 
 async def serve_engine_elsewhere(
@@ -178,7 +178,7 @@ async def serve_engine_elsewhere(
             await _check_tokenizer(engine.url, engines[chosen], secret)
             await _serve_listed(
                 engine,
-                registered(broker, invite.run, "engine", url, policy=chosen),
+                keep_registered(broker, invite.run, "engine", url, policy=chosen),
                 chosen,
                 job.proxy.probe_every_s,
                 report,
@@ -239,7 +239,7 @@ def _describe_end(engine: EngineProcess, status: int) -> EngineError:
 
 
 @asynccontextmanager
-async def _listed(roster: EngineRegistry, policy: str, url: str) -> AsyncIterator[str]:
+async def _keep_listed(roster: EngineRegistry, policy: str, url: str) -> AsyncIterator[str]:
     roster.add(policy, url)
     try:
         yield url

@@ -68,8 +68,8 @@ def run_ranks(argv: Sequence[str], num_ranks: int, *, cause_wait_s: float = CAUS
     """Start `num_ranks` ranks with the command `argv`, and wait for all of them. If a rank fails, stop the others and raise
     LearnerError.
 
-    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop. `cause_wait_s`: after a rank's
-    failure, seconds to wait whether another rank turns out to be killed, which may be the cause.
+    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop. `cause_wait_s`: seconds to wait
+    after a rank's failure, because another rank that was killed may be the cause and end a little later.
     """
     ranks = start_ranks(argv, num_ranks)
 

@@ -54,7 +54,7 @@ class WeightFileManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A receiver's answer to a manifest."""
+    """A receiver's answer to a manifest: how much of the file it has."""
 
     missing: list[int]
     """Indices of the chunks that the receiver does not have, ascending."""

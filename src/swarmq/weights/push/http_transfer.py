@@ -46,7 +46,7 @@ NUM_CONNECTIONS = 8
 """Number of connections to one receiver; several, because a connection is idle while it waits for the answer to a chunk."""
 MAX_ENCODED = 2 * NUM_CONNECTIONS
 """Maximum number of encoded chunks to keep for other receivers of the same file."""
-MAX_VAIN_ATTEMPTS = 4
+MAX_STALLED_ATTEMPTS = 4
 """Number of successive attempts without any progress after which a push to an engine fails."""
 RETRY_S = 0.5
 """Seconds before the second attempt; the wait doubles before each further attempt."""
@@ -150,15 +150,15 @@ class Upload:
 
     async def run(self, retry_s: float) -> str:
         """Send the file, and return its path on the receiver's host. Raises EngineError if the receiver cannot be reached, refuses the
-        file, or MAX_VAIN_ATTEMPTS attempts make no progress."""
-        began, vain, fewest_missing = time.perf_counter(), 0, None
+        file, or MAX_STALLED_ATTEMPTS attempts make no progress."""
+        began, num_stalled, fewest_missing = time.perf_counter(), 0, None
         while True:
             try:
                 progress = await self._begin()
                 if progress.path is not None:
                     break
                 if fewest_missing is None or len(progress.missing) < fewest_missing:
-                    vain, fewest_missing = 0, len(progress.missing)
+                    num_stalled, fewest_missing = 0, len(progress.missing)
                 await self._send(progress.missing)
             except ReceiverRefusedError as error:
                 if error.status not in RETRIED_STATUSES:
@@ -170,11 +170,11 @@ class Upload:
                     raise failed from error  # do not retry: other engines wait for this push, and the next push tries again
             else:
                 continue
-            vain += 1
-            if vain >= MAX_VAIN_ATTEMPTS:
+            num_stalled += 1
+            if num_stalled >= MAX_STALLED_ATTEMPTS:
                 raise failed
             log.warning("upload_interrupted", receiver=self._receiver, reason=str(failed))
-            await asyncio.sleep(retry_s * 2 ** (vain - 1))
+            await asyncio.sleep(retry_s * 2 ** (num_stalled - 1))
         log.info(
             "weights_sent",
             receiver=self._receiver,

@@ -58,7 +58,7 @@ class WeightFile:
 
 
 class WeightStore:
-    """All files of a receiver. Methods may be called from several threads."""
+    """All weight files of a receiver. Its methods may be called from several threads."""
 
     def __init__(
         self, parent: Path = scratch.SHARED_MEMORY, has_room: Callable[[Path, int], bool] = scratch.has_room
@@ -75,7 +75,7 @@ class WeightStore:
 
     def begin(self, manifest: WeightFileManifest) -> Progress:
         """Begin to receive a file, or continue, and return what is missing. Another file that is incomplete is deleted. Raises
-        UploadRefusedError for an invalid manifest, without the base, or without room."""
+        UploadRefusedError if the manifest is invalid, the base is missing, or memory is short."""
         if manifest.word_bytes not in (2, 4):
             raise UploadRefusedError(f"word_bytes: must be 2 or 4 (got {manifest.word_bytes})", status=400)
         if not 0 < manifest.chunk_bytes <= CHUNK_BYTES:
@@ -95,7 +95,7 @@ class WeightStore:
 
     def write(self, name: str, index: int, encoded: bytes, base: str | None) -> None:
         """Decode, check and store chunk `index` of the file `name`. `base`: name of the file from which it differs. Raises
-        UploadRefusedError for a damaged chunk, without the base, or if the file is not being received."""
+        UploadRefusedError if the chunk is damaged, the base is missing, or the file is not being received."""
         with self._lock:
             upload = self._upload
             if upload is None or upload.name != name or index not in range(len(upload.manifest.digests)):
