@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def attempt(ep):
     return len(asked.choices[0].message.content or "") % 7 / 7
 
 
+def work(invite: str, spool: Path) -> None:
+    """Attempt tasks for as long as the process lives."""
+    with SwarmClient(invite, spool=spool) as client:
+        while True:
+            tasks = [{"id": f"{time.time_ns()}-{number}"} for number in range(4)]
+            client.run_episodes_until_all_complete(tasks, attempt, concurrency=8, progress=False)
+
+
 class Batch:
     """A submitted job."""
 
@@ -96,11 +105,17 @@ class Batch:
         return max((record.index.version for record in read_records(self.run.batch_log("main"))), default=0)
 
     def train(self, until: int) -> None:
-        """Attempt tasks until the batch log has this step."""
-        with SwarmClient(self.invite(), spool=self.slurm.folder / "spool") as client:
-            while self.step() < until:
-                tasks = [{"id": f"{time.time_ns()}-{number}"} for number in range(4)]
-                client.run_episodes_until_all_complete(tasks, attempt, concurrency=8, progress=False)
+        """Attempt tasks until the batch log has this step. The client is killed then, because it would wait for a run that has ended."""
+        client = multiprocessing.get_context("spawn").Process(
+            target=work, args=(self.invite(), self.slurm.folder / "spool"), daemon=True
+        )
+        client.start()
+        try:
+            self.wait(f"step {until}", lambda: self.step() >= until or not client.is_alive())
+            assert self.step() >= until, "the client ended"
+        finally:
+            client.kill()
+            client.join()
 
 
 def test_a_run_on_slurm_goes_on_from_its_checkpoint_when_its_first_node_is_lost(tmp_path: Path) -> None:
