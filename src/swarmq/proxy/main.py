@@ -34,7 +34,7 @@ from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.hosts.addresses import ListenAddress, check_announced
-from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
+from swarmq.hosts.follow import FollowedMembership, choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import RunMembership, StoredMembership, build_job, number_proxy
 from swarmq.hosts.register import keep_registered
 from swarmq.keys import HostInvite
@@ -43,7 +43,7 @@ from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app, follow
 from swarmq.proxy.http.connection_limits import ConnectionLimits, max_connections
-from swarmq.registries.engines import EngineRegistry
+from swarmq.registries.engines import EngineRegistry, Urls
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime import logs
 from swarmq.runtime.processes import listen, raise_file_limit
@@ -135,13 +135,7 @@ async def serve_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
         own_url = place.announce(host, port, "/v1")
         check_announced(own_url, is_run_on_this_host=is_run_on_this_host(invite))
         async with join_run(invite, name=f"swarmq proxy {invite.host} {invite.run}") as (broker, known):
-            engines = known.urls()
-            for policy, urls in engines.items():
-                if not urls:
-                    raise ConfigError(
-                        f"policy {policy} has no engine that this host can reach: {', '.join(known.members.engines[policy])} is the loopback "
-                        "of the run's host. Start one that other hosts reach (`swarmq engine start` with --join, or with --host on the run's host)"
-                    )
+            engines = await _wait_for_engines(known)
             own = {"host": host, "port": port, **(msgspec.to_builtins(place.tls) if place.tls else {})}
             await _serve(
                 build_job(known.members, engines=engines, proxy=own),
@@ -155,6 +149,26 @@ async def serve_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
                 url=own_url,
                 listed=keep_registered(broker, invite.run, "proxy", own_url),
             )
+
+
+async def _wait_for_engines(known: FollowedMembership, *, check_s: float = CHECK_S) -> Urls:
+    """Return the engines of the run once every policy has one that this host can reach."""
+    waits_for: dict[str, tuple[str, ...]] = {}
+    while lacking := {policy: known.members.engines[policy] for policy, urls in known.urls().items() if not urls}:
+        if lacking != waits_for:
+            waits_for = lacking
+            for policy, urls in lacking.items():
+                log.warning(
+                    "waiting_for_engine",
+                    policy=policy,
+                    engines=urls,
+                    reason="this host can reach none of them: they are on the loopback of the run's host"
+                    if urls
+                    else "there is none",
+                    action="start one that other hosts reach: `swarmq engine start` with --join, or with --host on the run's host",
+                )
+        await asyncio.sleep(check_s)
+    return known.urls()
 
 
 async def _serve(

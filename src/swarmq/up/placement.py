@@ -18,13 +18,11 @@ import msgspec
 
 from swarmq.config import Policy, Train
 from swarmq.engine.server.gpus import GpuCapacity
-from swarmq.engine.server.launch import DEFAULT_CONTEXT
+from swarmq.engine.server.launch import DEFAULT_CONTEXT, ENGINE_ALONE_SHARE
 from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError
 from swarmq.learner.memory.estimate import GIB, HEADROOM, ModelShape, learner_bytes, state_bytes, suggest_less
 
-ENGINE_ALONE_SHARE = 0.9
-"""Fraction of a GPU's memory for an engine without a learner beside it."""
 ENGINE_BESIDE_LEARNER_SHARE = 0.45
 """Fraction of a GPU's memory for an engine beside a learner, if that much is free."""
 ENGINE_OVERHEAD_BYTES = 4 * GIB

@@ -40,6 +40,8 @@ __all__ = ["EngineProcess", "check_arguments", "check_model"]
 HOST = "127.0.0.1"
 DEFAULT_GPU_SHARE = 0.45
 """Default fraction of a GPU's memory for an engine."""
+ENGINE_ALONE_SHARE = 0.9
+"""Fraction of a GPU's memory for an engine on a GPU without a learner."""
 DEFAULT_CONTEXT = 4096
 """Default context length in tokens."""
 POLL_S = 0.2

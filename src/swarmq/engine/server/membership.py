@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.config import RunFolder, SwarmJob, make_folder
+from swarmq.config import Policy, RunFolder, SwarmJob, make_folder
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
-from swarmq.engine.server.launch import EngineProcess
+from swarmq.engine.server.launch import ENGINE_ALONE_SHARE, EngineProcess
 from swarmq.errors import ConfigError, EngineError
 from swarmq.hosts.addresses import ListenAddress, check_announced, resolve, split_address
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
@@ -126,6 +126,13 @@ async def serve_extra_engine(
         await _serve_listed(engine, _keep_listed(roster, policy, engine.url), policy, job.proxy.probe_every_s, report)
 
 
+def _with_whole_gpus(policy: Policy) -> Policy:
+    """Return the policy with the share of GPU memory for an engine without a learner beside it, unless the job sets a share."""
+    engine = policy.engine
+    share = engine.gpu_memory_utilization or ENGINE_ALONE_SHARE
+    return msgspec.structs.replace(policy, engine=msgspec.structs.replace(engine, gpu_memory_utilization=share))
+
+
 async def serve_engine_elsewhere(
     invite: HostInvite,
     place: ListenAddress,
@@ -164,7 +171,7 @@ async def serve_engine_elsewhere(
                 )
             )
             engine = EngineProcess(
-                job.policies[chosen],
+                _with_whole_gpus(job.policies[chosen]),
                 host=host,
                 port=port,
                 log_path=folder / "engine.log",

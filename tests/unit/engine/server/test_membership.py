@@ -1,9 +1,16 @@
 """Engines of a run that is up, added and removed by hand."""
 
+import msgspec
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.engine.server.membership import add_engine, find_unprotected_engines, list_engines, remove_engine
+from swarmq.engine.server.membership import (
+    _with_whole_gpus,
+    add_engine,
+    find_unprotected_engines,
+    list_engines,
+    remove_engine,
+)
 from swarmq.errors import ConfigError, EngineError
 from swarmq.registries.engines import EngineRegistry
 from swarmq.weights.push.engine_control import EngineControl
@@ -106,3 +113,10 @@ def test_runs_may_share_engines_by_a_secret_of_the_user_s(job, monkeypatch):
     assert own == EngineRegistry(job).secret()
     monkeypatch.setenv("SWARMQ_ENGINE_SECRET", "shared")
     assert EngineRegistry(job).secret() == "shared" != own
+
+
+def test_an_engine_of_another_host_takes_the_whole_gpu_unless_the_job_sets_a_share(job):
+    policy = job.policies["main"]
+    assert _with_whole_gpus(policy).engine.gpu_memory_utilization == 0.9
+    engine = msgspec.structs.replace(policy.engine, gpu_memory_utilization=0.3)
+    assert _with_whole_gpus(msgspec.structs.replace(policy, engine=engine)).engine == engine
