@@ -29,7 +29,7 @@ class Told:
     def __init__(self) -> None:
         self.messages: list[ToIO] = []
 
-    def tell(self, message: ToIO) -> None:
+    def send(self, message: ToIO) -> None:
         self.messages.append(message)
 
 
