@@ -1,5 +1,5 @@
-"""Checks of the messages that invited clients and hosts send: that a client begins and ends only its own episodes and returns only
-its own tasks. A host runs proxies, which record turns of all clients, so only its run is checked.
+"""Checks of the messages that invited clients and hosts send: that a client begins and ends only its own episodes, and returns
+tasks but adds none. A host runs proxies, which record turns of all clients, so only its run is checked.
 
 RabbitMQ verifies the sender (`topology.CLIENTS`). A client may write anything into the content, so every consumer compares it with
 the sender before using the message. That a returned task was really fed is proved by its seal (keys.py), which the collector

@@ -45,7 +45,7 @@ class BrokerOutage:
         self._since = 0.0
 
     def begin(self, link: BrokerLink, event: str, *, connection: str, reason: str) -> None:
-        """Record that a link is down. Log it if all other links are up, or if it is the first that reaches no node of its cluster."""
+        """Record that a link is down. Log the first `event` of an outage; for a cluster, the first of each name."""
         if not self._down:
             self._logged.clear()
             self._since, self._most = time.monotonic(), 0

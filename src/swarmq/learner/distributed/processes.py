@@ -69,7 +69,7 @@ def run_ranks(argv: Sequence[str], num_ranks: int, *, cause_wait_s: float = CAUS
     LearnerError.
 
     SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all ranks stop. `cause_wait_s`: seconds to wait
-    after a rank's failure, because another rank that was killed may be the cause and end a little later.
+    after a rank's failure, because another rank that was killed may be the cause, and its end be noticed a little later.
     """
     ranks = start_ranks(argv, num_ranks)
 
