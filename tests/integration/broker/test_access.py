@@ -216,7 +216,7 @@ async def test_a_clients_connections_are_limited(world):
 
 async def test_a_management_api_that_is_not_there_invites_nobody(world):
     async with world() as w:
-        w.management = msgspec.structs.replace(w.management, url=f"http://127.0.0.1:{reserve_port()}")
+        w.management = msgspec.structs.replace(w.management, urls=(f"http://127.0.0.1:{reserve_port()}",))
         with pytest.raises(BrokerError, match="--management"):
             w.invite("alice")
         assert not w.folder.clients.exists()

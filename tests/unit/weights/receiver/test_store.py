@@ -98,7 +98,7 @@ def test_another_file_takes_the_place_of_one_of_which_a_part_has_arrived(store, 
     store.write(late.name, 0, encode_chunk(late.get_chunk(data, 0), None, 2), None)
     send(store, other)
     assert len(list(tmp_path.glob("*/*"))) == 1, "the part is gone"
-    with pytest.raises(UploadRefusedError, match="another learner sends other weights") as caught:
+    with pytest.raises(UploadRefusedError, match="is another learner sending other weights") as caught:
         store.write(late.name, 1, encode_chunk(late.get_chunk(data, 1), None, 2), None)
     assert caught.value.status == 410
 
