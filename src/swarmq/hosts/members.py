@@ -92,6 +92,15 @@ class StoredMembership:
         models = {name: describe_model(Path(policy.model)) for name, policy in self._job.policies.items()}
         return {name: model for name, model in models.items() if model}
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        tree: dict[str, Any] = msgspec.to_builtins(self._job)
+        for key in ("broker", "folder"):
+            tree.pop(key)
+        for key in OF_ITS_HOST:
+            tree["proxy"].pop(key)
+        return tree
+
     @property
     def resumed_at(self) -> dict[str, int]:
         return {name: self._job.run_folder.newest_checkpoint(name) for name in self._job.trained}
@@ -109,19 +118,10 @@ class StoredMembership:
             proxies=self.proxies(),
             revoked=tuple(sorted(read_revoked(self._job.run_folder.clients))),
             resumed_at=self.resumed_at,
-            settings=_shared_settings(self._job),
+            settings=self._settings,
             models=self._models,
             swarmq=__version__,
         )
-
-
-def _shared_settings(job: SwarmJob) -> dict[str, Any]:
-    tree: dict[str, Any] = msgspec.to_builtins(job)
-    for key in ("broker", "folder"):
-        tree.pop(key)
-    for key in OF_ITS_HOST:
-        tree["proxy"].pop(key)
-    return tree
 
 
 def build_job(members: Members, *, engines: Urls, proxy: Mapping[str, Any]) -> SwarmJob:

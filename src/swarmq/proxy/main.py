@@ -53,7 +53,7 @@ KEEP_S = 30
 LEAVE_S = 30.0
 """Seconds without any call after which a leaving proxy drains, because episodes that began at a proxy stay with it."""
 CHECK_S = 0.5
-"""Seconds between two checks whether a leaving proxy still has calls."""
+"""Seconds between two checks whether a leaving proxy has calls, or a joining one engines."""
 BACKLOG = 2048
 YOUNG_OBJECTS = 10_000
 """Number of allocations between two young garbage collections; a stream's events are freed before and never scanned."""
