@@ -277,6 +277,33 @@ async def test_streams_pass_as_they_come(world):
         assert [call.is_answered for call in relay.calls] == [True]
 
 
+FRAMES = {
+    "length": b"content-length: 2\r\n\r\n{}",
+    "chunks": b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+async def test_an_answer_is_whole_before_the_proxy_closes_its_connection(world, frame):
+    async def answer_and_stay(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nx-swarmq-call-id: c1\r\n" + FRAMES[frame])
+        await reader.read()
+        writer.close()
+
+    proxy = await asyncio.start_server(answer_and_stay, "127.0.0.1", 0)
+    async with world() as swarm, proxy, swarm.client.episode({"id": "a"}) as ep:
+        ep._record.base_url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}/v1"
+        async with (
+            EpisodeRelay.open(ep, any_key=True) as relay,
+            aiohttp.ClientSession() as http,
+            http.post(f"{relay.base_url}/chat/completions") as answer,
+        ):
+            assert await answer.read() == b"{}"
+        assert [(call.is_answered, call.agent_left) for call in relay.calls] == [(True, False)]
+        await ep.end(1.0)
+
+
 async def test_an_agent_that_leaves_ends_the_sampling(world):
     async with world() as swarm:
         plain_say = swarm.engine.say

@@ -215,7 +215,7 @@ class EpisodeRelay:
         )
         try:
             writer.write(_format_head(status_line, [*kept, ("connection", "close")]))
-            while chunk := await reader.read(READ_BYTES):
+            while not body.has_ended and (chunk := await reader.read(READ_BYTES)):
                 writer.write(chunk)
                 await writer.drain()
                 content = body.take(chunk)
@@ -249,8 +249,14 @@ class _Body:
         self._is_last = False
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the framing says that nothing follows. The end of the connection may come later than the agent's own."""
+        return self._is_last if self._chunked else self._left == 0
+
+    @property
     def is_whole(self) -> bool:
-        return self._is_last if self._chunked else not self._left
+        """Whether the connection may end here: without any framing, its end is the body's."""
+        return self.has_ended or (self._left is None and not self._chunked)
 
     def take(self, data: bytes) -> bytes:
         if not self._chunked:

@@ -154,7 +154,7 @@ async def test_tasks_of_the_queue_are_attempted_until_ctrl_c(far):
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-    assert [end.rewards for end in ends] == [{"main": 1.0}] * 3, ends[0].reason
+    assert [end.rewards for end in ends] == [{"main": 1.0}] * 3, [end.reason for end in ends]
     assert b"3 episodes finished" in output
 
 
