@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any, NamedTuple, Self
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class Look(NamedTuple):
@@ -60,7 +60,7 @@ class GpuWatch:
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlInit()
                 gpus = [nvml.nvmlDeviceGetHandleByIndex(n) for n in visible(nvml.nvmlDeviceGetCount())]
-                while not self._stop.wait(LOOK_S):
+                while not self._stop.wait(POLL_S):
                     for number, gpu in enumerate(gpus):
                         busy = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
                         self.looks.append(Look(time.time(), busy, nvml.nvmlDeviceGetMemoryInfo(gpu).used, number))

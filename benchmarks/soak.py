@@ -43,7 +43,7 @@ from swarmq.runtime.processes import die_with_parent, find_free_port, stop_group
 
 RUN, POLICY = "soak", "main"
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
-LOOK_S = 2.0
+POLL_S = 2.0
 READ_S = 300.0
 STALL_S = 600.0
 """Fewer episodes than a step's may be left when clients have no more tasks."""
@@ -99,7 +99,7 @@ async def _watch(broker: AmqpBroker, processes: dict[str, asyncio.subprocess.Pro
                 event = await anext(event async for event in events if event.name == "state")
             if event.source == "proxy.0":
                 seen.proxy = event.fields
-            if event.source != "collector" or time.monotonic() - looked < LOOK_S:
+            if event.source != "collector" or time.monotonic() - looked < POLL_S:
                 continue
             looked = time.monotonic()
             if trained != (trained := event.fields["trained"]):

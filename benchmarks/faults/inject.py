@@ -49,7 +49,7 @@ AIM_S = 12.0
 RECENT_TASKS = 120
 TRY_S = 120.0
 """How long a fault looks for something to hit: its target may be starting, on a busy machine."""
-LOOK_S = 0.0002
+POLL_S = 0.0002
 SHARED_MEMORY = Path("/dev/shm")
 BLOCK_BYTES = 4096
 WORST_CLOCK_S = 2 * 3600.0
@@ -157,7 +157,7 @@ class Nemesis:
                     time.sleep(delay_s)
                     kill()
                     return True
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             return False
 
         return await asyncio.to_thread(watch)

@@ -53,7 +53,7 @@ SPARE_TASKS = 40
 RESTART_S = 0.3
 REFUSAL_S, REFUSALS = 1.0, 3
 """How often, and how many times in a row, a living engine may refuse a connection."""
-LOOK_S = 0.2
+POLL_S = 0.2
 STALL_S = 0.5
 """Shorter ones are the usual pace."""
 DISK_BYTES = 128 << 20
@@ -374,7 +374,7 @@ class World:
                         self.fed.append(task)
                     number += 1
                     depth += GROUP_SIZE
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _look(self) -> None:
         """Progress is a line in a client's ledger or a byte in the batch log."""
@@ -387,7 +387,7 @@ class World:
                     self.stalls.add(Stall(time.time() - seconds, seconds))
                 self._seen, self.moved_at = sizes, now
                 self.moves += 1
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     @property
     def still_s(self) -> float:

@@ -398,7 +398,7 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
 class LogEntry(Record, frozen=True, kw_only=True, tag="log"):
     """collector -> log: an entry of the log that all collectors of a run with standbys read (collector/decide/log.py)."""
 
-    what: Literal["claim", "transaction", "join", "base"]
+    what: Literal["claim", "transaction", "join", "copy"]
     log: str = ""
     """Id of the log, chosen by the sender of its first claim; empty for `join`."""
     term: int = 0
@@ -406,14 +406,14 @@ class LogEntry(Record, frozen=True, kw_only=True, tag="log"):
     sender: str = ""
     """Id of the collector's process, for `claim` and `join`."""
     number: int = 0
-    """Number of the transaction, or of the last transaction in the base."""
+    """Number of the transaction, or of the last transaction in the copy."""
     part: int = 0
     num_parts: int = 1
     """Number of entries among which the body is divided."""
     join: str = ""
-    """Id of the request for a base, in `join` and `base`."""
+    """Id of the request for a copy of the store, in `join` and in the `copy` that answers it."""
     body: bytes = b""
-    """This entry's part of the transaction's rows (`store.encode_rows`) or of the base, a SQLite file."""
+    """This entry's part of the transaction's rows (`store.encode_rows`) or of the copy, an SQLite file."""
 
 
 EventName = Literal[

@@ -318,7 +318,7 @@ async def test_an_answer_that_cannot_be_trained_is_refused_for_good_and_counted(
 
 async def test_an_engine_with_unusable_answers_is_told_of_and_asked_last(stages):
     async with (
-        stages(engines=2, engine_timings=PoolTimings(wait_s=0.0, shun_s=1e9)) as stage,
+        stages(engines=2, engine_timings=PoolTimings(wait_s=0.0, avoid_s=1e9)) as stage,
         stage.broker.events("r") as heard,
     ):
         broken, sound = stage.engines

@@ -15,7 +15,7 @@ import sys
 from swarmq.collector.main import run
 from swarmq.collector.standby import StandbyIntervals
 from swarmq.config import SwarmJob
-run(SwarmJob.load(sys.argv[1]), standby=StandbyIntervals(look_s=0.2, grace_s=1.0))
+run(SwarmJob.load(sys.argv[1]), standby=StandbyIntervals(check_s=0.2, grace_s=1.0))
 """
 
 

@@ -241,10 +241,10 @@ class AmqpBroker:
         await self._until_done(declare)
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
-        async def look(session: Session) -> dict[str, Depth]:
+        async def read(session: Session) -> dict[str, Depth]:
             return await session.call(read_depths(session.connection, queues))
 
-        return await self._until_done(look)
+        return await self._until_done(read)
 
     async def delete_if_dead(self, queue: str) -> bool:
         async def delete(session: Session) -> bool:

@@ -66,7 +66,7 @@ STREAM_OFFSET = "x-stream-offset"
 """Consumer argument: offset from which to read a stream. Also the header with the offset of a delivered entry."""
 
 LOG_BYTES = 2 * 1024**3
-"""Size of the log in bytes beyond which its oldest segment is deleted. A standby that lags by more requests a base."""
+"""Size of the log in bytes beyond which its oldest segment is deleted. A standby that lags by more requests a copy of the store."""
 LOG_SEGMENT_BYTES = 128 * 1024**2
 
 EVENT_BACKLOG = 10_000

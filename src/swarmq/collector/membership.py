@@ -1,7 +1,7 @@
 """The collector publishes the content of the run folder's registries, and edits the registries for engines and proxies on other hosts.
 
-registries ──look, every LOOK_S──> changed, requested, or REPEAT_S old? ──> `members` event
-Registration ──> host invited? part reachable from here? ──> registry edited ──> `registration` event
+registry files ──every POLL_S──> changed, requested, or REPEAT_S old? ──> `members` event
+Registration ──> host invited? URL reachable from here? ──> registry edited ──> `registration` event
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError
 from swarmq.hosts.addresses import split_address
-from swarmq.hosts.members import Members, StoredMembership, number_proxy
+from swarmq.hosts.members import StoredMembership, number_proxy
 from swarmq.messages import Event, EventName, Registration
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.hosts import HostRegistry, check_joinable, read_hosts
 from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.files import FileStamp, read_stamp
 
-LOOK_S = 0.5
+POLL_S = 0.5
+"""Seconds between two checks whether a registry file has changed."""
 REPEAT_S = 5.0
+"""Seconds after which an unchanged membership is published again, for listeners that missed an event."""
 CONNECT_S = 5.0
 SILENT_S = 30.0
 """Seconds without an event after which a proxy on another host counts as lost; proxies emit one every two seconds."""
@@ -49,13 +52,13 @@ class MembershipKeeper:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        look_s: float = LOOK_S,
+        poll_s: float = POLL_S,
         repeat_s: float = REPEAT_S,
         connect_s: float = CONNECT_S,
         silent_s: float = SILENT_S,
     ) -> None:
         self._job, self._folder, self._broker, self._clock = job, job.run_folder, broker, clock
-        self._look_s, self._repeat_s, self._connect_s, self._silent_s = look_s, repeat_s, connect_s, silent_s
+        self._poll_s, self._repeat_s, self._connect_s, self._silent_s = poll_s, repeat_s, connect_s, silent_s
         self._monotonic = monotonic
         self._last_event_at: dict[str, float] = {}
         """Source of events -> monotonic time of its last event, in seconds."""
@@ -89,14 +92,14 @@ class MembershipKeeper:
             tasks.create_task(self._watch_proxies())
             tasks.create_task(self._restore_engines())
             applying: dict[str, tuple[str, asyncio.Task[None]]] = {}
-            """URL of a part -> id of its newest registration, and the task that applies it."""
+            """URL of an engine or proxy -> id of its newest registration, and the task that applies it."""
             while True:
                 registration, host = await self._arrived.get()
                 prior_id, prior = applying.get(registration.url, ("", None))
                 if prior and not prior.done():
                     if prior_id == registration.registration_id:
                         continue
-                    prior.cancel()  # the newest registration of a part decides
+                    prior.cancel()  # the newest registration of a URL decides
                     await asyncio.wait({prior})
                 applying[registration.url] = (
                     registration.registration_id,
@@ -105,24 +108,24 @@ class MembershipKeeper:
 
     async def _publish(self) -> None:
         membership = StoredMembership(self._job)
-        published: Members | None = None
+        published: list[FileStamp] = []
         due_at = 0.0
         while True:
             self._wake.clear()
-            try:
-                present = membership.read()
-            except SwarmqError as error:
-                log.warning("members_unreadable", reason=str(error))
-                await asyncio.sleep(self._repeat_s)
-                continue
-            now = asyncio.get_running_loop().time()
-            if self._asks or present != published or now >= due_at:
+            now, stamps = asyncio.get_running_loop().time(), [read_stamp(path) for path in self._folder.registries]
+            if self._asks or stamps != published or now >= due_at:
+                try:
+                    present = membership.read()
+                except SwarmqError as error:
+                    log.warning("members_unreadable", reason=str(error))
+                    await asyncio.sleep(self._repeat_s)
+                    continue
                 asks = tuple(self._asks)
                 if await self._emit("members", msgspec.to_builtins(present) | {"answers": asks}):
-                    published, due_at = present, now + self._repeat_s
+                    published, due_at = stamps, now + self._repeat_s
                     del self._asks[: len(asks)]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._look_s):
+                async with asyncio.timeout(self._poll_s):
                     await self._wake.wait()
 
     async def _watch_proxies(self) -> None:

@@ -56,7 +56,7 @@ class StandstillWatch:
         self._since: dict[Hashable, tuple[float, float]] = {}
         """Standstill -> (time when it was first seen, time of its last warning)."""
 
-    def look(self, core: Core, now: float) -> list[str]:
+    def find_warnings(self, core: Core, now: float) -> list[str]:
         """Return a warning for everything that has stood still for PATIENCE_S, at most one every PATIENCE_S."""
         present = {}
         lines = []
@@ -85,7 +85,7 @@ class NoTurnsWarnings:
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
 
-    def look(self, episode: Mapping[str, Any], now: float) -> str | None:
+    def check(self, episode: Mapping[str, Any], now: float) -> str | None:
         """Return a warning about an `episode` event, given its fields, or None. There is at most one warning every
         PATIENCE_S."""
         if episode["reason"] != "no_turns":

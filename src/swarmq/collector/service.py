@@ -2,7 +2,7 @@
 
   in ──batch──> intake ──┐                                      ┌──> emit, dead-letter
   timer ──1 s──> tick ───┼──> decide: core in one transaction ──┼──> acknowledge `in`
-  depths ──5 s──> look ──┤                                      │
+  depths ──5 s──> check ─┤                                      │
   confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
      ^─────────────────────────────────────────────────────────────────────────────┘
   returned ──> give_back: sealed? ──> tasks.again, eval
@@ -94,8 +94,8 @@ class CollectorIntervals(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals and time limits of a collector."""
 
     tick_s: float = 1.0
-    """Seconds between two looks for deadlines that have passed."""
-    look_s: float = 5.0
+    """Seconds between two checks for deadlines that have passed."""
+    check_s: float = 5.0
     """Seconds between two checks of the queues."""
     state_s: float = 2.0
     """Seconds between two `state` events."""
@@ -124,7 +124,7 @@ class TransactionLog(Protocol):
         ...
 
     async def answer_joins(self) -> None:
-        """Append a base for every standby that has requested one."""
+        """Append a copy of the store for every standby that has requested one."""
 
 
 class Collector:
@@ -246,7 +246,7 @@ class Collector:
             raise
         except Exception as error:
             if len(batch) == 1:
-                log.exception("piece_broke_the_collector", key=batch[0].key)
+                log.exception("message_broke_the_collector", key=batch[0].key)
                 return await self._give_up(batch[0], f"the collector failed on it: {error!r}")
         return [refusal for delivery in batch for refusal in await self._take([delivery])]
 
@@ -341,10 +341,10 @@ class Collector:
 
     async def _watch_queues(self) -> None:
         while True:
-            await asyncio.sleep(self._intervals.look_s)
-            await self._look()
+            await asyncio.sleep(self._intervals.check_s)
+            await self._check_queues()
 
-    async def _look(self) -> None:
+    async def _check_queues(self) -> None:
         """Detect queues that were deleted or emptied."""
         depths = await self._restore()
         if not self._outgoing and not depths[topology.inbox(self.job.run)].ready:
@@ -376,7 +376,7 @@ class Collector:
             await self._emit_event("state", self.read_state())
             for text in self._transcripts.warnings() if self._transcripts else ():
                 await self._emit_event("warning", {"text": f"collector: {text}"})
-            for line in watch.look(core, self._clock()):
+            for line in watch.find_warnings(core, self._clock()):
                 log.warning("no_progress", reason=line)
                 await self._emit_event("warning", {"text": line, "kind": "stall"})
 
@@ -512,7 +512,7 @@ class Collector:
         while self._events:
             emit = self._events.popleft()
             await self._emit_event(emit.name, emit.fields)
-            if emit.name == "episode" and (line := self._no_turns.look(emit.fields, self._clock())):
+            if emit.name == "episode" and (line := self._no_turns.check(emit.fields, self._clock())):
                 log.warning("no_turns", reason=line)
                 await self._emit_event("warning", {"text": line})
 

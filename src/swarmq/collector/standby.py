@@ -1,7 +1,7 @@
 """A collector's access to the log of a run with standby collectors: it follows the log, takes over, and appends. `decide/log.py` has
 the rules.
 
-  log ──> _read ──read──> APPLY, REBASE ──> store           (while standing by)
+  log ──> _read ──read──> APPLY, REPLACE ──> store          (while standing by)
                      ├──> CONFIRMED ──> `append` returns    (while leading)
                      └──> LOST ──> `append` raises FencedError; reading waits for `release`
   inbox without a consumer ──> claim ──> WON ──> `lead` returns
@@ -41,9 +41,9 @@ log = structlog.get_logger()
 class StandbyIntervals(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals and time limits of a standby."""
 
-    look_s: float = 1.0
+    check_s: float = 1.0
     """Seconds between two checks for a leader."""
-    num_looks: int = 7
+    num_checks: int = 7
     """Number of successive checks that must find no leader before a takeover, which gives a leader time to restart or reconnect. The
     last leader, or a collector that founds the log, needs only one."""
     grace_s: float = 5.0
@@ -69,7 +69,7 @@ class StreamBroker(Protocol):
 
 
 class StandbyLog:
-    """The log as one collector reads and appends to it."""
+    """One collector's access to the log: reads all entries, and appends its own."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StandbyLog:
         self._appended: asyncio.Future[LogPosition] | None = None
         self._join_requests: list[str] = []
         self._free = asyncio.Event()
-        """Set while no collector uses the store."""
+        """Set while no leading `Collector` writes to the store."""
         self._free.set()
 
     @classmethod
@@ -164,29 +164,29 @@ class StandbyLog:
             self._appended = None
 
     async def answer_joins(self) -> None:
-        """Append a base for every standby that has requested one. No transaction may be open."""
+        """Append a copy of the store for every standby that has requested one. No transaction may be open."""
         while self._join_requests:
             position = self._reader.position
             log.info("standby_joins", transactions=position.number)
-            base = LogEntry(
+            copy = LogEntry(
                 run=self._run,
-                what="base",
+                what="copy",
                 log=position.log,
                 term=position.term,
                 number=position.number,
                 join=self._join_requests[0],
                 body=self._store.dump(),
             )
-            await self._publish(base)
+            await self._publish(copy)
             self._join_requests.pop(0)
 
     # ------------------------------------------------------------------------------------------- taking over
 
     async def _wait_until_leaderless(self) -> None:
-        """Wait until the inbox has had no consumer in `num_looks` successive checks, and this collector may lead."""
+        """Wait until the inbox has had no consumer in `num_checks` successive checks, and this collector may lead."""
         inbox, intervals, reader, num = topology.inbox(self._run), self._intervals, self._reader, 0
-        while num < (1 if reader.position.led or not reader.has_begun else intervals.num_looks):
-            await asyncio.sleep(intervals.look_s)
+        while num < (1 if reader.position.led or not reader.has_begun else intervals.num_checks):
+            await asyncio.sleep(intervals.check_s)
             depth = (await self._broker.depths([inbox])).get(inbox, Depth(0, 0))
             may_lead = reader.is_complete or not reader.has_begun
             is_new = asyncio.get_running_loop().time() - self._claimed_at < intervals.grace_s
@@ -257,11 +257,11 @@ class StandbyLog:
                 self._join_requests.append(entry.join)
             case ReadResult.APPLY:
                 await self._retry_write(lambda: self._apply(reader.body))
-            case ReadResult.REBASE:
-                await self._retry_write(lambda: self._rebase(reader.body))
+            case ReadResult.REPLACE:
+                await self._retry_write(lambda: self._replace(reader.body))
                 log.info("joined", transactions=reader.position.number)
             case ReadResult.GAP:
-                log.info("asks_for_a_base", reason="this collector's store lacks a part of the history")
+                log.info("store_copy_requested", reason="this collector's store lacks a part of the history")
                 await self._publish(LogEntry(run=self._run, what="join", sender=reader.me, join=reader.join))
             case ReadResult.FOREIGN:
                 raise CollectorError(
@@ -319,7 +319,7 @@ class StandbyLog:
         if self._transcripts and closed:
             self._transcripts.offer(closed)
 
-    def _rebase(self, body: bytes) -> None:
+    def _replace(self, body: bytes) -> None:
         before = self._read_files()
         self._store.replace(body)
         self._save_position()

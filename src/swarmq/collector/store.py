@@ -4,7 +4,7 @@
 and both are deduplicated. Tables: `episodes` (one small row each, kept forever: the ledger), `turns` (large; turns and delivery
 reports, deleted when the episode is settled), `slots` (winners), `given_up` (slots of open groups without further attempts),
 `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (those not used yet), `credit`,
-`versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `telling` (learners without the
+`versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `unsent_control` (learners without the
 newest control state), `files` (registries), `eval_tasks` and `eval_slots` (the current evaluation round), `evaluations` (results
 that learners' queues do not have yet).
 
@@ -91,7 +91,7 @@ CREATE TABLE credit (
 ) WITHOUT ROWID;
 CREATE TABLE control (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB NOT NULL);
 CREATE TABLE replies (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE telling (policy TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE unsent_control (policy TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE eval_tasks (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, repeats INTEGER NOT NULL, payload BLOB NOT NULL
 ) WITHOUT ROWID;
@@ -121,6 +121,8 @@ FILES = "CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, body BLOB NOT 
 """Registries of the run folder, in a run with standby collectors."""
 EPISODE_ENDED_AT = "ALTER TABLE episodes ADD COLUMN ended_at REAL NOT NULL DEFAULT 0"
 """Migration of schema-2 stores that an earlier version made without this column."""
+UNSENT_CONTROL = "ALTER TABLE telling RENAME TO unsent_control"
+"""Migration of stores from before 0.1.0."""
 
 PARTS = "SELECT begin, end, began_at, ended_at FROM episodes WHERE id = ?"
 TURNS = "SELECT body FROM turns WHERE episode = ? ORDER BY seq"
@@ -166,8 +168,8 @@ SQL: dict[type[do.Effect], str] = {
     do.EvaluationSent: "DELETE FROM evaluations WHERE policy = :policy AND began_at = :began_at",
     do.SaveControl: "INSERT OR REPLACE INTO control VALUES (1, :body)",
     do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (:command_id, :body)",
-    do.SendControl: "INSERT OR REPLACE INTO telling VALUES (:policy, :number)",
-    do.ControlSent: "DELETE FROM telling WHERE policy = :policy AND number <= :number",
+    do.SendControl: "INSERT OR REPLACE INTO unsent_control VALUES (:policy, :number)",
+    do.ControlSent: "DELETE FROM unsent_control WHERE policy = :policy AND number <= :number",
     do.SaveFile: "INSERT OR REPLACE INTO files VALUES (:name, :body)",
     do.SaveVersion: "INSERT OR REPLACE INTO versions VALUES (:policy, :version)",
     do.SaveCount: "INSERT OR REPLACE INTO counts VALUES (:name, :value)",
@@ -327,15 +329,15 @@ class Store:
     def dump(self) -> bytes:
         """Return the whole store as an SQLite file."""
         with self._mapped(), TemporaryDirectory(dir=self._folder) as folder:
-            with closing(sqlite3.connect(f"{folder}/base")) as copy:
+            with closing(sqlite3.connect(f"{folder}/copy")) as copy:
                 self._db.backup(copy)
-            return Path(folder, "base").read_bytes()
+            return Path(folder, "copy").read_bytes()
 
     def replace(self, dumped: bytes) -> None:
         """Replace the content by that of another store, as `dump` returns it."""
         with self._mapped(), TemporaryDirectory(dir=self._folder) as folder:
-            Path(folder, "base").write_bytes(dumped)
-            with closing(sqlite3.connect(f"{folder}/base")) as copy:
+            Path(folder, "copy").write_bytes(dumped)
+            with closing(sqlite3.connect(f"{folder}/copy")) as copy:
                 copy.backup(self._db)
 
     # ---------------------------------------------------------------------------------------- the past
@@ -386,12 +388,12 @@ class Store:
         with self._mapped():
             tickets = self._all("SELECT id, kind FROM tickets WHERE NOT sent")
             episodes = self._all("SELECT episode, policy, members FROM outbox ORDER BY seq")
-            telling = self._all("SELECT policy, number FROM telling")
+            control = self._all("SELECT policy, number FROM unsent_control")
             evals = self._all("SELECT id, slot, kind, version, began_at FROM eval_slots WHERE NOT sent")
             evaluations = self._all("SELECT policy, began_at, body FROM evaluations ORDER BY began_at, policy")
         return [
             *(do.IssueTicket(*row) for row in tickets),
-            *(do.SendControl(*row) for row in telling),
+            *(do.SendControl(*row) for row in control),
             *(do.IssueEval(*row) for row in evals),
             *(do.SendEvaluation(*row) for row in evaluations),
             *(do.Forward(*row) for row in episodes),
@@ -559,6 +561,8 @@ class Store:
             self._db.execute(EVAL_METRICS)
         if self._one("SELECT 1 FROM pragma_table_info('episodes') WHERE name = 'ended_at'") is None:
             self._db.execute(EPISODE_ENDED_AT)
+        if self._one("SELECT 1 FROM sqlite_master WHERE name = 'telling'"):
+            self._db.execute(UNSENT_CONTROL)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
 
     board_s: float = 2.0
     sample_s: float = 10.0
-    look_s: float = 4.0
+    check_s: float = 4.0
     """Seconds between two readings of the management API and the engines."""
     silent_s: float = 120.0
     """Seconds without an event of the collector or a learner after which an alert is sent."""
@@ -108,7 +108,7 @@ class Sources:
         self.engines: dict[str, dict[str, Any]] = {}
         """URL -> `policy`, `state` (up or down), `running`, `waiting`, `kv` and `at`."""
 
-    async def look(self) -> None:
+    async def read(self) -> None:
         """Read all figures anew."""
         await asyncio.gather(self._look_at_queues(), self._look_at_engines())
 
@@ -220,7 +220,7 @@ class _Recorder:
                 follower.listeners.append(self.alerts.handle_event)
                 stack.callback(follower.listeners.remove, self.alerts.handle_event)
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(_repeat(every.look_s, sources.look))
+                    tasks.create_task(_repeat(every.check_s, sources.read))
                     tasks.create_task(_keep_board(job, board, sources, every))
                     tasks.create_task(_keep_samples(job, board, sources, every.sample_s))
                     tasks.create_task(self.alerts.deliver())

@@ -16,7 +16,7 @@ from swarmq.errors import ConfigError
 from swarmq.messages import NAME
 from swarmq.runtime.files import CachedFile, locked_for_change, write_atomically
 
-LOOK_EVERY_S = 0.5
+REUSE_S = 0.5
 """Seconds for which a proxy reuses the revoked names that it read last; it may accept a removed client for this long."""
 
 
@@ -70,12 +70,12 @@ class RevokedNames:
     def __init__(self, path: Path) -> None:
         self._file = CachedFile(path, lambda: read_revoked(path), frozenset[str]())
         self._names: frozenset[str] = frozenset()
-        self._looked_at = -LOOK_EVERY_S
+        self._read_at = -REUSE_S
 
     def __contains__(self, name: object) -> bool:
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
+        if now - self._read_at >= REUSE_S:
+            self._read_at = now
             self._names = self._file.value()
         return name in self._names
 

@@ -97,6 +97,19 @@ class LineFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
+FileStamp = tuple[int, int]
+"""Modification time in nanoseconds, and inode; (0, 0): there is no file."""
+
+
+def read_stamp(path: Path) -> FileStamp:
+    """Return the file's stamp, which changes with every `write_atomically`."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - cheaper than Path.stat, and called for every request
+    except OSError:
+        return (0, 0)
+    return found.st_mtime_ns, found.st_ino
+
+
 class CachedFile(Generic[T]):
     """The decoded content of a file, read again whenever the file has changed."""
 
@@ -109,11 +122,8 @@ class CachedFile(Generic[T]):
 
     def value(self) -> T:
         """Return the present content. Raises what `read` raises."""
-        try:
-            found = os.stat(self._path)  # noqa: PTH116 - cheaper than Path.stat, and called for every request
-        except OSError:
-            return self._value
-        if (stamp := (found.st_mtime_ns, found.st_ino)) != self._stamp:
+        stamp = read_stamp(self._path)
+        if stamp != self._stamp and any(stamp):
             self._value = self._read()
             self._stamp = stamp
         return self._value

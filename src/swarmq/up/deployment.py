@@ -266,7 +266,7 @@ def _renew_clients(folder: RunFolder, url: str, node: PrivateCluster | None, rep
 
 
 async def check_run_is_down(
-    broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], look_s: float = 1.0
+    broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], check_s: float = 1.0
 ) -> None:
     """Raise SwarmqError if parts of a run with this name, started without `swarmq up`, use the broker: both runs would share
     their queues.
@@ -285,7 +285,7 @@ async def check_run_is_down(
         if not is_reported:
             report(f"broker: waiting for consumers of the previous start to leave {inbox} (up to {forget_s:.0f} s)")
         is_reported = True
-        await asyncio.sleep(look_s)
+        await asyncio.sleep(check_s)
 
 
 async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[str], None]) -> None:

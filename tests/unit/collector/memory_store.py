@@ -56,7 +56,7 @@ class MemoryStore:
         self._credit: dict[str, do.SaveCredit] = {}
         self._control: dict[None, bytes] = {}
         self._replies: dict[str, bytes] = {}
-        self._telling: dict[str, do.SendControl] = {}
+        self._unsent_control: dict[str, do.SendControl] = {}
         self._eval_tasks: dict[str, do.SaveEvalTask] = {}
         self._eval_slots: dict[str, tuple[do.IssueEval, bool, do.EvalDone | None]] = {}
         self._evals_given_up: dict[str, None] = {}
@@ -132,7 +132,7 @@ class MemoryStore:
     def outbox(self) -> list[do.Effect]:
         return [
             *(issued for _, (issued, sent) in sorted(self._tickets.items()) if not sent),
-            *(tell for _, tell in sorted(self._telling.items())),
+            *(control for _, control in sorted(self._unsent_control.items())),
             *(issued for _, (issued, sent, _done) in sorted(self._eval_slots.items()) if not sent),
             *(evaluation for _, evaluation in sorted(self._evaluations.items())),
             *(forward for _, forward in sorted(self._outbox.values(), key=lambda row: row[0])),
@@ -265,9 +265,9 @@ class MemoryStore:
             self._set(self._eval_slots, effect.slot_id, (row[0], row[1], effect))
 
     def _told(self, effect: do.ControlSent) -> None:
-        row = self._telling.get(effect.policy)
+        row = self._unsent_control.get(effect.policy)
         if row and row.number <= effect.number:
-            self._delete(self._telling, effect.policy)
+            self._delete(self._unsent_control, effect.policy)
 
 
 WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
@@ -306,7 +306,7 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.EvaluationSent: lambda s, e: s._delete(s._evaluations, (e.began_at, e.policy)),
     do.SaveControl: lambda s, e: s._set(s._control, None, e.body),
     do.SaveReply: lambda s, e: s._set(s._replies, e.command_id, e.body),
-    do.SendControl: lambda s, e: s._set(s._telling, e.policy, e),
+    do.SendControl: lambda s, e: s._set(s._unsent_control, e.policy, e),
     do.ControlSent: MemoryStore._told,
     do.SaveFile: lambda s, e: None,
     do.SaveVersion: lambda s, e: s._set(s._versions, e.policy, e.version),

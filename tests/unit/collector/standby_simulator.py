@@ -131,8 +131,8 @@ class Host:
 
     def follow(self) -> Iterator[str]:
         result = self.read_next()
-        if result is ReadResult.APPLY or result is ReadResult.REBASE:
-            if result is ReadResult.REBASE:
+        if result is ReadResult.APPLY or result is ReadResult.REPLACE:
+            if result is ReadResult.REPLACE:
                 self.store.replace(self.reader.body)
             with self.store.transaction():
                 for effect in decode_rows(self.reader.body) if result is ReadResult.APPLY else ():
@@ -172,7 +172,7 @@ class Host:
                 self.check()
             self.check()
             for join in self.join_requests:
-                self.append("base", number=self.reader.position.number, join=join, body=self.store.dump())
+                self.append("copy", number=self.reader.position.number, join=join, body=self.store.dump())
             self.join_requests.clear()
 
     def what_learners_refuse(self) -> list[str]:

@@ -38,8 +38,8 @@ def test_the_first_claim_founds_the_log_and_a_later_founder_joins(log):
     assert log.read(first) == [ReadResult.WON, ReadResult.NOTHING, ReadResult.CONFIRMED]
     assert log.read(second)[0] is ReadResult.GAP
     assert not second.is_leading
-    log.entries.append(entry("base", number=1, join=second.join, body=b"all"))
-    assert log.read(second) == [ReadResult.REBASE]
+    log.entries.append(entry("copy", number=1, join=second.join, body=b"all"))
+    assert log.read(second) == [ReadResult.REPLACE]
     assert (second.is_complete, second.position.number, second.body) == (True, 1, b"all")
 
 
@@ -66,14 +66,14 @@ def test_a_divided_transaction_counts_with_its_last_part_whatever_is_sent_twice(
 
 
 @pytest.mark.parametrize("missed", [entry(number=3), entry(number=2, term=2)])
-def test_whoever_lacks_history_asks_for_a_base_and_does_not_lead_before_it_has_one(log, missed):
+def test_whoever_lacks_history_asks_for_a_copy_of_the_store_and_does_not_lead_before_it_has_one(log, missed):
     standby = LogReader("b", LogPosition(log="l", term=1, number=1, offset=1), is_empty=False)
     log.entries += [missed, entry("claim", term=3, sender="b")]
     assert log.read(standby) == [ReadResult.GAP, ReadResult.GAP]
     assert (standby.is_leading, standby.is_complete) == (False, False)
 
 
-def test_whoever_finds_entries_deleted_asks_for_a_base_even_if_the_next_one_says_nothing():
+def test_whoever_finds_entries_deleted_asks_for_a_copy_even_if_the_next_one_says_nothing():
     standby = LogReader("b", LogPosition(log="l", term=1, number=1, offset=1), is_empty=False)
     assert standby.read(entry("join", sender="c"), 5) is ReadResult.GAP
 
@@ -81,7 +81,7 @@ def test_whoever_finds_entries_deleted_asks_for_a_base_even_if_the_next_one_says
 def test_a_base_of_a_leader_that_has_lost_meanwhile_is_not_taken(log):
     standby = fresh("b")
     log.read(standby)
-    log.entries += [entry("claim", term=2, sender="c"), entry("base", number=1, join=standby.join, body=b"all")]
+    log.entries += [entry("claim", term=2, sender="c"), entry("copy", number=1, join=standby.join, body=b"all")]
     assert log.read(standby) == [ReadResult.GAP, ReadResult.NOTHING]
 
 

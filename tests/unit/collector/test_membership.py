@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from swarmq.registries.clients import ClientRegistry
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.hosts import HostRegistry, InvitedHost, read_hosts
 from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.files import write_atomically
 from swarmq.testing import MemoryBroker
 
 LOCAL = "http://127.0.0.1:1"
@@ -43,7 +45,7 @@ async def broker(job):
 
 @pytest.fixture
 async def url():
-    """Of something that accepts connections."""
+    """URL at which something accepts connections."""
     async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -82,7 +84,7 @@ async def published(broker, fact=lambda _: True):
 
 
 async def test_a_change_of_any_registry_is_published(job, broker):
-    async with running(MembershipKeeper(job, broker, look_s=0, repeat_s=1e6).run()):
+    async with running(MembershipKeeper(job, broker, poll_s=0, repeat_s=1e6).run()):
         members = await published(broker)
         assert (members.engines, members.proxies, members.revoked) == ({"main": (LOCAL,)}, (), ())
         EngineRegistry(job).add("main", "http://gpu2:8000")
@@ -94,9 +96,24 @@ async def test_a_change_of_any_registry_is_published(job, broker):
         assert len([event for event in broker.emitted if event.name == "members"]) <= 4
 
 
+async def test_registries_are_read_again_only_after_a_change(job, broker):
+    EngineRegistry(job).add("main", "http://gpu2:8000")
+    path = job.run_folder.roster
+    async with running(MembershipKeeper(job, broker, poll_s=0, repeat_s=1e6).run()):
+        await published(broker, lambda members: "http://gpu2:8000" in members.engines["main"])
+        before, replaced = path.stat(), path.read_bytes().replace(b"gpu2", b"gpu3")
+        path.write_bytes(replaced)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len([event for event in broker.emitted if event.name == "members"]) == 1, "the stamp did not change"
+        write_atomically(path, replaced)
+        await published(broker, lambda members: "http://gpu3:8000" in members.engines["main"])
+
+
 async def test_what_did_not_reach_the_broker_is_published_again(job, broker):
     broker.alarm(on=True)
-    async with running(MembershipKeeper(job, broker, look_s=0, repeat_s=1e6).run()):
+    async with running(MembershipKeeper(job, broker, poll_s=0, repeat_s=1e6).run()):
         for _ in range(20):
             await asyncio.sleep(0)
         broker.alarm(on=False)
@@ -156,7 +173,7 @@ async def test_a_host_joins_while_its_invite_holds_and_what_runs_there_is_record
     path = job.run_folder.hosts
     put_host(job)
     now = 50.0
-    keeper = MembershipKeeper(job, broker, clock=lambda: now, look_s=0, repeat_s=1e6)
+    keeper = MembershipKeeper(job, broker, clock=lambda: now, poll_s=0, repeat_s=1e6)
 
     async def answer(number, action, part="engine", host="gpu2"):
         policy = "main" if part == "engine" else ""
@@ -187,7 +204,7 @@ async def test_a_hosts_proxy_that_falls_silent_is_out_of_the_list_until_it_is_he
     proxies.write([local, remote])
     put_host(job, proxies=(remote,))
     now = 0.0
-    keeper = MembershipKeeper(job, broker, look_s=0, repeat_s=1e6, silent_s=0.001, monotonic=lambda: now)
+    keeper = MembershipKeeper(job, broker, poll_s=0, repeat_s=1e6, silent_s=0.001, monotonic=lambda: now)
     async with running(keeper.run()):
         assert (await published(broker)).proxies == (local, remote)
         now = 1.0
@@ -215,7 +232,7 @@ async def test_events_that_were_lost_on_the_way_to_the_collector_are_no_silence(
 async def test_what_runs_on_other_hosts_is_used_again_after_the_run_was_started_again(job, broker, url):
     gone = "http://127.0.0.1:9"
     put_host(job, engines={url: "main", gone: "main"}, proxies=(f"{url}/v1",))
-    keeper = MembershipKeeper(job, broker, look_s=0, repeat_s=1e6, silent_s=1.0)
+    keeper = MembershipKeeper(job, broker, poll_s=0, repeat_s=1e6, silent_s=1.0)
     async with running(keeper.run()):
         keeper.record_event(f"proxy.{number_proxy(f'{url}/v1')}")
         members = await published(broker, lambda members: members.proxies and len(members.engines["main"]) > 1)

@@ -15,9 +15,9 @@ def bench(make_bench):
 
 
 def lines(bench, watch, seconds):
-    watch.look(bench.core, bench.now)
+    watch.find_warnings(bench.core, bench.now)
     bench.now += seconds
-    return watch.look(bench.core, bench.now)
+    return watch.find_warnings(bench.core, bench.now)
 
 
 def finish(bench, say, number):
@@ -97,7 +97,7 @@ def test_an_episode_whose_calls_were_refused_is_told_with_the_reason(make_bench,
     bench, told = make_bench(group_size=1), NoTurnsWarnings()
     bench.take(say.begin("a", "a"), say.end("a"))
     told.note_refusal({"episode_id": "a", "why": "tools of type 'namespace' are not served"})
-    line = told.look(bench.events("episode")[0], 0.0)
+    line = told.check(bench.events("episode")[0], 0.0)
     assert "its calls were refused: tools of type 'namespace' are not served" in line
     assert "ep.base_url" not in line
 
@@ -108,9 +108,9 @@ def test_episodes_without_a_model_call_are_told_of_patiently(make_bench, say):
         bench.take(say.begin(name, name, client_id="alice"), *([say.turn(episode="d")] if name == "d" else []))
         bench.take(say.end(name))
     episodes = bench.events("episode")
-    lines = [told.look(episode, 0.0) for episode in episodes]
+    lines = [told.check(episode, 0.0) for episode in episodes]
     assert lines[0].startswith("1 episodes ended without a model call and are not trained, the last a of client alice")
     assert "ep.base_url and ep.api_key" in lines[0]
     assert lines[1:] == [None, None, None]
-    assert told.look(episodes[3], PATIENCE_S) is None, "this one has turns"
-    assert told.look(episodes[0], PATIENCE_S).startswith("3 episodes ended")
+    assert told.check(episodes[3], PATIENCE_S) is None, "this one has turns"
+    assert told.check(episodes[0], PATIENCE_S).startswith("3 episodes ended")

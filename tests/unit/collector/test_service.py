@@ -182,7 +182,7 @@ class _Breaks(TurnMeta):
 
 
 async def test_deleted_queues_are_made_again(job, broker, say):
-    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r"), look_s=0.01):
+    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r"), check_s=0.01):
         await arrivals(broker, topology.tickets("r", "math"), 2)
         broker.delete(IN)
         broker.delete(READY)
@@ -204,7 +204,7 @@ async def test_an_episode_that_called_no_model_is_a_warning_that_people_see(job,
 
 async def test_what_deleted_queues_held_is_sent_again(job, broker, say):
     tickets = topology.tickets("r", "math")
-    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r"), look_s=0.01):
+    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r"), check_s=0.01):
         for piece in (say.begin(ticket_id="math.1"), say.turn(), say.end()):
             await broker.publish(IN, piece)
         (before,) = await arrivals(broker, READY, 1)
@@ -221,7 +221,7 @@ async def test_what_deleted_queues_held_is_sent_again(job, broker, say):
 
 async def test_queues_that_the_broker_cannot_bring_up_are_made_again_with_what_they_held(job, broker, say):
     tickets = topology.tickets("r", "math")
-    async with collecting(job, broker, Store(None, run="r"), look_s=0.01, confirm_s=0.01, lost_s=0.0):
+    async with collecting(job, broker, Store(None, run="r"), check_s=0.01, confirm_s=0.01, lost_s=0.0):
         await arrivals(broker, tickets, 2)
         broker.wreck(tickets)  # nothing is to be sent there: that its tickets are missing is found out
         broker.wreck(READY)
@@ -246,7 +246,7 @@ async def test_a_queue_that_was_deleted_while_no_collector_ran_is_filled_by_the_
 
 async def test_tickets_that_are_in_no_queue_and_used_by_nobody_are_issued_again(job, broker):
     tickets = topology.tickets("r", "math")
-    async with collecting(job, broker, Store(None, run="r"), look_s=0.01, lost_s=0.0):
+    async with collecting(job, broker, Store(None, run="r"), check_s=0.01, lost_s=0.0):
         await arrivals(broker, tickets, 2)
         broker.purge(tickets)
         assert [ticket.ticket_id for ticket in await arrivals(broker, tickets, 2)] == ["math.1", "math.2"]

@@ -19,7 +19,7 @@ from swarmq.errors import CollectorError, FencedError
 from swarmq.messages import LogEntry, Message, encode
 from swarmq.testing import MemoryBroker
 
-INTERVALS = StandbyIntervals(look_s=0.0, grace_s=0.0, retry_s=0.0)
+INTERVALS = StandbyIntervals(check_s=0.0, grace_s=0.0, retry_s=0.0)
 LOG = topology.log("r")
 
 

@@ -22,7 +22,7 @@ from swarmq.observe.recorder import Intervals, record_run
 from swarmq.runtime.logs import redirect_to
 from swarmq.testing import MemoryBroker
 
-QUICK = Intervals(board_s=0.01, sample_s=0.01, look_s=0.01, silent_s=60.0, retry_s=0.01)
+QUICK = Intervals(board_s=0.01, sample_s=0.01, check_s=0.01, silent_s=60.0, retry_s=0.01)
 
 
 def job(folder: Path, **alerts: Any) -> SwarmJob:

@@ -23,7 +23,7 @@ from swarmq.observe.recorder import Intervals, QueueAges, Sources, describe_boar
 from swarmq.runtime.logs import redirect_to
 from swarmq.testing import MemoryBroker
 
-QUICK = Intervals(board_s=0.01, sample_s=0.01, look_s=0.01, retry_s=0.01)
+QUICK = Intervals(board_s=0.01, sample_s=0.01, check_s=0.01, retry_s=0.01)
 
 
 def job(folder: Path, **fields: Any) -> SwarmJob:
@@ -236,7 +236,7 @@ async def test_engines_are_asked_for_their_load_with_the_secret(
 ) -> None:
     monkeypatch.setenv("SWARMQ_ENGINE_SECRET", "s3cret")
     sources = Sources(job(tmp_path, engine={"urls": [engine_url, "http://127.0.0.1:9"]}))
-    await sources.look()
+    await sources.read()
     up, down = sources.engines[engine_url], sources.engines["http://127.0.0.1:9"]
     assert (up["state"], up["running"], up["waiting"], up["kv"]) == ("up", 3, 2, 0.25)
     assert (down["state"], down["running"]) == ("down", None)

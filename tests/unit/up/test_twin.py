@@ -26,8 +26,8 @@ async def test_a_reader_that_died_with_a_private_broker_is_waited_for_visibly_an
     await broker.declare("r", policies=["main"], kinds=["default"])
     async with broker.consume(topology.inbox("r"), prefetch=1):
         with pytest.raises(SwarmqError, match="run 'r' is already up on this broker"):
-            await check_run_is_down(broker, "r", forget_s=0.05, report=told.append, look_s=0.01)
-        waiting = asyncio.create_task(check_run_is_down(broker, "r", forget_s=600, report=told.append, look_s=0.01))
+            await check_run_is_down(broker, "r", forget_s=0.05, report=told.append, check_s=0.01)
+        waiting = asyncio.create_task(check_run_is_down(broker, "r", forget_s=600, report=told.append, check_s=0.01))
         while len(told) < 2:  # noqa: ASYNC110 - a list tells nobody
             await asyncio.sleep(0.01)
         assert not waiting.done()

@@ -37,7 +37,7 @@ from swarmq.runtime.processes import die_with_parent, reserve_port, stop_group
 
 START_S = 300.0
 STOP_S = 20.0
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class NameServer:
@@ -237,7 +237,7 @@ class PrivateNode:
                 while not await is_up():
                     if child.returncode is not None:
                         raise BrokerError(f"RabbitMQ ended while starting: {self._describe_startup_error()}")
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise BrokerError(f"RabbitMQ is not up after {START_S:g} s: {self._describe_startup_error()}") from None
 

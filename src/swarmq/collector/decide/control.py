@@ -2,7 +2,7 @@
 
 command ──obey──> refused, with the reason: nothing changes
              └──> the next control state: new rules of the core, sent to every learner
-tick ────look──> a kind ran dry, or came back: the next control state, and a warning
+tick ──detect──> a kind ran dry, or came back: the next control state, and a warning
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RunControl:
             signal.taught += taught.get(kind, 0)
             signal.equal += equal.get(kind, 0)
 
-    def look(
+    def detect_dry_kinds(
         self,
         usage: Mapping[str, Usage],
         out: Mapping[str, Collection[str]],

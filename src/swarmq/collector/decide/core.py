@@ -244,7 +244,9 @@ class Core:
         if self.control is None:
             return []
         newest = self.rules.shares(self.tickets.next_batch)
-        state, warnings = self.control.look(self.groups.usage(), self.tickets.out, newest, self.run.learning(), now)
+        state, warnings = self.control.detect_dry_kinds(
+            self.groups.usage(), self.tickets.out, newest, self.run.learning(), now
+        )
         effects: list[do.Effect] = [do.Emit("warning", {"text": text}) for text in warnings]
         effects += self._adopt(state) if state else []
         is_drained = (

@@ -2,7 +2,7 @@
 
   leader   ──Transaction──┐                                   ┌──> leader: it is valid, so commit, acknowledge and publish
   standby  ──Claim, Join──┼──> log, in one order for everybody ┤
-  leader   ──Base─────────┘                                   └──> standby: apply it
+  leader   ──Copy─────────┘                                   └──> standby: apply it
 
 Any collector may append at any time. Which entries are valid follows from their order alone, so that all readers agree:
 
@@ -13,7 +13,7 @@ A leader therefore knows that a transaction is valid only when it reads it back.
 too late: its transaction follows the claim of its successor, so no reader takes it as valid, nor does the former leader itself.
 
 A collector that lacks a part of the history (a new one, or one that was away for longer than the log reaches back) joins: it
-requests a base, which is a copy of the leader's whole store, and applies the transactions after it. It cannot lead before that.
+requests a copy of the leader's whole store, and applies the transactions after it. It cannot lead before that.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class ReadResult(Enum):
     LOST = "lost"
     """Stop leading, because another collector's claim is valid. A standby goes on reading."""
     JOIN_REQUESTED = "join_requested"
-    """Append a base, because a standby has requested one."""
-    REBASE = "rebase"
-    """Replace the store by the base that this collector has requested; its bytes are in `LogReader.body`."""
+    """Append a copy of the store, because a standby has requested one."""
+    REPLACE = "replace"
+    """Replace the store by the copy that this collector has requested; its bytes are in `LogReader.body`."""
     GAP = "gap"
-    """Request a base, because history is missing."""
+    """Request a copy of the leader's store, because history is missing."""
     FOREIGN = "foreign"
     """Give up: the store does not belong to this log."""
 
@@ -76,7 +76,7 @@ class LogReader:
         """Whether the log has an entry of a leader. If not, the first claim founds the log, and the history begins with
         the store of its sender."""
         self.join = ""
-        """Id of the open request for a base; "" if there is none. The collector sends a new request after every GAP."""
+        """Id of this collector's unanswered request for a copy of the store, or "". The collector sends a new request after every GAP."""
         self._num_joins = 0
         self.body = b""
         self._is_empty = is_empty
@@ -110,9 +110,9 @@ class LogReader:
             return self._read_claim(entry)
         if entry.term < self.position.term:
             return ReadResult.NOTHING
-        if entry.what == "base":
-            return self._read_base(entry)
-        if entry.term > self.position.term:  # the claim of this term is deleted: request a base of its leader
+        if entry.what == "copy":
+            return self._read_copy(entry)
+        if entry.term > self.position.term:  # the claim of this term is deleted: request a copy from its leader
             self.position = msgspec.structs.replace(self.position, term=entry.term)
             return self._miss()
         return self._read_transaction(entry) if self.is_complete else ReadResult.NOTHING
@@ -137,7 +137,7 @@ class LogReader:
         self._parts, self._part_of = [], ()
         if self.is_leading:
             return ReadResult.WON
-        return ReadResult.LOST if was_complete else self._miss()  # request a base of the new leader
+        return ReadResult.LOST if was_complete else self._miss()  # request a copy from the new leader
 
     def _read_transaction(self, entry: LogEntry) -> ReadResult:
         number = self.position.number
@@ -150,12 +150,12 @@ class LogReader:
         self.position = msgspec.structs.replace(self.position, number=entry.number)
         return ReadResult.CONFIRMED if self.is_leading else ReadResult.APPLY
 
-    def _read_base(self, entry: LogEntry) -> ReadResult:
+    def _read_copy(self, entry: LogEntry) -> ReadResult:
         if entry.join != self.join or not self.join or not self._complete((entry.term, entry.join), entry):
             return ReadResult.NOTHING
         self.position = LogPosition(log=entry.log, term=entry.term, number=entry.number)
         self.is_complete, self.join = True, ""
-        return ReadResult.REBASE
+        return ReadResult.REPLACE
 
     def _complete(self, of: tuple[object, ...], entry: LogEntry) -> bool:
         """Add an entry's part to the body that `of` identifies, and return whether the body is complete."""

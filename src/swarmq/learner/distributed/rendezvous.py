@@ -40,7 +40,7 @@ ranks end after this time, and the next start resumes the run."""
 PACKAGES = ("swarmq", "torch", "transformers", "accelerate", "peft")
 """Packages that must have the same version on all hosts."""
 START, VERDICT, READ = "start", "verdict", "read"
-LOOK_S = 0.1
+POLL_S = 0.1
 GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
@@ -183,7 +183,7 @@ def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
                 ours = None
         if ours and ours.check([VERDICT]):
             return ours
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     raise LearnerError(
         f"{own} reached the store at {_address()}, but rank 0 did not answer within {wait_s:g} s: start it, or see its log"
     )

@@ -43,7 +43,7 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 540.0
     """Seconds that calls wait for an engine with weights for training; after that they take any engine. The collector gives up an
     episode without a model call a little later (`groups.idle_timeout_s`)."""
-    shun_s: float = 5.0
+    avoid_s: float = 5.0
     """Seconds for which an engine that failed is tried last."""
     report_s: float = 2.0
     """Seconds that an outage lasts before it is reported."""
@@ -190,7 +190,7 @@ class EnginePool:
 
         def rank(lane: EngineLane) -> tuple[bool, bool, bool, int, bytes]:
             return (
-                not lane.healthy or now - lane.failed_at < self._timings.shun_s,
+                not lane.healthy or now - lane.failed_at < self._timings.avoid_s,
                 lane.version is not None and newest - lane.version > self._max_behind,
                 lane is not favourite or lane.open_calls > crowd,
                 lane.open_calls,
