@@ -187,3 +187,27 @@ def check_types(folder: Path) -> str:
     settings.write_text(MYPY.replace("$MYPY_CONFIG_FILE_DIR", str(ROOT)))
     command = [sys.executable, "-m", "mypy", f"--config-file={settings}", f"--cache-dir={folder}", *folder.glob("*.py")]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+FROM_PYPI = re.compile(r"""pip install(?=\s)[^`\n#;]*[ '"]swarmq(?=[\['"`\s]|$)""", re.MULTILINE)
+"""Pattern of a command that would install another project: the name `swarmq` on PyPI is not ours."""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("pip install swarmq", True),
+        ("pip install 'swarmq[data]'", True),
+        ("`pip install -c tested.txt openai swarmq`", True),
+        ("pip install './swarmq[host]' openai   # the swarmq on PyPI is another project's", False),
+        ("pip install dist/swarmq-0.1.0-py3-none-any.whl", False),
+        ("pip install openai; swarmq up job.toml", False),
+    ],
+)
+def test_only_the_name_alone_is_found(text, is_found):
+    assert bool(FROM_PYPI.search(text)) == is_found
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_installs_swarmq_from_pypi(page):
+    assert not [found[0] for found in FROM_PYPI.finditer(page.read_text())]
