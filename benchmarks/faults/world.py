@@ -319,7 +319,7 @@ class World:
         return self.relays.get(f"{role}-{to}", self.relays["proxy-engine"]).port
 
     def _broker_url(self, role: str) -> str:
-        login = f"{self.cluster.user}:{self.cluster.password}"
+        login = f"{self.cluster.identity.user}:{self.cluster.identity.password}"
         ports = [self.relays[_broker_link(role, number)].port for number in range(len(self.cluster.nodes))]
         return ",".join(f"amqp://{login}@127.0.0.1:{port}/?heartbeat={HEARTBEAT_S}" for port in ports)
 

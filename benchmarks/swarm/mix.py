@@ -81,12 +81,12 @@ async def _run(folder: Path) -> Mixed:
         print(f"mix changed: asked for after step {asked_at}, in effect from step {changed_from}", flush=True)
         await world.reach(KILL_AT)
         await world.kill("worker-letters")
-        await world.until(lambda board: "letters" in board.part("collector").get("lent", ()))
+        await world.until(lambda board: "letters" in board.reported("collector").get("lent", ()))
         gone = world.step
         print(f"the worker of letters killed; its share is lent after step {gone}", flush=True)
         await world.reach(gone + AWAY)
         await world.hire("worker-letters-2", "letters", PACES["letters"], concurrency=CONCURRENCY)
-        await world.until(lambda board: not board.part("collector").get("lent", ("letters",)))
+        await world.until(lambda board: not board.reported("collector").get("lent", ("letters",)))
         print(f"letters is back after step {world.step}", flush=True)
         await world.reach(max(BATCHES, world.step + AWAY))
         log = [record for record in read_records(world.job.run_folder.batch_log(POLICY)) if record.episodes]

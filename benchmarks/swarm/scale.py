@@ -69,7 +69,7 @@ async def _run(folder: Path, workers: int, episodes: int, *, seconds: float, sta
             await world.hire(f"worker.{number}", "default", Pace(seconds=seconds), concurrency=AT_ONCE // workers)
 
         def finished() -> int:
-            return int(world.follower.board.part("collector").get("finished", 0))
+            return int(world.follower.board.reported("collector").get("finished", 0))
 
         def spent() -> dict[str, float]:
             pids = {name: process.pid for name, process in world.processes.items()} | {"broker": world.node.pids[0]}
@@ -81,9 +81,9 @@ async def _run(folder: Path, workers: int, episodes: int, *, seconds: float, sta
         while finished() < episodes:
             seen = finished()
             await world.until(lambda _, seen=seen: finished() > seen)
-            most = max(most, int(world.follower.board.part("collector").get("open", 0)))
+            most = max(most, int(world.follower.board.reported("collector").get("open", 0)))
         took, count, after = time.monotonic() - began, finished() - first, spent()
-        dropped = sum(world.follower.board.part("collector").get("dropped", {}).values())
+        dropped = sum(world.follower.board.reported("collector").get("dropped", {}).values())
     cost: defaultdict[str, float] = defaultdict(float)
     for name in after:
         cost[name.partition(".")[0]] += 1e3 * (after[name] - before[name]) / count

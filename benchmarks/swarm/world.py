@@ -105,7 +105,7 @@ class World:
             if node:
                 world.node = node
             names = {f"proxy.{number}" for number in range(lanes)}
-            await world.until(lambda board: names <= board.parts.keys())
+            await world.until(lambda board: names <= board.processes.keys())
             yield world
 
     node: PrivateNode

@@ -213,7 +213,7 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
 TEACHER_TEMPERATURE = 1.0
 """Temperature at which a vLLM server reports the log-probabilities of a prompt."""
 TEACHER_POLICY = "policies."
-"""Prefix of a teacher that is a policy of the job."""
+"""Prefix of `train.teacher` if the teacher is a policy of the job."""
 
 
 class SamplingDefaults(Settings, frozen=True, kw_only=True):

@@ -22,8 +22,8 @@ EVENTS: dict[tuple[str, str], str] = {
     (
         "members",
         "collector",
-    ): "The parts of the run, for those on other hosts: at each change, on request, and every 5 s.",
-    ("members_wanted", "host"): "A part on another host asks for the members.",
+    ): "Engines, proxies and removed clients of the run, for other hosts: at each change, on request, and every 5 s.",
+    ("members_wanted", "host"): "An engine or proxy on another host asks for the members.",
     ("registration", "collector"): "The collector's answer to an engine or proxy on another host that joins or leaves.",
     ("warning", "any"): "Something that a person should see; `swarmq watch` shows it, alerts send it.",
 }
@@ -222,8 +222,8 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
     ("registration", "collector"): {
         "registration_id": "Id of the registration.",
         "action": "`join` or `leave`.",
-        "part": "`engine` or `proxy`.",
-        "url": "URL of the part.",
+        "process": "`engine` or `proxy`.",
+        "url": "URL of the engine or proxy.",
         "policy": "Policy of the engine; empty for a proxy.",
         "host": "Invited host that sent it; empty for an operator.",
         "state": "`accepted` or `refused`.",

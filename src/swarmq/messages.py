@@ -334,7 +334,7 @@ class Command(Record, frozen=True, kw_only=True, tag="command"):
     sender: str = ""
 
 
-Part = Literal["engine", "proxy"]
+JoiningProcess = Literal["engine", "proxy"]
 
 
 class Registration(Record, frozen=True, kw_only=True, tag="registration"):
@@ -342,7 +342,7 @@ class Registration(Record, frozen=True, kw_only=True, tag="registration"):
 
     registration_id: str
     action: Literal["join", "leave"]
-    part: Part
+    process: JoiningProcess
     url: str
     """URL at which the run's other processes reach the engine or proxy."""
     policy: str = ""

@@ -40,8 +40,8 @@ async def swarmq(*arguments: str) -> str:
     return done.stdout
 
 
-def calls(part: ProcessState) -> int:
-    return int(part.fields.get("calls", 0))
+def calls(process: ProcessState) -> int:
+    return int(process.fields.get("calls", 0))
 
 
 def trained(world: World) -> tuple[list[int], Counter[str], set[str]]:
@@ -77,7 +77,9 @@ async def test_engines_proxies_and_workers_come_and_go_while_a_run_trains(tmp_pa
         await world.reach(world.step + 2)
 
         await world.start("proxy.joined", ["swarmq", "proxy", f"{run}/resolved.toml", "--join"])
-        await world.until(lambda board: any(calls(part) for source, part in board.parts.items() if source != "proxy.0"))
+        await world.until(
+            lambda board: any(calls(process) for source, process in board.processes.items() if source != "proxy.0")
+        )
         await world.hire("second", "default", Pace(seconds=0.05), concurrency=4)
         await world.until(lambda _: "second" in trained(world)[2])
         first, leaving = world.processes["first"], world.processes["proxy.joined"]

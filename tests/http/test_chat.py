@@ -290,7 +290,7 @@ async def test_an_agent_without_an_sdk_logs_once_that_it_was_cut(stage, monkeypa
     with capture_logs() as lines:
         for _ in range(2):
             await ask_async(ep, "hi", max_tokens=999)
-    [line] = [line for line in lines if line["event"] == "sampled_otherwise_than_asked"]
+    [line] = [line for line in lines if line["event"] == "sampling_overridden"]
     assert line["overridden"] == "max_tokens"
 
 

@@ -93,7 +93,7 @@ async def test_what_the_run_overrides_is_logged_once_whatever_library_asks(stage
             stage.engine.say("ab")
             with watching(stage) as (_, key):
                 await ask(stage, openai, key, **body)
-    assert [line["overridden"] for line in lines if line["event"] == "sampled_otherwise_than_asked"] == ["max_tokens"]
+    assert [line["overridden"] for line in lines if line["event"] == "sampling_overridden"] == ["max_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,7 @@ async def world(tmp_path, run_name, broker_node, engine_url, tiny_model, monkeyp
     tree = {"run": run_name, "folder": str(tmp_path / "runs"), "mix": {"math": 1.0}, "policies": {"main": policy}}
     proxy = {"confirm_timeout_s": 600.0}  # for a busy machine
     job = SwarmJob.build(tree | {"broker": {"url": broker_node.amqp_url}, "proxy": proxy})
-    login = f"{broker_node.user}:{broker_node.password}"
-    management = ManagementApi.of(broker_node.amqp_url, f"http://{login}@{broker_node.management_url[7:]}")
+    management = ManagementApi.of(broker_node.amqp_url, broker_node.identity.management_login)
     async with (
         TcpRelay.to("127.0.0.1", urlsplit(broker_node.amqp_url).port) as relay,
         AmqpBroker.open(broker_node.amqp_url, name="test collector", deadline_s=600.0) as broker,

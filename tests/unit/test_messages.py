@@ -66,7 +66,9 @@ EVERY_RECORD = [
     m.Ticket(run="r", ticket_id="k", kind="math"),
     m.Task(run="r", slot=m.Slot(task_id="t"), kind="math", group_size=4, payload=msgspec.Raw(b"\x01")),
     m.Command(run="r", command_id="c", action="set", settings={"groups.group_size": 4, "mix": {"a": 1.0}}),
-    m.Registration(run="r", registration_id="x", action="join", part="engine", url="http://gpu2:8000", policy="main"),
+    m.Registration(
+        run="r", registration_id="x", action="join", process="engine", url="http://gpu2:8000", policy="main"
+    ),
     m.LogEntry(run="r", what="transaction", log="l", term=2, number=3, part=1, num_parts=2, body=b"rows"),
     m.Evaluation(run="r", version=3, began_at=5.0, results={"version": 3, "kinds": {"math": {"reward": 0.5}}}),
     m.Control(

@@ -21,7 +21,7 @@ import tomli_w
 
 KEY_VARIABLE = "SWARMQ_EPISODE_KEY"
 EPISODE_VARIABLE = "SWARMQ_EPISODE"
-"""Variable by which the processes that a command has started are found, also in other sessions."""
+"""Environment variable that marks all processes that a command has started, so that those in other sessions are found, too."""
 HOMES = {
     "HOME": "",
     "XDG_CONFIG_HOME": ".config",

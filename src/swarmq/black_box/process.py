@@ -33,7 +33,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """Exit code of the command; negative: number of the signal that killed it; None: its time was up."""
     seconds: float
     tail: str
-    """The last lines of its output."""
+    """Last lines of the command's output."""
 
 
 class OutputLog:

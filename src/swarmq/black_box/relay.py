@@ -26,7 +26,7 @@ READ_BYTES = 65_536
 LINGER_S = 2.0
 """Seconds that a refused agent gets to send the rest of its request and to close its connection."""
 SAMPLED = ("/chat/completions", "/completions", "/responses", "/messages")
-"""Ends of the paths that ask for an answer."""
+"""Suffixes of paths that ask the model for an answer."""
 _DROPPED = frozenset(
     {"authorization", "x-api-key", "host", "connection", "keep-alive", "upgrade", "expect", "accept-encoding"}
 )

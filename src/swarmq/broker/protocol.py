@@ -48,7 +48,7 @@ class Broker(Protocol):
         """Open receipts by name. One process holds them at a time; they persist after the holder's end."""
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Park a message that cannot be used in `swarmq.dead`, with the reason, and acknowledge it."""
+        """Park an unusable message in the queue `swarmq.dead`, with the reason, and acknowledge it."""
 
     async def is_blocked(self) -> bool:
         """Return whether publishers wait because the broker is low on memory or disk; False if the broker is away."""

@@ -1,4 +1,4 @@
-"""The `swarmq` command and the daemons' entry points. Heavy parts are imported when their command runs."""
+"""The `swarmq` command and the daemons' entry points. Heavy modules are imported when their command runs."""
 
 from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     access,

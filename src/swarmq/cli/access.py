@@ -10,7 +10,7 @@ from typing import get_args
 import click
 
 from swarmq import keys
-from swarmq.cli.common import JOB, RUN, SETS, load_live_run, main, private_files
+from swarmq.cli.common import JOB, RUN, SETS, load_live_run, main, print_table, private_files
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.keys import Role
@@ -121,19 +121,15 @@ def client_list(run: Path | None) -> None:
     \b
     swarmq client list --run runs/demo
     """
-    from rich.table import Table
-
     from swarmq.registries.clients import read_clients
-    from swarmq.runtime.terminal import console
 
     _, folder = only_run(run)
-    table = Table("client", "added", "removed", "reaches", box=None)
-    for one in read_clients(folder.clients).values():
-        if keys.is_operator_entry(one.name):
-            continue
-        by = "RabbitMQ" if one.broker_user else "HTTP"
-        table.add_row(one.name, day(one.added_at), day(one.removed_at), by)
-    console().print(table if table.rows else "nobody was invited")
+    rows = [
+        (one.name, day(one.added_at), day(one.removed_at), "RabbitMQ" if one.broker_user else "HTTP")
+        for one in read_clients(folder.clients).values()
+        if not keys.is_operator_entry(one.name)
+    ]
+    print_table(("client", "added", "removed", "reaches"), rows, when_empty="nobody was invited")
 
 
 @client.command("remove")

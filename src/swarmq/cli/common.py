@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,18 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
                 raise
 
     asyncio.run(guarded())
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, when_empty: str) -> None:
+    """Print the rows below their headings, or `when_empty` if there are none."""
+    from rich.table import Table
+
+    from swarmq.runtime.terminal import console
+
+    table = Table(*headings, box=None)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table if table.rows else when_empty)
 
 
 def terminal_width() -> int | None:

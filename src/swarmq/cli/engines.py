@@ -15,6 +15,7 @@ from swarmq.cli.common import (
     load_live_run,
     load_stored_run,
     main,
+    print_table,
     private_files,
     require_extras,
     run_until_signalled,
@@ -54,15 +55,11 @@ def engine_list(run: Path) -> None:
     \b
     swarmq engine list runs/demo
     """
-    from rich.table import Table
-
     from swarmq.engine.server.membership import list_engines
-    from swarmq.runtime.terminal import console
 
-    table = Table("policy", "engine", "weights", "state", box=None)
-    for seen in asyncio.run(list_engines(EngineRegistry(load_live_run(run), RunFolder(run)))):
-        table.add_row(seen.policy, seen.url, seen.weights, seen.state)
-    console().print(table)
+    listed = asyncio.run(list_engines(EngineRegistry(load_live_run(run), RunFolder(run))))
+    rows = [(one.policy, one.url, one.weights, one.state) for one in listed]
+    print_table(("policy", "engine", "weights", "state"), rows, when_empty="the run has no engine")
 
 
 @engine.command("add")

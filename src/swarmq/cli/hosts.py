@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from swarmq.cli.access import MANAGEMENT, RUN_OPTION, day, only_run
-from swarmq.cli.common import main
+from swarmq.cli.common import main, print_table
 from swarmq.errors import ConfigError
 from swarmq.hosts.addresses import ListenAddress, TlsFiles
 from swarmq.keys import HOST_INVITE_PREFIX, HostInvite
@@ -105,18 +105,16 @@ def host_list(run: Path | None) -> None:
     \b
     swarmq host list --run runs/demo
     """
-    from rich.table import Table
-
     from swarmq.registries.hosts import read_hosts
-    from swarmq.runtime.terminal import console
 
     _, folder = only_run(run)
-    table = Table("host", "added", "may join until", "removed", "engines and proxies", box=None)
+    rows = []
     for one in read_hosts(folder.hosts).values():
         expired = " (expired)" if one.expires_at < time.time() else ""
-        parts = "\n".join([*one.engines, *one.proxies])
-        table.add_row(one.name, day(one.added_at), day(one.expires_at) + expired, day(one.removed_at), parts)
-    console().print(table if table.rows else "no host was invited")
+        urls = "\n".join([*one.engines, *one.proxies])
+        rows.append((one.name, day(one.added_at), day(one.expires_at) + expired, day(one.removed_at), urls))
+    headings = ("host", "added", "may join until", "removed", "engines and proxies")
+    print_table(headings, rows, when_empty="no host was invited")
 
 
 @host.command("remove")
@@ -135,5 +133,5 @@ def host_remove(name: str, run: Path | None, management: str | None) -> None:
 
     job, folder = only_run(run)
     gone = remove_host(job, folder, name, find_management_api(job, folder, management))
-    parts = [*gone.engines, *gone.proxies]
-    click.echo(f"removed host {name}" + (f" with {', '.join(parts)}" if parts else ""))
+    urls = [*gone.engines, *gone.proxies]
+    click.echo(f"removed host {name}" + (f" with {', '.join(urls)}" if urls else ""))

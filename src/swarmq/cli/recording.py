@@ -1,4 +1,4 @@
-"""`swarmq record`: the recording of a run whose parts are started one by one; `swarmq up` and `swarmq demo` record by themselves."""
+"""`swarmq record`: the recording of a run whose processes are started one by one; `swarmq up` and `swarmq demo` record by themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarmq.errors import ConfigError
 @JOB
 @SETS
 def record(job: Path, sets: tuple[str, ...]) -> None:
-    """Record a run whose parts are started one by one.
+    """Record a run whose processes are started one by one.
 
     Keeps board.json, samples.jsonl and events.jsonl in the run folder, which the dashboard reads, and sends the alerts of
     [alerts], until Ctrl-C. `swarmq up` and `swarmq demo` do this by themselves. JOB is a job file with broker.url set.

@@ -187,7 +187,7 @@ class MembershipKeeper:
             except (SwarmqError, OSError) as error:
                 answer = {"state": "refused", "text": str(error)}
             facts = {
-                name: getattr(registration, name) for name in ("registration_id", "action", "part", "url", "policy")
+                name: getattr(registration, name) for name in ("registration_id", "action", "process", "url", "policy")
             }
             answer |= {"host": host, **facts}
             log.info("registration", **answer)
@@ -200,7 +200,7 @@ class MembershipKeeper:
     async def _edit(self, registration: Registration, host: str) -> None:
         """Check a registration and edit the registries. Raises SwarmqError, before any change, if it is refused."""
         if registration.action == "join":
-            if registration.part == "engine" and registration.policy not in self._job.policies:
+            if registration.process == "engine" and registration.policy not in self._job.policies:
                 policies = ", ".join(self._job.policies)
                 raise ConfigError(f"there is no policy {registration.policy!r}: the run has {policies}")
             if host:
@@ -213,15 +213,15 @@ class MembershipKeeper:
         engines, proxies = EngineRegistry(self._job), ProxyRegistry(self._folder.proxies)
         url, policy = registration.url, registration.policy
         with HostRegistry.open(self._folder.hosts) as hosts:
-            hosts.drop_part(url)
+            hosts.drop_url(url)
             if registration.action == "leave":
-                if registration.part == "proxy":
+                if registration.process == "proxy":
                     proxies.remove(url)
                 elif policy in self._job.policies:
                     engines.remove(policy, url)
                 return
             entry = hosts.entries.get(host)
-            if registration.part == "proxy":
+            if registration.process == "proxy":
                 proxies.add(url)
                 if entry:
                     hosts.put(msgspec.structs.replace(entry, proxies=(*entry.proxies, url)))

@@ -50,7 +50,7 @@ def _control(state: Control, *, is_drained: bool) -> dict[str, Any]:
 
 
 class StandstillWatch:
-    """Warnings about parts of a run in which nothing has moved for PATIENCE_S."""
+    """Warnings about what has not moved in a run for PATIENCE_S."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, tuple[float, float]] = {}

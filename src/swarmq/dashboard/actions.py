@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     """Policy to stop; all trained ones by default."""
     client: str = ""
-    """Client to revoke."""
+    """Client to remove, for `revoke`."""
 
 
 async def list_dead_letters(folder: Path) -> dict[str, Any]:
@@ -70,7 +70,7 @@ async def act(folder: Path, request: Request, *, sender: str) -> str:
     Raises ConfigError if the run refuses it, ForbiddenError if this user may not read the run's secret, and BrokerError.
     """
     if not os.access(RunFolder(folder).root_secret, os.R_OK):
-        raise ForbiddenError(f"{folder}: only who can read the run's secret may operate the run")
+        raise ForbiddenError(f"{folder}: only a user who can read the run's secret may operate the run")
     job = await asyncio.to_thread(load_live_run, folder)
     if request.action == "revoke":
         return await _revoke(job, RunFolder(folder), request.client, sender)

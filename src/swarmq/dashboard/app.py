@@ -138,7 +138,7 @@ def refuse(_: Request[Any, Any, Any], error: Exception) -> Response[dict[str, st
     """Answer an error as `{"error": text}`."""
     status = _status_of(error)
     if status == 500:
-        log.error("page_failed", error=repr(error), exc_info=error)
+        log.error("page_failed", reason=repr(error), exc_info=error)
     text = error.detail if isinstance(error, HTTPException) else str(error)
     if status == 500:
         text = "the dashboard failed; its log says why"

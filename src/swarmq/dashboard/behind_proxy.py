@@ -95,7 +95,7 @@ class DashboardMount:
         try:
             await self._start()
         except OSError as error:
-            log.warning("dashboard_not_started", error=str(error))
+            log.warning("dashboard_not_started", reason=str(error))
             await _send_text(send, 503, "the dashboard's process could not be started; the proxy's log says why\n")
             return
         body = await _read_body(receive)
@@ -114,7 +114,7 @@ class DashboardMount:
                 one.cancel()
             results = await asyncio.gather(*waits, return_exceptions=True)
         if isinstance(results[0], Exception):
-            log.warning("dashboard_failed", error=repr(results[0]))
+            log.warning("dashboard_failed", reason=repr(results[0]))
             if not isinstance(results[0], AnswerBegunError):
                 await _send_text(send, 502, "the dashboard's process does not answer; try again\n")
 

@@ -82,7 +82,7 @@ class OpenRun:
 
     async def _keep(self) -> None:
         while time.monotonic() - self.used_at < WATCHED_S:
-            what = self._look()
+            what = self._find_changes()
             if what or not self._is_indexed:
                 try:
                     await asyncio.to_thread(self._update)
@@ -90,7 +90,7 @@ class OpenRun:
                         what = sorted({*what, "episodes", "state"})  # counts are known from now on
                     self._is_indexed = True
                 except (SwarmqError, OSError) as error:
-                    log.warning("the index could not be updated", run=str(self.run.folder.path), error=str(error))
+                    log.warning("index_not_updated", run=str(self.run.folder.path), reason=str(error))
             if what:
                 self.changes += 1
                 self.what |= dict.fromkeys(what, self.changes)
@@ -101,7 +101,7 @@ class OpenRun:
     def _update(self) -> None:
         self.run.index.update(is_cancelled=self._stop.is_set)
 
-    def _look(self) -> list[str]:
+    def _find_changes(self) -> list[str]:
         """Return the parts of the pages (`steps`, `episodes`, ...) whose files changed in size or time since the last call."""
         folder, what = self.run.folder, set[str]()
         for path, names in (

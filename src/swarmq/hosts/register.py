@@ -20,7 +20,7 @@ import structlog
 
 from swarmq.broker import Broker, topology
 from swarmq.errors import BrokerError, ConfigError, SwarmqError
-from swarmq.messages import Part, Registration, new_id
+from swarmq.messages import JoiningProcess, Registration, new_id
 
 AGAIN_S = 5.0
 PATIENCE_S = 30.0
@@ -30,26 +30,28 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def keep_registered(broker: Broker, run: str, part: Part, url: str, *, policy: str = "") -> AsyncIterator[str]:
+async def keep_registered(
+    broker: Broker, run: str, process: JoiningProcess, url: str, *, policy: str = ""
+) -> AsyncIterator[str]:
     """Keep the engine or proxy at `url` in the run's registry while the block runs. Raises what `join` raises."""
-    await join(broker, run, part, url, policy=policy)
+    await join(broker, run, process, url, policy=policy)
     try:
         yield url
     finally:
-        if not await leave(broker, run, part, url, policy=policy):
+        if not await leave(broker, run, process, url, policy=policy):
             log.warning(
                 "leave_unconfirmed", url=url, action="the collector removes it from the run's list when it is back"
             )
 
 
 async def join(
-    broker: Broker, run: str, part: Part, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
+    broker: Broker, run: str, process: JoiningProcess, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
 ) -> None:
     """Register the engine or proxy at `url`, and return once the collector has registered it.
 
     Raises ConfigError with the reason if the collector refuses, SwarmqError if it does not answer within `patience_s` seconds.
     """
-    joining = Registration(run=run, registration_id=new_id(), action="join", part=part, url=url, policy=policy)
+    joining = Registration(run=run, registration_id=new_id(), action="join", process=process, url=url, policy=policy)
     try:
         answer = await _send(broker, joining, patience_s)
     except BaseException as error:
@@ -67,11 +69,13 @@ async def join(
 
 
 async def leave(
-    broker: Broker, run: str, part: Part, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
+    broker: Broker, run: str, process: JoiningProcess, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
 ) -> bool:
     """Remove the engine or proxy at `url` from the run's registry, and return whether the collector has confirmed it within
     `patience_s` seconds. If not, the registration waits in the queue until the collector applies it."""
-    registration = Registration(run=run, part=part, url=url, policy=policy, registration_id=new_id(), action="leave")
+    registration = Registration(
+        run=run, process=process, url=url, policy=policy, registration_id=new_id(), action="leave"
+    )
     try:
         await _send(broker, registration, patience_s)
     except (BrokerError, TimeoutError):

@@ -41,7 +41,7 @@ DELIVERY_S = 10.0
 MAX_WAITING = 64
 """Maximum number of alerts that wait for their delivery; further ones are discarded."""
 MAX_WORDINGS = 1000
-"""Maximum number of wordings whose last alert is remembered, to recognise repetitions."""
+"""Maximum number of different alert texts that are remembered, to recognise repetitions."""
 MAX_CHARS = 4000
 SECRETS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?i:(?<=bearer ))\S+|\bsk-[\w-]{8,}|\bswarmq[._-][A-Za-z0-9_=.-]{40,}")
 
@@ -170,7 +170,7 @@ class Alerts:
             await delivery
         except (OSError, ValueError) as error:
             if setting not in self._has_failed:
-                log.warning("alert_not_delivered", setting=setting, error=hide_secrets(str(error)))
+                log.warning("alert_not_delivered", setting=setting, reason=hide_secrets(str(error)))
             self._has_failed.add(setting)
         else:
             self._has_failed.discard(setting)

@@ -43,7 +43,7 @@ class Board:
     """State of a run, folded from its events by `fold`. Only the queue depths come from the broker instead."""
 
     run: str
-    parts: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
+    processes: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
     steps: dict[str, deque[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Policy -> fields of the newest step events."""
     evals: deque[tuple[int, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
@@ -67,7 +67,7 @@ class Board:
         """Update the board with one event."""
         match event.name:
             case "state":
-                self.parts[event.source] = ProcessState(event.fields, event.at)
+                self.processes[event.source] = ProcessState(event.fields, event.at)
                 if "sampled_tokens" in event.fields:
                     window = self._sampled.setdefault(event.source, deque())
                     window.append((event.at, float(event.fields["sampled_tokens"])))
@@ -124,14 +124,14 @@ class Board:
             if len(window) > 1 and window[-1][1] >= window[0][1]
         )
 
-    def part(self, source: str) -> dict[str, Any]:
+    def reported(self, source: str) -> dict[str, Any]:
         """Return the fields that a process reported last, or {} before its first event."""
-        part = self.parts.get(source)
-        return part.fields if part else {}
+        process = self.processes.get(source)
+        return process.fields if process else {}
 
     def proxies(self) -> dict[str, Any]:
         """Return the counters of all proxies, summed; the share of drifted turns is over all of their turns."""
-        every = [part.fields for source, part in self.parts.items() if source.startswith("proxy.")]
+        every = [process.fields for source, process in self.processes.items() if source.startswith("proxy.")]
         sums = {name: sum(fields.get(name, 0) for fields in every) for name in PROXY_COUNTS}
         drifted = sum(fields.get("drift_rate", 0.0) * fields.get("continued", 0) for fields in every)
         branches = sum((Counter(fields.get("branches", {})) for fields in every), Counter[str]())
@@ -140,14 +140,15 @@ class Board:
 
 def board_to_json(board: Board, *, now: float) -> dict[str, Any]:
     """Return the content of the screen as plain data, for `--json`."""
-    learners = {source.removeprefix("learner.") for source in board.parts if source.startswith("learner.")}
+    learners = {source.removeprefix("learner.") for source in board.processes if source.startswith("learner.")}
     return {
         "run": board.run,
         "at": now,
-        "pace": board.part("collector").get("pace", "running"),
+        "pace": board.reported("collector").get("pace", "running"),
         "blocked": board.blocked,
         "parts": {
-            source: {"silent_s": round(now - part.at, 3), **part.fields} for source, part in sorted(board.parts.items())
+            source: {"silent_s": round(now - process.at, 3), **process.fields}
+            for source, process in sorted(board.processes.items())
         },
         "stages": board.stages,
         "policies": {name: _policy_data(board, name) for name in sorted({*learners, *board.steps})},
@@ -162,7 +163,7 @@ def board_to_json(board: Board, *, now: float) -> dict[str, Any]:
 
 def _policy_data(board: Board, policy: str) -> dict[str, Any]:
     newest = board.steps[policy][-1] if board.steps.get(policy) else {}
-    state = board.part(f"learner.{policy}")
+    state = board.reported(f"learner.{policy}")
     return {
         "phase": state.get("phase"),
         "step": newest.get("version", state.get("version", 0)),

@@ -38,7 +38,7 @@ def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
         parts.append(_rounds(board, width))
     if board.warnings:
         parts.append(_warnings(board, now))
-    pace = board.part("collector").get("pace", "running")
+    pace = board.reported("collector").get("pace", "running")
     title = f"swarmq · {board.run}" + ("" if pace == "running" else f" · {pace.upper()}")
     return Panel(Group(*parts), title=title, border_style="cyan", width=min(width, 120))
 
@@ -47,30 +47,32 @@ def _headline(board: Board, now: float) -> Text:
     text = Text()
     if board.blocked:
         text.append(f"{ALARM_TEXT}\n", style="red")
-    for source, part in sorted(board.parts.items()):
-        style, state = _style_state(part, now)
+    for source, process in sorted(board.processes.items()):
+        style, state = _style_state(process, now)
         text.append("● ", style=style)
         text.append(f"{source}{state}   ")
     for source, stage in sorted(board.stages.items()):
         text.append(f"\n{source}: ", style="dim")
         text.append(stage)
-    if not (board.parts or board.stages):
+    if not (board.processes or board.stages):
         text.append("waiting for the first event ...", style="dim")
     return text
 
 
-def _style_state(part: ProcessState, now: float) -> tuple[str, str]:
+def _style_state(process: ProcessState, now: float) -> tuple[str, str]:
     """Return the colour of a process's state, and the text that follows its name."""
-    if part.fields.get("phase") == "ended":
+    if process.fields.get("phase") == "ended":
         return "dim", " (ended)"
-    silent_s = now - part.at
+    silent_s = now - process.at
     return ("green", "") if silent_s < STALE_S else ("red", f" (silent {silent_s:.0f} s)")
 
 
 def _learners(board: Board, width: int) -> RenderableType:
     """Render a row per policy; on narrow terminals, DETAILS are a table of their own."""
     wide = width >= MIN_WIDE_COLUMNS
-    policies = sorted({*board.steps, *(s.removeprefix("learner.") for s in board.parts if s.startswith("learner."))})
+    policies = sorted(
+        {*board.steps, *(s.removeprefix("learner.") for s in board.processes if s.startswith("learner."))}
+    )
     table, below = _table(policy=policies), _table(policy=policies)
     below.expand = False
     table.add_column("phase", no_wrap=True, width=PHASE_WIDTH)
@@ -80,7 +82,7 @@ def _learners(board: Board, width: int) -> RenderableType:
         (table if wide else below).add_column(column, justify="right", no_wrap=True)
     _add_curve(table, "reward by step")
     for policy in policies:
-        state = board.part(f"learner.{policy}")
+        state = board.reported(f"learner.{policy}")
         steps = list(board.steps.get(policy, ()))
         last = steps[-1] if steps else {}
         rewards = [float(reward) for step in steps if (reward := step.get("reward")) is not None]
@@ -136,7 +138,7 @@ def _curve(values: list[float], width: int) -> Text:
 
 
 def _flow(board: Board, width: int) -> RenderableType:
-    collector, proxy = board.part("collector"), board.proxies()
+    collector, proxy = board.reported("collector"), board.proxies()
     left = Table(box=None, show_header=False, padding=(0, 1))
     for label in ("begun", "open", "finished", "forwarded", "trained", "eval_finished", "duplicates"):
         left.add_row(label.replace("_", " "), str(collector.get(label, 0)))

@@ -31,7 +31,7 @@ def load_stored_run(run: Path) -> SwarmJob:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     if not there:
         raise ConfigError(
-            f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the parts "
+            f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the processes "
             "are started one by one, `swarmq invite JOB` makes it"
         )
     return SwarmJob.load(path)

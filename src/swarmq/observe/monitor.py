@@ -107,7 +107,7 @@ class Outage:
             yield
         except (OSError, BrokerError) as error:
             if not self._is_on:
-                log.warning("recording_paused", what=self._what, error=str(error))
+                log.warning("recording_paused", what=self._what, reason=str(error))
             self._is_on = True
         else:
             if self._is_on:
@@ -142,7 +142,7 @@ async def follow_pace(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
                     known = pace
                     yield known
     except BrokerError as error:
-        log.warning("pace_not_followed", error=str(error))
+        log.warning("pace_not_followed", reason=str(error))
 
 
 async def watch(
@@ -217,7 +217,7 @@ def _recall(job: SwarmJob) -> list[Event]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        log.warning("events_not_recalled", path=str(job.run_folder.events), error=str(error))
+        log.warning("events_not_recalled", path=str(job.run_folder.events), reason=str(error))
         return []
 
 

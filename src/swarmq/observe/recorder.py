@@ -5,7 +5,7 @@
     RabbitMQ's management API ──┼─> QueueAges ─┐
     engines' /metrics ──────────┴──────────────┴─ each 2 s ──> board.json      each 10 s ──> samples.jsonl
 
-One process records a run: `swarmq up`, `swarmq demo`, or `swarmq record` where the parts are started one by one. A second
+One process records a run: `swarmq up`, `swarmq demo`, or `swarmq record` where the processes are started one by one. A second
 recorder waits for the first to end. Recording is best effort: a full disk or an absent broker pauses it with one warning, and
 the run goes on.
 """
@@ -116,7 +116,7 @@ class Sources:
         try:
             figures = await asyncio.to_thread(self._read_queues)
         except (SwarmqError, OSError, msgspec.MsgspecError) as error:
-            log.debug("queue_figures_not_read", error=str(error))
+            log.debug("queue_figures_not_read", reason=str(error))
             self.queues = {}
         else:
             self.queues = {name: self._describe_queue(name, queue) for name, queue in figures.items()}
@@ -132,7 +132,7 @@ class Sources:
         try:
             urls, secret = self._registry.urls(), self._registry.secret()
         except (SwarmqError, OSError) as error:
-            log.debug("engines_not_read", error=str(error))
+            log.debug("engines_not_read", reason=str(error))
             return
         policies = {url: policy for policy, of_policy in urls.items() for url in of_policy}
         loads = await asyncio.gather(*(asyncio.to_thread(_read_load_or_none, url, secret) for url in policies))
@@ -148,7 +148,7 @@ def _read_load_or_none(url: str, secret: str) -> EngineLoad | None:
     try:
         return read_load(url, secret)
     except SwarmqError as error:
-        log.debug("engine_load_not_read", error=str(error))
+        log.debug("engine_load_not_read", reason=str(error))
         return None
 
 
@@ -258,11 +258,11 @@ async def _watch_silence(job: SwarmJob, board: Board, alerts: Alerts, every: Int
             continue
         if state == "blocked":
             alerts.add("warning", "recorder", "RabbitMQ accepts no messages: it is low on memory or disk")
-        for source, part in board.parts.items():
+        for source, process in board.processes.items():
             policy = source.removeprefix("learner.")
             has_work = source == "collector" or (policy in job.trained and not alerts.has_ended(policy))
-            if has_work and now - part.at > silent_s:
-                alerts.add("stall", "recorder", f"{source} has been silent for {now - part.at:.0f} s")
+            if has_work and now - process.at > silent_s:
+                alerts.add("stall", "recorder", f"{source} has been silent for {now - process.at:.0f} s")
 
 
 async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
@@ -307,7 +307,9 @@ def describe_board(board: Board, sources: Sources, *, now: float, away_s: float)
     queues = {*board.depths, *sources.queues}
     return {
         **state,
-        "parts": {source: {"at": part.at, **state["parts"][source]} for source, part in sorted(board.parts.items())},
+        "parts": {
+            source: {"at": process.at, **state["parts"][source]} for source, process in sorted(board.processes.items())
+        },
         "broker": {"state": _broker_state(board, now, away_s), "at": board.depths_at},
         "queue_details": {
             name: {
@@ -347,7 +349,7 @@ COUNTS = (
 
 def describe_sample(board: Board, sources: Sources, *, now: float) -> dict[str, Any]:
     """Return one line of samples.jsonl, of about 1 kB."""
-    prefix, collector = f"swarmq.{board.run}.", board.part("collector")
+    prefix, collector = f"swarmq.{board.run}.", board.reported("collector")
     ages = {name: queue["oldest_s"] for name, queue in sources.queues.items() if queue["oldest_s"] is not None}
     return {
         "at": round(now, 2),
@@ -361,7 +363,9 @@ def describe_sample(board: Board, sources: Sources, *, now: float) -> dict[str, 
             for url, engine in sources.engines.items()
         },
         "open_calls": {
-            source: part.fields.get("open_calls") for source, part in board.parts.items() if source.startswith("proxy.")
+            source: process.fields.get("open_calls")
+            for source, process in board.processes.items()
+            if source.startswith("proxy.")
         },
         "versions": {name: int(steps[-1].get("version", 0)) for name, steps in board.steps.items() if steps},
     }

@@ -92,7 +92,7 @@ async def follow_steps(job: SwarmJob, broker: Broker, report: Callable[[str], No
         refused, others = group.split(BrokerError)
         if others or not refused:
             raise
-        log.warning("steps_not_followed", error=str(refused.exceptions[0]))
+        log.warning("steps_not_followed", reason=str(refused.exceptions[0]))
 
 
 def _queue_notes(board: Board) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _queue_notes(board: Board) -> Iterator[str]:
         yield "RabbitMQ accepts no messages"
     if (waiting := board.depths.get(topology.inbox(board.run), 0)) > LONG_QUEUE:
         yield f"{waiting} messages wait for the collector"
-    if (pace := board.part("collector").get("pace", "running")) != "running":
+    if (pace := board.reported("collector").get("pace", "running")) != "running":
         yield f"the run is {pace}"
 
 

@@ -53,7 +53,7 @@ class HostRegistry:
             state = "was invited already" if host.removed_at is None else "was removed"
             raise ConfigError(f"host {name!r} {state}: choose another name, e.g. {name[:36]}-2")
 
-    def drop_part(self, url: str) -> None:
+    def drop_url(self, url: str) -> None:
         """Remove the engine or proxy at `url` from its host's entry."""
         for host in list(self.entries.values()):
             if url in host.engines or url in host.proxies:

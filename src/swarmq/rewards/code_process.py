@@ -40,7 +40,7 @@ class Peer:
         self._mine: dict[int, Any] = {}
         self._is_solution = is_solution
         self.broken = ""
-        """Why the other side cannot be asked any more."""
+        """Why the other side cannot be asked any more; "" while it can."""
         self.has_ended = False
 
     def ask(self, *request: Any) -> Any:
@@ -182,7 +182,7 @@ def call(reference: Reference, arguments: tuple[Any, ...], named: dict[str, Any]
 
 
 def copy_changes(before: Any, after: Any) -> None:
-    """Change the argument `before` to `after`, its content after a call on the other side."""
+    """Give the argument `before` the content `after`, which it has on the other side after a call."""
     if type(before) is not type(after):
         return
     if isinstance(before, (list, bytearray)):
@@ -286,7 +286,7 @@ def run_tests(read: int, write: int) -> None:
         solution.__dict__["__getattr__"] = lambda name: get(peer, name)
         sys.modules["solution"] = solution
         scope: dict[str, Any] = {"__name__": "tests"}
-        # Names of Python's own mean Python's own in the tests, whatever the solution calls so.
+        # In the tests, names of built-ins mean Python's own, whatever the solution defines under these names.
         wanted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins))
         for name in wanted & {name for name in names if isinstance(name, str)}:
             scope[name] = get(peer, name)

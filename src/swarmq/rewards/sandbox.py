@@ -294,7 +294,7 @@ class Running:
         self._limits, self._isolation = sandbox.limits, sandbox.isolation
         self._folder = None if sandbox.isolation == "bubblewrap" else plan["folder"]
         self._stop = threading.Event()
-        self._next_look = 0.0
+        self._next_check = 0.0
         with contextlib.ExitStack() as ours:
             self._fds, self._control = contextlib.ExitStack(), contextlib.ExitStack()
             try:
@@ -475,12 +475,12 @@ class Running:
                     usage = os.statvfs(f"/proc/{pid}/root{FOLDER}")
                     return usage.f_files - usage.f_ffree > self._limits.files
             return False
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return False
         began = time.monotonic()
         exceeds = _holds_too_much(self._folder, self._limits)
         now = time.monotonic()
-        self._next_look = now + 10 * (now - began)  # a folder with many files takes a while
+        self._next_check = now + 10 * (now - began)  # a folder with many files takes a while
         return exceeds
 
 

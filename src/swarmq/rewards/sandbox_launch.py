@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OPEN_FILES = 64
 REAP_MS = 10
-"""Milliseconds between two looks for orphans to reap."""
+"""Milliseconds between two searches for orphans to reap."""
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 CLONE_NEW = 0x7E020000

@@ -35,7 +35,7 @@ def clip(reward: float, low: float = -1.0, high: float = 1.0) -> float:
 def length_penalty(length: float, *, free: float, full: float, worst: float = -1.0) -> float:
     """Return 0 up to `free`, then falling linearly to `worst` at `full` and beyond (soft overlong punishment, 2503.14476)."""
     if not free < full:
-        raise OutcomeError(f"free is {free:g} and full is {full:g}: the penalty must have room to grow")
+        raise OutcomeError(f"length_penalty: free must be less than full (got {free:g} and {full:g})")
     return worst * min(max((length - free) / (full - free), 0.0), 1.0)
 
 

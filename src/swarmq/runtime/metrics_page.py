@@ -25,7 +25,7 @@ async def serve_metrics(host: str, port: int, make_page: Callable[[], bytes]) ->
             try:
                 server = await asyncio.start_server(_answer_with(make_page), host, port)
             except OSError as error:
-                log.warning("metrics_not_served", address=f"{host}:{port}", error=str(error))
+                log.warning("metrics_not_served", address=f"{host}:{port}", reason=str(error))
             else:
                 stack.callback(server.close)
                 log.info("metrics_served", url=f"http://{host}:{port}/metrics")

@@ -337,4 +337,6 @@ class _Session:
         self._queue.push()
 
     async def reject(self, tag: int) -> None:
-        raise NotImplementedError("clients of a broker in memory are its operators, who park with a reason")
+        raise NotImplementedError(
+            "a client of the in-memory broker is an operator, who parks messages with `dead_letter`"
+        )

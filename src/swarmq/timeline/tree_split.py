@@ -81,7 +81,7 @@ def pack_from_leaves(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
     """Split by first-fit decreasing from the leaves up; nodes of at most `short` tokens are repeated for every child."""
     small, originals = _merge_short_nodes(tree, short)
     passes: dict[int, Bins] = {}
-    """Node with a split subtree -> passes, each with whole subtrees below the node and the path from the root to the node."""
+    """Node whose subtree is split -> its passes, each of which has the path from the root to the node, and whole subtrees below it."""
     for node in range(len(small.parents) - 1, TOP - 1, -1):
         way, children = small.ends[node], small.children[node]
         if node != TOP and way - small.lengths[node] + small.sizes[node] <= budget:

@@ -1,10 +1,10 @@
-"""`swarmq up`: start every part of a run on one host, keep each running, stop them in order.
+"""`swarmq up`: start every process of a run on one host, keep each running, stop them in order.
 
 job_checks.py    checks and decisions before anything is started
 placement.py     GPUs for learners and engines
-deployment.py    the start of all parts, in order
-supervision.py   restarts of parts that die
-shutdown.py      the time each part has to stop
+deployment.py    the start of all processes, in order
+supervision.py   restarts of processes that die
+shutdown.py      the time each process has to stop
 ports.py         the same ports at every start
 
 It runs in the process of `swarmq up`, and offers `deploy`, `plan_run` and `check_settings` to the command line and the demo.

@@ -1,4 +1,4 @@
-"""Start of every part of a run in order, with its address, and their stop.
+"""Start of every process of a run, in order and with its address, and the stop of all.
 
     broker (private node, or a url) ─┐
     GPUs ─> engines (vLLM) ──────────┼─> resolved.toml ──> proxies, collector, learners
@@ -116,7 +116,7 @@ class Deployment:
             f"for other machines, `swarmq client add NAME --run {folder}` prints an invite; {host_invite}",
         ]
         if self.node:
-            lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` prints a login")
+            lines.append(f"queues: {self.node.identity.management_url}; `swarmq viewer {folder}` prints a login")
         lines.append(
             f"dashboard: {self.invite.base_url.removesuffix('/v1')}/dashboard; `swarmq token {folder} --role read` prints a token to log "
             f"in with. `swarmq dashboard {folder}` serves the same without a token of the run"
@@ -130,9 +130,9 @@ class Deployment:
         pids = {name: d.process.pid for name, d in self.daemons.items() if d.process and d.process.returncode is None}
         return Endpoints(
             amqp_url=self.job.broker.url,
-            management_url=self.node.management_url if self.node else None,
-            management_user=self.node.user if self.node else None,
-            management_password=self.node.password if self.node else None,
+            management_url=self.node.identity.management_url if self.node else None,
+            management_user=self.node.identity.user if self.node else None,
+            management_password=self.node.identity.password if self.node else None,
             proxy=self.invite.base_url,
             proxies=self.invite.base_urls,
             engines={name: policy.engine.urls for name, policy in self.job.policies.items()},
@@ -171,7 +171,7 @@ class Deployment:
     def write_endpoints(self) -> None:
         """Write `endpoints.json`; called again whenever a process id changes."""
         text = msgspec.json.format(msgspec.json.encode(self.endpoints()), indent=2)
-        with contextlib.suppress(OSError):  # a full disk, which other parts report; the run continues
+        with contextlib.suppress(OSError):  # a full disk, which other processes report; the run continues
             write_atomically(self.job.run_folder.endpoints, text)
             targets = msgspec.json.encode(self.prometheus_targets())
             write_atomically(self.job.run_folder.prometheus_targets, targets)
@@ -181,7 +181,7 @@ class Deployment:
 async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterator[Deployment]:
     """Bring a run up, keep it up while the context is open, and take it down.
 
-    `report` gets a line for each stage. Raises SwarmqError naming the part that cannot start.
+    `report` gets a line for each stage. Raises SwarmqError naming the process that cannot start.
     """
     raise_file_limit()
     survive_full_disk()
@@ -225,8 +225,8 @@ def _write_run_files(job: SwarmJob, deployment: Deployment) -> None:
 
 @contextlib.asynccontextmanager
 async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callable[[str], None]) -> AsyncIterator[None]:
-    """Restart parts that die, and publish warnings, while the context is open. A part that cannot be restarted ends the
-    context."""
+    """Restart processes that die, and publish warnings, while the context is open. A process that cannot be restarted ends
+    the context."""
     warnings: asyncio.Queue[str] = asyncio.Queue()
 
     def warn(text: str) -> None:
@@ -268,12 +268,12 @@ def _renew_clients(folder: RunFolder, url: str, node: PrivateCluster | None, rep
 async def check_run_is_down(
     broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], check_s: float = 1.0
 ) -> None:
-    """Raise SwarmqError if parts of a run with this name, started without `swarmq up`, use the broker: both runs would share
+    """Raise SwarmqError if processes of a run with this name, started without `swarmq up`, use the broker: both runs would share
     their queues.
 
     `forget_s`: seconds that consumers of the run's previous start may take to disappear. A broker that was killed together
-    with its clients may restore their consumers with its queues, and notice after 90 s that they are gone. Parts that lost
-    their `swarmq up` first finish their work.
+    with its clients may restore their consumers with its queues, and notice after 90 s that they are gone. Processes that
+    lost their `swarmq up` first finish their work.
     """
     inbox, until, is_reported = topology.inbox(run), time.monotonic() + forget_s, False
     while (depth := (await broker.depths([inbox])).get(inbox)) and depth.consumers:
@@ -322,7 +322,7 @@ async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> No
                     if not live_settings.has_ended(live_settings.apply_changes(job, changes), policy, last_step):
                         return
     except BrokerError as error:
-        log.warning("further_steps_not_heard_of", policy=policy, reason=str(error))
+        log.warning("further_steps_unknown", policy=policy, reason=str(error))
     await asyncio.Event().wait()  # the run continues, but a learner with more steps needs a restart of `swarmq up`
 
 
@@ -338,7 +338,7 @@ async def _open_broker(
     check_disk(job.run_folder.path)
     report(f"broker: starting a private RabbitMQ{f' of {job.broker.nodes} nodes' if job.broker.nodes > 1 else ''}")
     node = await stack.enter_async_context(PrivateCluster(job.run_folder.broker, job.broker))
-    report(f"broker: ready, management UI at {node.management_url}")
+    report(f"broker: ready, management UI at {node.identity.management_url}")
     return node, node.amqp_url
 
 

@@ -1,4 +1,4 @@
-"""Stopping the parts of a run: how long each may take, and what the user is told about continuing."""
+"""Stopping the processes of a run: how long each may take, and what the user is told about continuing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarmq.learner.store.batch_log import scan_log
 from swarmq.up.supervision import Daemon
 
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
-"""Role -> maximum seconds that a part may take to stop; a learner gets time for its checkpoints in addition."""
+"""Role -> maximum seconds that a process may take to stop; a learner gets time for its checkpoints in addition."""
 SLOW_DISK_BYTES_PER_S = 100e6
 """Write speed of the slowest disk for which the time to stop allows a checkpoint."""
 MAX_DRAIN_S = 1800.0
@@ -37,7 +37,7 @@ async def stop_daemon(daemon: Daemon, grace_s: float, report: Callable[[str], No
 
 
 def drain_s(job: SwarmJob, name: str) -> float:
-    """Return the seconds that the part `name` may take to stop. A learner gets time for two checkpoints on a slow disk: the one
+    """Return the seconds that the process `name` may take to stop. A learner gets time for two checkpoints on a slow disk: the one
     being written and the last one."""
     role, _, policy = name.partition(".")
     if role != "learner":

@@ -1,6 +1,6 @@
-"""Supervision of a run's parts: each part that dies is restarted, with a growing delay.
+"""Supervision of a run's processes: each process that dies is restarted, with a growing delay.
 
-A part that keeps dying ends the run with the last lines of its log. So does a part that exits with EX_CONFIG, because a restart
+A process that keeps dying ends the run with the last lines of its log. So does a process that exits with EX_CONFIG, because a restart
 cannot fix its settings.
 """
 
@@ -20,12 +20,12 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.processes import DeathCounter, die_with_parent, read_final_message, read_tail, stop_group
 
 MAX_DEATHS = 5
-"""Number of deaths within `death_window_s` after which a part is not restarted."""
+"""Number of deaths within `death_window_s` after which a process is not restarted."""
 CHECK_EVERY_S = 2.0
 MAX_FAILED_CHECKS = 15
 """Number of consecutive failed checks after which a broker that refuses connections is restarted."""
 FULL_BYTES = 10_000_000
-"""Free disk space in bytes below which a broker is stopped. Without a stop, parts of it that cannot write would end for good,
+"""Free disk space in bytes below which a broker is stopped. Without a stop, components of it that cannot write would end for good,
 while its process lives on."""
 START_BYTES = 100_000_000
 """Minimum free disk space in bytes for the start of a broker."""
@@ -33,7 +33,7 @@ START_BYTES = 100_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartTimes:
-    """Time settings for restarts of parts that died."""
+    """Time settings for restarts of processes that died."""
 
     death_window_s: float = 120.0
     """Seconds within which deaths are counted together."""
@@ -45,7 +45,7 @@ RESTART_TIMES = RestartTimes()
 
 
 class DaemonFailedError(SwarmqError):
-    """A part of the run could not be kept running."""
+    """A process of the run could not be kept running."""
 
 
 @dataclasses.dataclass
@@ -155,7 +155,7 @@ async def keep_broker(
     name: str = "the broker",
 ) -> None:
     """Restart a node of the private RabbitMQ when it dies, has a full disk, or refuses connections although its process lives. URL and
-    queues stay the same; all other parts wait and reconnect."""
+    queues stay the same; all other processes wait and reconnect."""
 
     async def ended() -> str:
         turned_away = 0
@@ -199,9 +199,9 @@ async def _keep_restarting(
     warn: Callable[[str], None],
     times: RestartTimes,
 ) -> None:
-    """Restart a part whenever `ended` returns the reason of its end.
+    """Restart a process whenever `ended` returns the reason of its end.
 
-    Raises DaemonFailedError with `ending()` if the part keeps dying, and the error of `restart` if it fails five times in a
+    Raises DaemonFailedError with `ending()` if the process keeps dying, and the error of `restart` if it fails five times in a
     row.
     """
     deaths = DeathCounter(times.death_window_s)
@@ -223,4 +223,4 @@ async def _keep_restarting(
             await asyncio.sleep(delay_s)
         else:
             failed = 0
-            log.info("started_again", part=name)
+            log.info("started_again", process=name)

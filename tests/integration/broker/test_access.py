@@ -38,9 +38,7 @@ class World:
 
     def __init__(self, node, run, folder, broker):
         self.node, self.run, self.folder, self.broker = node, run, RunFolder(folder), broker
-        self.management = ManagementApi.of(
-            node.amqp_url, f"http://{node.user}:{node.password}@{node.management_url[7:]}"
-        )
+        self.management = ManagementApi.of(node.amqp_url, node.identity.management_login)
         self.host = Invite(
             run=run,
             client="local",
@@ -246,9 +244,7 @@ async def test_a_viewer_is_let_in_and_out_by_the_command_line(world, tmp_path, m
     async with world() as w:
         job = SwarmJob.build({"run": w.run, "policies": {"main": {"model": "m"}}, "broker": {"url": w.node.amqp_url}})
         (tmp_path / "resolved.toml").write_text(job.to_toml())
-        monkeypatch.setenv(
-            "SWARMQ_MANAGEMENT_URL", f"http://{w.node.user}:{w.node.password}@{w.node.management_url[7:]}"
-        )
+        monkeypatch.setenv("SWARMQ_MANAGEMENT_URL", w.node.identity.management_login)
         said = CliRunner().invoke(cli.main, ["viewer", str(tmp_path), "--name", "carol"]).output
         url, user, password = re.fullmatch(r"(\S+)  user (\S+)  password (\S+)\n", said).groups()
         assert user == f"{w.run}.viewer.carol"

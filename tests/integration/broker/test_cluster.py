@@ -118,7 +118,7 @@ async def test_a_queue_lives_on_three_nodes_or_on_as_many_as_asked(cluster, run_
 async def test_any_node_answers_for_the_management_api(cluster):
     api = ManagementApi.of(cluster.cluster.amqp_url, cluster.cluster.management_login)
     assert len(api.urls) == 3
-    assert all(cluster.cluster.user in api.users() for _ in range(4))
+    assert all(cluster.cluster.identity.user in api.users() for _ in range(4))
 
 
 async def test_nothing_is_lost_when_the_leader_is_killed_and_the_node_joins_again(cluster, run_name, logs):

@@ -214,7 +214,7 @@ async def test_a_broker_that_can_never_work_is_refused_at_once(node: PrivateNode
     with pytest.raises(BrokerError, match=words) as refusal:
         async with AmqpBroker.open(change(node.amqp_url), name="x", deadline_s=None):
             pass
-    assert node.password not in str(refusal.value)
+    assert node.identity.password not in str(refusal.value)
 
 
 async def test_an_unreachable_broker_is_waited_for_and_then_named(node: PrivateNode, logs) -> None:
@@ -281,7 +281,7 @@ async def test_a_changed_password_is_waited_out_once_connected(node: PrivateNode
         opened(relayed(node, relay), run_name) as broker,
         asyncio.timeout(600),
     ):
-        await node.ctl("change_password", node.user, "another")
+        await node.ctl("change_password", node.identity.user, "another")
         try:
             relay.cut()
             event = await logs.seen(WAITING, connection="faults.publish")
@@ -289,7 +289,7 @@ async def test_a_changed_password_is_waited_out_once_connected(node: PrivateNode
             with pytest.raises(BrokerError, match="refused user or password"):
                 await broker.publish(topology.inbox(run_name), end(run_name, 1), deadline_s=0.2)
         finally:
-            await node.ctl("change_password", node.user, node.password)
+            await node.ctl("change_password", node.identity.user, node.identity.password)
         await broker.publish(topology.inbox(run_name), end(run_name, 1))
 
 

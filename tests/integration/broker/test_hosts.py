@@ -31,8 +31,7 @@ def job(broker_node, run_name, tmp_path):
 
 @pytest.fixture
 def management(broker_node):
-    user = f"{broker_node.user}:{broker_node.password}"
-    return ManagementApi.of(broker_node.amqp_url, f"http://{user}@{broker_node.management_url[7:]}")
+    return ManagementApi.of(broker_node.amqp_url, broker_node.identity.management_login)
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ async def test_a_host_publishes_consumes_and_hears_what_its_parts_need(job, mana
     async with AmqpBroker.open(made.broker_url, name="gpu2", user=made.user) as remote:
         end = EpisodeEnd(run=run, episode_id="e", status="finished", rewards={"main": 1.0}, client_id="alice@there")
         registration = Registration(
-            run=run, registration_id="1", action="join", part="proxy", url="http://gpu2:8000/v1"
+            run=run, registration_id="1", action="join", process="proxy", url="http://gpu2:8000/v1"
         )
         for queue, message in [(topology.inbox(run), end), (topology.control(run), registration)]:
             await remote.publish(queue, message)

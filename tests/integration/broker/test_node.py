@@ -35,12 +35,12 @@ asyncio.run(main())
 async def test_a_node_started_again_is_the_same_broker_with_its_data(tmp_path: Path, run_name: str) -> None:
     message = EpisodeEnd(run=run_name, episode_id="e", status="aborted")
     async with PrivateNode(tmp_path) as node:
-        before = (node.amqp_url, node.management_url)
+        before = (node.amqp_url, node.identity.management_url)
         async with AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker:
             await broker.declare(run_name, policies=["main"], kinds=["math"])
             await broker.publish(topology.inbox(run_name), message)
     async with PrivateNode(tmp_path) as node:
-        assert (node.amqp_url, node.management_url) == before
+        assert (node.amqp_url, node.identity.management_url) == before
         async with (
             AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker,
             broker.consume(topology.inbox(run_name), prefetch=1) as deliveries,

@@ -15,10 +15,7 @@ pytestmark = pytest.mark.broker
 
 
 async def test_queues_tell_how_many_messages_ever_came(broker_node, run_name):
-    api = ManagementApi.of(
-        broker_node.amqp_url,
-        f"http://{broker_node.user}:{broker_node.password}@{broker_node.management_url.removeprefix('http://')}",
-    )
+    api = ManagementApi.of(broker_node.amqp_url, broker_node.identity.management_login)
     queue = topology.tickets(run_name, "math")
     async with AmqpBroker.open(broker_node.amqp_url, name="test", deadline_s=120.0) as broker:
         await broker.declare(run_name, policies=["main"], kinds=["math"])

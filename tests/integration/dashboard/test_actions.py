@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -113,7 +112,7 @@ class Operated:
 def operated(broker_node, run_name, tmp_path, monkeypatch):
     """`async with operated() as run`: not a generator, because a client belongs to one task."""
     monkeypatch.setenv(BROKER_ANSWERED_ENV, "1")  # a slow broker is waited for
-    management = f"http://{broker_node.user}:{broker_node.password}@{urlsplit(broker_node.management_url).netloc}"
+    management = broker_node.identity.management_login
     monkeypatch.setenv("SWARMQ_MANAGEMENT_URL", management)
 
     @contextlib.asynccontextmanager

@@ -46,7 +46,7 @@ async def until_state(settings: SwarmJob, state: str) -> Any:
 async def test_a_process_of_its_own_records_until_it_is_stopped(broker_node, run_name, tmp_path):
     settings = job(tmp_path, run_name, broker_node.amqp_url)
     settings.run_folder.resolved.write_text(settings.to_toml())
-    management = f"http://{broker_node.user}:{broker_node.password}@{urlsplit(broker_node.management_url).netloc}"
+    management = broker_node.identity.management_login
     async with AmqpBroker.open(broker_node.amqp_url, name="test", deadline_s=120.0) as broker:
         await broker.declare(run_name, policies=["main"], kinds=["default"])
         process = await asyncio.create_subprocess_exec(

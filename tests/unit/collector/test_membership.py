@@ -175,10 +175,10 @@ async def test_a_host_joins_while_its_invite_holds_and_what_runs_there_is_record
     now = 50.0
     keeper = MembershipKeeper(job, broker, clock=lambda: now, poll_s=0, repeat_s=1e6)
 
-    async def answer(number, action, part="engine", host="gpu2"):
-        policy = "main" if part == "engine" else ""
+    async def answer(number, action, process="engine", host="gpu2"):
+        policy = "main" if process == "engine" else ""
         registration = Registration(
-            run="r", registration_id=str(number), action=action, part=part, url=url, policy=policy
+            run="r", registration_id=str(number), action=action, process=process, url=url, policy=policy
         )
         keeper.take(registration, host)
         while True:

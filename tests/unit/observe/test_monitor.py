@@ -64,7 +64,7 @@ async def test_a_board_that_is_opened_late_has_the_steps_before_and_no_step_twic
     earlier = (event("step", 1), event("state", 1), event("warning", 1), event("step", 2))
     settings.run_folder.events.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in earlier))
     async with asyncio.timeout(30), follow(settings, broker) as follower:
-        assert not follower.board.parts, "what a part said of itself long ago is no sign of life"
+        assert not follower.board.processes, "a state reported long ago is no sign of life"
         assert [warned.source for warned in follower.board.warnings] == ["learner.main"]
         await broker.emit(event("step", 2))  # on its way when the file was read
         await broker.emit(event("step", 3))

@@ -112,4 +112,4 @@ async def test_a_broker_that_refuses_its_events_does_not_end_the_run(tmp_path: P
     with redirect_to(lines.append):
         async with asyncio.timeout(30):
             await follow_steps(job, Refusing(), lines.append)
-    assert lines == ["warning: steps not followed: error no events of r for you"]
+    assert lines == ["warning: steps not followed: reason no events of r for you"]

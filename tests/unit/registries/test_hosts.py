@@ -45,7 +45,7 @@ def test_a_part_is_forgotten_on_whichever_host_it_ran(path):
     put(path, "gpu3", proxies=("http://gpu3:1/v1",))
     with HostRegistry.open(path) as hosts:
         for url in ("http://gpu2:1", "http://gpu3:1/v1", "http://unknown"):
-            hosts.drop_part(url)
+            hosts.drop_url(url)
     assert [(host.engines, host.proxies) for host in read_hosts(path).values()] == [
         ({"http://gpu2:2": "main"}, ()),
         ({}, ()),

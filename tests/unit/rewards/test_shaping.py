@@ -32,7 +32,7 @@ def test_what_is_no_number_or_no_part_is_refused():
 def test_length_is_free_then_costs_then_costs_no_more():
     costs = [length_penalty(length, free=100, full=200) for length in (0, 100, 150, 200, 999)]
     assert costs == [0.0, 0.0, -0.5, -1.0, -1.0]
-    with pytest.raises(OutcomeError, match="room to grow"):
+    with pytest.raises(OutcomeError, match="free must be less than full"):
         length_penalty(1, free=2, full=2)
 
 

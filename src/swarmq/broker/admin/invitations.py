@@ -56,7 +56,7 @@ def make_host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | N
 
 
 def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = None) -> Invite:
-    """Write the resolved settings and the invite of a run whose parts were started one by one, as `swarmq up` would.
+    """Write the resolved settings and the invite of a run whose processes were started one by one, as `swarmq up` would.
 
     With these files every command finds the broker. `amqp` and `proxy` are the addresses for clients, where they differ from
     the host's. Raises ConfigError or BrokerError before anything is written.
@@ -66,7 +66,7 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
         raise ConfigError(f"{folder.path}: this run was started by `swarmq up`, whose invite is in {folder.invite}")
     if url is None:
         raise ConfigError(
-            "broker.url is not set: set it, or $SWARMQ_AMQP_URL, to the RabbitMQ that the parts of this run use"
+            "broker.url is not set: set it, or $SWARMQ_AMQP_URL, to the RabbitMQ that the processes of this run use"
         )
     if proxy is None and not job.proxy.port:
         raise ConfigError(

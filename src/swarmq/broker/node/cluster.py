@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from swarmq.broker.node.files import CLUSTER_CONFIG, list_node_folders, render_tls_listener
+from swarmq.broker.node.files import CLUSTER_CONFIG, NodeIdentity, list_node_folders, render_tls_listener
 from swarmq.broker.node.process import NameServer, PrivateNode
 from swarmq.config import BrokerSettings
 from swarmq.errors import BrokerError
@@ -51,21 +51,14 @@ class PrivateCluster:
         return ",".join(node.amqp_url for node in self.nodes)
 
     @property
-    def management_url(self) -> str:
-        return self.nodes[0].management_url
+    def identity(self) -> NodeIdentity:
+        """Identity of the first node; all nodes have its user and password."""
+        return self.nodes[0].identity
 
     @property
     def management_login(self) -> str:
         """URLs of the management API, with user and password."""
         return ",".join(node.identity.management_login for node in self.nodes)
-
-    @property
-    def user(self) -> str:
-        return self.nodes[0].user
-
-    @property
-    def password(self) -> str:
-        return self.nodes[0].password
 
     async def start(self) -> None:
         """Start all nodes and return when each accepts clients. Raises BrokerError, and then leaves none running.

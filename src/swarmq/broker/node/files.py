@@ -86,6 +86,14 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     epmd_port: int
 
     @property
+    def amqp_url(self) -> str:
+        return f"amqp://{self.user}:{self.password}@{HOST}:{self.amqp_port}/"
+
+    @property
+    def management_url(self) -> str:
+        return f"http://{HOST}:{self.management_port}/"
+
+    @property
     def management_login(self) -> str:
         """URL of the management API, with user and password."""
         return f"http://{self.user}:{self.password}@{HOST}:{self.management_port}/"

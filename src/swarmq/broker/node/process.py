@@ -102,19 +102,7 @@ class PrivateNode:
 
     @property
     def amqp_url(self) -> str:
-        return f"amqp://{self.user}:{self.password}@{HOST}:{self.identity.amqp_port}/"
-
-    @property
-    def management_url(self) -> str:
-        return f"http://{HOST}:{self.identity.management_port}/"
-
-    @property
-    def user(self) -> str:
-        return self.identity.user
-
-    @property
-    def password(self) -> str:
-        return self.identity.password
+        return self.identity.amqp_url
 
     @property
     def pids(self) -> list[int]:
@@ -213,7 +201,8 @@ class PrivateNode:
             await self.ctl("change_password", identity.user, identity.password)
         ui = identity.management_port
         await self._wait_until(
-            lambda: probe.accepts_management_login(HOST, ui, user=self.user, password=self.password), self._broker
+            lambda: probe.accepts_management_login(HOST, ui, user=self.identity.user, password=self.identity.password),
+            self._broker,
         )
 
     async def _spawn(self, server: RabbitmqInstall, program: Path) -> asyncio.subprocess.Process:

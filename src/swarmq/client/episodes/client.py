@@ -359,7 +359,7 @@ class EpisodeClient:
             task=record.task.id,
             kind=begin.kind,
             seen=seen,
-            meaning="an episode without a model call is not trained (no_turns)",
+            reason="an episode without a model call is not trained (no_turns)",
             action=f"give the agent's model client base_url=ep.base_url ({record.base_url}) and api_key=ep.api_key",
         )
 
@@ -374,7 +374,7 @@ class EpisodeClient:
             "reward_for_a_call_without_an_answer",
             episode=end.episode_id,
             calls=lost,
-            meaning="this process did not receive these calls' answers; unless another process did, the calls are not trained",
+            reason="this process did not receive these calls' answers; unless another process did, the calls are not trained",
         )
 
     async def wait_for_confirmation(self, ep: Handle) -> None:
@@ -435,7 +435,7 @@ class EpisodeClient:
             await self._run_on_disk(self._spool.begin, begin)
         except ClientError as error:
             log.warning(
-                "spool_unusable", error=str(error), meaning="if this process dies, the episode ends after its silence"
+                "spool_unusable", reason=str(error), action="if this process dies, the episode ends after its silence"
             )
         try:
             yield
@@ -506,7 +506,7 @@ class EpisodeClient:
         try:
             await self._run_on_disk(self._spool.put, end)
         except ClientError as error:
-            log.warning("spool_unusable", error=str(error), meaning="the end is lost if this process dies now")
+            log.warning("spool_unusable", reason=str(error), action="the end is lost if this process dies now")
         await self._transport.end(end)
         await self._run_on_disk(self._spool.remove, end.episode_id)
 
@@ -534,7 +534,7 @@ class EpisodeClient:
                 try:
                     delivered = await self._deliver_orphan(orphan)
                 except (SwarmqError, OSError) as error:
-                    log.warning("spool_not_delivered", folder=str(orphan.folder), error=str(error))
+                    log.warning("spool_not_delivered", folder=str(orphan.folder), reason=str(error))
                 else:
                     if delivered:
                         log.info("spool_delivered", ends=delivered, folder=str(orphan.folder))

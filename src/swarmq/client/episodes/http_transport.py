@@ -168,7 +168,7 @@ class HttpTransport:
                 has_no_ticket = error.status == 429  # other proxies have none either
                 passed_over += not has_no_ticket
                 if not has_no_ticket and passed_over % len(urls):
-                    log.info("proxy_passed_over", url=url, error=str(error))
+                    log.info("proxy_skipped", url=url, reason=str(error))
                     continue
                 wait_s = pause_s if error.retry_after_s is None else min(error.retry_after_s, pause_s)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))

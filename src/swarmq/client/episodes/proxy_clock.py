@@ -34,5 +34,5 @@ class ProxyClock:
                 "clock_differs",
                 behind_s=round(ahead_s),
                 proxy=url,
-                meaning="this machine's clock differs from the proxy's, which dates the keys; set this machine's clock",
+                reason="this machine's clock differs from the proxy's, which dates the keys; set this machine's clock",
             )

@@ -123,7 +123,7 @@ def warn_of_overridden_sampling(headers: Mapping[str, str] | Message) -> None:
     if overridden and overridden not in _logged_overrides:
         _logged_overrides.add(overridden)
         log.warning(
-            "sampled_otherwise_than_asked",
+            "sampling_overridden",
             overridden=overridden,
             reason="the run's policies.*.sampling takes precedence, and the engine's context length limits max_tokens",
         )

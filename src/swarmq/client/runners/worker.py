@@ -151,7 +151,7 @@ class Worker:
                 try:
                     ep = await self._begin(task)
                 except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-                    log.warning("task_refused", task=task.slot.id, error=str(error))
+                    log.warning("task_refused", task=task.slot.id, reason=str(error))
                     reason = f"not a task that can be attempted: {error}"
                     await self._give_up(task, reason)
                     await self._dead_letter(self._held[key], reason)

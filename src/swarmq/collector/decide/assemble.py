@@ -108,8 +108,8 @@ def fits_message(calls: Mapping[str, TurnMeta], kept: Collection[str], end_bytes
 def find_uncredited_rewards(
     calls: Mapping[str, TurnMeta], end: EpisodeEnd, kept: AbstractSet[str]
 ) -> dict[tuple[str, str], str]:
-    """Return (policy, agent tag) -> warning for every reward that credits no call. All rewards by call share one warning,
-    under the first such call id and no policy."""
+    """Return (policy, agent tag) -> warning for each reward by agent tag that credits no call. Rewards by call id that credit none
+    are under ("", call id): one warning for missing calls and one for unreceived calls, each under its first call id."""
     found = {}
     if lost := sorted((end.call_rewards.keys() & calls.keys()) - kept):
         found["", lost[0]] = (
@@ -142,7 +142,7 @@ def _join_names(names: Sequence[str]) -> str:
 def assemble_rollout(
     policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int, term: int = 0
 ) -> Rollout:
-    """Return the message for one policy's learner. Pure: the same stored rows always give the same bytes."""
+    """Build the rollout of one policy. Pure: the same stored rows always give the same bytes."""
     by_id = {turn.call_id: turn for turn in turns}
     kept = decide_received({turn.call_id: TurnMeta.of(turn, 0) for turn in turns}, end.calls, end.received).kept
     sent = {call_id for call_id in kept if by_id[call_id].policy == policy}
@@ -172,7 +172,7 @@ def assemble_rollout(
 
 
 def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Turn:
-    """Return the same prompt relative to the nearest ancestor in `sent`."""
+    """Return the turn with its prompt as an extension of its nearest ancestor in `sent`."""
     parent, shared, prompt_ids = turn.parent, turn.shared, turn.prompt_ids
     while parent is not None and parent not in sent:
         lost = by_id[parent]

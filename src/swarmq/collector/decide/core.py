@@ -103,7 +103,7 @@ class Core:
         return self.run.counts
 
     def take(self, message: Message, body: bytes, now: float) -> list[do.Effect]:
-        """Decide one message from the inbox."""
+        """Return the effects of one message from the inbox."""
         if message.run != self.rules.run:
             return [do.SendDeadLetter(f"a message of run {message.run!r} in the inbox of {self.rules.run!r}")]
         match message:

@@ -196,7 +196,7 @@ class OpenEpisodes:
         return [*effects, *(decided or [do.SaveEnd(body, end.episode_id)])]
 
     def _is_foreign(self, message: EpisodeBegin | Turn | EpisodeEnd, episode: OpenEpisode) -> bool:
-        """Return whether a client speaks for an episode that another client began."""
+        """Return whether the message comes from another client than the one that began the episode."""
         if episode.begin is None or not is_foreign(message.client_id, episode.begin.client_id):
             return False
         self.run.counts["foreign"] += 1

@@ -308,7 +308,7 @@ class Groups:
 
     def short_of(self, *, owed: int = 0) -> set[str]:
         """Return the kinds of which learners lack groups for their next batch, or an empty set if some learner lacks none.
-        `owed`: groups that rounding may add to each kind, if there are several."""
+        `owed`: groups that rounding may add to each kind, if there are several kinds."""
         rules, lent = self.run.rules, self.tickets.lent
         steps = {policy: self.run.versions[policy] + 1 for policy in self.run.learning()}
         if self._wanted_for != (rules, lent, steps):
@@ -324,7 +324,7 @@ class Groups:
         with many groups of one kind may lack another kind.
 
         `wanted`: policy -> kind -> groups of the next batch before rounding. `owed`: groups that rounding may add to each kind, if
-        there are several.
+        there are several kinds.
         """
         short = [
             {

@@ -48,7 +48,7 @@ class TicketWindow:
         self.is_open = True
         """Whether tickets are issued; False while the run is paused or drained."""
         self._unaccounted: dict[str, tuple[frozenset[str], float]] = {}
-        """Kind -> (tickets that are out while its queue is empty, time since when this set has not changed)."""
+        """Kind with an empty tickets queue -> (ids of its unused tickets, Unix time since when these have been the same)."""
         self._stored = {name: self._row(name) for name in kinds}
         for ticket_id, kind in tickets.items():
             self.out.setdefault(kind, set()).add(ticket_id)
@@ -107,7 +107,7 @@ class TicketWindow:
         return (credit.allocated - credit.trained) * self.rules.size_of(kind)
 
     def is_quiet(self, usage: Mapping[str, Usage]) -> bool:
-        """Return whether some kind is lent, or has neither tickets out nor running episodes. Only then does the collector
+        """Return whether the share of some kind is lent, or some kind has neither tickets out nor running episodes. Only then does the collector
         check whether learners starve."""
         return any(
             kind in self.lent or not (self.out[kind] or (kind in usage and usage[kind].running)) for kind in self._kinds

@@ -94,7 +94,7 @@ def remove_engine(roster: EngineRegistry, policy: str, url: str) -> None:
     if len(present) == 1:
         raise ConfigError(f"{url} is the only engine of {policy}: add another one first")
     with HostRegistry.open(roster.folder.hosts) as hosts:
-        hosts.drop_part(url.rstrip("/"))
+        hosts.drop_url(url.rstrip("/"))
         roster.remove(policy, url.rstrip("/"))
 
 
@@ -201,7 +201,7 @@ async def serve_named_engine(
     if number >= len(urls):
         raise ConfigError(
             f"policies.{policy}.engine.urls has {len(urls)} entries, none with number {number}: add the URL by which the run's other "
-            "parts reach this engine, such as http://gpu1:8100"
+            "processes reach this engine, such as http://gpu1:8100"
         )
     name, port = split_address(urls[number])
     make_folder(job.run_folder.path)

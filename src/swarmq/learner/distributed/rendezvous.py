@@ -133,8 +133,8 @@ def _open_store(meet_s: float) -> Store:
 def exchange_facts(
     store: Store, rank: int, settings: Mapping[str, Any] | None, meet_s: float
 ) -> tuple[Store, list[RankFacts]]:
-    """Exchange the facts of all ranks, which rank 0 compares. Return a part of the store for this start of the ranks alone, and the
-    facts: a launcher's store keeps the keys of earlier starts.
+    """Exchange the facts of all ranks, which rank 0 compares. Return the facts, and a store whose keys
+    belong to this start of the ranks alone, because a launcher's store keeps the keys of earlier starts.
 
     Raises SetUpError if ranks are missing or differ, LearnerError if rank 0 does not answer.
     """
@@ -172,8 +172,8 @@ def exchange_facts(
 
 
 def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
-    """Give rank 0 the facts of this rank, and return the part of the store with rank 0's verdict. A start that another process of
-    this rank has answered is an earlier one, and is ignored. Raises LearnerError without a verdict within `wait_s` seconds."""
+    """Give rank 0 the facts of this rank, and return the store of this start, which has rank 0's verdict. A start that another
+    process of this rank has answered is an earlier one, and is ignored. Raises LearnerError without a verdict within `wait_s` seconds."""
     facts, until, seen = msgspec.json.encode(own).decode(), time.monotonic() + wait_s, b""
     ours: Store = None
     while time.monotonic() < until:

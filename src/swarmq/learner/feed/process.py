@@ -103,7 +103,7 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, feeder_type: type[B
                         await feeder.run(messages.get)
                 listening.cancel()
     except* EOFError:
-        log.info("trainer_gone")
+        log.info("trainer_ended")
     except* SwarmqError as group:
         errors = list(_leaves(group))
         for_good = any(isinstance(error, SetUpError) for error in errors)
@@ -371,7 +371,7 @@ class BatchFeeder:
                 result = write()
             except DiskFullError as error:
                 if not full:
-                    log.warning("disk_full", error=str(error), retry_s=self.intervals.retry_s)
+                    log.warning("disk_full", reason=str(error), retry_s=self.intervals.retry_s)
                     await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
                 full = True
                 await asyncio.sleep(self.intervals.retry_s)
@@ -441,7 +441,7 @@ class BatchFeeder:
             try:
                 return await self.broker.publish(topology.inbox(self.job.run), message)
             except UnroutableError as error:
-                log.warning("queue_missing", error=str(error), retry_s=self.intervals.retry_s)
+                log.warning("queue_missing", reason=str(error), retry_s=self.intervals.retry_s)
                 await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
             await asyncio.sleep(self.intervals.retry_s)
 
@@ -453,7 +453,7 @@ class BatchFeeder:
             for index in self.reports.newest(self.intake.limits.window):
                 await self._publish_report(index)
             await self._to_inbox(StepReport(run=self.job.run, policy=self.policy, version=self.version, trained=()))
-        log.info("asked_again", reason="waiting for a batch, but no rollouts arrive")
+        log.info("rollouts_requested_again", reason="waiting for a batch, but no rollouts arrive")
 
     async def _tick(self) -> None:
         warned_at = 0.0

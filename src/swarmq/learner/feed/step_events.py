@@ -39,7 +39,7 @@ class StepEvents:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("step_not_recorded_yet", path=str(self._lines.path), error=str(error))
+                log.warning("step_not_recorded_yet", path=str(self._lines.path), reason=str(error))
             self._failing = True
         async with self._publishing:
             while self._unpublished and await self._broker.emit(self._unpublished[0]):

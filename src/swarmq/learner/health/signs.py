@@ -73,7 +73,7 @@ def cut(sign: str) -> Callable[[Steps], float | None]:
 
 
 def near_bound(steps: Steps) -> float | None:
-    """Return the mean staleness of episodes, by their oldest tokens, divided by `groups.max_staleness`."""
+    """Return a measure: the mean staleness of the episodes' oldest tokens, as a share of `groups.max_staleness`."""
     counts = [item for step in steps[-WINDOW:] for item in step.get("staleness", {}).items()]
     episodes, bound = sum(count for _, count in counts), steps[-1]["max_staleness"]
     return sum(int(lag) * count for lag, count in counts) / (episodes * bound) if episodes and bound else None

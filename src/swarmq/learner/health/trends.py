@@ -128,12 +128,12 @@ def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
     steps = steps[_newest_code(steps) :]
     windows = [_Window(steps, block) for block in (1, BLOCK)]
     for trend in (REWARD, *TRENDS):
-        looks = [(window, look) for window in windows if (look := _look(trend, window)) is not None]
-        shown = next((fit for window, look in looks if (fit := _sign(trend, window, *look))), None)
+        tested = [(window, result) for window in windows if (result := _test(trend, window)) is not None]
+        shown = next((fit for window, result in tested if (fit := _sign(trend, window, *result))), None)
         if shown:
             yield _describe_trend(trend, shown, is_sign=True)
-        elif looks and not only_signs:
-            window, (values, z) = looks[0]
+        elif tested and not only_signs:
+            window, (values, z) = tested[0]
             yield _describe_trend(trend, _fit(trend, window, values, z), is_sign=False)
 
 
@@ -166,7 +166,7 @@ class _Window:
         )
 
 
-def _look(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
+def _test(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
     """Return the points and z-score of a trend, or None if there are too few points."""
     if len(window.steps) < MIN_POINTS * window.block:
         return None

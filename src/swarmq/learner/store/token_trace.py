@@ -55,7 +55,7 @@ def write_trace(folder: Path, version: int, episodes: Sequence[EpisodeTrace]) ->
         draft.write_bytes(zstandard.compress(msgspec.msgpack.encode(episodes), 3))
         draft.replace(path)
     except OSError as error:
-        log.warning("token_log_not_written", path=str(path), error=str(error))
+        log.warning("token_log_not_written", path=str(path), reason=str(error))
 
 
 def find_trace(folder: Path, version: int, episode_id: str) -> EpisodeTrace | None:
@@ -77,4 +77,4 @@ def _read(folder: Path, version: int) -> Iterator[EpisodeTrace]:
         try:
             yield from msgspec.msgpack.decode(zstandard.decompress(path.read_bytes()), type=list[EpisodeTrace])
         except (OSError, zstandard.ZstdError, msgspec.MsgspecError) as error:
-            log.warning("token_log_not_readable", path=str(path), error=str(error))
+            log.warning("token_log_not_readable", path=str(path), reason=str(error))

@@ -109,7 +109,7 @@ class EngineUpdates:
         try:
             report = self._pusher.push(weights.weights_to_push(), weights.version)
         except EngineError as error:
-            log.warning("push_failed", version=weights.version, error=str(error))
+            log.warning("push_failed", version=weights.version, reason=str(error))
             to.send(records.Warn(text=f"weights {weights.version} of {self._policy} not pushed: {error}"))
             return _not_pushed(time.monotonic() - began)
         finally:
@@ -135,7 +135,7 @@ class EngineUpdates:
                     )
                 )
         except EngineError as error:
-            log.warning("engines_not_current", version=weights.version, error=str(error))
+            log.warning("engines_not_current", version=weights.version, reason=str(error))
         finally:
             self._warn_of_failing(to)
 
@@ -148,7 +148,7 @@ class EngineUpdates:
         try:
             self._pusher.repair(weights.weights_to_push(), weights.version)
         except EngineError as error:
-            log.warning("engines_not_repaired", version=weights.version, error=str(error))
+            log.warning("engines_not_repaired", version=weights.version, reason=str(error))
 
     def _warn_of_failing(self, to: WarningSink) -> None:
         """Warn once when an engine falls behind, and report once when it has caught up."""

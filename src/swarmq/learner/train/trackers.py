@@ -178,7 +178,7 @@ def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
 
 
 def _warn(tracker: Any, error: Exception, **what: Any) -> None:
-    log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
+    log.warning("tracker_failed", tracker=tracker.name, reason=str(error), **what)
 
 
 def flatten(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:

@@ -88,7 +88,7 @@ def _timelines(view: EpisodeView) -> Iterator[str]:
         yield f"<h2>Timeline {number}: {len(rows)} tokens, {trained} trained</h2><div class=text>"
         for row in rows:
             tag = "b" if row.trained else "i"
-            yield f"<{tag}{_look(row, top)} title='{escape(_hint(row))}'>{escape(row.text)}</{tag}>"
+            yield f"<{tag}{_style_token(row, top)} title='{escape(_hint(row))}'>{escape(row.text)}</{tag}>"
         yield f"</div><details{' open' if number == 0 else ''}><summary>every token</summary><table><tr>"
         yield "".join(f"<th>{heading}</th>" for heading in HEADINGS) + "</tr>"
         for row in rows:
@@ -98,7 +98,7 @@ def _timelines(view: EpisodeView) -> Iterator[str]:
 
 def _cells(row: TokenRow, top: float) -> Iterator[str]:
     yield f"<td>{row.position}</td><td>{row.token_id}</td>"
-    yield f"<td{_look(row, top)}>{escape(repr(row.text)[1:-1])}</td>"
+    yield f"<td{_style_token(row, top)}>{escape(repr(row.text)[1:-1])}</td>"
     yield f"<td>{training_mark(row)}</td>"
     for value in (row.logprob, row.logprob_trained, logprob_gap(row), row.advantage):
         yield f"<td>{'' if value is None else f'{value:.4f}'}</td>"
@@ -113,7 +113,7 @@ def _hint(row: TokenRow) -> str:
     return text if row.version is None else f"{text}, weights {row.version}, turn {row.turn}"
 
 
-def _look(row: TokenRow, top: float) -> str:
+def _style_token(row: TokenRow, top: float) -> str:
     """Return the HTML attributes of a token's element."""
     if row.logprob is None:
         return ""

@@ -88,7 +88,7 @@ class AnswerReceipts:
             while True:
                 await self._wake.wait()
                 await asyncio.sleep(self._pause_s)
-                self._look()
+                self._queue_reports()
                 if not self._written:
                     self._wake.clear()
                 while self._known:
@@ -96,7 +96,7 @@ class AnswerReceipts:
         finally:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
-                    self._look(every=True)
+                    self._queue_reports(every=True)
                     while self._known:
                         await self._publish()
 
@@ -105,7 +105,7 @@ class AnswerReceipts:
         self._written.append(WrittenAnswer(begun.request.claims.episode_id, calls, has_left, self._pause_s, due))
         self._wake.set()
 
-    def _look(self, *, every: bool = False) -> None:
+    def _queue_reports(self, *, every: bool = False) -> None:
         """Queue reports for the written answers that have left, and for those that can no longer leave. `every`: also check
         answers that are not due."""
         now = asyncio.get_running_loop().time()
@@ -132,7 +132,7 @@ class AnswerReceipts:
                 await self._broker.publish(topology.inbox(self._run), served)
                 return
             except BrokerError as error:  # if the queue was deleted, the collector declares it again
-                log.warning("answers_not_told", error=str(error), answers=len(reported), retry_s=RETRY_S)
+                log.warning("answers_not_reported", reason=str(error), answers=len(reported), retry_s=RETRY_S)
             except BaseException:
                 self._known = reported + self._known
                 raise

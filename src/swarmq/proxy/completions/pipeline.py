@@ -125,7 +125,7 @@ class Completions:
             except EngineError as error:
                 lane.fail()
                 failure = error
-                log.warning("engine_failed", engine=lane.engine.url, policy=request.policy, error=str(error))
+                log.warning("engine_failed", engine=lane.engine.url, policy=request.policy, reason=str(error))
             else:
                 memory.lanes[request.policy] = lane
                 return made

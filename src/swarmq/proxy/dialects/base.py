@@ -196,7 +196,7 @@ async def stream_events(
         begun.failed = begun.closing = True
         refusal = to_refusal(error)
         meter.errors += 1
-        log.warning("stream_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
+        log.warning("stream_failed", status=refusal.status, reason=str(error), exc_info=refusal.status == 500)
         yield writer.fail(refusal)
     else:
         begun.closing = True

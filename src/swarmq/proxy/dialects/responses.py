@@ -373,7 +373,7 @@ def _is_reference(item: Json) -> bool:
 
 
 def _recall_item(item: Json, conversations: Conversations) -> Json:
-    """Return an item of an earlier answer by its id."""
+    """Return the stored item of an earlier answer to which `item` refers by id. Raises RefusedError if there is none."""
     name = item.get("id")
     message = conversations.recall_part(name) if isinstance(name, str) else None
     if message is None:

@@ -177,7 +177,7 @@ class EnginePool:
         self._probed_at = float("-inf")
 
     def lane(self, engine: Engine) -> EngineLane:
-        """Return a lane for an engine, which is not in the pool yet."""
+        """Return a new lane for an engine; the caller adds it to the pool."""
         return EngineLane(engine, portion_s=self._timings.portion_s)
 
     def order(self, favourite: EngineLane | None, episode_id: str = "") -> list[EngineLane]:

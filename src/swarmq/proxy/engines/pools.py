@@ -1,6 +1,6 @@
 """The engines of all policies, as they come and go while the proxy serves.
 
-engine registry of the run ──look──> add: open, probe, use
+engine registry of the run ──read──> add: open, probe, use
                                      remove: drain ──nothing open──> closed, forgotten
 """
 
@@ -125,7 +125,7 @@ class EnginePools:
             try:
                 await self.follow()
             except EngineError as error:
-                log.warning("roster_unreadable", error=str(error))
+                log.warning("roster_unreadable", reason=str(error))
             await asyncio.gather(*(pool.probe() for pool in self.pools.values()))
             await asyncio.sleep(self._probe_every_s)
 

@@ -18,7 +18,7 @@ from swarmq.engine.client.protocol import Delta
 from swarmq.proxy.deltas import merge
 
 PATIENCE = 9.0
-"""Ratio of a pause to the parsing before it: parsing takes about a tenth of a stream's time."""
+"""Length of a pause, as a multiple of the parsing before it, so that parsing takes about a tenth of a stream's time."""
 MAX_PAUSE_S = 1.0
 """Longest pause in seconds, reached only by answers of many thousand tokens."""
 

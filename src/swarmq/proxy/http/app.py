@@ -265,7 +265,7 @@ class ProxyService:
             log.warning(
                 "call_failed",
                 status=refusal.status,
-                error=str(error),
+                reason=str(error),
                 request_id=headers["x-request-id"],
                 exc_info=refusal.status == 500,
             )

@@ -1,12 +1,12 @@
 """A weight file in chunks, as learners send it to weight receivers: the manifest, and the encoding of a chunk.
 
-A chunk is encoded as its difference from the same bytes of a base file that both ends have, or without a base. After an optimizer
+A chunk is encoded as its difference from the same bytes of a base file that both ends have, or whole. After an optimizer
 step most BF16 weights are unchanged, and nearly all others differ by one in the last place. So the positions of changed words and
 the differences are stored separately, each in byte planes, which compress better than words:
 
     count   u32             number of changed words
     gaps    [count] u32     distance of each changed word from the one before; absent if all words are stored
-    steps   [count] word    difference as an integer, zigzag-encoded; without a base, the word with its sign bit last
+    steps   [count] word    difference as an integer, zigzag-encoded; without a base file, the word with its sign bit last
 
 Words have the size of the weights' dtype, in little-endian order. The encoded chunk is one zstd frame. Needs numpy, but no torch.
 """
@@ -41,7 +41,7 @@ class WeightFileManifest(msgspec.Struct, frozen=True, kw_only=True):
     digests: list[str]
     """SHA-256 of each chunk, in hexadecimal digits."""
     base: str | None = None
-    """Name of the file to which chunks are sent as differences; None: chunks are sent whole."""
+    """Name of the base file, to which chunks are sent as differences; None: chunks are sent whole."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class WeightFileManifest(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256("".join(self.digests).encode()).hexdigest()
 
     def get_chunk(self, data: Bytes, index: int) -> Bytes:
-        """Return the bytes of chunk `index` as a view. `data`: bytes of the file or of its base, [size_bytes] uint8."""
+        """Return the bytes of chunk `index` as a view. `data`: bytes of the file or of its base file, [size_bytes] uint8."""
         return data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
 
@@ -63,7 +63,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_file(data: Bytes, *, word_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> WeightFileManifest:
-    """Return the manifest, without a base, of a file. `data`: its bytes, [size_bytes] uint8."""
+    """Return the manifest of a file, for chunks that are sent whole. `data`: its bytes, [size_bytes] uint8."""
     chunks = (data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes))
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(digest_chunk, chunks))
@@ -75,7 +75,7 @@ def digest_chunk(chunk: Bytes) -> str:
 
 
 def encode_chunk(chunk: Bytes, base: Bytes | None, word_bytes: int) -> bytes:
-    """Encode a chunk as its difference from `base`, which has the same size, or whole if `base` is None."""
+    """Encode a chunk as its difference from `base`, the same chunk of the base file, or whole if `base` is None."""
     words = _to_words(chunk, word_bytes)
     before = _to_words(base, word_bytes) if base is not None else None
     changed = np.flatnonzero(words != (0 if before is None else before))
@@ -89,7 +89,7 @@ def encode_chunk(chunk: Bytes, base: Bytes | None, word_bytes: int) -> bytes:
 
 
 def decode_chunk(encoded: bytes, size_bytes: int, base: Bytes | None, word_bytes: int) -> Bytes:
-    """Return the chunk as [size_bytes] uint8. `base`: the bytes from which it differs. Raises ValueError if `encoded` is not the
+    """Return the chunk as [size_bytes] uint8. `base`: the same chunk of the base file, or None for a whole chunk. Raises ValueError if `encoded` is not the
     encoding of a chunk of `size_bytes`."""
     num_words = -(-size_bytes // word_bytes)
     try:

@@ -96,7 +96,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps or is about to; the label is set first."""
+        """Whether the engine sleeps or is about to fall asleep: its label is set before it does."""
         return self.label.startswith(ASLEEP)
 
     @property

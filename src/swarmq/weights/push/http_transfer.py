@@ -4,7 +4,7 @@
 
 The answer to a manifest lists the missing chunks, so a push continues after a broken connection, and sends a damaged chunk again.
 Several receivers get the weights at the same time. The newest file that a receiver has is kept in the learner's shared memory as
-the base of the next push. It is as large as all weights that are pushed.
+the base file of the next push. It is as large as all weights that are pushed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_STALLED_ATTEMPTS = 4
 RETRY_S = 0.5
 """Seconds before the second attempt; the wait doubles before each further attempt."""
 RETRIED_STATUSES = (409, 410, 422)
-"""HTTP statuses after which an attempt is repeated from the manifest on: the base or the file was replaced, or a chunk is damaged."""
+"""HTTP statuses after which an attempt is repeated from the manifest on: the base file or the new file was replaced, or a chunk is damaged."""
 UNREACHABLE_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
 """Time limits of one request, which sends at most one chunk."""
@@ -107,7 +107,7 @@ class HttpTransfer:
         self._published: dict[str | None, PublishedFile] = {}
         """Dtype -> file of the present push."""
         self._bases: dict[str | None, PublishedFile] = {}
-        """Dtype -> newest file that a receiver has, the base of the next push."""
+        """Dtype -> newest file that a receiver has, the base file of the next push."""
         weakref.finalize(self, files.withdraw)  # when the learner ends, if not before
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
@@ -186,7 +186,7 @@ class Upload:
         return progress.path
 
     async def _begin(self) -> Progress:
-        """Send the manifest. If the receiver lacks the base, or has no room for a second file, send the whole weights."""
+        """Send the manifest. If the receiver lacks the base file, or has no room for a second file, send the whole weights."""
         manifest = self._file.manifest
         try:
             if self._base is not None:

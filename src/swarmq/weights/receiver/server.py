@@ -1,7 +1,7 @@
 """The receiver's HTTP routes, and its process: `python -m swarmq.weights.receiver.server FD`, with a listening socket as FD.
 
     POST /weights              a `WeightFileManifest`; the answer is a `Progress`: the missing chunks, or the path of the complete file
-    PUT  /weights/NAME/INDEX   an encoded chunk; `?base=NAME` if it is a difference
+    PUT  /weights/NAME/INDEX   an encoded chunk; `?base=NAME` of the base file if it is a difference
 
 A learner sends the manifest again after a broken connection, to continue, and after the last chunk, to get the path. Every request
 must carry the engine's secret.
@@ -10,7 +10,6 @@ must carry the engine's secret.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import socket
 import ssl
@@ -20,7 +19,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from swarmq.engine.auth import SECRET_ENV, format_bearer
+from swarmq.engine.auth import SECRET_ENV, carries_secret
 from swarmq.weights.format.chunks import CHUNK_BYTES, WeightFileManifest
 from swarmq.weights.receiver.store import UploadRefusedError, WeightStore
 
@@ -30,12 +29,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(store: WeightStore, secret: str) -> web.Application:
-    expected = format_bearer(secret).encode()
-
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, expected):
+        if not carries_secret(request.headers.get("authorization", "").encode(errors="replace"), secret):
             return web.Response(text=f"send the engine's secret (${SECRET_ENV})", status=401)
         try:
             return await handler(request)

@@ -1,4 +1,4 @@
-"""The receiver's weight files: the newest complete file, which is the base of differences, and the file that is being received.
+"""The receiver's weight files: the newest complete file, which is the base file of differences, and the file that is being received.
 
 A file's memory is reserved before its first chunk arrives. The file is complete when every chunk has arrived with the right digest.
 No file survives a restart of the receiver: the next push sends the whole weights.
@@ -74,8 +74,8 @@ class WeightStore:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def begin(self, manifest: WeightFileManifest) -> Progress:
-        """Begin to receive a file, or continue, and return what is missing. Another file that is incomplete is deleted. Raises
-        UploadRefusedError if the manifest is invalid, the base is missing, or memory is short."""
+        """Begin to receive a file, or continue, and return which chunks are missing. Another incomplete file is deleted. Raises
+        UploadRefusedError if the manifest is invalid, the base file is missing, or memory is short."""
         if manifest.word_bytes not in (2, 4):
             raise UploadRefusedError(f"word_bytes: must be 2 or 4 (got {manifest.word_bytes})", status=400)
         if not 0 < manifest.chunk_bytes <= CHUNK_BYTES:
@@ -94,8 +94,8 @@ class WeightStore:
             return Progress(missing=sorted(self._upload.missing))
 
     def write(self, name: str, index: int, encoded: bytes, base: str | None) -> None:
-        """Decode, check and store chunk `index` of the file `name`. `base`: name of the file from which it differs. Raises
-        UploadRefusedError if the chunk is damaged, the base is missing, or the file is not being received."""
+        """Decode, check and store chunk `index` of the file `name`. `base`: name of the base file, to which it is a difference. Raises
+        UploadRefusedError if the chunk is damaged, the base file is missing, or the file is not being received."""
         with self._lock:
             upload = self._upload
             if upload is None or upload.name != name or index not in range(len(upload.manifest.digests)):
@@ -123,7 +123,9 @@ class WeightStore:
 
     def _get_base(self, name: str, size_bytes: int) -> Bytes:
         if self._complete is None or self._complete.name != name or len(self._complete.data) != size_bytes:
-            raise UploadRefusedError(f"the base {name} is not here: send the whole weights", status=409)
+            raise UploadRefusedError(
+                f"this receiver does not have the base file {name}: send the whole weights", status=409
+            )
         return self._complete.data
 
     def _make_upload(self, manifest: WeightFileManifest) -> WeightFile:

@@ -9,13 +9,12 @@ the secret, and two unused routes are closed to all callers:
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from swarmq.engine.auth import SECRET_ENV, format_bearer
+from swarmq.engine.auth import SECRET_ENV, carries_secret
 from swarmq.weights.format.conventions import WORKER_FACTS_ROUTE
 
 CLOSED_ROUTES = ("/collective_rpc", "/weight_checker")
@@ -34,7 +33,7 @@ class SecretMiddleware:
         secret = os.environ.get(SECRET_ENV, "")
         if not secret:
             raise RuntimeError(f"${SECRET_ENV} is not set: set it to what `swarmq engine secret RUN` prints")
-        self._app, self._expected = app, format_bearer(secret).encode()
+        self._app, self._secret = app, secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -51,7 +50,7 @@ class SecretMiddleware:
 
     def _is_authenticated(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        return carries_secret(given, self._secret)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:

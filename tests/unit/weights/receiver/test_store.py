@@ -74,7 +74,9 @@ def test_a_difference_from_a_file_that_is_not_there_is_refused_and_the_newest_fi
     first = weights(1)
     path = send(store, first)
     for other in (weights(3), weights(3, 400)):
-        with pytest.raises(UploadRefusedError, match="base .* is not here: send the whole weights") as caught:
+        with pytest.raises(
+            UploadRefusedError, match="does not have the base file .*: send the whole weights"
+        ) as caught:
             send(store, first[::-1].copy(), base=other)
         assert caught.value.status == 409
     assert read(path) == first.tobytes()
