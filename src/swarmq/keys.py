@@ -304,23 +304,28 @@ def verify(root: bytes, key: str, *, run: str, now: float, removed: Container[st
     return claims
 
 
-def verify_operator(root: bytes, token: str, *, run: str, now: float, removed: Container[str] = ()) -> Operator:
-    """Return the operator of a genuine, unexpired token of this run. Raises KeyRefusedError, whose text never contains the token."""
+def verify_operator(
+    root: bytes, token: str, *, run: str, now: float, removed: Container[str] = (), command: str = "swarmq token"
+) -> Operator:
+    """Return the operator of a genuine, unexpired token of this run. `command`: makes such tokens, for messages.
+
+    Raises KeyRefusedError, whose text never contains the token.
+    """
 
     def secret(operator: Operator) -> bytes:
         derive = derive_client_secret if operator.by_client else derive_operator_secret
         return derive(root, operator.name)
 
     what = "operator token"
-    operator = _unseal(token, OPERATOR_PREFIX, Operator, secret, what=what, hint="`swarmq token` makes one")
-    _check_current(operator, what, "make a new one with `swarmq token`", run=run, now=now)
+    operator = _unseal(token, OPERATOR_PREFIX, Operator, secret, what=what, hint=f"`{command}` makes one")
+    _check_current(operator, what, f"make a new one with `{command}`", run=run, now=now)
     if operator.by_client and operator.roles != ("rollout",):
         raise KeyRefusedError("the operator token is signed by a client: its only role may be rollout")
     if operator.by_client:
         _check_member(operator.name, removed)
     elif operator_entry(operator.name) in removed:
         raise KeyRefusedError(
-            f"the tokens of operator {operator.name!r} were revoked: `swarmq token` makes one under another name"
+            f"the tokens of operator {operator.name!r} were revoked: `{command}` makes one under another name"
         )
     return operator
 
@@ -347,7 +352,7 @@ def _unseal(
 
 def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str, now: float) -> None:
     if record.run != run:
-        raise KeyRefusedError(f"the {what} is for run {record.run!r}, this proxy serves {run!r}")
+        raise KeyRefusedError(f"the {what} is for run {record.run!r}, not for {run!r}")
     if not record.expires_at + CLOCK_LEEWAY_S >= now:
         raise KeyRefusedError(f"the {what} has expired{_describe_clocks(record, now)}: {hint}")
 

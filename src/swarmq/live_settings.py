@@ -86,7 +86,7 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
         raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
     if shares := [path for path in settings if path.startswith("mix.")]:
         raise ConfigError(f"{shares[0]}: shares sum to 1, so set all of them at once: mix={{math = 0.6, code = 0.4}}")
-    changed, known = _build(job, settings), set(job.task_kinds)
+    changed, known = change_job(job, settings), set(job.task_kinds)
     for path, value in settings.items():
         if not is_live(path):
             raise ConfigError(f"{path}: cannot change while the run is up; put it into the job file and start again")
@@ -101,6 +101,23 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
         if parts[-1] == "max_steps" and value and value <= versions.get(parts[1], 0):
             raise ConfigError(f"{path}: {value} is not after the present step {versions.get(parts[1], 0)}")
     return changed
+
+
+def change_job(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:
+    """Return the job with other values of the settings at these paths. Raises ConfigError that names the setting."""
+    tree = copy.deepcopy(msgspec.to_builtins(job))
+    for path, value in settings.items():
+        *sections, key = present_path(path).split(".")
+        node = tree
+        for depth, section in enumerate(sections):
+            if section not in node and sections[:depth] == ["policies"]:
+                raise ConfigError(f"{path}: there is no policy {section!r}; the job has {', '.join(node)}")
+            node = node.get(section) if node.get(section) is not None else node.setdefault(section, {})
+            if not isinstance(node, dict):
+                what = "a value, not a section" if node is not None else "not set: give all of it at once"
+                raise ConfigError(f"{path}: {'.'.join(sections[: depth + 1])} is {what}")
+        node[key] = msgspec.to_builtins(value)
+    return SwarmJob.build(tree, origin="set")
 
 
 def diff_settings(
@@ -126,7 +143,7 @@ def apply_changes(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
     for number in sorted({change.number for change in changes}):
         together = {one.path: one.value for one in changes if one.number == number and _holds(job, one)}
         with contextlib.suppress(ConfigError):
-            live = _build(live, together)
+            live = change_job(live, together)
     return live
 
 
@@ -160,7 +177,7 @@ def mix_stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Cha
         together = {change.path: change for change in mix_changes if change.number == number}
         tree = {"mix": mix, "mix_schedule": schedule} | {path: change.value for path, change in together.items()}
         try:
-            checked = _build(job, tree)
+            checked = change_job(job, tree)
         except ConfigError:
             continue
         mix, schedule = checked.mix, checked.mix_schedule
@@ -184,22 +201,6 @@ def format_value(value: Any) -> str:
 def _holds(file: SwarmJob, change: Change) -> bool:
     """Return whether the change is still in effect: the job file has the same value as when the change was made."""
     return bool(value_at(file, change.path) == change.base)
-
-
-def _build(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:
-    tree = copy.deepcopy(msgspec.to_builtins(job))
-    for path, value in settings.items():
-        *sections, key = present_path(path).split(".")
-        node = tree
-        for depth, section in enumerate(sections):
-            if section not in node and sections[:depth] == ["policies"]:
-                raise ConfigError(f"{path}: there is no policy {section!r}; the job has {', '.join(node)}")
-            node = node.get(section) if node.get(section) is not None else node.setdefault(section, {})
-            if not isinstance(node, dict):
-                what = "a value, not a section" if node is not None else "not set: give all of it at once"
-                raise ConfigError(f"{path}: {'.'.join(sections[: depth + 1])} is {what}")
-        node[key] = msgspec.to_builtins(value)
-    return SwarmJob.build(tree, origin="set")
 
 
 def _named_kinds(parts: Sequence[str], changed: SwarmJob) -> Iterable[str]:

@@ -69,6 +69,16 @@ MANAGEMENT = click.option(
 )
 
 
+DAYS = click.option(
+    "--days",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=3650, min_open=True),
+    help="Days until the token expires.",
+)
+REVOKE = click.option("--revoke", is_flag=True, help="Refuse all tokens of this name permanently.")
+
+
 @client.command("add")
 @click.argument("name")
 @RUN_OPTION
@@ -162,14 +172,8 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
 @click.option(
     "--name", show_default="operator", help="Name of the token's holder; recorded in episodes that the token begins."
 )
-@click.option(
-    "--days",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(min=0, max=3650, min_open=True),
-    help="Days until the token expires.",
-)
-@click.option("--revoke", is_flag=True, help="Refuse all tokens of this name permanently.")
+@DAYS
+@REVOKE
 def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
     """Print a token for the control routes, or revoke tokens.
 
@@ -180,9 +184,17 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
     curl -H "Authorization: Bearer $(swarmq token runs/demo --role read)" $PROXY/v1/control/status
     swarmq token runs/demo --revoke --name java-agents
     """
+    job, folder = load_live_run(run), RunFolder(run)
+    print_token(folder.root_secret, folder.clients, run=job.run, roles=roles, name=name, days=days, revoke=revoke)
+
+
+def print_token(
+    root_secret: Path, registry: Path, *, run: str, roles: tuple[Role, ...], name: str | None, days: float, revoke: bool
+) -> None:
+    """Print an operator token, or revoke all tokens of a name. `run`: whose control routes it opens. `registry`: lists revoked
+    names."""
     from swarmq.registries.clients import ClientRegistry, read_clients
 
-    job, folder = load_live_run(run), RunFolder(run)
     if revoke == bool(roles):
         raise ConfigError("--role: name at least one role, or revoke tokens with --revoke and no role")
     if revoke and name is None:
@@ -190,18 +202,17 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
     name = "operator" if name is None else name
     member = keys.operator_entry(name)
     if revoke:
-        with ClientRegistry.open(folder.clients) as members:
+        with ClientRegistry.open(registry) as members:
             members.remove(member, now=time.time())
         click.echo(f"revoked: all tokens of {name} are refused")
         return
     _check_name(name)
     if math.isnan(days):
         raise ConfigError("--days: nan is not a number of days")
-    if member in read_clients(folder.clients):
+    if member in read_clients(registry):
         raise ConfigError(f"--name: the tokens of {name!r} were revoked permanently: choose another name")
-    root = keys.load_root(folder.root_secret)
-    made = keys.Operator(run=job.run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
-    click.echo(keys.mint_operator(keys.derive_operator_secret(root, name), made))
+    made = keys.Operator(run=run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
+    click.echo(keys.mint_operator(keys.derive_operator_secret(keys.load_root(root_secret), name), made))
 
 
 @main.command()

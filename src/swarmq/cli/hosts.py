@@ -1,4 +1,4 @@
-"""`swarmq host`: invites for hosts that run engines or proxies of a run."""
+"""`swarmq host`: invites for hosts that run engines or proxies of a run, and the daemon of a host that takes jobs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.access import MANAGEMENT, RUN_OPTION, day, only_run
-from swarmq.cli.common import main, print_table
+from swarmq.cli.access import DAYS, MANAGEMENT, REVOKE, RUN_OPTION, day, only_run, print_token
+from swarmq.cli.common import HOST, main, print_table, private_files, require_extras
 from swarmq.errors import ConfigError
 from swarmq.hosts.addresses import ListenAddress, TlsFiles
-from swarmq.keys import HOST_INVITE_PREFIX, HostInvite
+from swarmq.keys import HOST_INVITE_PREFIX, HostInvite, Role
 from swarmq.observe.live_runs import find_management_api
 
 URL = click.option(
@@ -54,12 +54,14 @@ def make_place(
 
 @main.group()
 def host() -> None:
-    """Invite, list and remove hosts that run engines or proxies. See docs/how-to/several-hosts.md.
+    """Take jobs on this host, or invite other hosts to a run.
 
     An invite holds the run's root secret: anyone who has it can do everything that the run folder allows. Protect it like the folder.
 
     \b
-    swarmq host add gpu2 > gpu2.invite              a file to copy to the host
+    swarmq host serve                               take jobs from laptops (docs/how-to/laptop.md)
+    swarmq host token --role operate --name ann     a token to send them with
+    swarmq host add gpu2 > gpu2.invite              an invite for engines (docs/how-to/several-hosts.md)
     swarmq host list
     swarmq host remove gpu2
     """
@@ -135,3 +137,82 @@ def host_remove(name: str, run: Path | None, management: str | None) -> None:
     gone = remove_host(job, folder, name, find_management_api(job, folder, management))
     urls = [*gone.engines, *gone.proxies]
     click.echo(f"removed host {name}" + (f" with {', '.join(urls)}" if urls else ""))
+
+
+FOLDER = click.argument("folder", default="runs", type=click.Path(path_type=Path))
+
+
+@host.command("serve")
+@FOLDER
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address or name of this host to listen on. Proxies of its runs listen there, too, unless their job names another proxy.host.",
+)
+@click.option(
+    "--port", default=7000, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."
+)
+@click.option("--certificate", type=click.Path(path_type=Path), help="PEM certificate, to serve https.")
+@click.option("--key", type=click.Path(path_type=Path), help="PEM key of the certificate.")
+@click.option(
+    "--most-running",
+    type=click.IntRange(min=1),
+    help="Runs at the same time; by default one for each GPU, at least one.",
+)
+@click.option(
+    "--most-queued", default=100, show_default=True, type=click.IntRange(min=0), help="Runs that may wait for room."
+)
+def host_serve(
+    folder: Path,
+    host: str,
+    port: int,
+    certificate: Path | None,
+    key: Path | None,
+    most_running: int | None,
+    most_queued: int,
+) -> None:
+    """Take jobs over HTTP: check, queue, start, stop and resume their runs on this host.
+
+    FOLDER holds the runs; runs by default. A run outlives this process: when it is stopped, killed or updated, start it again, and it
+    finds its runs. Who sends jobs needs a token (`swarmq host token`), or may open FOLDER/.host/socket, as ssh does.
+
+    \b
+    swarmq host serve
+    swarmq host serve /data/runs --host gpu-box --certificate cert.pem --key key.pem
+    """
+    require_extras(*HOST, "dashboard")
+    from swarmq.host_daemon.main import serve
+
+    tls = make_place(host, port, None, certificate, key).tls
+    with private_files():
+        serve(folder, host=host, port=port, tls=tls, most_running=most_running, most_queued=most_queued)
+
+
+@host.command("token")
+@FOLDER
+@click.option(
+    "--role",
+    "roles",
+    type=click.Choice(["read", "operate", "admin"]),
+    multiple=True,
+    help="read: see runs, logs and files; operate: also launch, change, stop and resume; admin: also delete, and jobs with programs of "
+    "their own.",
+)
+@click.option("--name", show_default="operator", help="Name of the token's holder, shown as owner of runs.")
+@DAYS
+@REVOKE
+def host_token(folder: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
+    """Print a token for this host's daemon, or revoke tokens. FOLDER as for `swarmq host serve`.
+
+    \b
+    swarmq host token --role operate --name ann
+    swarmq host token --revoke --name ann
+    """
+    from swarmq.host_daemon.access import AUDIENCE
+    from swarmq.host_daemon.ledger import HostFolder
+
+    place = HostFolder(folder)
+    if not place.root_secret.exists():
+        raise ConfigError(f"{folder}: no daemon has served this folder yet: `swarmq host serve {folder}`")
+    print_token(place.root_secret, place.revoked, run=AUDIENCE, roles=roles, name=name, days=days, revoke=revoke)

@@ -67,7 +67,7 @@ def list_runs(folder: Path, *, cache: ProgressCache | None = None) -> list[RunRo
             raise ConfigError(
                 f"{folder}: there is no such folder; runs are in runs/ by default, or where `folder` says"
             )
-        rows = [_row(one, cache) for one in found]
+        rows = [read_row(one, cache) for one in found]
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
     return sorted(rows, key=lambda row: row.at, reverse=True)
@@ -79,7 +79,8 @@ def format_age(seconds: float) -> str:
     return f"{max(seconds, 0) / size:.0f} {unit}"
 
 
-def _row(folder: RunFolder, cache: ProgressCache) -> RunRow:
+def read_row(folder: RunFolder, cache: ProgressCache) -> RunRow:
+    """Return the entry of a run that was started. Raises OSError if its folder cannot be read."""
     started = folder.resolved.stat().st_mtime
     try:
         job = SwarmJob.load(folder.resolved)

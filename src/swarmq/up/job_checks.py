@@ -32,10 +32,12 @@ class RunPlan(NamedTuple):
     """GPUs of each policy's learner and engines, by policy."""
 
 
-def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
-    """Decide what the settings leave open, from the models and this host's GPUs. Raises SwarmqError for settings that cannot
-    work."""
-    gpus = check_settings(job)
+def plan_run(
+    job: SwarmJob, report: Callable[[str], None], *, find_gpus: Callable[[], list[GpuCapacity]] = find_visible_gpus
+) -> RunPlan:
+    """Decide what the settings leave open, from the models and the GPUs that `find_gpus` returns. Raises SwarmqError for settings that
+    cannot work."""
+    gpus = check_settings(job, find_gpus=find_gpus)
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
     judge_sizes = _reference_model_sizes(job, models) if gpus else {}
@@ -60,14 +62,16 @@ def plan_run(job: SwarmJob, report: Callable[[str], None]) -> RunPlan:
     return RunPlan(job, placements)
 
 
-def check_settings(job: SwarmJob) -> list[GpuCapacity]:
+def check_settings(
+    job: SwarmJob, *, find_gpus: Callable[[], list[GpuCapacity]] = find_visible_gpus
+) -> list[GpuCapacity]:
     """Return the GPUs that engines and learners can be placed on. Raises SwarmqError for settings that no model can make work."""
     check_alerts(job.alerts)
     _check_broker(job.broker)
     served = [policy for policy in job.policies.values() if not policy.engine.urls]
     for policy in served:
         check_arguments(policy)
-    gpus = find_visible_gpus() if served and is_cuda_build() else []
+    gpus = find_gpus() if served and is_cuda_build() else []
     for name in job.trained:
         with _prefix_errors(name):
             tracker_packages.check_trackers(job.policies[name].train.trackers)

@@ -117,7 +117,7 @@ class ControlRoutes:
     def handlers(self) -> list[HTTPRouteHandler]:
         """Return the route handlers for the application."""
         common: dict[str, Any] = {
-            "exception_handlers": {ValidationException: _refuse_invalid, ClientException: _refuse_malformed},
+            "exception_handlers": {ValidationException: refuse_invalid, ClientException: refuse_malformed},
             "tags": ["control"],
         }
         roles: tuple[Role, ...] = ("read", "rollout", "admin")
@@ -227,7 +227,7 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
         )
 
 
-def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
+def refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
     """Answer an invalid body with the name of each invalid field and what is wrong with it."""
     flaws = error.extra if isinstance(error.extra, list) else []
     described = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
@@ -236,7 +236,7 @@ def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException)
     return Response(refusal.body, status_code=refusal.status)
 
 
-def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) -> Response[Any]:
+def refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) -> Response[Any]:
     """Answer a body that is not JSON in the form of the other errors."""
     malformed = isinstance(error.__cause__, SerializationException)
     refusal = to_refusal(

@@ -1,0 +1,88 @@
+"""Access to a host's daemon: operator tokens (`swarmq host token`), and the socket file, which its owner alone can open.
+
+`read` sees runs, logs and files; `operate` launches, changes, stops and resumes runs and invites clients; `admin` also deletes runs and
+launches jobs that run programs of their own.
+"""
+
+from __future__ import annotations
+
+import getpass
+import time
+from collections.abc import Callable, Container
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+
+from swarmq import keys
+from swarmq.keys import Role
+from swarmq.proxy.http_errors import RefusedError
+
+AUDIENCE = "@host"
+"""Name that stands in a token of a host where a run's stands in others; no run can have it."""
+CALLER = "swarmq_caller"
+"""Key of the caller in the state of a request."""
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+Guard = Callable[[Connection, BaseRouteHandler], None]
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender of a request."""
+
+    name: str
+    is_admin: bool
+
+
+class HostAccess:
+    """Who may do what on a host."""
+
+    def __init__(self, root: bytes, *, revoked: Container[str] = (), now: Callable[[], float] = time.time) -> None:
+        self._root, self._revoked, self._now = root, revoked, now
+
+    def require(self, role: Role) -> Guard:
+        """Return a guard that demands a token with the role, and stores the caller in the request's state."""
+
+        def guard(connection: Connection, _: BaseRouteHandler) -> None:
+            operator = self._identify(connection)
+            if not operator.may(role):
+                raise RefusedError(
+                    f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
+                    status=403,
+                    code="role_missing",
+                )
+            connection.state[CALLER] = Caller(name=operator.name, is_admin=operator.may("admin"))
+
+        return guard
+
+    def _identify(self, connection: Connection) -> keys.Operator:
+        scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and token:
+            return keys.verify_operator(
+                self._root,
+                token.strip(),
+                run=AUDIENCE,
+                now=self._now(),
+                removed=self._revoked,
+                command="swarmq host token",
+            )
+        if _is_by_socket_file(connection):
+            return keys.Operator(run=AUDIENCE, name=getpass.getuser(), roles=("admin",), expires_at=self._now())
+        raise RefusedError(
+            "no operator token: send `Authorization: Bearer <token>`; `swarmq host token` makes one",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+def get_caller(request: Request[Any, Any, Any]) -> Caller:
+    caller: Caller = request.state[CALLER]
+    return caller
+
+
+def _is_by_socket_file(connection: Connection) -> bool:
+    """Return whether the request came over the daemon's socket file: its server has a path and no port."""
+    server = connection.scope.get("server")
+    return server is not None and server[1] is None

@@ -1,0 +1,427 @@
+"""What happens to a run between its launch and its deletion.
+
+    launch ──> queued ──room──> running ──last step──> done
+                 ▲ ▲               │ ├─────stop──────> stopping ──> stopped
+                 │ └──it died──────┘ └──it says why──> failed
+                 └───────────────── resume ───────────(stopped, done, failed)
+
+Every arrow is on disk before anybody is told of it. The daemon waits for the ends of the runs' processes; those that it finds at its
+start were started by an earlier daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import shutil
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from swarmq import live_settings
+from swarmq.collector import ledger as collector_ledger
+from swarmq.config import SwarmJob, make_folder
+from swarmq.dashboard import actions
+from swarmq.errors import SwarmqError
+from swarmq.host_daemon.check import CheckedJob, JobCheck
+from swarmq.host_daemon.ledger import HostFolder, Ledger, RunRecord
+from swarmq.host_daemon.processes import Launcher, RunProcess
+from swarmq.host_daemon.queue import choose_startable, list_queued
+from swarmq.observe.runs import PolicyProgress, ProgressCache, RunRow, read_row
+from swarmq.proxy.http_errors import RefusedError
+from swarmq.remote.records import (
+    ActionAnswer,
+    HostView,
+    LaunchRequest,
+    PolicyView,
+    ResumeRequest,
+    RunState,
+    RunView,
+)
+from swarmq.runtime.files import write_atomically
+from swarmq.runtime.processes import DeathCounter, is_locked, read_final_message, read_tail
+from swarmq.up.shutdown import describe_ended_policies
+from swarmq.up.supervision import MAX_DEATHS
+from swarmq.version import __version__
+
+DEATH_WINDOW_S = 600.0
+"""Seconds within which the deaths of a run are counted; it is not started again after `MAX_DEATHS`."""
+LOOK_S = 1.0
+"""Seconds between two looks at the files of a run that a client waits for."""
+
+log = structlog.get_logger()
+
+
+class HostService:
+    """The runs of a host."""
+
+    def __init__(
+        self,
+        folder: HostFolder,
+        launcher: Launcher,
+        check: JobCheck,
+        *,
+        most_running: int,
+        most_queued: int,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`most_running`, `most_queued`: maximum number of runs that run, and that wait, at the same time.
+
+        Raises ConfigError if what an earlier daemon wrote cannot be read."""
+        self.folder = folder
+        self._launcher, self._check, self._now = launcher, check, now
+        self._most_running, self._most_queued = most_running, most_queued
+        self._ledger = Ledger(folder)
+        self._progress = ProgressCache()
+        self._launching = asyncio.Lock()
+        self._processes: dict[str, RunProcess] = {}
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._deaths: dict[str, DeathCounter] = {}
+        self._changed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Find the runs of an earlier daemon, and keep all runs up while the context is open. They stay up when it is closed."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            shutil.rmtree(self.folder.deleted, ignore_errors=True)  # left by a daemon that was killed while it deleted
+            for record in self._ledger:
+                if record.is_running and (process := self._launcher.find(record.run)):
+                    log.info("run_found", run=record.run)
+                    self._keep(record.run, process)
+                elif record.is_running:
+                    self._settle(record)
+            self._start_queued()
+            try:
+                yield
+            finally:
+                for task in self._keepers:
+                    task.cancel()
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def show_host(self) -> HostView:
+        records = list(self._ledger)
+        return HostView(
+            host=socket.gethostname(),
+            version=__version__,
+            gpus=len(self._check.gpus),
+            most_running=self._most_running,
+            running=tuple(one.run for one in records if one.is_running),
+            queued=tuple(one.run for one in list_queued(records)),
+        )
+
+    def list_runs(self) -> list[RunView]:
+        """Return all runs, in the order of their launches."""
+        return [self.show_run(record.run) for record in self._ledger]
+
+    def show_run(self, run: str) -> RunView:
+        """Return the state of a run. Raises RefusedError if there is none of this name."""
+        record = self.find(run)
+        row = self._read_row(record)
+        queued = [one.run for one in list_queued(self._ledger)]
+        marks = row.state.split(", ") if row else []
+        return RunView(
+            run=run,
+            state=self._state(record),
+            pace=next((mark for mark in marks if mark in {"paused", "draining"}), "running"),
+            detail=record.detail,
+            policies=self._show_policies(record, row.policies if row else {}),
+            position=queued.index(run) + 1 if run in queued else None,
+            gpus=record.gpus if record.is_running else (),
+            owner=record.owner,
+            request_id=record.request_id,
+            launched_at=record.launched_at,
+            started_at=record.started_at,
+            restarts=record.restarts,
+        )
+
+    async def wait_for_change(self, run: str, state: RunState, wait_s: float) -> RunView:
+        """Return the run as soon as its state differs from `state`, or after `wait_s` seconds."""
+        until = time.monotonic() + wait_s
+        while (view := self.show_run(run)).state == state and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                # that a run is up is not written here, but in its folder
+                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_S))
+        return view
+
+    def find(self, run: str) -> RunRecord:
+        """Return the record of a run. Raises RefusedError if there is none of this name."""
+        if record := self._ledger.get(run):
+            return record
+        raise RefusedError(f"there is no run {run[:60]!r} on this host", status=404, code="run_unknown")
+
+    # --------------------------------------------------------------------------------------------- changing
+
+    async def launch(self, request: LaunchRequest, *, owner: str, is_admin: bool) -> RunView:
+        """Queue a job, and start it if there is room. A request that was carried out before changes nothing.
+
+        Raises SwarmqError, and changes nothing, for a job that cannot run here, a name that is taken, and a full host.
+        """
+        digest = hashlib.sha256(msgspec.json.encode(request, order="deterministic")).hexdigest()
+        async with self._launching:
+            if known := self._ledger.find_request(request.request_id):
+                if known.digest != digest:
+                    raise RefusedError(
+                        f"request_id: {request.request_id!r} was used for another launch, of run {known.run!r}: choose another",
+                        status=409,
+                        code="request_conflict",
+                        param="request_id",
+                    )
+                return self.show_run(known.run)
+            checked = await self._check_job(request.job, request.gpus, is_admin=is_admin)
+            run = checked.job.run
+            self._check_name(run)
+            record = RunRecord(
+                run=run,
+                job=msgspec.to_builtins(checked.job),
+                request_id=request.request_id,
+                digest=digest,
+                owner=owner,
+                launched_at=self._now(),
+                queued_at=self._now(),
+                num_gpus=checked.num_gpus,
+            )
+            self._check_room(record, can_wait=request.can_wait)
+            self._put(record)
+            log.info("run_launched", run=run, owner=owner)
+            self._start_queued()
+            return self.show_run(run)
+
+    async def check(self, job: dict[str, Any], gpus: int | None, *, is_admin: bool) -> CheckedJob:
+        """Return what `swarmq up` would do with the job here. Raises SwarmqError if a launch would be refused because of the job."""
+        checked = await self._check_job(job, gpus, is_admin=is_admin)
+        self._check_name(checked.job.run)
+        return checked
+
+    def stop(self, run: str, *, now: bool) -> RunView:
+        """Stop a run: its learners write a checkpoint, and its GPUs get free. `now`: end one that is stopping, without its checkpoint."""
+        record = self.find(run)
+        if record.state == "queued":
+            self._put(msgspec.structs.replace(record, state="stopped"))
+        elif record.state == "running" or (record.state == "stopping" and now):
+            # The signal comes first: a daemon that is killed in between has not answered, and the client asks again.
+            self._processes[run].send(signal.SIGTERM)
+            self._put(msgspec.structs.replace(record, state="stopping", detail=""))
+        return self.show_run(run)
+
+    async def resume(self, run: str, request: ResumeRequest, *, sender: str, is_admin: bool) -> RunView:
+        """Continue a run: one that is up goes on after a pause or drain, any other one is queued again, with changed settings.
+
+        Raises SwarmqError, and changes nothing, if its settings do not let it continue.
+        """
+        record = self.find(run)
+        if record.is_running:
+            if request.settings:
+                raise _wrong_state(f"run {run!r} is {self._state(record)}: change it with `set`, or stop it first")
+            await self.act(run, "resume", sender=sender)
+            return self.show_run(run)
+        async with self._launching:
+            job = live_settings.change_job(SwarmJob.build(record.job), request.settings)
+            if job.run != run:
+                raise RefusedError(f"run: the run is {run!r} and keeps its name", param="run")
+            checked = await self._check_job(
+                msgspec.to_builtins(job),
+                record.num_gpus or None,
+                is_admin=is_admin or job == SwarmJob.build(record.job),
+            )
+            self._check_not_ended(checked.job, record)
+            if self.find(run).is_running:  # resumed by another request meanwhile
+                return self.show_run(run)
+            again = msgspec.structs.replace(
+                record, job=msgspec.to_builtins(checked.job), state="queued", queued_at=self._now(), detail="", gpus=()
+            )
+            self._put(again)
+            self._start_queued()
+            return self.show_run(run)
+
+    async def act(self, run: str, action: str, *, sender: str, **fields: Any) -> ActionAnswer:
+        """Change a run that is up. Raises SwarmqError if the run refuses it or is not up."""
+        record = self.find(run)
+        if (state := self._state(record)) != "up":
+            raise _wrong_state(f"run {run!r} is {state}: {action} needs a run that is up")
+        request = msgspec.convert({"action": action, **fields}, actions.Request)
+        return ActionAnswer(text=await actions.act(self.folder.run(run).path, request, sender=sender))
+
+    async def delete(self, run: str) -> None:
+        """Remove a run that has no process, with its folder."""
+        record = self.find(run)
+        if record.is_running:
+            raise _wrong_state(f"run {run!r} is {self._state(record)}: stop it first")
+        path = self.folder.run(run).path
+        self.folder.deleted.mkdir(exist_ok=True)
+        doomed = self.folder.deleted / f"{run}-{record.launched_at}"
+        with contextlib.suppress(FileNotFoundError):  # it never started, or a killed daemon had begun to delete it
+            path.rename(doomed)
+        self._ledger.remove(run)
+        self._deaths.pop(run, None)
+        self._announce()
+        log.info("run_deleted", run=run)
+        await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    async def _check_job(self, job: dict[str, Any], gpus: int | None, *, is_admin: bool) -> CheckedJob:
+        return await asyncio.to_thread(self._check.check, job, gpus=gpus, is_admin=is_admin)
+
+    def _check_name(self, run: str) -> None:
+        if known := self._ledger.get(run):
+            raise RefusedError(
+                f"run: {run!r} is a run of this host already, launched by {known.owner}: choose another name, or resume that run",
+                status=409,
+                code="run_exists",
+                param="run",
+            )
+        if (path := self.folder.run(run).path).exists():
+            raise RefusedError(
+                f"run: {path} exists, and was not made by this daemon: choose another name",
+                status=409,
+                code="run_exists",
+                param="run",
+            )
+
+    def _check_room(self, record: RunRecord, *, can_wait: bool) -> None:
+        startable = choose_startable(
+            [*self._ledger, record], num_gpus=len(self._check.gpus), most_running=self._most_running
+        )
+        queued = len(list_queued(self._ledger))
+        if record in [one for one, _ in startable] or (can_wait and queued < self._most_queued):
+            return
+        running = sum(one.is_running for one in self._ledger)
+        raise RefusedError(
+            f"the host is full: {running} runs are up and {queued} are queued"
+            + ("" if can_wait else ", and the launch may not wait (can_wait)"),
+            status=429,
+            code="host_full",
+        )
+
+    def _check_not_ended(self, job: SwarmJob, record: RunRecord) -> None:
+        row = self._read_row(record)
+        steps = {policy: row.policies[policy].step if row else 0 for policy in job.trained}
+        ended = describe_ended_policies(job, steps)
+        if len(ended) == len(job.trained):
+            settings = " or ".join(f"policies.{policy}.train.max_steps" for policy in job.trained)
+            raise _wrong_state(
+                f"run {job.run!r} has made its last step ({', '.join(f'{name} {step}' for name, step in steps.items())}): "
+                f"resume it with a larger {settings}"
+            )
+
+    def _start_queued(self) -> None:
+        for record, gpus in choose_startable(
+            self._ledger, num_gpus=len(self._check.gpus), most_running=self._most_running
+        ):
+            self._start(record, gpus)
+
+    def _start(self, record: RunRecord, gpus: tuple[int, ...]) -> None:
+        run, folder = record.run, self.folder.run(record.run)
+        try:
+            if is_locked(folder.lock):
+                raise SwarmqError(f"process {folder.lock.read_text()} keeps it up, which this daemon has not started")
+            make_folder(folder.logs)
+            folder.path.chmod(0o700)
+            write_atomically(folder.job, SwarmJob.build(record.job).to_toml().encode())
+            output = self.folder.log(run)
+            started = msgspec.structs.replace(
+                record,
+                state="running",
+                gpus=gpus,
+                started_at=self._now(),
+                log_start=output.stat().st_size if output.exists() else 0,
+            )
+            self._put(started)
+            process = self._launcher.start(run, gpus)
+        except (OSError, SwarmqError) as error:
+            log.warning("run_not_started", run=run, error=str(error))
+            self._put(msgspec.structs.replace(record, state="failed", gpus=(), detail=f"not started: {error}"))
+        else:
+            log.info("run_started", run=run, gpus=gpus)
+            self._keep(run, process)
+
+    def _keep(self, run: str, process: RunProcess) -> None:
+        self._processes[run] = process
+        task = self._tasks.create_task(self._wait_for_end(run, process))
+        self._keepers.add(task)
+        task.add_done_callback(self._keepers.discard)
+
+    async def _wait_for_end(self, run: str, process: RunProcess) -> None:
+        await process.wait()
+        del self._processes[run]
+        while True:
+            try:
+                self._settle(self.find(run))
+                self._start_queued()
+            except OSError as error:  # a full disk: whatever was not written is found again
+                log.warning("run_end_not_recorded", run=run, error=str(error), action="tried again")
+                await asyncio.sleep(LOOK_S)
+            else:
+                return
+
+    def _settle(self, record: RunRecord) -> None:
+        """Record the end of a run's process, and queue the run again if it did not end by itself."""
+        if not record.is_running:
+            return
+        output = self.folder.log(record.run)
+        message, row = read_final_message(output, record.log_start), self._read_row(record)
+        ended = msgspec.structs.replace(record, gpus=(), detail=message)
+        if record.state == "stopping":
+            ended = msgspec.structs.replace(ended, state="stopped")
+        elif message:
+            ended = msgspec.structs.replace(ended, state="failed")
+        elif row and "ended" in row.state.split(", "):
+            ended = msgspec.structs.replace(ended, state="done")
+        elif self._deaths.setdefault(record.run, DeathCounter(DEATH_WINDOW_S)).record_death() < MAX_DEATHS:
+            ended = msgspec.structs.replace(
+                ended,
+                state="queued",
+                restarts=record.restarts + 1,
+                detail="its process died, and the run was started again",
+            )
+        else:
+            text = f"its process died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s; the end of its log:\n{read_tail(output)}"
+            ended = msgspec.structs.replace(ended, state="failed", detail=text)
+        log.info("run_ended", run=record.run, state=ended.state, detail=ended.detail)
+        self._put(ended)
+
+    def _put(self, record: RunRecord) -> None:
+        self._ledger.put(record)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Wake those who wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _state(self, record: RunRecord) -> RunState:
+        if record.state != "running":
+            return record.state
+        try:
+            is_up = self.folder.run(record.run).invite.stat().st_mtime >= (record.started_at or 0.0)
+        except OSError:
+            is_up = False
+        return "up" if is_up else "starting"
+
+    def _read_row(self, record: RunRecord) -> RunRow | None:
+        """Return the progress of a run; None if it has none that can be read."""
+        try:
+            return read_row(self.folder.run(record.run), self._progress)
+        except OSError:
+            return None
+
+    def _show_policies(self, record: RunRecord, progress: dict[str, PolicyProgress]) -> dict[str, PolicyView]:
+        changes = collector_ledger.read_changes(self.folder.run(record.run).inbox)
+        job = live_settings.apply_changes(SwarmJob.build(record.job), changes)
+        found = {policy: progress.get(policy, PolicyProgress()) for policy in job.trained}
+        return {
+            policy: PolicyView(step=one.step, max_steps=job.policies[policy].train.max_steps, reward=one.reward)
+            for policy, one in found.items()
+        }
+
+
+def _wrong_state(text: str) -> RefusedError:
+    return RefusedError(text, status=409, code="wrong_state")
