@@ -46,7 +46,25 @@ RENAMED = {
 }
 """Former path of a setting -> its present path. Former names are still read, with a warning."""
 
-Advantage = Literal["rloo", "centered", "grpo", "batch_norm", "ema"]
+LOSSES = ("tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill")
+LOSSES_WITHOUT_RATIO = {"sft"}
+"""Losses without importance ratios."""
+ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "ema")
+OWN_METHOD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
+
+def _method(names: Sequence[str]) -> Meta:
+    """Return the constraint of a setting that names one of the built-in methods `names`, or an own one."""
+    return Meta(pattern=rf"^({'|'.join(names)}|{OWN_METHOD})$", extra={"names": names})
+
+
+LossName = Annotated[str, _method(LOSSES)]
+AdvantageName = Annotated[str, _method(ADVANTAGES)]
+
+
+def is_own_method(name: str) -> bool:
+    """Return whether a method's name is `module:function`."""
+    return ":" in name
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,8 +259,10 @@ LOSSES_BY_CONSTANT = {
 class Loss(Settings, frozen=True, kw_only=True):
     """The policy loss and its constants (docs/explanation/learning/losses.md)."""
 
-    name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
-    """Name of the policy loss."""
+    name: LossName = "tis_mask"
+    """Name of the policy loss, or `module:function` for a loss of your own, which can use all constants below."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further constants of a loss of your own."""
     ratio_cap: Positive = 20.0
     """Upper bound of the importance ratio that weights a token."""
     mask_delta: Positive = 0.2
@@ -260,6 +280,8 @@ class Loss(Settings, frozen=True, kw_only=True):
 
     def find_unused_constants(self) -> dict[str, tuple[str, ...]]:
         """Return constants that were set although this loss does not use them -> losses that do."""
+        if is_own_method(self.name):
+            return {}
         plain = Loss()
         return {
             constant: losses
@@ -297,9 +319,11 @@ class Lora(Settings, frozen=True, kw_only=True):
 class Train(Settings, frozen=True, kw_only=True):
     """Training settings of one policy."""
 
-    advantage: Advantage = "rloo"
-    """Advantage estimator."""
-    advantages: dict[str, Advantage] = field(default_factory=dict)
+    advantage: AdvantageName = "rloo"
+    """Name of the advantage estimator, or `module:function` for one of your own."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Constants of advantage estimators of your own."""
+    advantages: dict[str, AdvantageName] = field(default_factory=dict)
     """Task kind -> advantage estimator, for kinds that use another one; filled in from `kinds.X.advantage`."""
     ema_decay: Decay = 0.95
     """Decay (alpha) of the `ema` baseline b at every reward R: b <- alpha b + (1 - alpha) R."""
@@ -389,8 +413,10 @@ class Train(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 "teacher: loss.name = 'distill' needs a teacher: a model folder or name, the url of a server, or policies.X"
             )
-        if self.loss.name != "distill" and self.teacher is not None:
+        if self.loss.name != "distill" and not is_own_method(self.loss.name) and self.teacher is not None:
             raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
+        if self.loss.options and not is_own_method(self.loss.name):
+            raise ValueError(f"loss.options: only a loss of your own has options, not {self.loss.name!r}")
         if self.ratio_band is not None and not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
             low, high = self.ratio_band
             raise ValueError(f"ratio_band: 1, where engine and learner agree, is not within [{low:g}, {high:g}]")
@@ -454,7 +480,7 @@ class Kind(Settings, frozen=True, kw_only=True):
 
     group_size: Count | None = None
     """Group size in place of `groups.group_size`."""
-    advantage: Advantage | None = None
+    advantage: AdvantageName | None = None
     """Advantage estimator in place of `policies.X.train.advantage`."""
     max_tokens: Count | None = None
     """Maximum number of tokens of one answer, if smaller than `policies.X.sampling.max_tokens`."""
@@ -541,6 +567,8 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """Name of the run, used in queue names."""
     folder: str = "runs"
     """Parent of the run folder, which is `<folder>/<run>`."""
+    methods_folder: str | None = None
+    """Folder in which the modules of methods of your own are looked for before the installed packages; None: the job file's."""
     mix: dict[str, Share] = field(default_factory=lambda: {"default": 1.0})
     """Task kind -> share of the groups of every batch; the shares sum to 1."""
     mix_schedule: MixSchedule | None = None
@@ -649,6 +677,13 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         return msgspec.structs.replace(train, advantages={**own, **train.advantages})
 
     @property
+    def own_methods(self) -> set[str]:
+        """Methods of the user's own with which policies are trained."""
+        trains = map(self.train_of, self.trained)
+        named = (name for train in trains for name in (train.loss.name, train.advantage, *train.advantages.values()))
+        return set(filter(is_own_method, named))
+
+    @property
     def run_folder(self) -> RunFolder:
         """The paths in the run's folder."""
         return RunFolder(Path(self.folder) / self.run)
@@ -662,7 +697,10 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not TOML: {error}") from error
-        return cls.build(tree, sets=sets, origin=str(path))
+        job = cls.build(tree, sets=sets, origin=str(path))
+        if job.methods_folder is None and job.own_methods:
+            return msgspec.structs.replace(job, methods_folder=str(Path(path).resolve().parent))
+        return job
 
     @classmethod
     def build(cls, tree: dict[str, Any], *, sets: Sequence[str] = (), origin: str = "settings") -> SwarmJob:

@@ -80,12 +80,23 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
         names = f"there are {', '.join(field.encode_name for field in there.fields)}"
         return f"{_join_steps([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
     value = _get_at(tree, steps)
-    if isinstance(there, msgspec.inspect.LiteralType) and what.startswith("Invalid enum value"):
-        what = f"{value!r} is none of {', '.join(map(str, there.values))}" + _hint_of_value(value, steps, tree, root)
+    if (choices := list_choices(there)) and what.startswith(("Invalid enum value", "Expected `str` matching regex")):
+        what = f"{value!r} is none of {', '.join(map(str, choices))}" + _hint_of_value(value, steps, tree, root)
     elif what.startswith("Expected"):
         what = what.replace("`object | null`", "a table").replace("`object`", "a table")
         what = f"{what}{'' if ', got ' in what else ', got'} {_format_short(value)}"
     return f"{path}: {what}" if path else what
+
+
+def list_choices(there: Type) -> tuple[Any, ...]:
+    """Return the values of a setting of this type if it names one of several; a setting that may also name a method of the user's
+    own has `module:function` as the last value."""
+    match _without_none(there):
+        case msgspec.inspect.LiteralType(values=values):
+            return tuple(values)
+        case msgspec.inspect.Metadata(extra={"names": names}):
+            return (*sorted(names), "module:function")
+    return ()
 
 
 def parse_error_path(complaint: str) -> str:
@@ -143,9 +154,7 @@ def _walk(there: Type, path: str) -> Iterator[tuple[str, Type]]:
 def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
     """Return a hint if a wrong value is valid for another setting, or similar to a valid value; else ""."""
     where = [
-        (path, there.values)
-        for path, there in _walk(msgspec.inspect.type_info(root), "")
-        if isinstance(there, msgspec.inspect.LiteralType)
+        (path, names) for path, there in _walk(msgspec.inspect.type_info(root), "") if (names := list_choices(there))
     ]
     pattern = _pattern(steps, root)
     own = [str(one) for path, values in where if path == pattern for one in values]

@@ -88,6 +88,10 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
         raise ConfigError(f"{shares[0]}: shares sum to 1, so set all of them at once: mix={{math = 0.6, code = 0.4}}")
     changed, known = change_job(job, settings), set(job.task_kinds)
     for path, value in settings.items():
+        if isinstance(value, str) and value in changed.own_methods - job.own_methods:
+            raise ConfigError(
+                f"{path}: the code of {value!r} is loaded when the run starts; put it into the job file and start again"
+            )
         if not is_live(path):
             raise ConfigError(f"{path}: cannot change while the run is up; put it into the job file and start again")
         parts = path.split(".")

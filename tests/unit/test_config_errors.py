@@ -123,7 +123,7 @@ def test_where_nothing_is_near_the_names_of_the_section_are_listed() -> None:
         (
             "policies.*.train.loss.name",
             "grpo",
-            "is none of cispo, distill, gspo, ppo_clip, reinforce, sft, tis_mask; grpo is a value of policies.main.train.advantage",
+            "is none of cispo, distill, gspo, ppo_clip, reinforce, sft, tis_mask, module:function; grpo is a value of policies.main.train.advantage",
         ),
         ("policies.*.train.advantage", "gspo", "gspo is a value of policies.main.train.loss.name"),
         ("policies.*.train.loss.name", "reinforc", "; did you mean reinforce?"),

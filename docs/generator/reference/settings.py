@@ -103,6 +103,10 @@ def describe_type(kind: types.Type) -> str:
             return f"number{_range(number)}"
         case types.LiteralType(values=values):
             return "one of " + ", ".join(f'`"{value}"`' for value in values)
+        case types.Metadata(extra={"names": names}):
+            return "one of " + ", ".join(f'`"{name}"`' for name in (*names, "module:function"))
+        case types.AnyType():
+            return "any value"
         case types.VarTupleType(item_type=inner):
             return f"list of {_plural(describe_type(inner))}"
         case types.TupleType(item_types=inner):

@@ -9,6 +9,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     hosts,
     init,
     make_tasks,
+    methods,
     recording,
     run,
     slurm,

@@ -16,6 +16,7 @@ import msgspec
 
 from swarmq.config import SwarmJob, make_folder
 from swarmq.errors import ConfigError
+from swarmq.learner import preflight
 from swarmq.learner.distributed.processes import is_main, run_collector
 from swarmq.learner.memory.ranks import num_ranks
 from swarmq.learner.store.writer_lock import Fence, hold_lock
@@ -50,6 +51,8 @@ def _check(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
         raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
     if not job.policies[policy].trained:
         raise ConfigError(f"policies.{policy}.trained is false: the policy is served, not trained")
+    if is_main():
+        preflight.check_methods(job, policy)
     if is_main() and job.policies[policy].train.teacher_policy:
         os.environ[KEY_ENV] = EngineRegistry(job).secret()
         job = job.find_teacher(policy)
@@ -91,7 +94,13 @@ def _list_settings(job: SwarmJob, policy: str) -> dict[str, Any]:
 
 def _keep_for_ranks(job: SwarmJob, policy: str) -> tuple[SwarmJob, str]:
     """Return the job and policy for the other ranks, without settings that they do not need, above all the broker's password."""
-    return SwarmJob(run=job.run, folder=job.folder, policies={policy: job.policies[policy]}), policy
+    kept = SwarmJob(
+        run=job.run,
+        folder=job.folder,
+        methods_folder=job.methods_folder,
+        policies={policy: job.policies[policy]},
+    )
+    return kept, policy
 
 
 def train(job: SwarmJob, policy: str, *, no_push: bool) -> None:

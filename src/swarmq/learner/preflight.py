@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from swarmq.config import SwarmJob, Train
+from swarmq.config import SwarmJob, Train, is_own_method
+from swarmq.errors import SetUpError
 from swarmq.learner.checkpoint import discovery
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.ranks import check_offload, check_rank_count
+from swarmq.learner.methods import registry
 from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 from swarmq.learner.train.tracker_packages import check_trackers
@@ -21,6 +23,22 @@ def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
     for role, source in list_frozen_models(train, model).items():
         if source != model:
             check_judge(model, source, role=role)
+
+
+def check_methods(job: SwarmJob, policy: str) -> None:
+    """Load the methods of the user's own that the policy is trained with, and check them on random episodes. Raises LearnerError, which
+    begins with the path of the setting."""
+    train = job.train_of(policy)
+    if not registry.read_own(train, job.methods_folder):
+        return
+    from swarmq.learner.methods.check import check_named  # noqa: PLC0415 - imports torch
+
+    for setting, kind, name in registry.list_methods(train):
+        if is_own_method(name):
+            try:
+                check_named(kind, name, registry.find_method(kind, name), train)
+            except SetUpError as error:
+                raise SetUpError(f"train.{setting}: {error}") from error
 
 
 def check_settings(train: Train, ranks: int) -> None:

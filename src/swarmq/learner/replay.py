@@ -13,6 +13,7 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.memory import plan
+from swarmq.learner.methods import registry
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.train.trainer import load_trainer
@@ -49,10 +50,15 @@ def replay(
             f"the batch log continues with version {wanted[0].index.version}, not {trainer.version + 1}: "
             f"name a checkpoint of version {wanted[0].index.version - 1} or later"
         )
+    changes = set[str]()
     for place in wanted:
         if until is not None and place.index.version > until:
             break
-        fields = trainer.step(batch_log.read_record(place))
+        record = batch_log.read_record(place)
+        for change in set(registry.explain_changes(record.methods, job.methods_folder)) - changes:
+            log.warning("method_changed", version=place.index.version, reason=change)
+            changes.add(change)
+        fields = trainer.step(record)
         report({"version": trainer.version, **fields})
         log.info("replayed", version=trainer.version, loss=fields["loss"])
     # the initial model's folder may not exist on the host to which the run was copied

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from swarmq.config import Train
-from swarmq.errors import EpisodeError, LearnerError, TimelineError
-from swarmq.learner.algorithms.advantages import compute_advantages, group_by_slot
-from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.errors import EpisodeError, LearnerError, SetUpError, TimelineError
+from swarmq.learner.methods.credit import compute_advantages, group_by_slot
+from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.learner.store import batch_log, token_trace
 from swarmq.learner.store.batch_log import RecordPlace
 from swarmq.learner.store.records import BatchIndex, BatchRecord
@@ -382,9 +382,9 @@ def _advantages(record: BatchRecord) -> dict[str, list[float | None]]:
     """Return episode id -> advantage of each turn, computed as the learner did."""
     if record.settings is None:
         return {}
-    try:
+    try:  # an own method's code, which the record keeps, is not executed to show an episode
         return compute_advantages(group_by_slot(record.episodes), record.settings, record.baselines)
-    except (ArithmeticError, ValueError, KeyError):
+    except (ArithmeticError, ValueError, KeyError, SetUpError):
         return {}
 
 

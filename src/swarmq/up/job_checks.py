@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from swarmq.config import BrokerSettings, SwarmJob, resolve_amqp_url
+from swarmq.config import BrokerSettings, SwarmJob, is_own_method, resolve_amqp_url
 from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
@@ -75,6 +75,7 @@ def check_settings(
     for name in job.trained:
         with _prefix_errors(name):
             tracker_packages.check_trackers(job.policies[name].train.trackers)
+            preflight.check_methods(job, name)
             if not gpus:
                 preflight.check_settings(job.policies[name].train, ranks=1)
     return gpus
@@ -148,6 +149,12 @@ def find_ineffective_settings(
             yield (
                 f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} exceeds the engine's context of {room} tokens for prompt and "
                 f"answer together ({whose}.engine.max_model_len, or the model's own maximum): lower it"
+            )
+        own = map(is_own_method, (policy.train.advantage, *job.train_of(name).advantages.values()))
+        if policy.train.advantage_options and not any(own):
+            yield (
+                f"{whose}.train.advantage_options has no effect with advantage = {policy.train.advantage!r}, only with an estimator of "
+                "your own"
             )
         for constant, losses in policy.train.loss.find_unused_constants().items():
             yield (

@@ -20,7 +20,7 @@ from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import EpisodeError, OutcomeError
-from swarmq.learner.algorithms.advantages import compute_advantages
+from swarmq.learner.methods.credit import compute_advantages
 from swarmq.messages import Rollout
 from swarmq.proxy.http.app import create_app
 from swarmq.testing.scripted_engine import ScriptedEngine

@@ -5,7 +5,7 @@ import pytest
 
 from support.run_folder import make_whole_run
 from swarmq.errors import EpisodeError
-from swarmq.learner.algorithms.advantages import compute_advantages
+from swarmq.learner.methods.credit import compute_advantages
 from swarmq.messages import encode, unpack_ids
 from swarmq.observe.episodes import read_detail, read_group, read_tokens
 from swarmq.observe.index import RunIndex

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from swarmq.learner.algorithms.advantages import group_by_slot
+from swarmq.learner.methods.credit import group_by_slot
 from swarmq.messages import Rollout
 
 SUMMED = frozenset(

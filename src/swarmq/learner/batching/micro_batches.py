@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
-from swarmq.learner.algorithms.loss_weights import normalization_units, token_weight
 from swarmq.learner.batching.sampling_checks import is_comparable
+from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
+from swarmq.learner.methods.loss_weights import normalization_units, token_weight
 from swarmq.messages import Rollout
 from swarmq.timeline import (
     Cost,

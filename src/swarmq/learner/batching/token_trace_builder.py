@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarmq.learner.algorithms.losses import TokenLoss
 from swarmq.learner.batching.micro_batches import MicroBatch
+from swarmq.learner.methods.losses import TokenLoss
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import Rollout
 

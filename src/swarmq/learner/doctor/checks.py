@@ -9,11 +9,11 @@ import numpy as np
 
 from swarmq.config import Policy, Train
 from swarmq.engine.server.arguments import find_reserved
-from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
-from swarmq.learner.algorithms.loss_weights import token_weight
 from swarmq.learner.batching.micro_batches import MicroBatch, ModelProfile, build_rank_batch, count_credited_tokens
 from swarmq.learner.batching.sampling_checks import find_altered_sampling
 from swarmq.learner.health.findings import Finding, judge_value
+from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
+from swarmq.learner.methods.loss_weights import token_weight
 from swarmq.learner.store.records import BatchRecord
 from swarmq.messages import Rollout, Turn, unpack_floats, unpack_ids
 from swarmq.token_drift import Drift

@@ -17,6 +17,7 @@ from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.mismatch import compare, explain
 from swarmq.learner.health.findings import Finding, judge_value
 from swarmq.learner.memory import plan
+from swarmq.learner.methods import registry
 from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import BatchRecord, RunIdentity
@@ -65,6 +66,8 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
         text=f"batches {stored[0].index.version} to {stored[-1].index.version} of {places[-1].index.version}, from the "
         f"weights of version {trainer.version}",
     )
+    for record in stored:
+        registry.adopt(record.methods)
     yield from checks(settings, stored, trainer.traits, trainer.vocab_size)
     yield head_agrees(trainer, stored[0])
     yield layouts_agree(trainer, stored[0])

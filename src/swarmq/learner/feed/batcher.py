@@ -22,9 +22,9 @@ import msgspec
 from swarmq.config import TEACHER_TEMPERATURE, Train
 from swarmq.errors import TimelineError
 from swarmq.estimates import MetricNames
-from swarmq.learner.algorithms.advantages import group_by_slot, has_signal, update_baselines
 from swarmq.learner.batching.sampling_checks import find_altered_sampling
 from swarmq.learner.feed.batch_summary import add_sums, newest_version, oldest_version, sum_episodes
+from swarmq.learner.methods.credit import group_by_slot, has_signal, update_baselines
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import EQUAL_REWARDS, Rollout
 from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares

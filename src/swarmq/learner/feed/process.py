@@ -42,6 +42,7 @@ from swarmq.learner.feed.control_state import ControlState
 from swarmq.learner.feed.evaluations import WaitingEvaluations
 from swarmq.learner.feed.step_events import StepEvents
 from swarmq.learner.health.signs import SignWatch
+from swarmq.learner.methods import registry
 from swarmq.learner.store import records
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.durable_files import DiskFullError, map_os_errors
@@ -171,6 +172,8 @@ class BatchFeeder:
         self.intervals = intervals
         self.fence = Fence(folder / "lock")
         self.log = BatchLog(folder, RunIdentity.of(job, policy), needed=hello.version)
+        registry.look_in(job.methods_folder)
+        registry.adopt(hello.methods)
         self.control = ControlState(folder / "control", job, policy)
         self.evaluations = WaitingEvaluations(folder / "evaluations")
         self.offered: float | None = None
@@ -340,6 +343,7 @@ class BatchFeeder:
             elif self.control.state.pace != "paused" and (
                 record := self.intake.take(version=self.version, at=time.time(), settings=self.control.train)
             ):
+                record = msgspec.structs.replace(record, methods=registry.describe_methods(self.control.train))
                 await self._commit(record)
                 await self._hand_over(record, replayed=False)
             else:

@@ -93,6 +93,18 @@ class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     """Newest term of a rollout until this batch; 0 in a run without standby collectors."""
 
 
+class MethodCode(msgspec.Struct, frozen=True, kw_only=True):
+    """Code of a method of training."""
+
+    kind: str
+    """`loss` or `advantage`."""
+    name: str
+    sha256: str
+    """Hash of the source of its module."""
+    source: str = ""
+    """Source of its module; empty for a built-in method."""
+
+
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the batch log. `episodes` and `settings` are empty in a record that only holds drops."""
 
@@ -103,6 +115,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of this step, with which a replay repeats it."""
     baselines: dict[str, float] = {}
     """Baselines of the `ema` advantage for this step."""
+    methods: tuple[MethodCode, ...] = ()
+    """Code of the methods that `settings` name; empty in records of earlier versions."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -113,6 +127,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     vocab_size: int
     max_length: int | None = None
+    methods: tuple[MethodCode, ...] = ()
+    """Code of the own methods that the settings name."""
     again: bool = False
     """Whether this trainer had a batch feeder before; the new one then waits for an unreachable broker instead of failing."""
 

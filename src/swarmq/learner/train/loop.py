@@ -40,6 +40,7 @@ from swarmq.learner.distributed.accelerator import COMMAND_TIMEOUT, make_acceler
 from swarmq.learner.distributed.processes import is_main
 from swarmq.learner.distributed.rendezvous import join_group
 from swarmq.learner.feed.ipc import FeederLink, StopSignal
+from swarmq.learner.methods import registry
 from swarmq.learner.model.attention_check import broadcast_from_rank0
 from swarmq.learner.store import records, token_trace
 from swarmq.learner.store.durable_files import DiskFullError
@@ -116,6 +117,8 @@ class Learner:
         self.job, self.policy, self.stop = job, policy, stop
         self._tokenizers, self._intervals = tokenizers, intervals
         self.settings = job.policies[policy]
+        registry.look_in(job.methods_folder)
+        self._own_methods = registry.read_own(job.train_of(policy), job.methods_folder) if is_main() else ()
         self.identity = RunIdentity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
         self.fence = Fence(self.folder.parent / "lock" if is_main() else None)
@@ -173,6 +176,7 @@ class Learner:
             version=self.trainer.version,
             vocab_size=self.trainer.vocab_size,
             max_length=self.trainer.max_length,
+            methods=self._own_methods,
         )
 
     def run(self, link: FeederLink | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmq.learner.algorithms.loss_effects import LossEffect
-from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, LossInputs, TokenLoss
+from swarmq.learner.methods.loss_effects import LossEffect
+from swarmq.learner.methods.losses import MAX_LOG_RATIO, LossInputs, TokenLoss
 
 NAMES = (
     "tokens", "compared", "loss", "k3", "ratio", "ratio_squared", "entropy", "logprobs", "positive", "negative",

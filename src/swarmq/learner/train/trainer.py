@@ -25,12 +25,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from swarmq.config import Policy, Train
+from swarmq.config import LOSSES_WITHOUT_RATIO, Policy, Train
 from swarmq.errors import MessageError, SetUpError
-from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
-from swarmq.learner.algorithms.filters import apply_filters, has_filters
-from swarmq.learner.algorithms.loss_weights import normalization_units
-from swarmq.learner.algorithms.losses import WITHOUT_RATIO, LossInputs, policy_loss
 from swarmq.learner.batching.batch_split import merge_metrics, split_groups
 from swarmq.learner.batching.micro_batches import (
     MicroBatch,
@@ -56,6 +52,12 @@ from swarmq.learner.distributed.sharding import (
     prepare_model,
     set_gradient_sync,
 )
+from swarmq.learner.methods import registry
+from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
+from swarmq.learner.methods.filters import apply_filters, has_filters
+from swarmq.learner.methods.loss_weights import normalization_units
+from swarmq.learner.methods.losses import LossInputs
+from swarmq.learner.methods.policy_loss import policy_loss
 from swarmq.learner.model import lora
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.context_parallel import ContextGroup
@@ -270,6 +272,7 @@ class Trainer:
         then unchanged.
         """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
+        registry.adopt(record.methods)
         set_seed(
             (self.train.seed + record.index.version) % 2**32
         )  # a step's random numbers depend on nothing before it
@@ -455,7 +458,7 @@ class Trainer:
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         sums.add_mismatch(tokens, kept)
-        if train.loss.name not in WITHOUT_RATIO:
+        if train.loss.name not in LOSSES_WITHOUT_RATIO:
             same = one.plain & (one.layout.versions == self.version)
             sums.add_same(
                 tokens.logprobs if tokens.proximal is None else tokens.proximal,

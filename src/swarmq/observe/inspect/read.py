@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import EpisodeError
-from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.learner.store import batch_log, token_trace
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import Rollout, unpack_floats, unpack_ids

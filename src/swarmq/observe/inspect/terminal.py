@@ -17,7 +17,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.observe.inspect.read import (
     BatchRow,
     EpisodeView,

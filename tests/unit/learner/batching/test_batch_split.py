@@ -13,9 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.algorithms.advantages import compute_advantages
 from swarmq.learner.batching.batch_split import merge_metrics, split_groups
 from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
+from swarmq.learner.methods.credit import compute_advantages
 from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.learner.batching.micro_batches import build_rank_batch
+from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.learner.store import token_trace
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace

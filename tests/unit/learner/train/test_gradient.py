@@ -15,11 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from support.episodes import make_group
+from support.own_methods import ADVANTAGE, LOSS, write_own_methods
 from support.same_gradient import assert_same_gradient
-from swarmq.config import Loss, Train
+from swarmq.config import LOSSES, Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.algorithms.advantages import compute_advantages
-from swarmq.learner.algorithms.losses import LOSSES
 from swarmq.learner.batching.micro_batches import (
     MicroBatch,
     MicroBatchBuilder,
@@ -28,6 +27,8 @@ from swarmq.learner.batching.micro_batches import (
     make_idle_micro_batch,
 )
 from swarmq.learner.health.signs import SignWatch
+from swarmq.learner.methods import registry
+from swarmq.learner.methods.credit import compute_advantages
 from swarmq.learner.model import logprob_head
 from swarmq.learner.model.layout_model import evaluation_mode
 from swarmq.learner.model.loading import load_lm
@@ -171,7 +172,25 @@ def test_no_way_of_computing_changes_the_gradient(
     assert_same_gradient(ours, wanted)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.fixture
+def _own_methods(tmp_path: Path) -> None:
+    write_own_methods(tmp_path)
+    registry.adopt(
+        registry.read_code(kind, name, str(tmp_path)) for kind, name in (("loss", LOSS), ("advantage", ADVANTAGE))
+    )
+
+
+@pytest.mark.usefixtures("_own_methods")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_own_methods_have_the_same_gradient_on_any_number_of_ranks(trainer: Trainer, ranks: int) -> None:
+    train = msgspec.structs.replace(PLAIN, loss=Loss(name=LOSS), advantage=ADVANTAGE)
+    wanted = gradient(trainer, train, unfolded(trainer, train))
+    small = msgspec.structs.replace(train, micro_batch_tokens=LONGEST)
+    assert_same_gradient(gradient_of_ranks(trainer, small, ranks), wanted)
+
+
+@pytest.mark.usefixtures("_own_methods")
+@pytest.mark.parametrize("loss", [*LOSSES, LOSS])
 @pytest.mark.parametrize("layout", ["rows", "tree"])
 def test_no_layout_changes_any_loss_or_filter(trainer: Trainer, other_qwen: Path, loss: str, layout: str) -> None:
     """What a loss or a filter takes together is a model call, and that is whole in every layout."""

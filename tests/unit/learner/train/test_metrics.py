@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 
 from support.episodes import make_turns
-from swarmq.learner.algorithms.loss_effects import LossEffect
-from swarmq.learner.algorithms.losses import LossInputs, TokenLoss
 from swarmq.learner.feed.batch_summary import rollout_s
+from swarmq.learner.methods.loss_effects import LossEffect
+from swarmq.learner.methods.losses import LossInputs, TokenLoss
 from swarmq.learner.train.metrics import MetricSums
 from swarmq.messages import Rollout, Slot, Timings
 

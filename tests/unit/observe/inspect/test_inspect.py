@@ -21,7 +21,7 @@ from support.families import BY_NAME, FamilyEngine, tokenizer_of
 from swarmq.cli import main
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import EpisodeError
-from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.learner.store import token_trace
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity

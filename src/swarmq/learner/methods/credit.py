@@ -1,4 +1,5 @@
-"""Computes one advantage per turn from the rewards of a group. Without torch, because the batch feeder uses it, too.
+"""Credit: which reward a turn is credited with, and what that reward is compared with. Without torch, because the batch feeder uses it,
+too.
 
 A turn is credited with the most specific reward that there is: that of its call, else of its agent tag, else of its episode.
 Values are compared within the group and the same tag, and only with values of other episodes, because an episode's later calls
@@ -9,58 +10,23 @@ needs no baseline leaves no turn out.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Literal
 
 import msgspec
 
 from swarmq.config import Train
+from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, compare, ema
+from swarmq.learner.methods.advantages.centered import center
+from swarmq.learner.methods.registry import find_method
 from swarmq.messages import Rollout, Turn
 
-EQUAL_WITHIN = 1e-9
-"""Difference below which rewards count as equal, because only rounding separates them."""
-GRPO_EPSILON = 1e-6
-
-Tag = tuple[str, str | None]
-Baselines = dict[str, float]
-"""Kind -> `ema` baseline; for rewards of agents or calls, `KIND/agent/TAG` or `KIND/call/TAG` -> baseline."""
-EpisodeValues = Mapping[str, Mapping[str, float]]
-"""Episode id -> call id -> reward or advantage; the call id is "" for rewards of episodes and agents."""
+Tag = tuple[Literal["episode", "agent", "call"], str | None]
 TagValues = dict[Tag, EpisodeValues]
 TurnAdvantages = Mapping[str, Sequence[float | None]]
 """Episode id -> one advantage per turn; None for a turn that is not trained."""
-
-
-def leave_one_out(rewards: EpisodeValues) -> EpisodeValues:
-    """Return each value minus the mean of the other episodes' values; unbiased for two or more episodes (2402.14740)."""
-    own = {episode: math.fsum(of.values()) for episode, of in rewards.items()}
-    total, count = math.fsum(own.values()), sum(map(len, rewards.values()))
-    others = {episode: (total - own[episode]) / (count - len(of)) for episode, of in rewards.items()}
-    return {e: {call: reward - others[e] for call, reward in of.items()} for e, of in rewards.items()}
-
-
-def center(rewards: EpisodeValues) -> EpisodeValues:
-    """Return `leave_one_out` times (k - 1)/k for k episodes; with one value per episode, each value minus the mean of all
-    (2503.20783)."""
-    return _scale(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
-
-
-def standardize(rewards: EpisodeValues) -> EpisodeValues:
-    """Return centred values divided by their standard deviation, with n - 1 in its denominator (2402.03300)."""
-    deviation = statistics.stdev(reward for of in rewards.values() for reward in of.values())
-    return _scale(center(rewards), 1 / (deviation + GRPO_EPSILON))
-
-
-WITHIN_GROUP: dict[str, Callable[[EpisodeValues], EpisodeValues]] = {
-    "rloo": leave_one_out,
-    "centered": center,
-    "grpo": standardize,
-    "batch_norm": center,
-}
-"""Methods that compare within a group. `batch_norm` also divides by the batch's standard deviation of all centred values
-(2501.03262). `ema` (2506.24119) is missing, because it compares with past batches."""
 
 
 def compute_advantages(
@@ -85,39 +51,32 @@ def compute_advantages(
 def _compute_by_method(
     groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None
 ) -> dict[str, list[float | None]]:
-    rewards = [_collect_rewards(group, train) for group in groups]
-    if train.advantage == "ema":
-        values = _subtract_baselines(baselines or {}, groups, rewards)
-    else:
-        within = WITHIN_GROUP[train.advantage]
-        values = [{tag: _compare(of, within) for tag, of in by_tag.items()} for by_tag in rewards]
-    deviation = _compute_deviation(values) if train.advantage == "batch_norm" else 1.0
+    by_tag = [_collect_rewards(group, train) for group in groups]
+    compute: AdvantageFunction = find_method("advantage", train.advantage)
+    results = iter(compute(_list_sets(groups, by_tag), train, baselines or {}))
+    values = [{tag: next(results) for tag in tags} for tags in by_tag]
     nothing = None if train.needs_baseline else 0.0
     return {
         episode.episode_id: [
-            of_group[tag][episode.episode_id][call] / deviation if of_group[tag] else nothing for tag, call in keys
+            of_group[tag][episode.episode_id][call] if of_group[tag] else nothing for tag, call in keys
         ]
         for group, of_group in zip(groups, values, strict=True)
         for episode, keys in _find_credits(group, train)
     }
 
 
-def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train) -> Baselines:
-    """Return the `ema` baselines after a batch: b <- alpha b + (1 - alpha) R for each of its rewards in turn."""
-    rewards = [_collect_rewards(group, train) for group in groups]
-    after = _add_new_baselines(baselines, groups, rewards)
-    for group, by_tag in zip(groups, rewards, strict=True):
-        for tag, of in by_tag.items():
-            name = _name_baseline(group, tag)
-            for reward in _flatten(of):
-                after[name] = train.ema_decay * after[name] + (1 - train.ema_decay) * reward
-    return after
+def update_baselines(
+    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train
+) -> dict[str, float]:
+    """Return the `ema` baselines after a batch."""
+    sets = _list_sets(groups, [_collect_rewards(group, train) for group in groups])
+    return ema.update_baselines(baselines, sets, train.ema_decay)
 
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
     """Return whether any turn of the group would be trained: with an advantage other than 0, or by a loss that needs no
     baseline."""
-    return not train.needs_baseline or any(_compare(of, center) for of in _collect_rewards(group, train).values())
+    return not train.needs_baseline or any(compare(of, center) for of in _collect_rewards(group, train).values())
 
 
 def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -138,67 +97,12 @@ def find_credit_levels(group: Sequence[Rollout], train: Train) -> list[str]:
     return [level for _, keys in _find_credits(group, train) for (level, _), _ in keys]
 
 
-def _compare(of: EpisodeValues, within: Callable[[EpisodeValues], EpisodeValues]) -> EpisodeValues:
-    """Return advantages by the estimator `within`; empty if only one episode has rewards in `of`, or if all are equal."""
-    rewards = _flatten(of)
-    return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL_WITHIN else {}
-
-
-def _flatten(of: EpisodeValues) -> list[float]:
-    return [value for own in of.values() for value in own.values()]
-
-
-def _scale(of: EpisodeValues, factor: float) -> EpisodeValues:
-    return {episode: {call: value * factor for call, value in own.items()} for episode, own in of.items()}
-
-
-def _compute_deviation(values: Sequence[TagValues]) -> float:
-    centred = [value for by_tag in values for of in by_tag.values() for value in _flatten(of)]
-    return math.sqrt(math.fsum(v * v for v in centred) / max(len(centred), 1)) + GRPO_EPSILON
-
-
-def _subtract_baselines(
-    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
-) -> list[TagValues]:
-    """Return rewards minus their baselines. Rewards that have no baseline yet are centred within the batch, because with A = R
-    every positive reward would reinforce its turn, even the worst one."""
-    first = {
-        name: _compare(of, center) for name, of in _group_by_baseline(groups, rewards).items() if name not in baselines
-    }
-
-    def against(name: str, of: EpisodeValues) -> EpisodeValues:
-        if name in first:
-            return {episode: first[name][episode] for episode in of if episode in first[name]}
-        return {e: {call: reward - baselines[name] for call, reward in own.items()} for e, own in of.items()}
-
+def _list_sets(groups: Sequence[Sequence[Rollout]], by_tag: Sequence[TagValues]) -> list[RewardSet]:
     return [
-        {tag: against(_name_baseline(group, tag), of) for tag, of in by_tag.items()}
-        for group, by_tag in zip(groups, rewards, strict=True)
+        RewardSet(kind=group[0].kind, level=level, agent=agent, rewards=rewards)
+        for group, tags in zip(groups, by_tag, strict=True)
+        for (level, agent), rewards in tags.items()
     ]
-
-
-def _add_new_baselines(
-    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]
-) -> Baselines:
-    """Return `baselines`, extended by those that first occur in this batch and start at the mean of its rewards."""
-    return {name: statistics.fmean(_flatten(of)) for name, of in _group_by_baseline(groups, rewards).items()} | dict(
-        baselines
-    )
-
-
-def _group_by_baseline(groups: Sequence[Sequence[Rollout]], rewards: Sequence[TagValues]) -> dict[str, EpisodeValues]:
-    """Return the rewards of the batch by the name of their `ema` baseline."""
-    together: dict[str, dict[str, dict[str, float]]] = {}
-    for group, by_tag in zip(groups, rewards, strict=True):
-        for tag, of in by_tag.items():
-            for episode, own in of.items():
-                together.setdefault(_name_baseline(group, tag), {}).setdefault(episode, {}).update(own)
-    return dict(together)
-
-
-def _name_baseline(group: Sequence[Rollout], tag: Tag) -> str:
-    kind, (level, agent) = group[0].kind, tag
-    return kind if level == "episode" else f"{kind}/{level}/{agent or ''}"
 
 
 def _collect_rewards(group: Sequence[Rollout], train: Train) -> TagValues:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import compute_advantages, find_credit_levels, group_by_slot
 from swarmq.learner.batching.micro_batches import MicroBatch, MicroBatchBuilder, ModelProfile, build_rank_batch
 from swarmq.learner.feed.batch_summary import batch_metrics
+from swarmq.learner.methods.credit import compute_advantages, find_credit_levels, group_by_slot
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.messages import Rollout, Turn
 from swarmq.timeline import Cost, PrefixTree, fold, lay_rows, resolve, unfold

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarmq.config import Train
-from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, WITHOUT_RATIO, LossInputs
+from swarmq.config import LOSSES_WITHOUT_RATIO, Train
+from swarmq.learner.methods.losses import MAX_LOG_RATIO, LossInputs
 
 
 class FilterResult(NamedTuple):
@@ -19,7 +19,7 @@ class FilterResult(NamedTuple):
 
 def has_filters(train: Train) -> bool:
     """Return whether any filter applies; no filter applies to a loss without importance ratios."""
-    return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
+    return train.loss.name not in LOSSES_WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
 
 
 def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResult | None:

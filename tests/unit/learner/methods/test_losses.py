@@ -8,10 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.filters import apply_filters
-from swarmq.learner.algorithms.loss_effects import LossEffect
-from swarmq.learner.algorithms.losses import LOSSES, PENALTY_SQUARE_REACH, LossInputs, policy_loss
+from swarmq.config import LOSSES, Loss, Train
+from swarmq.learner.methods.filters import apply_filters
+from swarmq.learner.methods.loss_effects import LossEffect
+from swarmq.learner.methods.losses import LossInputs
+from swarmq.learner.methods.losses.tis_mask import PENALTY_SQUARE_REACH
+from swarmq.learner.methods.policy_loss import policy_loss
+from swarmq.learner.methods.registry import find_method
 
 EVERY = torch.ones(1, dtype=torch.bool)
 CALLS = [0, 0, 0, 1, 1, 2]
@@ -70,7 +73,7 @@ REFERENCES: dict[str, Reference] = {
 
 
 def test_every_loss_has_a_reference() -> None:
-    assert REFERENCES.keys() == LOSSES.keys()
+    assert REFERENCES.keys() == set(LOSSES)
 
 
 def sampled(spread: float, seed: int) -> tuple[torch.Tensor, ...]:
@@ -154,7 +157,7 @@ def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str
     logprobs = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)
     behavior_logprobs = torch.tensor([-2.0, -0.1, -2.0, -0.1])
     a, calls = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.arange(4)
-    result = LOSSES[name](
+    result = find_method("loss", name)(
         LossInputs(logprobs, behavior_logprobs, a, calls, 4, teacher=behavior_logprobs),
         Loss(name=name, logratio_penalty=0.0),
     )
@@ -172,7 +175,7 @@ def test_a_ratio_beyond_its_bound_is_truncated_and_said_to_be(name: str) -> None
     tokens = LossInputs(
         logprobs, behavior_logprobs, torch.ones(4), torch.zeros(4, dtype=torch.int64), 1, teacher=logprobs + 1
     )
-    effects = LOSSES[name](tokens, Loss(name=name, ratio_cap=4.0, clip_high=3.0)).effects.tolist()
+    effects = find_method("loss", name)(tokens, Loss(name=name, ratio_cap=4.0, clip_high=3.0)).effects.tolist()
     assert effects == [0, 0, LossEffect.TRUNCATED, LossEffect.MASKED if name == "tis_mask" else 0]
 
 
@@ -209,7 +212,9 @@ def test_a_log_probability_out_of_all_bounds_pulls_no_harder_than_a_large_one(be
 def test_the_advantages_are_those_that_the_loss_used() -> None:
     logprobs, behavior_logprobs, a, teacher, _ = sampled(0.5, 0)
     tokens = LossInputs(logprobs, behavior_logprobs, a, torch.tensor(CALLS), 3, teacher=teacher)
-    used = {name: LOSSES[name](tokens, Loss(name=name)).advantages for name in ("tis_mask", "sft", "distill")}
+    used = {
+        name: find_method("loss", name)(tokens, Loss(name=name)).advantages for name in ("tis_mask", "sft", "distill")
+    }
     assert used["tis_mask"] is a
     assert used["sft"] is None
     assert used["distill"] is not None

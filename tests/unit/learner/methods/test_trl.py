@@ -16,9 +16,10 @@ import torch
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.advantages import compute_advantages
-from swarmq.learner.algorithms.loss_weights import normalization_units, token_weight
-from swarmq.learner.algorithms.losses import LossInputs, policy_loss
+from swarmq.learner.methods.credit import compute_advantages
+from swarmq.learner.methods.loss_weights import normalization_units, token_weight
+from swarmq.learner.methods.losses import LossInputs
+from swarmq.learner.methods.policy_loss import policy_loss
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]

@@ -15,22 +15,21 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import LengthPenalty, Loss, Train
-from swarmq.learner.algorithms.advantages import (
-    WITHIN_GROUP,
-    compute_advantages,
-    find_credit_levels,
-    has_signal,
-    update_baselines,
-)
+from swarmq.learner.methods.advantages import RewardSet
+from swarmq.learner.methods.credit import compute_advantages, find_credit_levels, has_signal, update_baselines
+from swarmq.learner.methods.registry import find_method
 from swarmq.messages import Rollout, Timings
 
 Judge = Callable[[int, int], tuple[float, float]]
 """What an episode's two calls say -> their rewards."""
-REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
+REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9).filter(lambda values: max(values) - min(values) > 1e-9)
 
 
 def of_one_value_each(method: str, rewards: list[float]) -> list[float]:
-    values = WITHIN_GROUP[method]({str(i): {"": reward} for i, reward in enumerate(rewards)})
+    given = RewardSet(
+        kind="default", level="episode", rewards={str(i): {"": reward} for i, reward in enumerate(rewards)}
+    )
+    (values,) = find_method("advantage", method)([given], Train(), {})
     return [values[str(i)][""] for i in range(len(rewards))]
 
 

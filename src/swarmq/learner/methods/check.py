@@ -1,0 +1,414 @@
+"""Checks of a method on random episodes: what it returns, that it keeps no state, that layouts and ranks cannot change its result,
+and its gradient. Used by `swarmq check-method`, and before a run with methods of the user's own starts."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from swarmq.config import Train
+from swarmq.errors import SetUpError
+from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, list_values
+from swarmq.learner.methods.losses import LossFunction, LossInputs, TokenLoss
+
+CALLS = 12
+SAME = 1e-9
+"""Relative difference of float64 results that a sum in another order explains."""
+TWIN = 1e-4
+"""Relative difference between gradients in float32 and float64 that rounding explains."""
+STEP = 1e-6
+"""Step of finite differences, in nats."""
+SLOPE = 1e-5
+"""Relative difference between a gradient and finite differences that rounding explains."""
+KINDS_BY_PARAMETER = {"tokens": "loss", "sets": "advantage"}
+"""Name of a method's first parameter -> kind of the method."""
+
+
+class Check(NamedTuple):
+    name: str
+    flaw: str
+    """What is wrong; "" if nothing is."""
+    figure: float | None = None
+
+
+class MethodError(Exception):
+    """A check failed; the message says how."""
+
+
+def find_kind(name: str, function: Callable[..., Any]) -> str:
+    """Return the kind of a method by the name of its first parameter. Raises SetUpError if the name tells none."""
+    parameters = list(inspect.signature(function).parameters)
+    if not parameters or parameters[0] not in KINDS_BY_PARAMETER:
+        known = ", ".join(f"{first} ({kind})" for first, kind in KINDS_BY_PARAMETER.items())
+        raise SetUpError(f"{name}: the first parameter tells the kind of a method: {known}; or give --kind")
+    return KINDS_BY_PARAMETER[parameters[0]]
+
+
+def check_method(kind: str, function: Callable[..., Any], train: Train) -> Iterator[Check]:
+    """Yield the result of each check of the method under the settings `train`. Ends after the first check without which the
+    others make no sense."""
+    checks = _loss_checks(function, train) if kind == "loss" else _advantage_checks(function, train)
+    for number, (name, run) in enumerate(checks.items()):
+        try:
+            yield Check(name, "", run())
+        except MethodError as error:
+            yield Check(name, str(error))
+        except Exception as error:
+            yield Check(name, f"raised {type(error).__name__}: {error}")
+        else:
+            continue
+        if number == 0:
+            return
+
+
+def _loss_checks(loss: LossFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    def compute(tokens: LossInputs) -> TokenLoss:
+        return loss(tokens, train.loss)
+
+    return {
+        "shape": lambda: _check_loss_shape(compute),
+        "finite": lambda: _check_loss_finite(compute),
+        "inputs unchanged": lambda: _check_inputs_unchanged(compute),
+        "no state": lambda: _check_no_state(lambda seed: _flatten(compute(draw_tokens(seed)))),
+        "packing and ranks": lambda: _check_packing(compute),
+        "order of model calls": lambda: _check_order_of_calls(compute),
+        "gradient in float32 and float64": lambda: _check_twin(compute),
+        "gradient and finite differences": lambda: _check_slopes(compute),
+    }
+
+
+def draw_tokens(seed: int, *, dtype: torch.dtype = torch.float64, spread: float = 0.3) -> LossInputs:
+    """Return random tokens of `CALLS` model calls, as a micro-batch has them.
+
+    `spread`: standard deviation of all differences between log-probabilities, in nats.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 20, (CALLS,), generator=generator)
+    calls = torch.repeat_interleave(torch.arange(CALLS), lengths)
+
+    def near(values: Tensor) -> Tensor:
+        noise = torch.randn(len(calls), generator=generator, dtype=torch.float64)
+        return (values + spread * noise).clamp(max=-1e-3)
+
+    behavior_logprobs = near(-3 * torch.rand(len(calls), generator=generator, dtype=torch.float64))
+    advantages = torch.randn(CALLS, generator=generator, dtype=torch.float64)[calls]
+    others = {name: near(behavior_logprobs).to(dtype) for name in ("reference", "teacher")}
+    return LossInputs(
+        logprobs=near(behavior_logprobs).to(dtype).requires_grad_(),
+        behavior_logprobs=behavior_logprobs.to(dtype),
+        advantages=advantages.to(dtype),
+        calls=calls,
+        num_calls=CALLS,
+        held=torch.zeros(len(calls), dtype=torch.bool),
+        **others,
+    )
+
+
+def _check_loss_shape(compute: Callable[[LossInputs], TokenLoss]) -> None:
+    tokens = draw_tokens(0)
+    result: Any = compute(tokens)
+    if not isinstance(result, TokenLoss):
+        raise MethodError(f"returned a {type(result).__name__}, not a TokenLoss")
+    number = len(tokens.calls)
+    found: dict[str, Any] = result._asdict()
+    for name, value in found.items():
+        if name == "advantages" and value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != (number,):
+            raise MethodError(f"{name} is {_describe(value)}, not one value for each of {number} tokens")
+    if found["effects"].is_floating_point():
+        raise MethodError(f"effects is {_describe(found['effects'])}, not one LossEffect for each of {number} tokens")
+    if result.advantages is not None and result.advantages.requires_grad:
+        raise MethodError("advantages carries a gradient: detach it")
+    if not result.per_token.requires_grad or not _gradient(compute, tokens).any():
+        raise MethodError("no gradient reaches tokens.logprobs: is it detached, or multiplied by 0?")
+
+
+def _check_loss_finite(compute: Callable[[LossInputs], TokenLoss]) -> None:
+    for spread in (0.0, 5.0, 100.0):
+        tokens = draw_tokens(1, dtype=torch.float32, spread=spread)
+        values, gradient = compute(tokens).per_token.detach(), _gradient(compute, tokens)
+        for what, found in (("loss", values), ("gradient", gradient)):
+            if not found.isfinite().all():
+                at = int((~found.isfinite()).nonzero()[0])
+                raise MethodError(
+                    f"the {what} is {float(found[at])} for a token with logprobs {float(tokens.logprobs[at].detach()):g}, behavior_logprobs "
+                    f"{float(tokens.behavior_logprobs[at]):g} and advantage {float(tokens.advantages[at]):g}"
+                )
+
+
+def _check_inputs_unchanged(compute: Callable[[LossInputs], TokenLoss]) -> None:
+    tokens = draw_tokens(2)
+    before = {name: value.clone() for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
+    _gradient(compute, tokens)
+    for name, value in before.items():
+        if not torch.equal(getattr(tokens, name), value):
+            raise MethodError(f"it changes tokens.{name} in place")
+
+
+def _check_no_state(compute: Callable[[int], Sequence[float]]) -> None:
+    """`compute`: returns all numbers of a result for the inputs of a seed."""
+
+    def run(seed: int, chance: int) -> Sequence[float]:
+        state = random.getstate()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(chance)
+            random.seed(chance)
+            try:
+                return compute(seed)
+            finally:
+                random.setstate(state)
+
+    first, again = run(3, 0), run(3, 1)
+    if not _are_equal(first, again):
+        raise MethodError("two calls with equal inputs return different values: it uses random numbers, or keeps state")
+    run(4, 2)
+    if not _are_equal(first, run(3, 3)):
+        raise MethodError("it keeps state: its result depends on earlier calls")
+
+
+def _check_packing(compute: Callable[[LossInputs], TokenLoss]) -> None:
+    tokens = draw_tokens(5)
+    whole = compute(tokens).per_token.detach()
+    for first in (range(1), range(CALLS // 2), range(CALLS - 1)):
+        kept = tokens.calls < len(first)
+        for part in (kept, ~kept):
+            made = compute(_take(tokens, part.nonzero().flatten())).per_token.detach()
+            _require_close(
+                made,
+                whole[part],
+                "the loss of a token depends on the other model calls in its micro-batch, so packing and ranks change it",
+            )
+
+
+def _check_order_of_calls(compute: Callable[[LossInputs], TokenLoss]) -> None:
+    tokens = draw_tokens(6)
+    turned_calls = CALLS - 1 - tokens.calls
+    turned = turned_calls.argsort(stable=True)
+    made = compute(_take(tokens._replace(calls=turned_calls), turned)).per_token.detach()
+    whole = compute(tokens).per_token.detach()
+    _require_close(
+        made, whole[turned], "the loss of a token depends on the order of the model calls in its micro-batch"
+    )
+
+
+def _take(tokens: LossInputs, places: Tensor) -> LossInputs:
+    """Return the tokens at `places`, with model calls numbered from 0."""
+    kept = {name: value.detach()[places] for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
+    which, calls = torch.unique(kept["calls"], return_inverse=True)
+    kept["logprobs"].requires_grad_()
+    return tokens._replace(**kept | {"calls": calls}, num_calls=len(which))
+
+
+def _check_twin(compute: Callable[[LossInputs], TokenLoss]) -> float:
+    worst = 0.0
+    for seed in range(10, 15):
+        tokens = draw_tokens(seed, dtype=torch.float32)
+        single = _gradient(compute, tokens).double()
+        double = _gradient(compute, _as_double(tokens))
+        worst = max(worst, float((single - double).norm() / double.norm().clamp(min=1e-30)))
+    if not worst <= TWIN:
+        raise MethodError(f"the gradients in float32 and float64 differ by {worst:.2g} relative (limit {TWIN:g})")
+    return worst
+
+
+def _as_double(tokens: LossInputs) -> LossInputs:
+    cast: dict[str, Any] = {
+        name: value.detach().double()
+        for name, value in tokens._asdict().items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    cast["logprobs"].requires_grad_()
+    return tokens._replace(**cast)
+
+
+class _HeldConstants(TorchFunctionMode):
+    """Keeps what is detached constant: records these values in a first run, and returns them in later ones, so that finite differences
+    differentiate what autograd differentiates.
+
+    `no_grad`: whether everything computed without gradient also counts, which is wrong inside a custom autograd function.
+    """
+
+    def __init__(self, *, no_grad: bool) -> None:
+        super().__init__()
+        self._no_grad, self._values, self._at = no_grad, list[Any](), -1
+
+    def replay(self) -> _HeldConstants:
+        self._at = 0
+        return self
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_constant = func in (Tensor.detach, Tensor.data.__get__) or (self._no_grad and not torch.is_grad_enabled())  # type: ignore[attr-defined]
+        if not (is_constant and isinstance(result, Tensor)):
+            return result
+        if self._at < 0:
+            self._values.append(result)
+            return result
+        self._at += 1
+        return self._values[self._at - 1]
+
+
+def _check_slopes(compute: Callable[[LossInputs], TokenLoss]) -> float:
+    worst = min(_measure_slopes(compute, no_grad=no_grad) for no_grad in (True, False))
+    if not worst <= SLOPE:
+        raise MethodError(
+            f"the gradient differs from finite differences by {worst:.2g} relative (limit {SLOPE:g}), with everything constant "
+            "that is detached or computed without gradient"
+        )
+    return worst
+
+
+def _measure_slopes(compute: Callable[[LossInputs], TokenLoss], *, no_grad: bool) -> float:
+    """Return the largest relative difference between the gradient of a weighted sum of the loss and finite differences."""
+    worst = 0.0
+    for seed in range(20, 23):
+        tokens = draw_tokens(seed)
+        weights = torch.rand(len(tokens.calls), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        gradient = _gradient(compute, tokens, weights)
+        held = _HeldConstants(no_grad=no_grad)
+        with held:
+            compute(tokens)
+
+        def value(
+            at: int, step: float, tokens: LossInputs = tokens, held: _HeldConstants = held, weights: Tensor = weights
+        ) -> float:
+            moved = tokens.logprobs.detach().clone()
+            moved[at] += step
+            with held.replay():
+                result = compute(tokens._replace(logprobs=moved.requires_grad_())).per_token
+            return float((result.detach() * weights).sum())
+
+        for at in range(0, len(tokens.calls), 7):
+            slope = (value(at, STEP) - value(at, -STEP)) / (2 * STEP)
+            scale = max(float(gradient.abs().max()), 1e-12)
+            worst = max(worst, abs(slope - float(gradient[at])) / scale)
+    return worst
+
+
+def _gradient(compute: Callable[[LossInputs], TokenLoss], tokens: LossInputs, weights: Tensor | None = None) -> Tensor:
+    """Return the gradient of the sum of the loss by `logprobs`."""
+    values = compute(tokens).per_token
+    (found,) = torch.autograd.grad((values if weights is None else values * weights).sum(), tokens.logprobs)
+    return found
+
+
+def _flatten(result: TokenLoss) -> list[float]:
+    return [*result.per_token.tolist(), *result.effects.tolist()]
+
+
+def _advantage_checks(method: AdvantageFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    def compute(sets: Sequence[RewardSet]) -> Sequence[EpisodeValues]:
+        return method(sets, train, {"default": 0.25, "code": -1.0})
+
+    def flat(seed: int) -> list[float]:
+        return [value for of in compute(draw_rewards(seed)) for value in list_values(of)]
+
+    return {
+        "shape": lambda: _check_advantage_shape(compute),
+        "finite": lambda: _check_advantage_finite(compute),
+        "inputs unchanged": lambda: _check_rewards_unchanged(compute),
+        "no state": lambda: _check_no_state(flat),
+        "order of groups and episodes": lambda: _check_order_of_rewards(compute),
+    }
+
+
+def draw_rewards(seed: int, *, size: float = 1.0) -> list[RewardSet]:
+    """Return random rewards of a batch: of episodes, agents and calls; also equal ones, and those of a single episode."""
+    rng = random.Random(seed)
+    sets = []
+    for group in range(8):
+        level = ("episode", "episode", "agent", "call")[group % 4]
+        episodes = [f"{group}-{member}" for member in range(1 if group == 7 else rng.randint(2, 6))]
+        calls = {e: [f"c{n}" for n in range(rng.randint(1, 3))] if level == "call" else [""] for e in episodes}
+        values = {
+            e: {call: size * (1.0 if group == 6 else rng.choice((0.0, 1.0, rng.gauss(0, 1)))) for call in calls[e]}
+            for e in episodes
+        }
+        kind, agent = rng.choice(("default", "code")), "solver" if level != "episode" else None
+        sets.append(RewardSet(kind=kind, level=level, agent=agent, rewards=values))  # type: ignore[arg-type]
+    return sets
+
+
+def _check_advantage_shape(compute: Callable[[Sequence[RewardSet]], Sequence[EpisodeValues]]) -> None:
+    sets = draw_rewards(0)
+    results: list[Any] = list(compute(sets))
+    if len(results) != len(sets):
+        raise MethodError(f"returned {len(results)} results for {len(sets)} sets of rewards")
+    for given, result in zip(sets, results, strict=True):
+        if not isinstance(result, Mapping):
+            raise MethodError(f"a result is {_describe(result)}, not episode id -> call id -> advantage")
+        shapes = [{e: set(own) for e, own in of.items()} for of in (given.rewards, result)]
+        if result and shapes[0] != shapes[1]:
+            raise MethodError(
+                f"a result has values for {shapes[1]}, the rewards are of {shapes[0]}: give each reward a value, or return {{}}"
+            )
+        values: list[Any] = list_values(result)
+        if wrong := [value for value in values if not isinstance(value, float)]:
+            raise MethodError(f"an advantage is {_describe(wrong[0])}, not a float")
+    if not any(results):
+        raise MethodError("it returns no advantage at all")
+
+
+def _check_advantage_finite(compute: Callable[[Sequence[RewardSet]], Sequence[EpisodeValues]]) -> None:
+    for size in (0.0, 1e-12, 1.0, 1e6):
+        sets = draw_rewards(1, size=size)
+        for given, result in zip(sets, compute(sets), strict=True):
+            for value in list_values(result):
+                if not math.isfinite(value):
+                    raise MethodError(f"an advantage is {value} for the rewards {list_values(given.rewards)}")
+
+
+def _check_rewards_unchanged(compute: Callable[[Sequence[RewardSet]], Sequence[EpisodeValues]]) -> None:
+    sets = draw_rewards(2)
+    before = copy.deepcopy(sets)
+    compute(sets)
+    if sets != before:
+        raise MethodError("it changes the rewards in place")
+
+
+def _check_order_of_rewards(compute: Callable[[Sequence[RewardSet]], Sequence[EpisodeValues]]) -> None:
+    sets = draw_rewards(5)
+    turned = [
+        msgspec.structs.replace(each, rewards=dict(reversed(list(each.rewards.items())))) for each in reversed(sets)
+    ]
+    for one, other in zip(compute(sets), reversed(list(compute(turned))), strict=True):
+        for episode, own in one.items():
+            for call, value in own.items():
+                if not math.isclose(value, other[episode][call], rel_tol=SAME, abs_tol=SAME):
+                    raise MethodError(
+                        f"an advantage is {value:g}, and {other[episode][call]:g} with groups and episodes in another order"
+                    )
+
+
+def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Compare bit for bit; a NaN equals itself."""
+    return list(map(repr, one)) == list(map(repr, other))
+
+
+def _require_close(made: Tensor, wanted: Tensor, flaw: str) -> None:
+    apart = (made - wanted).abs()
+    if not bool((apart <= SAME * wanted.abs().clamp(min=1)).all()):
+        raise MethodError(f"{flaw} (by {float(apart.max()):.2g})")
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.60}"
+
+
+def check_named(kind: str, name: str, function: Callable[..., Any], train: Train) -> None:
+    """Raise SetUpError that says what is wrong with a method."""
+    for check in check_method(kind, function, train):
+        if check.flaw:
+            raise SetUpError(f"{name} fails the check {check.name!r}: {check.flaw}; try `swarmq check-method {name}`")
