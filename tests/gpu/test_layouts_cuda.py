@@ -7,7 +7,6 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 
-from swarmq.learner.model import logprob_head
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.layout_attention import list_padded_lengths
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
@@ -144,11 +143,10 @@ def test_half_precision_differs_by_rounding_alone():
     assert (logprobs - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
 
 
-@pytest.mark.parametrize("kept", [0.0, 1e-6, 1.0], ids=["nothing", "some", "everything"])
+@pytest.mark.parametrize("chunk", [1, 4, None], ids=["one gradient kept", "some kept", "all kept"])
 @pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.3, None), LogitForm(1.0, 2.0)])
-def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, kept, monkeypatch):
+def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, chunk):
     tokens, width, vocab = 301, 16, 5003
-    monkeypatch.setattr(logprob_head, "GPU_SHARE", max(kept, 1e-9))
     torch.manual_seed(0)
     exact = [
         torch.randn(size, device="cuda", dtype=torch.float64) / 2 for size in ((tokens, width), (vocab, width), vocab)
@@ -166,7 +164,7 @@ def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, kep
     gradient = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
 
     hidden, weight, bias = (x.float().requires_grad_() for x in exact)
-    scored = score_hidden(hidden, LmHead(weight, bias, form), targets, temperatures)
+    scored = score_hidden(hidden, LmHead(weight, bias, form), targets, temperatures, chunk=chunk)
     ours = torch.autograd.grad((scored.logprobs * upstream).sum(), (hidden, weight, bias))
     assert (scored.logprobs - expected).abs().max() < 1e-5
     assert (scored.entropies - entropy).abs().max() < 1e-5

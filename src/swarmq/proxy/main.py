@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -34,11 +35,11 @@ from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.hosts.addresses import ListenAddress, check_announced
-from swarmq.hosts.follow import FollowedMembership, choose_address, is_run_on_this_host, join_run
+from swarmq.hosts.follow import EventHandler, FollowedMembership, choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import RunMembership, StoredMembership, build_job, number_proxy
 from swarmq.hosts.register import keep_registered
 from swarmq.keys import HostInvite
-from swarmq.messages import Event, Turn
+from swarmq.messages import Turn
 from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app, follow
@@ -71,6 +72,19 @@ class ExtraPages(Protocol):
 
 
 PagesOpener = Callable[[SwarmJob], AbstractAsyncContextManager[ExtraPages]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRun:
+    """What a proxy needs of its run, on the run's own host or on another one."""
+
+    job: SwarmJob
+    broker: Broker
+    membership: RunMembership
+    pass_on: Callable[[Sequence[EventHandler]], Coroutine[Any, Any, None]]
+    """Function that passes the run's events to handlers until cancelled."""
+    root: bytes
+    engine_secret: str
 
 
 def run(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpener | None = None) -> None:
@@ -113,19 +127,16 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         name = f"swarmq proxy.{number} {job.run}"
         async with AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s()) as broker:
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds, replicas=job.broker.replicas)
-            await _serve(
-                job,
-                broker,
-                listener,
-                StoredMembership(job),
+            served = ServedRun(
+                job=job,
+                broker=broker,
+                membership=StoredMembership(job),
                 pass_on=partial(follow, job.run, broker),
                 root=keys.load_root(job.run_folder.root_secret),
                 engine_secret=EngineRegistry(job).secret(),
-                number=number,
-                url=own_url,
-                listed=_keep_listed(ProxyRegistry(job.run_folder.proxies), own_url) if join else None,
-                pages=pages,
             )
+            listed = _keep_listed(ProxyRegistry(job.run_folder.proxies), own_url) if join else None
+            await _serve(served, listener, number=number, url=own_url, listed=listed, pages=pages)
 
 
 async def serve_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
@@ -137,18 +148,16 @@ async def serve_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
         async with join_run(invite, name=f"swarmq proxy {invite.host} {invite.run}") as (broker, known):
             engines = await _wait_for_engines(known)
             own = {"host": host, "port": port, **(msgspec.to_builtins(place.tls) if place.tls else {})}
-            await _serve(
-                build_job(known.members, engines=engines, proxy=own),
-                broker,
-                listener,
-                known,
+            served = ServedRun(
+                job=build_job(known.members, engines=engines, proxy=own),
+                broker=broker,
+                membership=known,
                 pass_on=known.pass_on,
                 root=invite.root,
                 engine_secret=invite.engine_secret,
-                number=number_proxy(own_url),
-                url=own_url,
-                listed=keep_registered(broker, invite.run, "proxy", own_url),
             )
+            listed = keep_registered(broker, invite.run, "proxy", own_url)
+            await _serve(served, listener, number=number_proxy(own_url), url=own_url, listed=listed)
 
 
 async def _wait_for_engines(known: FollowedMembership, *, check_s: float = CHECK_S) -> Urls:
@@ -172,45 +181,44 @@ async def _wait_for_engines(known: FollowedMembership, *, check_s: float = CHECK
 
 
 async def _serve(
-    job: SwarmJob,
-    broker: Broker,
+    run: ServedRun,
     listener: socket.socket,
-    known: RunMembership,
     *,
-    pass_on: Callable[[Sequence[Callable[[Event], None]]], Coroutine[Any, Any, None]],
-    root: bytes,
-    engine_secret: str,
     number: int,
     url: str,
     listed: AbstractAsyncContextManager[str] | None,
     pages: PagesOpener | None = None,
 ) -> None:
-    """Serve on `listener` until the first signal. `pass_on`: passes the run's events to handlers. `listed`: keeps a joined proxy in the
-    run's list while it is open, and provides the listed URL."""
+    """Serve on `listener` until the first signal. `listed`: keeps a joined proxy in the run's list while it is open, and provides
+    the listed URL."""
+    job = run.job
     async with AsyncExitStack() as stack:
         membership = Membership()
-        opener = partial(VllmEngine.open, deadline_s=None, secret=engine_secret)  # calls have a deadline of their own
+        opener = partial(
+            VllmEngine.open, deadline_s=None, secret=run.engine_secret
+        )  # calls have a deadline of their own
         engines = {
             name: [await stack.enter_async_context(opener(engine)) for engine in policy.engine.urls]
             for name, policy in job.policies.items()
         }
-        tuning, episodes = LiveSampling(job), EpisodeCache.of_job(job, number=number, url=url, proxies=known.proxies)
+        tuning = LiveSampling(job)
+        episodes = EpisodeCache.of_job(job, number=number, url=url, proxies=run.membership.proxies)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        following = tasks.create_task(pass_on([tuning.handle_event, episodes.handle_event]))
+        following = tasks.create_task(run.pass_on([tuning.handle_event, episodes.handle_event]))
         stack.callback(following.cancel)
         watchers = [membership.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
         opened = await stack.enter_async_context(pages(job)) if pages else None
         app = create_app(
             job,
-            root=root,
+            root=run.root,
             engines=engines,
-            broker=broker,
+            broker=run.broker,
             number=number,
             tuning=tuning,
             episodes=episodes,
             opener=opener,
             watchers=watchers,
-            membership=known,
+            membership=run.membership,
             pages=opened.handlers if opened else (),
         )
         log.info("listening", url=url)

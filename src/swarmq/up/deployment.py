@@ -40,7 +40,7 @@ from swarmq.config import Policy, RunFolder, SwarmJob, make_folder, resolve_amqp
 from swarmq.engine.server.launch import EngineProcess, build_gpu_environment
 from swarmq.engine.server.membership import find_unprotected_engines
 from swarmq.errors import BrokerError, SwarmqError
-from swarmq.learner.memory.estimate import GPU_SHARE
+from swarmq.learner.memory.estimate import GPU_SHARE_ENV
 from swarmq.messages import Change, Event
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.proxies import ProxyRegistry
@@ -425,7 +425,9 @@ def _learner_command(resolved: str, policy: str, placement: Placement | None) ->
     if placement is None:
         return arguments, {}
     ranks = ["--num-gpus", str(len(placement.learner))] if len(placement.learner) > 1 else []
-    return [*arguments, *ranks], build_gpu_environment(placement.learner) | {GPU_SHARE: str(placement.learner_share)}
+    return [*arguments, *ranks], build_gpu_environment(placement.learner) | {
+        GPU_SHARE_ENV: str(placement.learner_share)
+    }
 
 
 async def _wait_until_serving(daemon: Daemon, host: str, port: int) -> None:

@@ -31,7 +31,7 @@ GATHERED_BYTES = 10
 their gradients in BF16 and FP32; keys and values are assumed half as wide as hidden states."""
 HEADROOM = 0.92
 """Maximum share of a GPU's memory that plans may use."""
-GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
+GPU_SHARE_ENV = "SWARMQ_LEARNER_GPU_SHARE"
 """Environment variable with the share of a GPU's memory that a learner may fill with recomputable activations."""
 GIB = 1 << 30
 

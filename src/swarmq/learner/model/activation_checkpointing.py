@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from swarmq.learner.memory.estimate import GPU_SHARE, layer_bytes
+from swarmq.learner.memory.estimate import GPU_SHARE_ENV, layer_bytes
 
 log = structlog.get_logger()
 
@@ -190,7 +190,7 @@ def get_free_bytes(device: torch.device) -> int:
 
 def get_keepable_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that this process may fill with activations it could recompute."""
-    mine = float(os.environ.get(GPU_SHARE, "1")) * torch.cuda.mem_get_info(device)[1]
+    mine = float(os.environ.get(GPU_SHARE_ENV, "1")) * torch.cuda.mem_get_info(device)[1]
     return min(get_free_bytes(device), int(mine) - get_allocated_bytes(device))
 
 

@@ -132,7 +132,7 @@ class LayoutModel(nn.Module):
         """Whether the head is applied apart from the model, to parts of the hidden states; otherwise the model returns all logits of a layout at
         once."""
         self.head_chunk: int | None = None
-        """Number of tokens whose logits exist at once; None: as many as fit."""
+        """Number of tokens whose logits exist at once, and for which gradients are kept; None: as many as fit."""
         self.rows_only: str | None = "not checked yet"
         """Reason why the model cannot compute trees; None if it can."""
         self._windows: list[int | None] = []

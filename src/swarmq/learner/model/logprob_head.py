@@ -66,7 +66,7 @@ def score_hidden(
 ) -> Scored:
     """Return the log-probability of `targets` [S] given hidden states [S, H] under softmax(logits / temperatures [S]).
 
-    `chunk`: number of tokens whose logits exist at once, by default as many as fit.
+    `chunk`: number of tokens whose logits exist at once, and for which gradients are kept; None: as many as fit.
     """
     learning = torch.is_grad_enabled()  # inside a Function's forward, gradients always count as disabled
     logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning, chunk)  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ class _Score(torch.autograd.Function):
         ctx.form, ctx.chunk = form, chunk
         factor = weight.to(ctx.dtype).t()
         logprobs, entropies, norms = (torch.empty(len(targets), device=device) for _ in range(3))
-        room = _get_max_kept_gradients(device, ctx.dtype) // len(weight) if learning else 0
+        room = (chunk or _get_max_kept_gradients(device, ctx.dtype) // len(weight)) if learning else 0
         kept = torch.empty(min(room, len(targets)), len(weight), dtype=ctx.dtype, device=device)
         for part in _list_chunks(len(targets), weight, size=chunk):
             logits = _multiply(hidden[part].to(ctx.dtype), factor, bias)

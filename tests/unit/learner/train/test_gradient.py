@@ -29,7 +29,6 @@ from swarmq.learner.batching.micro_batches import (
 from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.credit import compute_advantages
-from swarmq.learner.model import logprob_head
 from swarmq.learner.model.layout_model import evaluation_mode
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.train.trainer import GradientTally, Trainer
@@ -167,7 +166,7 @@ def test_no_way_of_computing_changes_the_gradient(
             ours = gradient(trainer, train)
             trainer.lm.gradient_checkpointing_disable()
         case ["chunks"]:
-            monkeypatch.setattr(logprob_head, "CPU_CHUNK", 128 * 7)
+            monkeypatch.setattr(trainer.accelerator.unwrap_model(trainer.model), "head_chunk", 7)
             ours = gradient(trainer, train)
     assert_same_gradient(ours, wanted)
 
