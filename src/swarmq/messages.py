@@ -440,7 +440,7 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>`, `client.<id>` or `host.<name>`."""
     name: EventName
     at: float
-    """Unix time."""
+    """Unix time at which the event was emitted."""
     fields: dict[str, Any] = {}
 
 

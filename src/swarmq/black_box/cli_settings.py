@@ -59,7 +59,7 @@ INSTALL_HINTS = {
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an agent's model calls go."""
+    """Address, key and model for an agent's model calls."""
 
     base_url: str
     """URL of the relay; ends in `/v1`."""

@@ -37,7 +37,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputLog:
-    """A log file of limited size: the first half of the limit as it comes, the end of the output when the log is closed."""
+    """A log file of limited size. It keeps the beginning of the output, up to half of the limit, and the end, which is written when
+    the log is closed."""
 
     def __init__(self, path: Path, *, limit: int) -> None:
         self.path = path

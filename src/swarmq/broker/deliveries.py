@@ -1,4 +1,4 @@
-"""Deliveries as a consumer sees them: decoded, checked, and brought by an async iterator.
+"""Deliveries as a consumer gets them from an async iterator: decoded and checked.
 
 A source (an AMQP session, or memory in tests) calls `put` for each message, `forget` when its session is lost and its
 messages will be redelivered, and `fail` or `close` at the end. The consumer iterates.

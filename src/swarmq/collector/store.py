@@ -122,7 +122,7 @@ FILES = "CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, body BLOB NOT 
 EPISODE_ENDED_AT = "ALTER TABLE episodes ADD COLUMN ended_at REAL NOT NULL DEFAULT 0"
 """Migration of schema-2 stores that an earlier version made without this column."""
 UNSENT_CONTROL = "ALTER TABLE telling RENAME TO unsent_control"
-"""Migration of stores from before 0.1.0."""
+"""Migration of stores in which the table has its former name."""
 
 PARTS = "SELECT begin, end, began_at, ended_at FROM episodes WHERE id = ?"
 TURNS = "SELECT body FROM turns WHERE episode = ? ORDER BY seq"

@@ -42,7 +42,7 @@ class Reader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Access(Protocol):
-    """The tokens that open a dashboard."""
+    """Check of the tokens that open a dashboard."""
 
     @property
     def cookie(self) -> str:

@@ -322,7 +322,7 @@ class DashboardPages:
         return await self._view(run, views.view_steps, request.query_params.get("policy", ""), wanted)
 
     async def time(self, run: FromPath[str]) -> Response[bytes]:
-        """Return where the time of each step went."""
+        """Return what each process did when, step by step."""
         return await self._view(run, views.view_time)
 
     async def ledger(self, run: FromPath[str]) -> Response[bytes]:
@@ -374,7 +374,7 @@ class DashboardPages:
         return await self._view(run, _tokens, episode, timeline=timeline, start=start, limit=limit)
 
     async def clients(self, run: FromPath[str]) -> Response[bytes]:
-        """List the clients with what they have done."""
+        """List the clients with their episodes, code versions and last errors."""
         return await self._view(run, views.view_clients)
 
     async def mix(self, run: FromPath[str]) -> Response[bytes]:

@@ -1,4 +1,4 @@
-"""The first page of a run: what is wrong, where its episodes are, and who waits for whom.
+"""The first page of a run: what is wrong, where its episodes are, and which process waits for which.
 
 Reads the state that the run's recorder left (board.json) and the newest events, never a process.
 """

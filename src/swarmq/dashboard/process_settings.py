@@ -15,7 +15,7 @@ class DashboardProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     folder: str
-    """Run folder."""
+    """Path of the run folder."""
     socket: str
     """Path of the socket file to listen on."""
     is_secure: bool = False

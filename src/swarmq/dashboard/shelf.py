@@ -69,8 +69,8 @@ class OpenRun:
                 await self._keeper
 
     async def watch(self) -> AsyncIterator[list[str]]:
-        """Yield the parts of the pages (`steps`, `episodes`, ...) that have changed since the last time, each time that some have;
-        [] if none has for a while."""
+        """Yield, after each change of the run's files, which parts of the pages (`steps`, `episodes`, ...) have changed since the
+        last yield; [] after a while without a change."""
         seen = self.changes
         while True:
             self.use()
@@ -122,7 +122,7 @@ class OpenRun:
 
 
 class Shelf:
-    """All runs below some folders."""
+    """All runs in the dashboard's folders."""
 
     def __init__(self, folders: Sequence[Path], *, cache: Path | None = None) -> None:
         """`folders`: folders of runs, or folders that hold such folders. `cache`: where indices are kept."""

@@ -26,7 +26,7 @@ class Environment(Protocol):
         ...
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Start what attempts share, such as tool servers, and check what can be checked without an episode."""
+        """Start what attempts share, such as tool servers, while the context is open. Raises TaskError if the environment cannot run."""
         ...
 
     async def attempt(self, ep: AsyncEpisode) -> Outcome:

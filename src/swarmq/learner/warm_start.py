@@ -237,7 +237,7 @@ class _Spelling:
         prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
         if not whole.startswith(prompt):
             raise TaskError(
-                f"{self._where}: the chat template renders message {at} not as a continuation of its generation prompt: {whole[-80:]!r}"
+                f"{self._where}: the chat template does not render message {at} as a continuation of its generation prompt: {whole[-80:]!r}"
             )
         return prompt, whole
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 MAX_REPR_ROWS = 5
-"""Rows in the representation of a table."""
+"""Maximum number of rows in a table's `repr`."""
 
 
 class Table(Generic[Row]):

@@ -1,6 +1,6 @@
 """Reaching the processes of a run from its folder: its settings, its broker, and the broker's management API.
 
-The command line and the dashboard use it alike, so that both refuse the same copies of folders and the same runs that are not up.
+The command line and the dashboard use it alike, so both refuse copies of a run folder, and runs that are not up, in the same way.
 """
 
 from __future__ import annotations

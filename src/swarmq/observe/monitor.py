@@ -116,7 +116,7 @@ class Outage:
 
 
 class _EventSink:
-    """Appends the events with some names to a file; without a path, discards all events."""
+    """Appends events to a file, if their name is among those to record; without a path, discards all events."""
 
     def __init__(self, path: Path | None, names: Container[EventName]) -> None:
         self._lines = LineFile(path) if path else None

@@ -57,7 +57,7 @@ class PolicyHistory(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     steps: list[int]
     rows: list[dict[str, Any]]
-    """Flat fields of each step."""
+    """Fields of each step's event, flattened."""
     evaluations: list[EvaluationRow]
     marks: list[Mark]
     times: list[float]
@@ -70,7 +70,7 @@ def draw_runs(runs: Sequence[Run], path: Path, *, series: Sequence[str] = (), po
     Raises ConfigError for a file of another format, an unknown series, or runs without any step; MissingExtraError without matplotlib.
     """
     if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: a figure is written as {', '.join(FORMATS)}")
+        raise ConfigError(f"{path}: unknown format; name a file that ends in {', '.join(FORMATS)}")
     histories = [history for run in runs for history in read_histories(run, policy)]
     if not any(history.rows or history.evaluations for history in histories):
         raise ConfigError(

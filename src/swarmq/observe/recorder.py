@@ -44,7 +44,7 @@ log = structlog.get_logger()
 SAMPLES_BYTES = 64 * 1024 * 1024
 """Maximum bytes of samples.jsonl; from a larger file, every second line is removed."""
 AGE_POINTS = 4096
-"""Maximum number of observations that are kept of each queue to tell the age of its oldest message."""
+"""Maximum number of observations of each queue that are kept, from which the age of its oldest message is computed."""
 MANAGEMENT_ENV = "SWARMQ_MANAGEMENT_URL"
 
 

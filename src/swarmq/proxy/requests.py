@@ -73,7 +73,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     request_id: str
     chat: Json
-    """The request in the form of OpenAI's chat completions; a `prompt` stands before its messages."""
+    """The request in the form of OpenAI's chat completions. If it has a `prompt`, that is sampled from, and its messages only say
+    which conversation the prompt continues."""
     body: Json = {}
     """The request as it was sent."""
     conversation: NamedConversation | None = None

@@ -134,7 +134,7 @@ class Peer:
         if type(value) in PLAIN:
             return value
         if not isinstance(value, dict) or not value:
-            raise self.fail("the solution sent an unknown value")
+            raise self.fail("the solution sent a value of an unknown type")
         kind, content = next(iter(value.items()))
         try:
             if kind == "int":
@@ -157,7 +157,7 @@ class Peer:
                 return Reference(self, int(content))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
             pass
-        raise self.fail("the solution sent an unknown value")
+        raise self.fail("the solution sent a value of an unknown type")
 
     def register(self, value: Any) -> None:
         self._mine[0] = value
@@ -174,7 +174,7 @@ def call(reference: Reference, arguments: tuple[Any, ...], named: dict[str, Any]
     peer, number = reference.__dict__["_peer"], reference.__dict__["_number"]
     answer = peer.ask("call", number, peer.encode(arguments), peer.encode(named))
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], tuple):
-        raise peer.fail("the solution sent an unknown value")
+        raise peer.fail("the solution sent a value of an unknown type")
     value, changed = answer
     for before, after in zip(arguments, changed, strict=False):
         copy_changes(before, after)

@@ -51,7 +51,7 @@ class _Helper:
         self._buffer = b""
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> tuple[str, Any, int]:
-        """Return how far the helper came ("", "usable" or "done"), its verdict, and its exit status if it died."""
+        """Return the last stage that the helper reported ("", "usable" or "done"), its verdict, and its exit status if it died."""
         came = ""
         deadline = time.monotonic() + max(MIN_WALL_S, WALL_FACTOR * timeout_s)
         try:

@@ -74,7 +74,7 @@ class Judge:
 
     @property
     def budget(self) -> Budget:
-        """What the judge may still spend, and has spent."""
+        """The judge's budget, with what it has spent so far."""
         return self._endpoint.budget
 
     def score(self, task: str, answer: str) -> float:

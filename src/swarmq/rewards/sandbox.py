@@ -70,7 +70,7 @@ MARSHAL_VERSION = 2
 """Version of the marshal format in which `sandbox_launch.py` gets its plan; every Python reads it."""
 POLL_S = 0.03
 END_S = 60.0
-"""Seconds in which a killed sandbox must be gone."""
+"""Maximum seconds until all processes of a killed sandbox are gone."""
 START_S = 60.0
 """Seconds in which a sandbox must have started; they do not count as the program's time."""
 MIB = 1024 * 1024
@@ -334,7 +334,7 @@ class Running:
         self._stop.set()
 
     def wait(self) -> ProgramRun:
-        """Wait until the program has ended or must be killed."""
+        """Wait for the program's end, or kill the program if it exceeds a limit, and return what became of it."""
         began, ready_at = time.monotonic(), None
         output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
         size, stopped, status = 0, "", b""
@@ -580,7 +580,7 @@ WEAK_POINTS = {"reads a file of the worker", "reads the worker's environment", "
 
 
 def _probe(sandbox: Sandbox) -> None:
-    """Raise SandboxError if a hostile program does in this sandbox what it must not, or a harmless one does not run."""
+    """Raise SandboxError unless this sandbox stops a hostile program and runs a harmless one."""
     secret = f"secret-{random.getrandbits(64):x}"
     limits = msgspec.structs.replace(
         sandbox.limits, wall_s=30.0, cpu_s=30.0, memory_bytes=256 * MIB, processes=8, file_bytes=MIB, disk_bytes=8 * MIB

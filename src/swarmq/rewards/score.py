@@ -1,4 +1,4 @@
-"""What a check of an answer returns."""
+"""The result of a check of an answer."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class EpisodeClient:
         self._spool_root = spool or spool_root(self.invite)
         self._open_broker = open_broker
         self._warn_of_no_calls_at: dict[str, float] = {}
-        """Kind -> time of its next warning."""
+        """Kind -> earliest time of the next warning about an episode without a model call."""
         self._warn_of_rewards_at = 0.0
         self._state = "not open: use `async with`"
         self._pid = os.getpid()

@@ -80,7 +80,7 @@ class TrainerState(Protocol):
         ...
 
     def weights_to_write(self) -> NamedTensors:
-        """Return the weights that `files` returns."""
+        """Return the weights that are among the model's `files`."""
         ...
 
 

@@ -24,7 +24,7 @@ MAX_KNOWN = 1000
 
 
 class StoredEvaluations(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of the file."""
+    """Content of the file with evaluation results."""
 
     waiting: tuple[Evaluation, ...] = ()
     logged: tuple[float, ...] = ()

@@ -394,7 +394,7 @@ class BatchFeeder:
     async def _send_to_trainer(
         self, message: records.BatchReady | records.SaveCheckpoint | records.TrainingDone
     ) -> None:
-        """Send the trainer its next task."""
+        """Answer the trainer's request for a batch: send a batch, or what to do instead."""
         self.wanted_since = None
         await frames.write(self.writer, message)
 

@@ -180,7 +180,7 @@ class _GatherKeysAndValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum gradients in FP32, as all sums over ranks."""
+        """Sum the gradients over the ranks in FP32, like all sums over ranks."""
         key, value = (ctx.context.reduce_scatter(_to_rank_order(x, ctx.context.ranks)).to(x.dtype) for x in above)
         return key, value, None
 

@@ -271,7 +271,7 @@ class Learner:
         link.send(records.EvaluationLogged(began_at=evaluation.began_at))
 
     def _wait_for_ranks(self) -> None:
-        """Wait for all ranks."""
+        """Wait until every rank has reached this call."""
         if self._control is not None:
             torch.distributed.barrier(group=self._control)
 

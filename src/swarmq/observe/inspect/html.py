@@ -48,7 +48,7 @@ WEAKEST, SPAN = 0.12, 0.55
 
 
 def render_page(view: EpisodeView) -> str:
-    """Render the whole document."""
+    """Return the HTML document of an episode."""
     facts = {
         "slot": view.slot,
         "kind": view.kind,

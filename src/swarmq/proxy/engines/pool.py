@@ -108,7 +108,7 @@ class EngineLane:
 
     @property
     def together(self) -> int:
-        """Number of tokens that a stream may bring at a time after its first one."""
+        """Maximum number of tokens in each portion of a stream after its first token."""
         return 1 if not self.token_s else max(1, min(MAX_TOGETHER, int(self._portion_s / self.token_s)))
 
     async def finds_calls(self) -> bool:

@@ -1,4 +1,4 @@
-"""The engines of all policies, as they come and go while the proxy serves.
+"""The engines of all policies, which are added and removed while the proxy serves.
 
 engine registry of the run ──read──> add: open, probe, use
                                      remove: drain ──nothing open──> closed, forgotten

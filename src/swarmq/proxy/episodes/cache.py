@@ -114,7 +114,7 @@ class EpisodeCache:
         self._memories: OrderedDict[str, EpisodeState] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._forgotten: OrderedDict[str, tuple[str, TokenBudget]] = OrderedDict()
-        """Episode id -> client and budget."""
+        """Id of a forgotten episode -> its client and budget."""
         self.size_bytes = 0
         """Bytes of the tokens, keys and messages of all states."""
         self.counts: Counter[str] = Counter()

@@ -55,7 +55,7 @@ _hash_json = msgspec.json.Encoder(order="deterministic")
 
 
 class HistoryKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """The messages of a request as keys to look up."""
+    """Keys by which a graph finds the messages of a request."""
 
     base: bytes
     """Hash of the template's other inputs: tools and template arguments."""

@@ -38,7 +38,7 @@ EPISODES = PATH + "/episodes"
 EPISODE_BY_ID = EPISODES + "/{episode_id:str}"
 
 NO_END, NO_REASON = EndRequest(), AbortRequest()
-"""Requests for which an empty body stands."""
+"""Meaning of an empty body: a request with the default of every field."""
 
 EpisodeId = Annotated[str, Parameter(pattern=r"^[0-9A-Za-z._:-]{1,64}$")]
 

@@ -68,11 +68,11 @@ class Columns(msgspec.Struct, array_like=True):
     lengths: tuple[int, ...]
     """[outputs with log-probabilities] number of positions: 1 without speculative decoding."""
     token_ids: Column
-    """[positions, candidates]"""
+    """Token ids [positions, candidates]."""
     logprobs: Column
-    """[positions, candidates]"""
+    """Natural log-probabilities [positions, candidates]."""
     ranks: Column
-    """[positions]"""
+    """Rank of each sampled token among all tokens [positions]."""
 
 
 _encoder = msgspec.msgpack.Encoder()
