@@ -111,7 +111,7 @@ def test_the_file_has_the_format_of_its_name(runs, tmp_path, name, beginning):
 
 
 def test_what_cannot_be_drawn_is_said(runs, tmp_path):
-    with pytest.raises(ConfigError, match=r"written as \.png, \.svg"):
+    with pytest.raises(ConfigError, match=r"unknown format; name a file that ends in \.png, \.svg"):
         draw_runs(runs, tmp_path / "out.gif")
     with pytest.raises(ConfigError, match="cannot be written"):
         draw_runs(runs, tmp_path / "no" / "out.png")
