@@ -87,7 +87,7 @@ def refuse(_: Request[Any, Any, Any], error: Exception) -> Response[Any]:
     """Answer an error in the form of a proxy's."""
     refusal = _describe(error)
     if refusal.status == 500:
-        log.error("request_failed", error=repr(error), exc_info=error)
+        log.error("request_failed", reason=repr(error), exc_info=error)
     return Response(refusal.body, status_code=refusal.status, headers=refusal.headers)
 
 

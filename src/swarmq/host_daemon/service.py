@@ -337,7 +337,7 @@ class HostService:
             self._put(started)
             process = self._launcher.start(run, gpus)
         except (OSError, SwarmqError) as error:
-            log.warning("run_not_started", run=run, error=str(error))
+            log.warning("run_not_started", run=run, reason=str(error))
             self._put(msgspec.structs.replace(record, state="failed", gpus=(), detail=f"not started: {error}"))
         else:
             log.info("run_started", run=run, gpus=gpus)
@@ -357,7 +357,7 @@ class HostService:
                 self._settle(self.find(run))
                 self._start_queued()
             except OSError as error:  # a full disk: whatever was not written is found again
-                log.warning("run_end_not_recorded", run=run, error=str(error), action="tried again")
+                log.warning("run_end_not_recorded", run=run, reason=str(error), action="tried again")
                 await asyncio.sleep(LOOK_S)
             else:
                 return
