@@ -30,14 +30,19 @@ if TYPE_CHECKING:
     from swarmq.keys import Invite as Invite
     from swarmq.observe.open_run import open_run as open_run
     from swarmq.outcome import Outcome as Outcome
+    from swarmq.remote.client import HostClient as HostClient
+    from swarmq.remote.run import RemoteRun as RemoteRun
+    from swarmq.remote.run import launch as launch
 
 _HOMES = {
     "AsyncEpisode": "swarmq.client.episodes.episode",
     "AsyncSwarmClient": "swarmq.client.async_client",
     "Episode": "swarmq.client.episodes.episode",
     "EvalReport": "swarmq.client.runners.report",
+    "HostClient": "swarmq.remote.client",
     "Invite": "swarmq.keys",
     "Outcome": "swarmq.outcome",
+    "RemoteRun": "swarmq.remote.run",
     "RunSummary": "swarmq.client.runners.report",
     "SwarmClient": "swarmq.client.sync_client",
     "SwarmJob": "swarmq.config",
@@ -45,6 +50,7 @@ _HOMES = {
     "SwarmqError": "swarmq.errors",
     "ask": "swarmq.client.ask",
     "ask_async": "swarmq.client.ask",
+    "launch": "swarmq.remote.run",
     "open_run": "swarmq.observe.open_run",
 }
 

@@ -125,6 +125,17 @@ class RolloutError(SwarmqError):
     """The rollout of an environment broke: a tool, a server or the model's endpoint failed. Never a reward."""
 
 
+class HostError(SwarmqError):
+    """A host's daemon refused a request, or cannot be reached. `status` is that of HTTP, 0 without an answer; `param` is the path of the
+    wrong setting or field, `code` one word for the reason."""
+
+    def __init__(self, message: str, *, status: int = 0, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
 class CollectorError(SwarmqError):
     """The collector cannot go on: its store is unusable, of another run, or held by another collector."""
 

@@ -141,8 +141,15 @@ def token(role: keys.Role, *, name: str = "ann", root: bytes = ROOT, run: str = 
 
 
 @asynccontextmanager
-async def daemon(
-    path: Path, launcher: ScriptedLauncher, *, gpus: int = 0, most_running: int = 1, most_queued: int = 10, check=None
+async def open_host(
+    path: Path,
+    launcher: ScriptedLauncher,
+    *,
+    gpus: int = 0,
+    most_running: int = 1,
+    most_queued: int = 10,
+    check=None,
+    port: int = 0,
 ):
     """A daemon that serves the folder `path` while the context is open; runs stay up after it."""
     folder = HostFolder(path)
@@ -153,5 +160,5 @@ async def daemon(
         most_running=most_running,
         most_queued=most_queued,
     )
-    async with service.open(), served(create_app(service, HostAccess(ROOT))) as url, ClientSession() as http:
+    async with service.open(), served(create_app(service, HostAccess(ROOT)), port=port) as url, ClientSession() as http:
         yield Host(service, launcher, url, http)

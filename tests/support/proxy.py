@@ -52,6 +52,7 @@ async def served(
     settings: ProxySettings | None = None,
     most_connections: int = 4096,
     keep_s: int = KEEP_S,
+    port: int = 0,
 ) -> AsyncIterator[str]:
     """The url under which `app` answers; by https with the certificate in the folder `tls`."""
     settings = settings or ProxySettings()
@@ -59,7 +60,8 @@ async def served(
         files = {"certificate": str(tls / "cert.pem"), "key": str(tls / "key.pem")}
         settings = msgspec.structs.replace(settings, **files)
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # or every answer waits 40 ms
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         config = server_config(app, settings, most_connections=most_connections, keep_s=keep_s)
         config.timeout_graceful_shutdown = 2
         server = Server(config)

@@ -15,6 +15,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "dashboard-routes": routes.dashboard,
     "errors": python_api.error_classes,
     "events": events.page,
+    "host-routes": routes.host,
     "metrics": metrics.page,
     "names": python_api.names,
     "proxy-routes": routes.proxy,

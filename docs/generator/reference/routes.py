@@ -1,8 +1,10 @@
-"""Every HTTP route of a proxy and of the dashboard, from the OpenAPI descriptions that Litestar makes of them."""
+"""Every HTTP route of a proxy, of a host's daemon and of the dashboard, from the OpenAPI descriptions that Litestar makes of them."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,12 @@ from swarmq.config import SwarmJob
 from swarmq.dashboard.access import LinkAccess
 from swarmq.dashboard.app import DashboardPages
 from swarmq.dashboard.shelf import Shelf
+from swarmq.host_daemon.access import HostAccess
+from swarmq.host_daemon.app import create_app as create_host_app
+from swarmq.host_daemon.check import JobCheck
+from swarmq.host_daemon.ledger import HostFolder
+from swarmq.host_daemon.processes import UpLauncher
+from swarmq.host_daemon.service import HostService
 from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
@@ -27,7 +35,18 @@ Schema = Mapping[str, Any]
 def proxy() -> str:
     """Return the agents' and the control routes, and the records of their bodies and answers."""
     job = SwarmJob.build({"run": "run", "policies": {"main": {"model": "model"}}})
-    app = create_app(job, root=bytes(32), engines={"main": [ScriptedEngine()]}, broker=MemoryBroker())
+    return _page(create_app(job, root=bytes(32), engines={"main": [ScriptedEngine()]}, broker=MemoryBroker()))
+
+
+def host() -> str:
+    """Return the routes of a host's daemon, and the records of their bodies and answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = HostFolder(Path(folder))
+        service = HostService(place, UpLauncher(place), JobCheck(place.path, []), most_running=1, most_queued=1)
+        return _page(create_host_app(service, HostAccess(bytes(32))))
+
+
+def _page(app: Litestar) -> str:
     described = app.openapi_schema.to_schema()
     parts = [line for path, methods in described["paths"].items() for line in _route(path, methods)]
     parts += [*_errors(described["paths"]), "## Records\n"]
@@ -140,6 +159,6 @@ def _in_words(schema: Schema) -> str:
 
 def _records(base: type) -> Iterator[type[msgspec.Struct]]:
     for kind in base.__subclasses__():
-        if kind.__module__.startswith("swarmq.proxy"):
+        if kind.__module__.startswith(("swarmq.proxy", "swarmq.remote")):
             yield kind
         yield from _records(kind)

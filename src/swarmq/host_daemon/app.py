@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
 import structlog
@@ -13,22 +15,29 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.plugins import RedocRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.params import Body, FromPath, FromQuery, Parameter
-from litestar.response import Response
+from litestar.response import Response, Stream
 
 from swarmq.dashboard.access import ForbiddenError
+from swarmq.dashboard.views import list_logs, read_board
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.host_daemon.access import HostAccess, get_caller
 from swarmq.host_daemon.check import find_setting
+from swarmq.host_daemon.files import follow_log, list_files, read_piece
 from swarmq.host_daemon.service import HostService
 from swarmq.keys import Role
 from swarmq.proxy.http.authorization import OPERATOR_SCHEME
 from swarmq.proxy.http.control_routes import FaultBody, OptionalBody, refuse_invalid, refuse_malformed
 from swarmq.proxy.http_errors import Refusal, RefusedError, to_refusal
 from swarmq.remote.records import (
+    SIZE_HEADER,
+    UP_LOG,
     ActionAnswer,
     ActionRequest,
     CheckRequest,
+    FileView,
     HostView,
+    InviteAnswer,
+    InviteRequest,
     LaunchRequest,
     PlanView,
     ResumeRequest,
@@ -44,6 +53,7 @@ RUN = f"{RUNS}/{{run:str}}"
 MAX_BODY = 1024 * 1024
 """Size of the largest job in bytes."""
 MAX_WAIT_S = 60.0
+MAX_LINES = 100_000
 STOP, RESUME = StopRequest(), ResumeRequest()
 """Requests for which an empty body stands."""
 
@@ -147,6 +157,14 @@ class HostRoutes:
             post(f"{RUN}/actions", operation_id="changeRun", responses=changed | CUT_OFF, status_code=200, **operate)(
                 self.act
             ),
+            post(f"{RUN}/clients", operation_id="inviteClient", responses=changed, status_code=200, **operate)(
+                self.invite
+            ),
+            get(f"{RUN}/board", operation_id="showBoard", responses=known, **read)(self.show_board),
+            get(f"{RUN}/logs", operation_id="listLogs", responses=known, **read)(self.list_logs),
+            get(f"{RUN}/logs/{{name:str}}", operation_id="readLog", responses=known, **read)(self.read_log),
+            get(f"{RUN}/files", operation_id="listFiles", responses=known, **read)(self.list_files),
+            get(f"{RUN}/files/{{path:path}}", operation_id="readFile", responses=known, **read)(self.read_file),
             delete(RUN, operation_id="deleteRun", responses=changed, **admin)(self.delete),
         ]
 
@@ -204,6 +222,46 @@ class HostRoutes:
         return await self._service.act(
             run, data.action, sender=get_caller(request).name, settings=data.settings, client=data.client
         )
+
+    async def invite(self, run: FromPath[str], data: Annotated[InviteRequest, Body()]) -> InviteAnswer:
+        """Invite a client, which runs episodes over HTTP at the run's proxies. A name is used once."""
+        return InviteAnswer(invite=await asyncio.to_thread(self._service.invite, run, data.name))
+
+    async def show_board(self, run: FromPath[str]) -> dict[str, Any]:
+        """Show everything about a run's present state, as `swarmq status --json` does; empty before the run was up."""
+        return await asyncio.to_thread(read_board, self._service.open_folder(run))
+
+    async def list_logs(self, run: FromPath[str]) -> list[FileView]:
+        """List the logs of a run; `up.log` is the output of its `swarmq up`."""
+        files = await asyncio.to_thread(list_logs, self._service.open_folder(run))
+        return [FileView(path=one["name"], size_bytes=one["bytes"]) for one in files]
+
+    async def read_log(
+        self,
+        run: FromPath[str],
+        name: FromPath[str],
+        lines: Annotated[int, Parameter(ge=0, le=MAX_LINES)] = 400,
+        follow: FromQuery[bool] = False,
+    ) -> Stream:
+        """Send the last lines of a log and, with `follow`, everything that is appended to it, until the run has ended."""
+        folder = self._service.open_folder(run)
+        if name != UP_LOG and name not in {one["name"] for one in await asyncio.to_thread(list_logs, folder)}:
+            raise RefusedError(f"name: the run has no log {name[:60]!r}", status=404, code="file_unknown", param="name")
+        text = follow_log(folder.logs / name, lambda: self._service.is_active(run), lines=lines, follow=follow)
+        return Stream(text, media_type="text/plain; charset=utf-8")
+
+    async def list_files(self, run: FromPath[str], under: FromQuery[str] = "") -> list[FileView]:
+        """List the files of a run below a path: batch logs, checkpoints, token traces, transcripts, events, logs."""
+        folder, policies = self._service.open_folder(run), self._service.list_policies(run)
+        return await asyncio.to_thread(list_files, folder, policies, under)
+
+    async def read_file(
+        self, run: FromPath[str], path: FromPath[Path], offset: Annotated[int, Parameter(ge=0)] = 0
+    ) -> Response[bytes]:
+        """Send a piece of a file, at most 16 MiB from `offset` on; the header `x-swarmq-size` is the size of the whole file."""
+        folder, policies = self._service.open_folder(run), self._service.list_policies(run)
+        piece, size = await asyncio.to_thread(read_piece, folder, policies, str(path).removeprefix("/"), offset)
+        return Response(piece, media_type="application/octet-stream", headers={SIZE_HEADER: str(size)})
 
     async def delete(self, run: FromPath[str]) -> None:
         """Remove a run that has no process, with its folder: checkpoints, batch log, everything."""

@@ -22,6 +22,7 @@ import msgspec
 
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
+from swarmq.remote.records import UP_LOG
 from swarmq.runtime.files import fsync_folder, write_atomically
 
 
@@ -66,7 +67,7 @@ class HostFolder:
 
     def log(self, run: str) -> Path:
         """Output of the run's `swarmq up`."""
-        return self.run(run).logs / "up.log"
+        return self.run(run).logs / UP_LOG
 
     @property
     def root_secret(self) -> Path:

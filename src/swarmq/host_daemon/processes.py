@@ -27,6 +27,8 @@ from swarmq.errors import SwarmqError
 from swarmq.host_daemon.ledger import HostFolder
 from swarmq.runtime.processes import is_locked
 
+UP = (sys.executable, "-m", "swarmq", "up", "--until-done")
+"""Words before the path of a job file. The run ends after its last step, so that its GPUs get free."""
 ID_WAIT_S = 10.0
 """Maximum seconds that a process which has inherited the lock may take to write its id."""
 
@@ -80,7 +82,7 @@ class UpProcess:
 class UpLauncher:
     """Starts `swarmq up`, each in a session of its own."""
 
-    def __init__(self, folder: HostFolder, *, command: Sequence[str] = (sys.executable, "-m", "swarmq", "up")) -> None:
+    def __init__(self, folder: HostFolder, *, command: Sequence[str] = UP) -> None:
         """`command`: words before the path of the job file."""
         self._folder = folder
         self._command = command

@@ -25,14 +25,17 @@ import msgspec
 import structlog
 
 from swarmq import live_settings
+from swarmq.broker.admin.invitations import ClientAddresses, add_client
+from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.collector import ledger as collector_ledger
-from swarmq.config import SwarmJob, make_folder
+from swarmq.config import RunFolder, SwarmJob, make_folder
 from swarmq.dashboard import actions
 from swarmq.errors import SwarmqError
 from swarmq.host_daemon.check import CheckedJob, JobCheck
 from swarmq.host_daemon.ledger import HostFolder, Ledger, RunRecord
 from swarmq.host_daemon.processes import Launcher, RunProcess
 from swarmq.host_daemon.queue import choose_startable, list_queued
+from swarmq.observe.live_runs import find_management_api, load_live_run
 from swarmq.observe.runs import PolicyProgress, ProgressCache, RunRow, read_row
 from swarmq.proxy.http_errors import RefusedError
 from swarmq.remote.records import (
@@ -157,6 +160,19 @@ class HostService:
             return record
         raise RefusedError(f"there is no run {run[:60]!r} on this host", status=404, code="run_unknown")
 
+    def open_folder(self, run: str) -> RunFolder:
+        """Return the folder of a run. Raises RefusedError if there is no run of this name."""
+        return self.folder.run(self.find(run).run)
+
+    def list_policies(self, run: str) -> tuple[str, ...]:
+        """Return the names of a run's policies."""
+        return tuple(SwarmJob.build(self.find(run).job).policies)
+
+    def is_active(self, run: str) -> bool:
+        """Return whether a run is queued or has a process."""
+        record = self._ledger.get(run)
+        return record is not None and (record.is_running or record.state == "queued")
+
     # --------------------------------------------------------------------------------------------- changing
 
     async def launch(self, request: LaunchRequest, *, owner: str, is_admin: bool) -> RunView:
@@ -248,6 +264,14 @@ class HostService:
             raise _wrong_state(f"run {run!r} is {state}: {action} needs a run that is up")
         request = msgspec.convert({"action": action, **fields}, actions.Request)
         return ActionAnswer(text=await actions.act(self.folder.run(run).path, request, sender=sender))
+
+    def invite(self, run: str, name: str) -> str:
+        """Invite a client that reaches the run's proxies over HTTP, and return its invite. Raises SwarmqError if the name was used."""
+        if (state := self._state(self.find(run))) != "up":
+            raise _wrong_state(f"run {run!r} is {state}: an invite needs a run that is up")
+        folder = self.folder.run(run)
+        management = find_management_api(load_live_run(folder.path), folder)
+        return add_client(folder, find_invite(folder.path), name, management, ClientAddresses(http=True)).encode()
 
     async def delete(self, run: str) -> None:
         """Remove a run that has no process, with its folder."""

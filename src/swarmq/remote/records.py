@@ -7,10 +7,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmq.messages import NAME
+
 RunState = Literal["queued", "starting", "up", "stopping", "stopped", "done", "failed"]
 """`queued` until the host has room; `done` after the last step of every learner; `failed` with the reason in `detail`."""
 FINAL: tuple[RunState, ...] = ("stopped", "done", "failed")
 """States in which no process of the run is left."""
+UP_LOG = "up.log"
+"""Log with the output of a run's `swarmq up`."""
+SIZE_HEADER = "x-swarmq-size"
+"""Header with the size of the whole file in an answer with a piece of it."""
 LiveAction = Literal["pause", "drain", "checkpoint", "set", "revoke"]
 
 
@@ -60,6 +66,25 @@ class ActionRequest(Request, frozen=True, kw_only=True):
     """Path -> value, for `set`."""
     client: str = ""
     """Client to revoke."""
+
+
+class InviteRequest(Request, frozen=True, kw_only=True):
+    """A client to invite, which reaches the run by HTTP alone."""
+
+    name: Annotated[str, Meta(pattern=f"^{NAME.pattern}$")]
+
+
+class InviteAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    invite: str
+    """One line of text, as `swarmq client add` prints it."""
+
+
+class FileView(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a run."""
+
+    path: str
+    """Path in the run folder."""
+    size_bytes: int
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, kw_only=True):

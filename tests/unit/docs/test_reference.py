@@ -92,5 +92,8 @@ def test_routes_are_listed_with_role_and_fields(generated):
     assert "429" in begin
     for line in ("| `task_id` | text | required |", "| `wait_s` | number | `30.0` | Seconds to wait for a ticket. |"):
         assert line in generated["proxy-routes"]
+    launch = generated["host-routes"].partition("## POST /v1/runs\n")[2].partition("\n## ")[0]
+    assert "with the role `operate`" in launch
+    assert "| `request_id` | text | required | Id of this launch, chosen by the client. |" in generated["host-routes"]
     without = re.findall(r"^\| `[A-Z]+ (/\S+)` \|  \|$", generated["dashboard-routes"], re.MULTILINE)
     assert without == [], "these handlers of the dashboard have no docstring"

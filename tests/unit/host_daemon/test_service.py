@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from support.host import ScriptedLauncher, daemon, job, token
+from support.host import ScriptedLauncher, job, open_host, token
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def launcher():
 
 
 async def test_a_run_is_queued_started_watched_and_done(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         status, view = await host.launch("math")
         assert (status, view["state"], view["owner"]) == (200, "starting", "ann")
         host.is_up("math", steps=2, max_steps=2)
@@ -27,7 +27,7 @@ async def test_a_run_is_queued_started_watched_and_done(tmp_path, launcher):
 
 
 async def test_runs_wait_for_room_in_the_order_of_their_launch(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         for run in ("a", "b", "c"):
             await host.launch(run)
         assert await host.states() == {"a": "starting", "b": "queued", "c": "queued"}
@@ -38,7 +38,7 @@ async def test_runs_wait_for_room_in_the_order_of_their_launch(tmp_path, launche
 
 
 async def test_each_run_gets_gpus_of_its_own_and_none_overtakes(tmp_path, launcher):
-    async with daemon(tmp_path, launcher, gpus=4, most_running=4) as host:
+    async with open_host(tmp_path, launcher, gpus=4, most_running=4) as host:
         await host.launch("small", gpus=1)
         await host.launch("other", gpus=2)
         await host.launch("large")
@@ -51,19 +51,19 @@ async def test_each_run_gets_gpus_of_its_own_and_none_overtakes(tmp_path, launch
 
 
 async def test_the_same_launch_sent_again_is_one_run_and_another_one_under_its_id_is_refused(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         first = await host.launch("math", "once")
         assert await host.launch("math", "once") == first
         assert launcher.starts == ["math"]
         status, answer = await host.launch("code", "once")
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (409, "request_conflict", "request_id")
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         assert (await host.launch("math", "once"))[0] == 200, "the next daemon knows the id"
     assert launcher.starts == ["math"]
 
 
 async def test_a_name_is_taken_until_its_run_is_deleted(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         await host.launch("math", "one")
         status, answer = await host.launch("math", "two")
         assert (status, answer["error"]["param"]) == (409, "run")
@@ -80,7 +80,7 @@ async def test_a_name_is_taken_until_its_run_is_deleted(tmp_path, launcher):
 
 
 async def test_a_full_host_refuses_before_anything_is_written(tmp_path, launcher):
-    async with daemon(tmp_path, launcher, most_queued=1) as host:
+    async with open_host(tmp_path, launcher, most_queued=1) as host:
         await host.launch("a")
         status, answer = await host.launch("b", can_wait=False)
         assert (status, answer["error"]["code"]) == (429, "host_full")
@@ -92,7 +92,7 @@ async def test_a_full_host_refuses_before_anything_is_written(tmp_path, launcher
 
 
 async def test_a_wrong_job_is_refused_with_the_path_of_the_setting(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         for settings, path in (
             ({"groups": {"group_size": 0}}, "groups.group_size"),
             ({"groups": {"size": 4}}, "groups.size"),
@@ -113,7 +113,7 @@ async def test_a_wrong_job_is_refused_with_the_path_of_the_setting(tmp_path, lau
 
 
 async def test_a_stopped_run_ends_gracefully_and_resumes_with_changed_settings(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         await host.launch("math")
         host.is_up("math", steps=3)
         process = launcher.alive["math"]
@@ -132,7 +132,7 @@ async def test_a_stopped_run_ends_gracefully_and_resumes_with_changed_settings(t
 
 
 async def test_a_run_resumes_only_with_settings_that_let_it_go_on(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         body = {"job": job("math", policies={"main": {"model": "m", "train": {"max_steps": 2}}}), "request_id": "x"}
         await host.ask("POST", "/v1/runs", body)
         host.is_up("math", steps=2)
@@ -152,7 +152,7 @@ async def test_a_run_resumes_only_with_settings_that_let_it_go_on(tmp_path, laun
 
 
 async def test_a_queued_run_can_be_stopped_and_deleted(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         await host.launch("a")
         await host.launch("b")
         assert (await host.ask("POST", "/v1/runs/b/stop"))[1]["state"] == "stopped"
@@ -162,11 +162,11 @@ async def test_a_queued_run_can_be_stopped_and_deleted(tmp_path, launcher):
 
 
 async def test_a_run_outlives_its_daemon_and_is_found_again(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         await host.launch("a")
         await host.launch("b")
     assert list(launcher.alive) == ["a"]
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         assert await host.states() == {"a": "starting", "b": "queued"}
         await host.end("a", says="over")
         assert await host.states() == {"a": "failed", "b": "starting"}
@@ -174,20 +174,20 @@ async def test_a_run_outlives_its_daemon_and_is_found_again(tmp_path, launcher):
 
 
 async def test_a_run_that_ended_while_no_daemon_served_is_accounted_for(tmp_path, launcher):
-    async with daemon(tmp_path, launcher, most_running=3) as host:
+    async with open_host(tmp_path, launcher, most_running=3) as host:
         for run in ("done", "failed", "died"):
             await host.launch(run)
             host.is_up(run, steps=1, max_steps=1 if run == "done" else 0)
         with host.folder.log("failed").open("a") as log:
             log.write("swarmq: no such model\n")
     launcher.alive.clear()
-    async with daemon(tmp_path, launcher, most_running=3) as host:
+    async with open_host(tmp_path, launcher, most_running=3) as host:
         assert await host.states() == {"done": "done", "failed": "failed", "died": "starting"}
     assert launcher.starts == ["done", "failed", "died", "died"]
 
 
 async def test_a_run_whose_process_dies_is_started_again_but_not_for_ever(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         await host.launch("math")
         for restarts in range(1, 5):
             launcher.alive.pop("math").end()
@@ -201,7 +201,7 @@ async def test_a_run_whose_process_dies_is_started_again_but_not_for_ever(tmp_pa
 
 
 async def test_a_run_that_cannot_be_started_fails_with_the_reason_and_makes_room(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         launcher.fails = "no more processes"
         _, view = await host.launch("math")
         assert (view["state"], view["detail"]) == ("failed", "not started: no more processes")
@@ -210,7 +210,7 @@ async def test_a_run_that_cannot_be_started_fails_with_the_reason_and_makes_room
 
 
 async def test_a_change_needs_a_run_that_is_up(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         await host.launch("math")
         status, answer = await host.ask("POST", "/v1/runs/math/actions", {"action": "pause"})
         assert (status, answer["error"]["message"]) == (409, "run 'math' is starting: pause needs a run that is up")
@@ -235,7 +235,7 @@ async def test_a_change_needs_a_run_that_is_up(tmp_path, launcher):
 )
 async def test_each_route_needs_its_role(tmp_path, launcher, method, path, least):
     ranks = ("rollout", "read", "operate", "admin")
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         for role in ranks:
             status, answer = await host.ask(method, path, role=role)
             assert (status == 403) == (ranks.index(role) < ranks.index(least)), answer
@@ -245,7 +245,7 @@ async def test_each_route_needs_its_role(tmp_path, launcher, method, path, least
 
 
 async def test_tokens_of_others_are_refused(tmp_path, launcher, monkeypatch):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         for wrong, says in (
             (token("admin", root=b"x" * 32), "signature is wrong"),
             (token("admin", run="math"), "is for run 'math', not for '@host'"),
@@ -257,7 +257,7 @@ async def test_tokens_of_others_are_refused(tmp_path, launcher, monkeypatch):
 
 
 async def test_the_api_describes_itself(tmp_path, launcher):
-    async with daemon(tmp_path, launcher) as host:
+    async with open_host(tmp_path, launcher) as host:
         _, schema = await host.ask("GET", "/schema/openapi.json", role=None)
     described = {one["operationId"] for path in schema["paths"].values() for one in path.values()}
     assert {"launchRun", "stopRun", "resumeRun", "showRun", "listRuns", "deleteRun", "checkJob"} <= described

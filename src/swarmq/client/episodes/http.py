@@ -6,12 +6,16 @@ Calls block; use `run_in_thread` on an event loop.
 from __future__ import annotations
 
 import http.client
+import socket
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from email.message import Message
 from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,12 +27,21 @@ PROBE_TIMEOUT_S = 5.0
 
 
 class HttpError(SwarmqError):
-    """A request without an answer, or with an error as answer. `status` is 0 without an answer."""
+    """A request without an answer, or with an error as answer. `status` is 0 without an answer; `fault` has the fields of swarmq's own
+    errors (`message`, `param`, `code`)."""
 
-    def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        retry_after_s: float | None = None,
+        fault: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.fault = fault or {}
 
     @property
     def is_transient(self) -> bool:
@@ -49,23 +62,75 @@ def post_json(
     """Return the decoded JSON answer; `on_headers` is called with its headers. Raises HttpError with the server's message."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
     request = urllib.request.Request(url, msgspec.json.encode(body), headers, method="POST")  # noqa: S310 - from the invite
+    with open_url(request, timeout_s=timeout_s, ca=ca) as answer:
+        if on_headers is not None:
+            on_headers(answer.headers)
+        return read_json(answer)
+
+
+@contextmanager
+def open_url(
+    request: urllib.request.Request,
+    *,
+    timeout_s: float,
+    ca: bytes = b"",
+    socket_file: Path | None = None,
+) -> Iterator[http.client.HTTPResponse]:
+    """Send the request and provide the answer, which may be read in pieces. `socket_file`: where the server listens, if not at the URL.
+
+    Raises HttpError, also if the connection breaks while the answer is read.
+    """
+    url = request.full_url
+    send = (
+        urllib.request.build_opener(_SocketFileHandler(socket_file), urllib.request.ProxyHandler({})).open
+        if socket_file
+        else partial(urllib.request.urlopen, context=_make_ssl_context(url, ca))
+    )
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s, context=_make_ssl_context(url, ca)) as answer:  # noqa: S310
-            if on_headers is not None:
-                on_headers(answer.headers)
-            return msgspec.json.decode(answer.read())
+        with send(request, timeout=timeout_s) as answer:
+            yield answer
     except urllib.error.HTTPError as error:
         with error:
+            body = error.read(4000)
             raise HttpError(
-                f"{url} answered {error.code}: {_read_error_message(error.read(4000))}",
+                f"{url} answered {error.code}: {_read_error_message(body)}",
                 status=error.code,
                 retry_after_s=_parse_seconds(error.headers.get("Retry-After")),
+                fault=_read_fault(body),
             ) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise HttpError(f"{url} cannot be reached ({reason})") from error
+
+
+def read_json(answer: http.client.HTTPResponse) -> Any:
+    """Return the decoded answer. Raises HttpError if it is no JSON."""
+    try:
+        return msgspec.json.decode(answer.read())
     except msgspec.MsgspecError as error:
-        raise HttpError(f"{url} did not answer with JSON: {error}", status=502) from error
+        raise HttpError(f"{answer.url} did not answer with JSON: {error}", status=502) from error
+
+
+class _SocketFileConnection(http.client.HTTPConnection):
+    def __init__(self, host: str, /, *, socket_file: Path, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._socket_file = socket_file
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._socket_file))
+
+
+class _SocketFileHandler(urllib.request.HTTPHandler):
+    """Connects to a socket file, whatever the URL's host."""
+
+    def __init__(self, socket_file: Path) -> None:
+        super().__init__()
+        self._socket_file = socket_file
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(_SocketFileConnection, socket_file=self._socket_file), request)
 
 
 def is_reachable(url: str, ca: bytes = b"") -> bool:
@@ -99,11 +164,15 @@ def _make_ssl_context(url: str, ca: bytes) -> ssl.SSLContext | None:
 
 
 def _read_error_message(body: bytes) -> str:
+    return str(_read_fault(body).get("message") or body.decode(errors="replace").strip()[:300])
+
+
+def _read_fault(body: bytes) -> dict[str, Any]:
+    """Return the fields of an error in the form of OpenAI's API, which swarmq's servers share; {} for other errors."""
     try:
-        answer = msgspec.json.decode(body)
-        return str(answer["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return body.decode(errors="replace").strip()[:300]
+        return msgspec.json.decode(body, type=dict[str, dict[str, Any]])["error"]
+    except (msgspec.MsgspecError, KeyError):
+        return {}
 
 
 def _parse_seconds(text: str | None) -> float | None:
