@@ -15,6 +15,7 @@ from swarmq.config import RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.registries.clients import ClientRegistry, InvitedClient, read_clients
+from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.amqp_urls import map_nodes, split_nodes
 from swarmq.runtime.files import write_atomically
 
@@ -83,6 +84,8 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
     invite = make_host_invite(resolved, (proxy,) if proxy else tuple(map(job.proxy.url, ports)), amqp=amqp)
     if proxy:
         invite = msgspec.structs.replace(invite, base_urls=())
+    for base_url in invite.base_urls:  # clients go on using them when a proxy joins from another host
+        ProxyRegistry(folder.proxies).add(base_url)
     write_atomically(folder.resolved, resolved.to_toml().encode())
     write_atomically(folder.invite, invite.encode().encode() + b"\n")
     return invite
