@@ -50,6 +50,8 @@ LOSSES = ("tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"
 LOSSES_WITHOUT_RATIO = {"sft"}
 """Losses without importance ratios."""
 ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "ema")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+OPTIMIZERS = ("adamw", "muon")
 OWN_METHOD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
@@ -60,6 +62,8 @@ def _method(names: Sequence[str]) -> Meta:
 
 LossName = Annotated[str, _method(LOSSES)]
 AdvantageName = Annotated[str, _method(ADVANTAGES)]
+ScheduleName = Annotated[str, _method(SCHEDULES)]
+OptimizerName = Annotated[str, _method(OPTIMIZERS)]
 
 
 def is_own_method(name: str) -> bool:
@@ -321,8 +325,8 @@ class Train(Settings, frozen=True, kw_only=True):
 
     advantage: AdvantageName = "rloo"
     """Name of the advantage estimator, or `module:function` for one of your own."""
-    advantage_options: dict[str, Any] = field(default_factory=dict)
-    """Constants of advantage estimators of your own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Constants of methods of your own, except for the loss, which has `loss.options`."""
     advantages: dict[str, AdvantageName] = field(default_factory=dict)
     """Task kind -> advantage estimator, for kinds that use another one; filled in from `kinds.X.advantage`."""
     ema_decay: Decay = 0.95
@@ -357,14 +361,25 @@ class Train(Settings, frozen=True, kw_only=True):
     engine_gap_max: NonNegative | None = None
     """Largest mean difference, in nats, between engine and learner log-probabilities of sampled tokens under the same weights. Above
     it, the learner stops before it trains. None: 0.005 if both compute in FP32, else 0.1. 0 never stops."""
+    optimizer: OptimizerName = "adamw"
+    """Name of the optimizer, or `module:function` for one of your own. `muon` is Muon for the matrices inside the layers and AdamW
+    for all other parameters, and needs ranks that hold the whole model."""
     learning_rate: Factor = 1e-6
-    """Learning rate of AdamW."""
+    """Learning rate of the optimizer, after warm-up and before the schedule."""
     warmup_steps: Whole = 10
     """Steps over which the learning rate rises linearly."""
+    schedule: ScheduleName = "constant"
+    """Name of the learning rate's schedule after warm-up, or `module:function` for one of your own."""
+    schedule_steps: Count | None = None
+    """Step at which the schedule ends; the learning rate then stays as it is. None: `max_steps`."""
+    schedule_end: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the schedule, as a share of `learning_rate`."""
+    decay_steps: Count | None = None
+    """Number of steps at the end of the `wsd` schedule in which the learning rate falls; before, it is constant."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decays of AdamW's two moments."""
     weight_decay: Weight = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay of the optimizer, decoupled from the gradient."""
     grad_clip: Positive = 1.0
     """Largest norm of the gradient; larger gradients are scaled down to it."""
     max_steps: Whole = 0
@@ -415,6 +430,10 @@ class Train(Settings, frozen=True, kw_only=True):
             )
         if self.loss.name != "distill" and not is_own_method(self.loss.name) and self.teacher is not None:
             raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
+        if self.schedule in {"linear", "cosine", "wsd"} and not self.last_scheduled_step:
+            raise ValueError(f"schedule: {self.schedule!r} needs schedule_steps or max_steps, or it would never end")
+        if self.schedule == "wsd" and self.decay_steps is None:
+            raise ValueError("schedule: 'wsd' needs decay_steps, the number of steps in which the learning rate falls")
         if self.loss.options and not is_own_method(self.loss.name):
             raise ValueError(f"loss.options: only a loss of your own has options, not {self.loss.name!r}")
         if self.ratio_band is not None and not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
@@ -450,6 +469,11 @@ class Train(Settings, frozen=True, kw_only=True):
     def has_served_teacher(self) -> bool:
         """Whether an engine scores the tokens for the `distill` loss."""
         return bool(self.teacher_url or self.teacher_policy)
+
+    @property
+    def last_scheduled_step(self) -> int:
+        """Step at which the schedule of the learning rate ends; 0 if it has no end."""
+        return self.schedule_steps or self.max_steps
 
     @property
     def needs_baseline(self) -> bool:
@@ -679,9 +703,12 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     @property
     def own_methods(self) -> set[str]:
         """Methods of the user's own with which policies are trained."""
-        trains = map(self.train_of, self.trained)
-        named = (name for train in trains for name in (train.loss.name, train.advantage, *train.advantages.values()))
-        return set(filter(is_own_method, named))
+        return {
+            name
+            for train in map(self.train_of, self.trained)
+            for name in (train.loss.name, train.advantage, *train.advantages.values(), train.schedule, train.optimizer)
+            if is_own_method(name)
+        }
 
     @property
     def run_folder(self) -> RunFolder:

@@ -14,7 +14,10 @@ from swarmq.errors import ConfigError
 
 @main.command("check-method")
 @click.argument("name", metavar="MODULE:FUNCTION")
-@click.option("--kind", help="Kind of the method, if its first parameter does not tell it: loss or advantage.")
+@click.option(
+    "--kind",
+    help="Kind of the method, if its first parameter does not tell it: loss, advantage, schedule or optimizer.",
+)
 @click.option(
     "--set",
     "sets",
@@ -23,9 +26,9 @@ from swarmq.errors import ConfigError
     help="Training setting to check it with, e.g. --set loss.options.alpha=0.5.",
 )
 def check_method(name: str, kind: str | None, sets: tuple[str, ...]) -> None:
-    """Check a loss or advantage of your own on random episodes.
+    """Check a method of your own on random episodes.
 
-    Looks for the module in the working directory and among the installed packages, and prints what is wrong: shapes, values that are
+    A loss, an advantage, a schedule or an optimizer. Looks for the module in the working directory and among the installed packages, and prints what is wrong: shapes, values that are
     not finite, state, dependence on packing, ranks or order, and a gradient that differs from float64 or from finite differences.
 
     \b

@@ -42,6 +42,7 @@ def replay(
     places = [place for place in batch_log.scan_log(folder.batch_log(policy), identity) if place.index.trained]
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
+    registry.adopt(batch_log.read_record(places[-1]).methods)  # the trainer makes its optimizer
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
     trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.adapt_to_single_rank(settings.train)))
     wanted = [place for place in places if place.index.version > trainer.version]

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from swarmq.config import Loss, Train
+from swarmq.config import Loss, Train, is_own_method
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.distributed.processes import is_main
 from swarmq.learner.memory.outline import load_config
@@ -175,6 +175,10 @@ def _supervise(train: Train) -> Train:
         ratio_band=None,
         steps_per_batch=1,
         token_log=False,
+        schedule="constant",
+        advantage="rloo",
+        advantages={},
+        optimizer="adamw" if is_own_method(train.optimizer) else train.optimizer,
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from swarmq.config import BrokerSettings, SwarmJob, is_own_method, resolve_amqp_url
+from swarmq.config import BrokerSettings, SwarmJob, resolve_amqp_url
 from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
@@ -150,12 +150,17 @@ def find_ineffective_settings(
                 f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} exceeds the engine's context of {room} tokens for prompt and "
                 f"answer together ({whose}.engine.max_model_len, or the model's own maximum): lower it"
             )
-        own = map(is_own_method, (policy.train.advantage, *job.train_of(name).advantages.values()))
-        if policy.train.advantage_options and not any(own):
-            yield (
-                f"{whose}.train.advantage_options has no effect with advantage = {policy.train.advantage!r}, only with an estimator of "
-                "your own"
-            )
+        if policy.train.options and not job.own_methods - {policy.train.loss.name}:
+            yield f"{whose}.train.options has no effect: the job names no method of your own that would read it"
+        decays = {"schedule_steps": None, "schedule_end": 0.0, "decay_steps": None}
+        used = {
+            "constant": (),
+            "linear": ("schedule_steps", "schedule_end"),
+            "cosine": ("schedule_steps", "schedule_end"),
+        }
+        for constant, default in decays.items():
+            if getattr(policy.train, constant) != default and constant not in used.get(policy.train.schedule, decays):
+                yield f"{whose}.train.{constant} has no effect with schedule = {policy.train.schedule!r}"
         for constant, losses in policy.train.loss.find_unused_constants().items():
             yield (
                 f"{whose}.train.loss.{constant} has no effect with loss.name = {policy.train.loss.name!r}, only with "

@@ -242,8 +242,22 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     """Restore the optimizer on every rank from the file that rank 0 reads. The trainer's weights were already loaded from
     `checkpoint.path`. Every rank calls it."""
     saved = _read_optimizer(checkpoint.path / STATE) if trainer.accelerator.is_main_process else None
+    if saved is not None:
+        _check_same_optimizer(saved, trainer, checkpoint)
     send_optimizer_state(trainer.optimizer, saved, trainer.accelerator.device)
     trainer.version = checkpoint.version
+
+
+def _check_same_optimizer(saved: Mapping[str, Any], trainer: TrainerState, checkpoint: Checkpoint) -> None:
+    """Raise SetUpError if the state is that of another optimizer. Checkpoints of earlier versions do not name theirs, AdamW."""
+    before, now = (
+        groups[0].get("method", "adamw") for groups in (saved["param_groups"], trainer.optimizer.param_groups)
+    )
+    if before != now:
+        raise SetUpError(
+            f"train.optimizer is {now!r}, but the checkpoint {checkpoint.path} continues {before!r}: set it back, or begin another run "
+            "from the weights: policies.<name>.model = this checkpoint's folder"
+        )
 
 
 def _read_optimizer(state: Path) -> dict[str, Any]:

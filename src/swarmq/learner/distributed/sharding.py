@@ -102,11 +102,11 @@ def is_sharding(accelerator: Accelerator) -> bool:
 
 
 def prepare_model(
-    model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 ) -> Any:
     """Return the model to train, distributed over the ranks, and its optimizer.
 
-    `optimizer`: creates the optimizer for given parameters.
+    `optimizer`: creates the optimizer for given parameters, each with its name.
     """
     if is_sharding(accelerator):
         sharded = shard_from_rank0(model, accelerator)
@@ -115,8 +115,8 @@ def prepare_model(
     return accelerator.prepare(model, optimizer(_trained(model)))
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def prepare_frozen_model(model: nn.Module, accelerator: Accelerator) -> Any:

@@ -54,6 +54,7 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
+    registry.adopt(batch_log.read_record(places[-1]).methods)
     trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.adapt_to_single_rank(settings.train)))
     stored = [batch_log.read_record(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
@@ -66,8 +67,6 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
         text=f"batches {stored[0].index.version} to {stored[-1].index.version} of {places[-1].index.version}, from the "
         f"weights of version {trainer.version}",
     )
-    for record in stored:
-        registry.adopt(record.methods)
     yield from checks(settings, stored, trainer.traits, trainer.vocab_size)
     yield head_agrees(trainer, stored[0])
     yield layouts_agree(trainer, stored[0])

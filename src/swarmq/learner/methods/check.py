@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from swarmq.config import Train
 from swarmq.errors import SetUpError
 from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, list_values
 from swarmq.learner.methods.losses import LossFunction, LossInputs, TokenLoss
+from swarmq.learner.methods.optimizers import OptimizerFunction
+from swarmq.learner.methods.schedules import ScheduleFunction
 
 CALLS = 12
 SAME = 1e-9
@@ -29,7 +31,7 @@ STEP = 1e-6
 """Step of finite differences, in nats."""
 SLOPE = 1e-5
 """Relative difference between a gradient and finite differences that rounding explains."""
-KINDS_BY_PARAMETER = {"tokens": "loss", "sets": "advantage"}
+KINDS_BY_PARAMETER = {"tokens": "loss", "sets": "advantage", "step": "schedule", "parameters": "optimizer"}
 """Name of a method's first parameter -> kind of the method."""
 
 
@@ -56,7 +58,7 @@ def find_kind(name: str, function: Callable[..., Any]) -> str:
 def check_method(kind: str, function: Callable[..., Any], train: Train) -> Iterator[Check]:
     """Yield the result of each check of the method under the settings `train`. Ends after the first check without which the
     others make no sense."""
-    checks = _loss_checks(function, train) if kind == "loss" else _advantage_checks(function, train)
+    checks = CHECKS[kind](function, train)
     for number, (name, run) in enumerate(checks.items()):
         try:
             yield Check(name, "", run())
@@ -392,6 +394,126 @@ def _check_order_of_rewards(compute: Callable[[Sequence[RewardSet]], Sequence[Ep
                     )
 
 
+def _schedule_checks(schedule: ScheduleFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    steps = [*range(1, 201), 1000, 10**6, 1]
+
+    def compute(_seed: int = 0) -> list[float]:
+        return [schedule(step, train) for step in steps]
+
+    return {"shape": lambda: _check_factors(compute(), steps), "no state": lambda: _check_no_state(compute)}
+
+
+def _check_factors(factors: Sequence[Any], steps: Sequence[int]) -> None:
+    for step, factor in zip(steps, factors, strict=True):
+        if not isinstance(factor, float) or not 0 <= factor < math.inf:
+            raise MethodError(
+                f"the factor of the learning rate at step {step} is {_describe(factor)}, not a float of at least 0"
+            )
+    if factors[0] != factors[-1]:
+        raise MethodError("it keeps state: its factor at step 1 depends on earlier calls")
+    if not any(factors):
+        raise MethodError("the factor is 0 at every step, so nothing would be learned")
+
+
+def _optimizer_checks(make: OptimizerFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    return {
+        "shape": lambda: _check_optimizer_covers(make, train),
+        "learning rate": lambda: _check_learning_rate(make, train),
+        "finite": lambda: _check_steps_finite(make, train),
+        "no randomness": lambda: _check_no_state(lambda _: _flatten_weights(_steps(make, train, 3))),
+        "continues from its state": lambda: _check_continues(make, train),
+    }
+
+
+def _draw_model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(16, 8),
+                "layer": nn.Linear(8, 8),
+                "norm": nn.LayerNorm(8),
+                "lm_head": nn.Linear(8, 16),
+            }
+        )
+
+
+def _build_optimizer(
+    make: OptimizerFunction, train: Train, model: nn.Module, rate: float = 1e-2
+) -> torch.optim.Optimizer:
+    optimizer = make(list(model.named_parameters()), train)
+    for group in optimizer.param_groups:
+        group.update(lr=rate, betas=train.betas, weight_decay=train.weight_decay)
+    return optimizer
+
+
+def _take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Sequence[int], size: float = 1.0) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = size * torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _steps(make: OptimizerFunction, train: Train, count: int) -> nn.Module:
+    model = _draw_model()
+    _take_steps(model, _build_optimizer(make, train, model), range(count))
+    return model
+
+
+def _flatten_weights(model: nn.Module) -> list[float]:
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def _check_optimizer_covers(make: OptimizerFunction, train: Train) -> None:
+    model = _draw_model()
+    optimizer: Any = make(list(model.named_parameters()), train)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MethodError(f"returned {_describe(optimizer)}, not a torch.optim.Optimizer")
+    taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    left = [name for name, parameter in model.named_parameters() if taken.count(id(parameter)) != 1]
+    if left:
+        raise MethodError(
+            f"{left[0]} is in {taken.count(id(model.get_parameter(left[0])))} parameter groups, not in one"
+        )
+    moved = _steps(make, train, 1)
+    for (name, before), after in zip(model.named_parameters(), moved.parameters(), strict=True):
+        if torch.equal(before, after):
+            raise MethodError(f"a step leaves {name} as it is")
+
+
+def _check_learning_rate(make: OptimizerFunction, train: Train) -> None:
+    model, plain = _draw_model(), msgspec.structs.replace(train, weight_decay=0.0)
+    _take_steps(model, _build_optimizer(make, plain, model, rate=0.0), range(2))
+    if _flatten_weights(model) != _flatten_weights(_draw_model()):
+        raise MethodError(
+            'it moves parameters at a learning rate of 0: take the rate from group["lr"], which the trainer sets'
+        )
+
+
+def _check_steps_finite(make: OptimizerFunction, train: Train) -> None:
+    for size in (0.0, 1e-12, 1e4):
+        model = _draw_model()
+        _take_steps(model, _build_optimizer(make, train, model), range(2), size)
+        if not all(map(math.isfinite, _flatten_weights(model))):
+            raise MethodError(f"weights are not finite after gradients of size {size:g}")
+
+
+def _check_continues(make: OptimizerFunction, train: Train) -> None:
+    whole = _steps(make, train, 4)
+    first = _draw_model()
+    optimizer = _build_optimizer(make, train, first)
+    _take_steps(first, optimizer, range(2))
+    second = _draw_model()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    again = _build_optimizer(make, train, second)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _take_steps(second, again, range(2, 4))
+    if _flatten_weights(second) != _flatten_weights(whole):
+        raise MethodError("it continues otherwise from its state_dict: something that it remembers is not in it")
+
+
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Compare bit for bit; a NaN equals itself."""
     return list(map(repr, one)) == list(map(repr, other))
@@ -405,6 +527,14 @@ def _require_close(made: Tensor, wanted: Tensor, flaw: str) -> None:
 
 def _describe(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.60}"
+
+
+CHECKS: dict[str, Callable[[Any, Train], dict[str, Callable[[], float | None]]]] = {
+    "loss": _loss_checks,
+    "advantage": _advantage_checks,
+    "schedule": _schedule_checks,
+    "optimizer": _optimizer_checks,
+}
 
 
 def check_named(kind: str, name: str, function: Callable[..., Any], train: Train) -> None:

@@ -21,9 +21,9 @@ from swarmq.config import Train, is_own_method
 from swarmq.errors import SetUpError
 from swarmq.learner.store.records import MethodCode
 
-PACKAGES = {"loss": "losses", "advantage": "advantages"}
+PACKAGES = {"loss": "losses", "advantage": "advantages", "schedule": "schedules", "optimizer": "optimizers"}
 """Kind of method -> package of its built-in ones."""
-SETTINGS = {"loss": "loss.name", "advantage": "advantage"}
+SETTINGS = {"loss": "loss.name", "advantage": "advantage", "schedule": "schedule", "optimizer": "optimizer"}
 """Kind of method -> setting that names it, within `policies.X.train`."""
 
 
@@ -33,7 +33,7 @@ class NamedMethod(NamedTuple):
     setting: str
     """Path of the setting within `policies.X.train`."""
     kind: str
-    """`loss` or `advantage`."""
+    """A key of `PACKAGES`."""
     name: str
 
 
@@ -72,6 +72,8 @@ def list_methods(train: Train) -> Iterator[NamedMethod]:
     yield NamedMethod(SETTINGS["advantage"], "advantage", train.advantage)
     for kind, name in train.advantages.items():
         yield NamedMethod(f"advantages.{kind}", "advantage", name)
+    yield NamedMethod(SETTINGS["schedule"], "schedule", train.schedule)
+    yield NamedMethod(SETTINGS["optimizer"], "optimizer", train.optimizer)
 
 
 def read_own(train: Train, folder: str | None) -> tuple[MethodCode, ...]:

@@ -97,7 +97,7 @@ class MethodCode(msgspec.Struct, frozen=True, kw_only=True):
     """Code of a method of training."""
 
     kind: str
-    """`loss` or `advantage`."""
+    """`loss`, `advantage`, `schedule` or `optimizer`."""
     name: str
     sha256: str
     """Hash of the source of its module."""

@@ -118,7 +118,6 @@ class Learner:
         self._tokenizers, self._intervals = tokenizers, intervals
         self.settings = job.policies[policy]
         registry.look_in(job.methods_folder)
-        self._own_methods = registry.read_own(job.train_of(policy), job.methods_folder) if is_main() else ()
         self.identity = RunIdentity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
         self.fence = Fence(self.folder.parent / "lock" if is_main() else None)
@@ -153,6 +152,9 @@ class Learner:
         """Return the trainer. Engines that share the learner's GPUs sleep while it is loaded, as during a step."""
         settings = self.settings
         join_group()
+        train, folder = self.job.train_of(self.policy), self.job.methods_folder
+        self._own_methods = broadcast_from_rank0(registry.read_own(train, folder) if is_main() else ())
+        registry.adopt(self._own_methods)
         found = broadcast_from_rank0(discovery.find_newest(self.folder, self.identity) if is_main() else None)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()

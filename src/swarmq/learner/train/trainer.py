@@ -1,6 +1,6 @@
 """The trainer: one optimizer step from one batch record, on any number of ranks.
 
-  episodes --build_rank_batch--> micro-batches --LayoutModel--> logprobs --loss--> backward ... clip, AdamW
+  episodes --build_rank_batch--> micro-batches --LayoutModel--> logprobs --loss--> backward ... clip, optimizer
 
 Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The gradient does
 not depend on ranks, micro-batches, packing, folding or trees. If the gradient of a step is not finite, or filters remove all
@@ -57,7 +57,9 @@ from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, gr
 from swarmq.learner.methods.filters import apply_filters, has_filters
 from swarmq.learner.methods.loss_weights import normalization_units
 from swarmq.learner.methods.losses import LossInputs
+from swarmq.learner.methods.optimizers import OptimizerFunction
 from swarmq.learner.methods.policy_loss import policy_loss
+from swarmq.learner.methods.schedules import ScheduleFunction
 from swarmq.learner.model import lora
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.context_parallel import ContextGroup
@@ -152,8 +154,15 @@ class Trainer:
         if train.layout == "tree" and policy.rows_only:
             raise SetUpError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - accelerate reads it to shard
-        adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
-        self.model, self.optimizer = prepare_model(policy, self.accelerator, adamw)
+        make_optimizer: OptimizerFunction = registry.find_method("optimizer", train.optimizer)
+        self.model, self.optimizer = prepare_model(policy, self.accelerator, lambda named: make_optimizer(named, train))
+        for group in self.optimizer.param_groups:
+            group["method"] = train.optimizer  # checkpoints keep it
+        if train.optimizer == "muon" and is_sharded(self.model):
+            raise SetUpError(
+                "train.optimizer: 'muon' computes with whole matrices, but the ranks shard the model: set it to 'adamw', or "
+                "train.sharding to 'none' if a GPU holds the model"
+            )
         if is_sharded(self.model):
             ActivationCheckpointing.announce_sharding(policy, held=self._held)
         if not train.lora:  # layers with adapters are not compiled
@@ -493,9 +502,10 @@ class Trainer:
     def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
         """Step the optimizer, unless no token is left (`anything` is false) or the gradient is not finite. Returns metrics.
 
-        `step`: weight version after the batch, which sets the learning rate during warm-up.
+        `step`: weight version after the batch, which sets the learning rate.
         """
-        rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
+        schedule: ScheduleFunction = registry.find_method("schedule", train.schedule)
+        rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1)) * schedule(step, train)
         skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
         if not skipped:
             for group in self.optimizer.param_groups:

@@ -140,7 +140,12 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
         assert not replayed
         assert logged(tmp_path)[0] == record
         assert record.index.trained == ("a-0", "a-1")
-        assert [(code.kind, code.name) for code in record.methods] == [("loss", "tis_mask"), ("advantage", "rloo")]
+        assert [(code.kind, code.name) for code in record.methods] == [
+            ("loss", "tis_mask"),
+            ("advantage", "rloo"),
+            ("schedule", "constant"),
+            ("optimizer", "adamw"),
+        ]
         assert unacked(broker) <= 4
         assert not [c for c in consumed(broker) if c.trained], "not trained yet"
         await trainer.send(records.StepDone(version=1, fields={"loss": 0.5, "tokens_computed": 10}))

@@ -11,12 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from support.own_methods import ADVANTAGE, LOSS, write_own_methods
+from support.own_methods import ADVANTAGE, LOSS, OPTIMIZER, SCHEDULE, write_own_methods
 from swarmq import cli
 from swarmq.config import ADVANTAGES, LOSSES, Loss, Train
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.advantages.centered import centered
-from swarmq.learner.methods.check import check_method
+from swarmq.learner.methods.check import check_method, find_kind
 from swarmq.learner.methods.losses import LossInputs, TokenLoss, compute_ratio
 from swarmq.learner.methods.losses.reinforce import reinforce
 
@@ -41,19 +41,15 @@ def test_every_built_in_advantage_passes(name: str) -> None:
     assert flaws("advantage", registry.find_method("advantage", name), Train(advantage=name)) == {}
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    path = write_own_methods(tmp_path)
-    registry.adopt(
-        [registry.read_code("loss", LOSS, str(tmp_path)), registry.read_code("advantage", ADVANTAGE, str(tmp_path))]
-    )
-    return path
-
-
-def test_the_methods_of_the_page_pass(own: Path) -> None:
-    assert own.read_text().count("\n") < 40
-    assert flaws("loss", registry.find_method("loss", LOSS), Train(loss=Loss(name=LOSS))) == {}
-    assert flaws("advantage", registry.find_method("advantage", ADVANTAGE), Train(advantage=ADVANTAGE)) == {}
+@pytest.mark.parametrize(
+    ("kind", "name"), [("loss", LOSS), ("advantage", ADVANTAGE), ("schedule", SCHEDULE), ("optimizer", OPTIMIZER)]
+)
+def test_the_methods_of_the_page_pass(tmp_path: Path, kind: str, name: str) -> None:
+    write_own_methods(tmp_path)
+    registry.adopt([registry.read_code(kind, name, str(tmp_path))])
+    function = registry.find_method(kind, name)
+    assert find_kind(name, function) == kind
+    assert flaws(kind, function) == {}
 
 
 class Slipped(torch.autograd.Function):

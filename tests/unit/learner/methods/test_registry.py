@@ -10,7 +10,7 @@ import pytest
 
 from support.episodes import make_group
 from support.own_methods import ADVANTAGE, LOSS, write_own_methods
-from swarmq.config import ADVANTAGES, LOSSES, Loss, SwarmJob, Train
+from swarmq.config import ADVANTAGES, LOSSES, OPTIMIZERS, SCHEDULES, Loss, SwarmJob, Train
 from swarmq.errors import ConfigError, SetUpError
 from swarmq.learner import preflight
 from swarmq.learner.methods import registry
@@ -27,7 +27,9 @@ def write_job(folder: Path, train: str) -> Path:
 
 
 def test_every_name_of_the_settings_is_a_method_in_a_file_of_its_own() -> None:
-    for kind, names in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+    every = {"loss": LOSSES, "advantage": ADVANTAGES, "schedule": SCHEDULES, "optimizer": OPTIMIZERS}
+    assert every.keys() == registry.PACKAGES.keys() == registry.SETTINGS.keys()
+    for kind, names in every.items():
         folder = Path(registry.__file__).parent / registry.PACKAGES[kind]
         assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(names)
         assert all(callable(registry.find_method(kind, name)) for name in names)
@@ -49,11 +51,12 @@ def test_a_module_is_found_in_the_folder_of_the_job_file_wherever_it_is_started(
 def test_the_log_has_the_hash_of_every_method_and_the_source_of_own_ones(tmp_path: Path) -> None:
     path = write_own_methods(tmp_path)
     registry.read_own(TRAIN, str(tmp_path))
-    loss, advantage = registry.describe_methods(TRAIN)
+    loss, advantage, *_ = registry.describe_methods(TRAIN)
     assert loss.source == advantage.source == path.read_text()
     built_in = registry.describe_methods(Train(advantages={"code": "ema"}))
-    assert [(code.name, code.source) for code in built_in] == [("tis_mask", ""), ("rloo", ""), ("ema", "")]
-    assert len({code.sha256 for code in built_in}) == 3
+    assert [code.name for code in built_in] == ["tis_mask", "rloo", "ema", "constant", "adamw"]
+    assert {code.source for code in built_in} == {""}
+    assert len({code.sha256 for code in built_in}) == 5
 
 
 def test_what_trained_is_used_again_although_the_file_has_changed_or_gone(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_what_trained_is_used_again_although_the_file_has_changed_or_gone(tmp_pa
 
 
 def test_a_built_in_method_that_has_changed_is_said_to_have() -> None:
-    (code, _) = registry.describe_methods(Train())
+    code, *_ = registry.describe_methods(Train())
     assert list(registry.explain_changes([code])) == []
     (change,) = registry.explain_changes([msgspec.structs.replace(code, sha256="0")])
     assert (
