@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import itertools
 import json
@@ -28,8 +27,6 @@ import msgspec
 
 from benchmarks import report
 from benchmarks.tables.common import ends
-from swarmq import AsyncSwarmClient
-from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, Train
 from swarmq.demo import agent
 from swarmq.demo import problems as arithmetic
@@ -39,12 +36,11 @@ from swarmq.demo.scenario import Scenario
 from swarmq.demo.warmup import demonstrate
 from swarmq.learner.warm_start import WarmStart, warm
 from swarmq.observe.curves import read_events, reward_limits
-from swarmq.observe.monitor import follow
 from swarmq.toy_model.network import build_model, save
 from swarmq.toy_model.recipe import Architecture
 from swarmq.toy_model.tokenizer import build_tokenizer
 from swarmq.toy_model.warmup import render_chats
-from swarmq.up import deploy
+from swarmq.whole_run.session import open_session
 
 DIALOGUES = 2000
 """The tokenizer is made from."""
@@ -197,12 +193,9 @@ def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: i
 async def trained(job: SwarmJob, steps: int) -> dict[str, Any]:
     """Held-out reward by version, and the curve of the training reward."""
     size = DemoSize(steps=steps, held_out=256, concurrency=64, spare_groups=SPARE_GROUPS)
-    async with contextlib.AsyncExitStack() as stack:
-        deployment = await stack.enter_async_context(deploy(job, report=functools.partial(print, flush=True)))
-        broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="learns"))
-        follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
-        client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
-        course = Course(deployment, follower, client, broker, size, functools.partial(print, flush=True))
+    say = functools.partial(print, flush=True)
+    async with open_session(job, name="learns", report=say) as session:
+        course = Course(session, size, say)
         await course.run()
     made = [event.fields for event in read_events(job.run_folder.events) if event.name == "step"]
     return {

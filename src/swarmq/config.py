@@ -840,6 +840,16 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def training(self) -> Path:
+        """JSON of what `swarmq train` measured and how long it took (whole_run/report.py)."""
+        return self.path / "train.json"
+
+    @property
+    def report(self) -> Path:
+        """Markdown page with which `swarmq train` ends."""
+        return self.path / "report.md"
+
+    @property
     def prometheus_targets(self) -> Path:
         """JSON file that lists the addresses of the run's `/metrics` pages for Prometheus (`file_sd_configs`)."""
         return self.path / "prometheus.json"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,36 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 from aiohttp import ClientSession
 from litestar import Litestar
 
 from swarmq import keys
 from swarmq.config import ProxySettings
 from swarmq.proxy.main import KEEP_S, server_config
+from swarmq.testing.app_server import serve_app
 
 ROOT = b"r" * 32
-
-
-class Server(uvicorn.Server):
-    """Says when it listens, stops at once, and leaves the test's signals alone."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-        self.stop = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        await self.on_tick(0)  # answers have a date from here on
-        self.listening.set()
-
-    async def main_loop(self) -> None:
-        await self.stop.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 @asynccontextmanager
@@ -59,19 +35,10 @@ async def served(
     if tls:
         files = {"certificate": str(tls / "cert.pem"), "key": str(tls / "key.pem")}
         settings = msgspec.structs.replace(settings, **files)
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # or every answer waits 40 ms
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        config = server_config(app, settings, most_connections=most_connections, keep_s=keep_s)
-        config.timeout_graceful_shutdown = 2
-        server = Server(config)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(server.serve(sockets=[listener]))
-            await server.listening.wait()
-            try:
-                yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.stop.set()
+    config = server_config(app, settings, most_connections=most_connections, keep_s=keep_s)
+    config.timeout_graceful_shutdown = 2
+    async with serve_app(config, port=port) as listening:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{listening}"
 
 
 class Agent:

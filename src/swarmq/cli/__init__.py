@@ -15,6 +15,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     slurm,
     stored_runs,
     tasks,
+    train,
     up,
     warm,
     watching,

@@ -7,21 +7,15 @@ model (warm-up, cached) ─> deploy (broker, engine, proxy, collector, learner) 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
-from swarmq import AsyncSwarmClient
-from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, make_folder
 from swarmq.demo.accounting import Account, render_table, settle_demo
 from swarmq.demo.dashboard import serve_dashboard
@@ -30,16 +24,11 @@ from swarmq.demo.make_model import ensure_model
 from swarmq.demo.model_recipe import user_cache_folder
 from swarmq.demo.scenario import Scenario
 from swarmq.errors import SwarmqError
-from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import draw_reward, read_events
-from swarmq.observe.lines import format_elapsed, wrap_beside
-from swarmq.observe.monitor import Follower, follow
-from swarmq.observe.recorder import record_run
-from swarmq.observe.step_lines import StepLines, report_steps
 from swarmq.runtime.logs import redirect_to
-from swarmq.up import check_settings, deploy, plan_run
+from swarmq.up import check_settings, plan_run
+from swarmq.whole_run.session import make_reporter, open_session, progress_display
 
-FRAME_S = 0.5
 PHASES = ("wait_s", "rollout_s", "train_s", "push_s", "pause_s", "step_s")
 
 
@@ -73,7 +62,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """Run the demo. Raises SwarmqError if a process cannot start, or if an episode is lost or trained twice."""
     began = time.monotonic()
-    report = _reporter(console, began)
+    report = make_reporter(console, began)
     check_settings(plain := _name_run(options, options.run, ""))  # settings are checked before the model is made
     make_folder(Path(plain.folder))
     model = options.model or await ensure_model(options.cache, report)
@@ -84,16 +73,10 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(redirect_to(report))
         await stack.enter_async_context(serve_dashboard(job.run_folder, report))
-        deployment = await stack.enter_async_context(deploy(job, report=report))
+        session = await stack.enter_async_context(open_session(job, name="demo", report=report))
         start_s = time.monotonic() - began - model_s
-        broker = await stack.enter_async_context(
-            AmqpBroker.open(deployment.invite.amqp_url, name="demo", deadline_s=None)
-        )
-        follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
-        await stack.enter_async_context(record_run(deployment.job, broker, follower=follower))
-        client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
-        say = await stack.enter_async_context(progress_display(follower, console, report))
-        play = Scenario(deployment, follower, client, broker, options.size, say)
+        say = await stack.enter_async_context(progress_display(session.follower, console, report))
+        play = Scenario(session, options.size, say)
         await play.run()
     held_out = {version: measured.mean_reward or 0.0 for version, measured in play.held_out.items()}
     result = DemoResult(
@@ -137,39 +120,6 @@ def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
 def _name_run(options: DemoOptions, run: str, model: str) -> SwarmJob:
     tree = msgspec.to_builtins(demo_job(model, run="demo", seed=options.seed, size=options.size))
     return SwarmJob.build(tree | {"run": run, "folder": options.folder}, sets=options.sets, origin="demo")
-
-
-def _reporter(console: Console, began: float) -> Callable[[str], None]:
-    def report(text: str) -> None:
-        head = format_elapsed(began)
-        line = wrap_beside(head, text, width=console.width if console.is_terminal else None)
-        console.print(Text.assemble((head, "dim"), line.removeprefix(head)), soft_wrap=True)
-
-    return report
-
-
-@contextlib.asynccontextmanager
-async def progress_display(
-    follower: Follower, console: Console, report: Callable[[str], None]
-) -> AsyncIterator[Callable[[str], None]]:
-    """Show progress: a live board on a terminal, else a line for each step."""
-
-    async def paint(live: Live) -> None:
-        while True:
-            live.update(draw(follower.board, now=time.time(), width=console.width), refresh=True)
-            await asyncio.sleep(FRAME_S)
-
-    async with contextlib.AsyncExitStack() as stack:
-        if console.is_terminal:
-            shown = paint(stack.enter_context(Live(console=console, auto_refresh=False)))
-        else:
-            shown = report_steps(follower, StepLines(follower.board), report)
-        async with asyncio.TaskGroup() as tasks:
-            showing = tasks.create_task(shown)
-            try:
-                yield report
-            finally:
-                showing.cancel()
 
 
 def _medians(events: Path) -> dict[str, float]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq import AsyncSwarmClient, EvalReport, SwarmTask, keys
-from swarmq.broker import Broker, topology
+from swarmq import EvalReport, SwarmTask, keys
+from swarmq.broker import topology
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV
 from swarmq.client.data.feed import feed
 from swarmq.demo.client import LedgerEntry, Solver, read_ledger
@@ -23,9 +23,8 @@ from swarmq.demo.job import DemoSize
 from swarmq.demo.problems import problems
 from swarmq.errors import SwarmqError
 from swarmq.observe.curves import Mark
-from swarmq.observe.monitor import Follower
 from swarmq.runtime.processes import die_with_parent, stop_group
-from swarmq.up import Deployment
+from swarmq.whole_run.session import Session
 
 CLIENT_DRAIN_S = 30.0
 SEED_STRIDE = 1_000_000
@@ -70,20 +69,14 @@ class Scenario:
 
     def __init__(
         self,
-        deployment: Deployment,
-        follower: Follower,
-        client: AsyncSwarmClient,
-        broker: Broker,
+        session: Session,
         size: DemoSize,
         say: Callable[[str], None],
     ) -> None:
-        self._deployment = deployment
-        self._follower = follower
-        self._client = client
-        self._broker = broker
+        self._deployment, self._broker, self._follower, self._client = session
         self._size = size
         self._say = say
-        self._solver = Solver(client.invite.base_url)
+        self._solver = Solver(session.client.invite.base_url)
         self.clients: list[ClientProcess] = []
         self.held_out: dict[int, EvalReport] = {}
         self.marks: list[Mark] = []

@@ -257,12 +257,31 @@ def _spell(token: int) -> str:
     return chr((token - _PAIRS) // _PAIR_RANGE) + chr((token - _PAIRS) % _PAIR_RANGE)
 
 
-def _render_message(message: Json) -> str:
+def spell_answer(message: Json) -> str:
+    """Return the text that is parsed into this message of the assistant: thought, content, tool calls."""
+    thought = f"<think>{message['reasoning']}</think>" if message.get("reasoning") else ""
+    return thought + _spell_message(message)
+
+
+def _spell_message(message: Json) -> str:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = "".join(
-        f"<tool_call>{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}</tool_call>"
-        for c in message.get("tool_calls") or ()
+        f"<tool_call>{json.dumps({'name': one['name'], 'arguments': _parse_arguments(one['arguments'])})}</tool_call>"
+        for one in functions
     )
-    return f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>\n"
+    return f"{message.get('content') or ''}{calls}"
+
+
+def _parse_arguments(text: str) -> Any:
+    """Return the arguments of a tool call as data, or as they are if the model wrote no valid JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _render_message(message: Json) -> str:
+    return f"<|start|>{message['role']}\n{_spell_message(message)}<|end|>\n"
 
 
 def _content_parts(message: Json) -> list[Json]:
@@ -287,7 +306,10 @@ def _parse_message(text: str) -> Json:
             {
                 "id": f"call-{uuid.uuid4().hex}",  # clients drop a call whose id an earlier answer had
                 "type": "function",
-                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+                "function": {
+                    "name": call["name"],
+                    "arguments": one if isinstance(one := call["arguments"], str) else json.dumps(one),
+                },
             }
             for call in calls
         ]

@@ -6,10 +6,11 @@ import io
 import pytest
 from rich.console import Console
 
-from swarmq.demo.run import DemoOptions, progress_display, run_demo
+from swarmq.demo.run import DemoOptions, run_demo
 from swarmq.errors import EngineError, SetUpError
 from swarmq.messages import Event
 from swarmq.observe.monitor import Follower
+from swarmq.whole_run.session import progress_display
 
 
 async def test_a_model_that_there_is_not_leaves_no_run_folder(tmp_path):

@@ -72,7 +72,7 @@ async def feed(
     total = len(bodies) * repeats * epochs
     queue = topology.tasks(run, kind)
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
-        start = _read_progress(progress_file, data) if resume else 0  # the receipts exclude other feeds of this data
+        start = _read_confirmed(progress_file, data) if resume else 0  # the receipts exclude other feeds of this data
         if start >= total:
             log.info("nothing_left_to_feed", confirmed=start, action="raise epochs to feed more of it")
         report(min(start, total), total)
@@ -142,15 +142,23 @@ def _hash_feed(bodies: Sequence[tuple[str, bytes]], kind: str, repeats: int, see
     return digest.hexdigest()
 
 
-def _read_progress(path: Path, data: str) -> int:
+def read_progress(path: Path) -> FeedProgress | None:
+    """Return the progress of an earlier feed, or None without one. Raises TaskError if the file cannot be read."""
     try:
-        fed = msgspec.json.decode(path.read_bytes(), type=FeedProgress)
+        return msgspec.json.decode(path.read_bytes(), type=FeedProgress)
     except FileNotFoundError:
-        return 0
+        return None
     except (OSError, msgspec.MsgspecError) as error:
         raise TaskError(
             f"{path}: the progress of an earlier feed cannot be read ({error}): remove it to start over"
         ) from error
+
+
+def _read_confirmed(path: Path, data: str) -> int:
+    """Return the number of tasks that an earlier feed of the same data has confirmed."""
+    fed = read_progress(path)
+    if fed is None:
+        return 0
     if fed.data != data:
         raise TaskError(
             f"{path}: belongs to a feed of other data, kind, repeats or seed: begin again with `swarmq feed --restart` "

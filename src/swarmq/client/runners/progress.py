@@ -69,12 +69,12 @@ class Display:
             log.info("progress", of=self._label, slots=tally.slots, **total, **reward, failed=tally.failed)
 
     def _show_error(self, attempted: AttemptResult, error: BaseException) -> None:
-        where = _locate_error(error)
+        where = locate_failure(error)
         if where in self._seen or len(self._seen) < MAX_DISTINCT:
             self._seen[where] += 1
         if self._seen[where] == 1:
             self._print(
-                f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: {_describe_error(error)}"
+                f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: {describe_failure(error)}"
             )
 
     def _print(self, text: str) -> None:
@@ -89,14 +89,14 @@ def format_agent_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, _skip_swarmq_frames(error)))
 
 
-def _describe_error(error: BaseException) -> str:
-    """Return the traceback of an error, or only its message if the error is swarmq's own complaint about the agent."""
+def describe_failure(error: BaseException) -> str:
+    """Return the traceback of an agent's error, or only its message if the error is swarmq's own complaint about the agent."""
     if _skip_swarmq_frames(error) is None and error.__cause__ is None:
         return str(error)
     return f"the agent raised\n{format_agent_traceback(error).rstrip()}"
 
 
-def _locate_error(error: BaseException) -> str:
+def locate_failure(error: BaseException) -> str:
     """Return type and line of an error, in the user's code if possible. Equal for tracebacks with the same cause."""
     frames = traceback.extract_tb(_skip_swarmq_frames(error))
     if not frames:

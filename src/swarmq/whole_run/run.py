@@ -1,0 +1,152 @@
+"""The course of `swarmq train`: a small run from its start to its report, in one process tree.
+
+held-out reward ─> tasks fed as they are needed ─> agents attempt them here ─┬─ the learner's last step ─> held-out reward ─> report
+                                                                             └─ Ctrl-C: parts stop in order ─> report; a second
+                                                                                call continues after the last step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from swarmq import keys
+from swarmq.broker import topology
+from swarmq.client.data.feed import default_progress_file, feed, read_progress
+from swarmq.client.data.tasks import hash_source_name
+from swarmq.client.episodes.event_loops import LoopThread
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker_processes import keep_serving, work_on_kinds
+from swarmq.config import SwarmJob
+from swarmq.runtime.logs import redirect_to
+from swarmq.up.shutdown import describe_ended_policies, read_last_step
+from swarmq.whole_run.plan import DataSet, TrainPlan
+from swarmq.whole_run.report import TrainingRecord, write_report
+from swarmq.whole_run.session import Session, make_reporter, open_session, progress_display
+
+FINISH_S = 30.0
+"""Seconds that open attempts get to finish after the last step; their episodes are not trained any more."""
+
+
+async def train(plan: TrainPlan, console: Console) -> None:
+    """Train to the job's last step, or until cancelled, and write the report. Raises SwarmqError if a part of the run cannot
+    start."""
+    began = time.monotonic()
+    report, job = make_reporter(console, began), plan.job
+    record = TrainingRecord.load(job.run_folder.training)
+
+    def close() -> None:
+        record.seconds += time.monotonic() - began
+        record.save(job.run_folder.training)
+        console.print(write_report(job.run_folder, record), markup=False, highlight=False, soft_wrap=True)
+        report(f"report written to {job.run_folder.report}")
+
+    with redirect_to(report):
+        steps = _read_steps(job)
+        ended = describe_ended_policies(job, steps) if job.run_folder.job.exists() else {}
+        if len(ended) == len(steps):
+            for line in ended.values():
+                report(line)
+            close()
+            return
+        try:
+            await _bring_up_and_train(plan, console, report, record)
+        except asyncio.CancelledError:
+            done = ", ".join(f"{step} of {policy}" for policy, step in _read_steps(job).items())
+            report(f"stopped after step {done}; the same command continues from there")
+            if job.run_folder.resolved.exists():
+                close()
+            raise
+        close()
+
+
+def _read_steps(job: SwarmJob) -> dict[str, int]:
+    return {policy: read_last_step(job, policy) for policy in job.trained}
+
+
+async def _bring_up_and_train(
+    plan: TrainPlan, console: Console, report: Callable[[str], None], record: TrainingRecord
+) -> None:
+    agent_loop = LoopThread("swarmq-agents")
+    try:
+        async with (
+            keep_serving(agent_loop, plan.agents.values()),
+            open_session(plan.job, name="swarmq train", report=report) as session,
+            progress_display(session.follower, console, report) as say,
+        ):
+            session.client.agent_loop = agent_loop
+            if not record.held_out:
+                await _measure(plan, session, record, say)
+            await _train(plan, session, say)
+            await _measure(plan, session, record, say)
+    finally:
+        agent_loop.close()
+
+
+async def _train(plan: TrainPlan, session: Session, say: Callable[[str], None]) -> None:
+    """Feed and attempt tasks until every learner has made its last step."""
+    stop, options = asyncio.Event(), RunnerOptions(concurrency=plan.concurrency, progress=False)
+    async with asyncio.TaskGroup() as tasks:
+        feeding = [
+            tasks.create_task(_keep_fed(session, kind, data, plan.concurrency)) for kind, data in plan.tasks.items()
+        ]
+        working = tasks.create_task(work_on_kinds(session.client, plan.agents, options, stop))
+        say(f"training to step {max(one.train.max_steps for one in plan.job.policies.values()) or '(until Ctrl-C)'}")
+        await session.deployment.learners_done.wait()
+        say("the last step is done")
+        for one in feeding:
+            one.cancel()
+        stop.set()
+        await asyncio.wait([working], timeout=FINISH_S)
+        working.cancel()
+
+
+async def _keep_fed(session: Session, kind: str, data: DataSet, concurrency: int) -> None:
+    """Feed one epoch after the other, each when hardly a batch of tasks is left in the queue."""
+    job = session.deployment.job
+    repeats, folder, source = job.group_size(kind), job.run_folder, hash_source_name(data.name)
+    progress_file = default_progress_file(folder.path, job.run, kind, source)
+    queue, few = topology.tasks(job.run, kind), job.groups.groups_per_batch * repeats + concurrency
+    fed = read_progress(progress_file)
+    epochs = fed.confirmed // (len(data.tasks) * repeats) + 1 if fed else 1
+    while True:
+        await feed(
+            session.broker,
+            job.run,
+            data.tasks,
+            kind,
+            repeats=repeats,
+            epochs=epochs,
+            seed=0,
+            progress_file=progress_file,
+            source=source,
+            secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),
+        )
+        epochs += 1
+        await _wait_for_room(session, queue, few)
+
+
+async def _wait_for_room(session: Session, queue: str, few: int) -> None:
+    """Wait until fewer than `few` messages are in the queue, by a count that was made after this call."""
+    since = time.time()
+    await session.follower.until(lambda board: board.depths_at > since and board.depths.get(queue, 0) < few)
+
+
+async def _measure(plan: TrainPlan, session: Session, record: TrainingRecord, say: Callable[[str], None]) -> None:
+    """Measure the held-out reward of the present weights, unless it is known."""
+    version = max(_read_steps(plan.job).values())
+    if not plan.held_out or version in record.held_out:
+        return
+    say(f"measuring the held-out reward of version {version}")
+    record.held_out[version] = {
+        kind: await session.client.evaluate(
+            data.tasks, plan.agents[kind], kind=kind, concurrency=plan.concurrency, progress=False
+        )
+        for kind, data in plan.held_out.items()
+    }
+    record.save(plan.job.run_folder.training)
+    for kind, measured in record.held_out[version].items():
+        say(f"held-out reward of {kind}, version {version}: {measured}")
