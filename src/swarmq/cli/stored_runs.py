@@ -307,42 +307,109 @@ def plot(runs: tuple[Path, ...], out: Path, series: tuple[str, ...], policy: str
 POLICY = click.option("--policy", help="Policy; required if the run trains several.")
 
 
+Ends = tuple[int | None, int | None]
+
+
+def _parse_steps(_context: click.Context, _option: click.Parameter, text: str | None) -> Ends:
+    """Return the first and the last step of `A:B`, `A:`, `:B` or `A`."""
+    if text is None:
+        return None, None
+    first, colon, last = text.partition(":")
+    ends = first, last if colon else first
+    if not any(ends) or not all(end.isdecimal() for end in ends if end):
+        raise click.BadParameter(f"{text!r}: write A:B with the first and the last step, e.g. 10:20, 10: or :20")
+    begin, end = (int(one) if one else None for one in ends)
+    if begin == 0 or (begin is not None and end is not None and end < begin):
+        raise click.BadParameter(f"{text!r}: steps begin with 1, and the last one does not come before the first")
+    return begin, end
+
+
 @main.command()
 @RUN
-@click.argument("to", type=click.Path(path_type=Path))
+@click.argument("to", required=False, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="New folder to write to; the same as TO.")
 @POLICY
 @click.option(
     "--from",
     "start",
     type=click.Path(path_type=Path),
-    help="Checkpoint folder to start from; the initial model by default.",
+    help="Checkpoint folder to start from; by default the newest one before --steps, else the initial model.",
 )
 @click.option("--until", type=click.IntRange(min=0), help="Last weight version to train.")
+@click.option("--steps", metavar="A:B", callback=_parse_steps, help="First and last step to train.")
+@click.option("--loss", metavar="NAME", help="Train under another loss; the same as --set train.loss.name=NAME.")
+@click.option("--advantage", metavar="NAME", help="Train with other advantages; --set train.advantage=NAME.")
+@click.option("--set", "sets", multiple=True, metavar="train.KEY=VALUE", help="Train with another setting of train.")
 @print_warnings()
-def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
-    """Train again from the batch log alone.
+def replay(
+    run: Path,
+    to: Path | None,
+    out: Path | None,
+    policy: str | None,
+    start: Path | None,
+    until: int | None,
+    steps: Ends,
+    loss: str | None,
+    advantage: str | None,
+    sets: tuple[str, ...],
+) -> None:
+    """Train again from the batch log alone, also under another method.
 
-    Writes the checkpoint into the new folder TO. Needs no broker and no engine, and changes nothing in the run folder.
+    Writes the checkpoint into the new folder TO. Needs no broker and no engine, and changes nothing in the run folder. With --loss,
+    --advantage or --set, the same episodes are trained twice, as they were and under the changed settings, and TO also gets both
+    curves: loss, divergence from the sampler, entropy, gradient norm, distance of the weights (comparison.md, .jsonl, .png). That is
+    off-policy: the episodes stay those of the original weights.
 
     \b
     swarmq replay runs/demo /tmp/again                        from the initial model to the end of the log
     swarmq replay runs/demo /tmp/again --from runs/demo/main/checkpoints/step-00000010
     swarmq replay runs/team /tmp/again --policy planner --until 40
+    swarmq replay runs/demo /tmp/cispo --loss cispo --advantage grpo --steps 11:20
+    swarmq replay runs/demo /tmp/slow --set train.learning_rate=1e-7
     """
+    if (to is None) == (out is None):
+        raise click.UsageError("name the new folder, as TO or with --out")
+    folder_out = to or out
+    assert folder_out is not None
     require_extras("learner")
+    from swarmq.learner.replay import compare, find_start
     from swarmq.learner.replay import replay as train_again
+    from swarmq.observe.comparison import describe_step, explain, write_comparison
 
     job, folder = load_stored_run(run), RunFolder(run)
+    name, (first, last) = choose_policy(job, policy), steps
+    last = until if last is None else last
+    if first is not None:
+        found = find_start(job, name, folder, first, last)
+        start = start or found
+    changes = [*([f"train.loss.name={loss}"] if loss else []), *([f"train.advantage={advantage}"] if advantage else [])]
+    if changes or sets:
+        comparison = compare(
+            job,
+            name,
+            folder,
+            sets=[*changes, *sets],
+            to_folder=folder_out,
+            from_checkpoint=start,
+            first=first,
+            last=last,
+            report=lambda step: click.echo(describe_step(step)),
+        )
+        for line in explain(comparison):
+            click.echo(line)
+        for path in write_comparison(folder_out, comparison):
+            click.echo(f"written to {path}")
+        return
     version = train_again(
         job,
-        choose_policy(job, policy),
+        name,
         folder,
-        to_folder=to,
+        to_folder=folder_out,
         from_checkpoint=start,
-        until=until,
+        until=last,
         report=lambda step: click.echo(f"step {step['version']}  loss {step['loss']:.6f}"),
     )
-    click.echo(f"version {version} written to {to}")
+    click.echo(f"version {version} written to {folder_out}")
 
 
 @main.command()

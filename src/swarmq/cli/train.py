@@ -87,7 +87,8 @@ def train_command(
     require_extras(*HOST)
     from rich.console import Console
 
-    from swarmq.whole_run.run import make_plan, train
+    from swarmq.whole_run.plan import make_plan
+    from swarmq.whole_run.run import train
 
     plan = make_plan(settings, agents, tasks, held_out, beside=job.parent / "tasks.jsonl", concurrency=concurrency)
     console = Console(force_terminal=False if plain else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,17 @@ def draw_runs(runs: Sequence[Run], path: Path, *, series: Sequence[str] = (), po
             f"{', '.join(str(run.folder.path) for run in runs)}: no step and no evaluation so far, so there is nothing to draw"
         )
     panels = make_panels(histories, series)
+    marks = place_marks(histories[0]) if len(histories) == 1 else {}
+    draw_panels(panels, path, title=", ".join(dict.fromkeys(history.label for history in histories)), marks=marks)
+
+
+def draw_panels(
+    panels: Sequence[Panel], path: Path, *, title: str, marks: Mapping[int, Sequence[Mark]] | None = None
+) -> None:
+    """Draw the panels into one figure over optimizer steps. `marks`: step -> changes that took effect after it.
+
+    Raises ConfigError if the file cannot be written, MissingExtraError without matplotlib.
+    """
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to import
 
@@ -84,7 +95,7 @@ def draw_runs(runs: Sequence[Run], path: Path, *, series: Sequence[str] = (), po
         from matplotlib import pyplot as plt  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError("not installed: matplotlib; pip install matplotlib") from error
-    marks = place_marks(histories[0]) if len(histories) == 1 else {}
+    marks = marks or {}
     words = [
         f"{number}: {mark.text}" for number, mark in enumerate((one for those in marks.values() for one in those), 1)
     ]
@@ -103,7 +114,7 @@ def draw_runs(runs: Sequence[Run], path: Path, *, series: Sequence[str] = (), po
     for axis in axes[max(len(panels) - columns, 0) : len(panels)]:
         axis.set_xlabel("optimizer step")
         axis.tick_params(labelbottom=True)
-    figure.suptitle(_plain(", ".join(dict.fromkeys(history.label for history in histories))), fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11)
     if words:
         figure.supxlabel(_plain("\n".join(words)), fontsize=8, ha="left", x=0.02)
     try:

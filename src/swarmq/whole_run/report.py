@@ -56,11 +56,15 @@ def make_report(run: Run, record: TrainingRecord) -> str:
     """Return the page as Markdown."""
     ledger = run.ledger()
     lost = sum(ledger.dropped.values()) + sum(ledger.failed.values())
+    left = ledger.open + ledger.waiting + ledger.published
     rows = [row for policy in run.policies for row in _policy_rows(run, policy)]
     rows += _held_out_rows(record.held_out)
     rows += [
         ("time", ", ".join([_duration(record.seconds), *_parts(run)])),
-        ("episodes", f"{ledger.begun:,} begun, {ledger.trained:,} trained, {lost:,} not trained"),
+        (
+            "episodes",
+            f"{ledger.begun:,} begun, {ledger.trained:,} trained, {lost:,} dropped or failed, {left:,} left over",
+        ),
     ]
     drops = [
         (one.reason, one.kind, f"{one.episodes:,}", _number(one.mean_reward), one.newest, one.explanation)
@@ -70,7 +74,7 @@ def make_report(run: Run, record: TrainingRecord) -> str:
         [
             f"# Run {run.job.run}",
             "",
-            *_table(("", ""), rows),
+            *_table(("measure", "result"), rows),
             "",
             "## Not trained",
             "",
