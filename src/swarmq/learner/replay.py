@@ -258,6 +258,7 @@ class _Change:
             )
         self._is_for_all_kinds = any(text.startswith(f"{prefix}train.advantage=") for text in self._sets)
         self._job, self._policy = msgspec.to_builtins(job), policy
+        registry.look_in(job.methods_folder)
         self._read_code = functools.cache(functools.partial(registry.read_code, folder=str(Path.cwd())))
         self._baselines: dict[str, float] = {}
 
