@@ -121,7 +121,7 @@ def replay(
     LearnerError if the checkpoint is invalid, or if the log is empty or does not continue from it.
     """
     source = _open(job, policy, folder, to_folder, from_checkpoint)
-    trainer = _load(source, job, policy, job.policies[policy].train)
+    trainer = _load(source, job, policy)
     recorded = _Records(job)
     for place in source.after(trainer.version):
         if until is not None and place.index.version > until:
@@ -164,10 +164,9 @@ def compare(
     after = change.apply(before)
     assert before.settings
     assert after.settings
-    original = _load(source, job, policy, job.policies[policy].train)
+    original = _load(source, job, policy)
     with _explain_failure(before.index.version, sets):
-        registry.adopt(after.methods)
-        replayed = _load(source, job, policy, after.settings)
+        replayed = _load(source, job, policy, after)
     meter: _WeightMeter | None = None
     steps: list[ReplayedStep] = []
     for place in chosen:
@@ -344,9 +343,13 @@ def _check_steps(places: Sequence[RecordPlace], first: int, last: int | None) ->
         raise SetUpError(f"step {missing[0]} cannot be replayed: {there}")
 
 
-def _load(source: _Source, job: SwarmJob, policy: str, train: Train) -> Trainer:
-    settings = msgspec.structs.replace(job.policies[policy], train=plan.adapt_to_single_rank(train))
-    return load_trainer(source.start, settings)
+def _load(source: _Source, job: SwarmJob, policy: str, changed: BatchRecord | None = None) -> Trainer:
+    """Return a trainer of the run, or one with the settings and methods of a changed record."""
+    record = changed or batch_log.read_record(source.places[-1])
+    registry.adopt(record.methods)  # the trainer makes its optimizer
+    settings = job.policies[policy]
+    train = changed.settings if changed and changed.settings else settings.train
+    return load_trainer(source.start, msgspec.structs.replace(settings, train=plan.adapt_to_single_rank(train)))
 
 
 def _save(to_folder: Path, trainer: Trainer, source: _Source, job: SwarmJob, policy: str) -> None:
