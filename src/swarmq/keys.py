@@ -184,7 +184,7 @@ class HostInvite(msgspec.Struct, frozen=True, kw_only=True):
         if not self.expires_at + CLOCK_LEEWAY_S >= now:
             raise KeyRefusedError(
                 f"the invite of host {self.host!r} for run {self.run!r} expired at {_clock(self.expires_at)}, and this host's clock says "
-                f"{_clock(now)}: `swarmq host add` makes another one under another name"
+                f"{_clock(now)}: set the clock if it is wrong, else `swarmq host add` makes another invite under another name"
             )
 
 

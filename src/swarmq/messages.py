@@ -347,6 +347,8 @@ class Registration(Record, frozen=True, kw_only=True, tag="registration"):
     """URL at which the run's other processes reach the engine or proxy."""
     policy: str = ""
     """Policy of the engine; empty for a proxy."""
+    receiver_url: str = ""
+    """URL of the weight receiver beside the engine; empty for a proxy."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

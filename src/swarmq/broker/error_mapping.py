@@ -42,7 +42,9 @@ def map_error(error: Exception, where: str) -> BrokerError:
                 "crash has to be deleted in the management UI and is then declared again"
             )
         case TimeoutError():
-            return BrokerLostError(f"RabbitMQ at {where} does not answer: is it running, and is the port right?")
+            return BrokerLostError(
+                f"RabbitMQ at {where} does not answer: is it running, is the port right, and does a firewall drop packets to it?"
+            )
         case _:
             return BrokerLostError(
                 f"RabbitMQ at {where} cannot be reached ({text}): start it (`swarmq up` starts a run's own) or correct the url"

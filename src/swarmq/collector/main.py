@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext
+from typing import Any
 
 import structlog
 
-from swarmq.broker import topology
+from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.collector.service import Collector
 from swarmq.collector.standby import INTERVALS, StandbyIntervals, StandbyLog
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import CollectorError, ConfigError, FencedError, MissingExtraError
+from swarmq.hosts.follow import FollowedMembership, check_same_run
 from swarmq.runtime import logs
 from swarmq.runtime.metrics_page import serve_metrics
 from swarmq.transcripts.writer import TranscriptWriter
@@ -56,7 +59,7 @@ async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals) -> None:
                 await collect(None)
                 return
             async with StandbyLog.open(broker, store, job, transcripts=transcripts, intervals=standby) as log:
-                while not stop.is_set() and await _lead(log, stop):
+                while not stop.is_set() and await _lead(job, broker, log, stop):
                     try:
                         await collect(log)
                     except* FencedError as fenced:
@@ -65,17 +68,35 @@ async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals) -> None:
                         log.release()
 
 
-async def _lead(log: StandbyLog, stop: asyncio.Event) -> bool:
-    """Stand by until this collector leads, and return True; return False when `stop` is set."""
+async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asyncio.Event) -> bool:
+    """Stand by until this collector leads, and return True; return False when `stop` is set. Raises CollectorError if this host's
+    version or clock differs from the leader's."""
     leading, stopping = asyncio.create_task(log.lead()), asyncio.create_task(stop.wait())
+    checking = asyncio.create_task(check_like_leader(job.run, broker))
+    waiting: set[asyncio.Task[Any]] = {leading, stopping, checking}
     try:
-        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if leading.done():
-            leading.result()
+        while not (leading.done() or stopping.done()):
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         return not stop.is_set()
     finally:
-        leading.cancel()
-        stopping.cancel()
+        for task in (leading, stopping, checking):
+            task.cancel()
+
+
+async def check_like_leader(run: str, broker: Broker) -> None:
+    """Wait for the leading collector's answer. Raises CollectorError if its host's version of swarmq or clock differs, because a takeover
+    would misread the store, or end every episode's time."""
+    membership = FollowedMembership(run, broker, source="collector")
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(membership.follow())
+        await membership.wait_current(math.inf)
+        following.cancel()
+    try:
+        check_same_run(membership)
+    except ConfigError as error:
+        raise CollectorError(f"this standby cannot take over: {error}") from error
 
 
 async def _leave_log(job: SwarmJob, broker: AmqpBroker, store: Store) -> None:

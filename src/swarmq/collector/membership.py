@@ -206,7 +206,8 @@ class MembershipKeeper:
             if host:
                 hosts = await asyncio.to_thread(read_hosts, self._folder.hosts)
                 check_joinable(hosts, host, self._clock())
-            await check_reachable(registration.url, connect_s=self._connect_s)
+            for url in filter(None, (registration.url, registration.receiver_url)):
+                await check_reachable(url, connect_s=self._connect_s)
         await asyncio.to_thread(self._change, registration, host)  # a command may hold the files' locks for a while
 
     def _change(self, registration: Registration, host: str) -> None:

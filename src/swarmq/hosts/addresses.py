@@ -94,5 +94,11 @@ def check_announced(url: str, *, is_run_on_this_host: bool) -> None:
         )
 
 
+def replace_port(url: str, port: int) -> str:
+    """Return scheme and host of `url` with another port."""
+    parts = urlsplit(url)
+    return format_url(parts.scheme, parts.hostname or "", port)
+
+
 def format_url(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -202,10 +202,12 @@ def check_same_run(membership: FollowedMembership) -> None:
     """Raise ConfigError if this host's version of swarmq or its clock differs from the collector's."""
     theirs = membership.members.swarmq
     if theirs != __version__:
-        raise ConfigError(f"the run's host has swarmq {theirs}, this host {__version__}: install the same version")
+        raise ConfigError(
+            f"the host of the run's collector has swarmq {theirs}, this host {__version__}: install the same version"
+        )
     if abs(lead_s := membership.clock_lead_s) > keys.CLOCK_LEEWAY_S:
         way = "ahead of" if lead_s > 0 else "behind"
         raise ConfigError(
-            f"this host's clock is {abs(lead_s):.0f} s {way} the clock of the run's host, and more than {keys.CLOCK_LEEWAY_S:g} s make fresh "
-            "api keys look expired: set both clocks, e.g. by NTP"
+            f"this host's clock is {abs(lead_s):.0f} s {way} the clock of the collector's host; api keys and the run's time limits allow "
+            f"{keys.CLOCK_LEEWAY_S:g} s: set both clocks, e.g. by NTP"
         )

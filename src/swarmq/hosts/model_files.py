@@ -1,10 +1,12 @@
-"""Fingerprints of model folders, by which two hosts compare their copies. Weights are compared at each push instead."""
+"""Fingerprints of models, by which hosts compare their copies, and engines. Weights are compared at each push instead."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,10 +31,19 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_difference(self, other: ModelFingerprint) -> str:
         """Return a text that says what differs in `other`, or "" if nothing does."""
-        for field, value in self.shape.items():
-            if (there := other.shape.get(field)) != value:
-                return f"{field} in its config.json is {there}, not {value}"
+        if field := find_other_field(self.shape, other.shape):
+            return f"{field} in its config.json is {other.shape.get(field)}, not {self.shape[field]}"
         return "" if self.tokenizer == other.tokenizer else "its tokenizer's files differ"
+
+
+def describe_shape(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return field -> value as JSON of SHAPE_FIELDS. `config`: content of a config.json."""
+    return {field: json.dumps(config[field]) for field in SHAPE_FIELDS if field in config}
+
+
+def find_other_field(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return the first field of shape `ours` that has another value in `theirs`, or ""."""
+    return next((field for field, value in ours.items() if theirs.get(field) != value), "")
 
 
 def describe_model(folder: Path) -> ModelFingerprint | None:
@@ -45,5 +56,4 @@ def describe_model(folder: Path) -> ModelFingerprint | None:
         return None
     if not files:
         return None
-    shape = {field: json.dumps(config[field]) for field in SHAPE_FIELDS if field in config}
-    return ModelFingerprint(shape=shape, tokenizer=digest.hexdigest())
+    return ModelFingerprint(shape=describe_shape(config), tokenizer=digest.hexdigest())

@@ -31,10 +31,10 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def keep_registered(
-    broker: Broker, run: str, process: JoiningProcess, url: str, *, policy: str = ""
+    broker: Broker, run: str, process: JoiningProcess, url: str, *, policy: str = "", receiver_url: str = ""
 ) -> AsyncIterator[str]:
     """Keep the engine or proxy at `url` in the run's registry while the block runs. Raises what `join` raises."""
-    await join(broker, run, process, url, policy=policy)
+    await join(broker, run, process, url, policy=policy, receiver_url=receiver_url)
     try:
         yield url
     finally:
@@ -45,13 +45,28 @@ async def keep_registered(
 
 
 async def join(
-    broker: Broker, run: str, process: JoiningProcess, url: str, *, policy: str = "", patience_s: float = PATIENCE_S
+    broker: Broker,
+    run: str,
+    process: JoiningProcess,
+    url: str,
+    *,
+    policy: str = "",
+    receiver_url: str = "",
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """Register the engine or proxy at `url`, and return once the collector has registered it.
 
     Raises ConfigError with the reason if the collector refuses, SwarmqError if it does not answer within `patience_s` seconds.
     """
-    joining = Registration(run=run, registration_id=new_id(), action="join", process=process, url=url, policy=policy)
+    joining = Registration(
+        run=run,
+        registration_id=new_id(),
+        action="join",
+        process=process,
+        url=url,
+        policy=policy,
+        receiver_url=receiver_url,
+    )
     try:
         answer = await _send(broker, joining, patience_s)
     except BaseException as error:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 
 import msgspec
 import pytest
 
+from swarmq.collector.main import check_like_leader
 from swarmq.collector.membership import MembershipKeeper
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.errors import ConfigError, SwarmqError
+from swarmq.errors import CollectorError, ConfigError, SwarmqError
 from swarmq.hosts.follow import FollowedMembership
 from swarmq.hosts.members import Members, number_proxy
 from swarmq.hosts.register import join, leave
@@ -65,10 +67,10 @@ async def running(*loops):
 
 
 @contextlib.asynccontextmanager
-async def collecting(job, broker):
+async def collecting(job, broker, *, clock=time.time):
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(Collector(job, broker, Store(None, run="r")).run(stop))
+        tasks.create_task(Collector(job, broker, Store(None, run="r"), clock=clock).run(stop))
         yield
         stop.set()
 
@@ -155,6 +157,8 @@ async def test_what_the_runs_host_cannot_reach_is_refused_with_its_address(job, 
         ]:
             with pytest.raises(ConfigError, match=why):
                 await join(broker, "r", "engine", wrong, policy="main")
+        with pytest.raises(ConfigError, match=f"refuses {url}: the run's host cannot connect to 127.0.0.1:9"):
+            await join(broker, "r", "engine", url, policy="main", receiver_url="http://127.0.0.1:9")
         with pytest.raises(ConfigError, match="no policy 'other': the run has main"):
             await join(broker, "r", "engine", url, policy="other")
     assert not job.run_folder.roster.exists()
@@ -237,6 +241,17 @@ async def test_what_runs_on_other_hosts_is_used_again_after_the_run_was_started_
         keeper.record_event(f"proxy.{number_proxy(f'{url}/v1')}")
         members = await published(broker, lambda members: members.proxies and len(members.engines["main"]) > 1)
     assert (members.engines, members.proxies) == ({"main": (LOCAL, url)}, (f"{url}/v1",))
+
+
+@pytest.mark.parametrize(("behind_s", "fits"), [(0.0, True), (7200.0, False)])
+async def test_a_standby_whose_clock_is_hours_off_says_so_and_does_not_take_over(job, broker, behind_s, fits):
+    async with collecting(job, broker, clock=lambda: time.time() - behind_s):
+        await published(broker)
+        if fits:
+            await check_like_leader("r", broker)
+            return
+        with pytest.raises(CollectorError, match=r"cannot take over: this host's clock is 7\d\d\d s ahead of"):
+            await check_like_leader("r", broker)
 
 
 async def test_whoever_comes_late_gets_everything_at_once(job, broker):

@@ -130,7 +130,7 @@ def test_another_hosts_loopback_is_no_engine_of_this_host(broker):
 @pytest.mark.parametrize(
     ("present", "lead_s", "why"),
     [
-        (members(swarmq="0.0.1"), 0, f"has swarmq 0.0.1, this host {__version__}"),
+        (members(swarmq="0.0.1"), 0, f"collector has swarmq 0.0.1, this host {__version__}"),
         (members(), 90, "clock is 90 s ahead of"),
         (members(), -90, "clock is 90 s behind"),
     ],

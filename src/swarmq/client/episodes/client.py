@@ -113,6 +113,7 @@ class EpisodeClient:
         self.client_id = make_client_id(self.invite.client)
         self.limits = limits
         self._clock = ProxyClock(self.invite, now=now)
+        self._is_proxy_away = False
         self.numbering = SlotNumbering()
         self.agent_loop: LoopThread | None = None
         """Event loop of coroutine agents; None: the caller's."""
@@ -393,7 +394,16 @@ class EpisodeClient:
         """Return whether the run's proxy and its engines answer."""
         from swarmq.client.episodes.http import is_reachable  # noqa: PLC0415 - most clients need no HTTP of their own
 
-        return await run_in_thread(is_reachable, f"{self.invite.base_url.removesuffix('/v1')}/health", self.invite.ca)
+        url = f"{self.invite.base_url.removesuffix('/v1')}/health"
+        serves = await run_in_thread(is_reachable, url, self.invite.ca)
+        if not serves and not self._is_proxy_away:
+            log.warning(
+                "proxy_away",
+                proxy=url,
+                meaning="model calls fail until it answers: is the run up, and does a firewall block this port?",
+            )
+        self._is_proxy_away = not serves
+        return serves
 
     def check_usable(self) -> None:
         """Raise ClientError if this client is not open, or belongs to another process."""

@@ -24,6 +24,8 @@ from swarmq.errors import SwarmqError
 
 PROBE_TIMEOUT_S = 5.0
 """Time limit in seconds of requests that only ask whether a server answers."""
+CONNECT_TIMEOUT_S = 10.0
+"""Time limit in seconds for a connection. The answer may take longer, but a host that answers at all accepts connections at once."""
 
 
 class HttpError(SwarmqError):
@@ -81,13 +83,13 @@ def open_url(
     Raises HttpError, also if the connection breaks while the answer is read.
     """
     url = request.full_url
-    send = (
-        urllib.request.build_opener(_SocketFileHandler(socket_file), urllib.request.ProxyHandler({})).open
+    handlers = (
+        [_SocketFileHandler(socket_file), urllib.request.ProxyHandler({})]
         if socket_file
-        else partial(urllib.request.urlopen, context=_make_ssl_context(url, ca))
+        else [_HttpHandler(), _HttpsHandler(_make_ssl_context(url, ca))]
     )
     try:
-        with send(request, timeout=timeout_s) as answer:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
         with error:
@@ -100,7 +102,12 @@ def open_url(
             ) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise HttpError(f"{url} cannot be reached ({reason})") from error
+        hint = (
+            "; is its host up, and does a firewall drop packets to this port?"
+            if isinstance(reason, TimeoutError)
+            else ""
+        )
+        raise HttpError(f"{url} cannot be reached ({reason}){hint}") from error
 
 
 def read_json(answer: http.client.HTTPResponse) -> Any:
@@ -157,6 +164,33 @@ def fetch_date(url: str, ca: bytes = b"") -> float | None:
         return parsedate_to_datetime(date).timestamp() if date else None
     except ValueError:
         return None
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection that is opened within CONNECT_TIMEOUT_S."""
+
+    def connect(self) -> None:
+        answer_s, self.timeout = self.timeout, CONNECT_TIMEOUT_S
+        super().connect()
+        self.sock.settimeout(answer_s)
+
+
+class _TlsConnection(_Connection, http.client.HTTPSConnection):
+    """The same by TLS."""
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self._tls = context
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_TlsConnection, req, context=self._tls)
 
 
 def _make_ssl_context(url: str, ca: bytes) -> ssl.SSLContext | None:

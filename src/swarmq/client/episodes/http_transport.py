@@ -32,6 +32,7 @@ TOKEN_LIFETIME_S = 3600.0
 TICKET_WAIT_S = 20.0
 """Seconds that one request waits for a ticket, after which it is repeated."""
 ANSWER_TIMEOUT_S = 60.0
+TICKET_REASON = "the proxy grants tickets as the learner trains, and none while the run is paused or drained; `swarmq status` shows the run's state"
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 
@@ -46,6 +47,8 @@ class HttpTransport:
         self._aborts: set[asyncio.Task[None]] = set()
         self._waiting: defaultdict[str, list[asyncio.Future[Any]]] = defaultdict(list)
         """Kind -> begins that wait for a ticket, oldest first."""
+        self._outage = ""
+        """Why no proxy answers at present; "" while one does."""
         self._proxies: tuple[str, ...] = ()
         self._group_sizes: dict[str, int] = {}
         self._homes: dict[str, str] = {}
@@ -70,13 +73,12 @@ class HttpTransport:
         request = asyncio.ensure_future(self._send_until_confirmed("", begin.episode_id, body))
         waiting = self._waiting[begin.kind]
         waiting.append(request)
+        count = if_first_waiter(request, waiting)
         try:
             with warn_if_slow(
                 "waiting_for_ticket",
                 kind=begin.kind,
-                reason="the proxy grants tickets as the learner trains, and none while the run is paused or drained; "
-                "`swarmq status` shows the run's state",
-                now=if_first_waiter(request, waiting),
+                now=lambda: {**found, "reason": self._outage or TICKET_REASON} if (found := count()) else None,
             ):
                 done: set[asyncio.Future[Any]] = {request, self._closed}
                 await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
@@ -161,7 +163,9 @@ class HttpTransport:
             urls = self._urls(episode_id)
             url = urls[passed_over % len(urls)]
             try:
-                return url, await run_in_thread(self._post, f"{url}/control/episodes{path}", body)
+                answer = await run_in_thread(self._post, f"{url}/control/episodes{path}", body)
+                self._outage = ""
+                return url, answer
             except HttpError as error:
                 if not error.is_transient:
                     raise _map_error(error) from error
@@ -170,6 +174,9 @@ class HttpTransport:
                 if not has_no_ticket and passed_over % len(urls):
                     log.info("proxy_skipped", url=url, reason=str(error))
                     continue
+                if not has_no_ticket and not self._outage:
+                    log.warning("no_proxy_answers", reason=str(error), action="it is tried again until one does")
+                self._outage = "" if has_no_ticket else str(error)
                 wait_s = pause_s if error.retry_after_s is None else min(error.retry_after_s, pause_s)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 pause_s = FIRST_PAUSE_S if has_no_ticket else min(2 * pause_s, MAX_PAUSE_S)

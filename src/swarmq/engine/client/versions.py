@@ -26,5 +26,10 @@ def check_server_version(url: str, reply: Any) -> None:
         raise EngineError(f"the engine at {url} runs vLLM {version}; {SUPPORT_HINT} on its host, then restart it")
 
 
+def strip_local_part(version: str) -> str:
+    """Return a version without its local part: `0.32.0` for `0.32.0+cpu`."""
+    return version.partition("+")[0]
+
+
 def _is_supported(version: str) -> bool:
     return SUPPORTED_VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < SUPPORTED_VERSIONS[1]

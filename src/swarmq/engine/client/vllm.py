@@ -105,8 +105,8 @@ class VllmEngine:
         vLLM."""
         if self._info is None:
             with contextlib.suppress(EngineRouteError):  # a server without this route is accepted
-                check_server_version(self.url, await self._request_json("GET", "/version", None))
-            models = await self._request_json("GET", "/v1/models", None)
+                check_server_version(self.url, await self.fetch("/version"))
+            models = await self.fetch("/v1/models")
             model = models["data"][0]
             self._info = EngineInfo(model=model["id"], max_model_len=model["max_model_len"])
         return self._info
@@ -239,6 +239,10 @@ class VllmEngine:
             raise EngineError(f"{self.url}/tokenize answered without `tokens`: is it a vLLM server?") from error
         return tokens
 
+    async def fetch(self, path: str) -> Any:
+        """Return the JSON answer to a GET request of `path`. Raises EngineRouteError if the server has no such route."""
+        return await self._request_json("GET", path, None)
+
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         reply = await self._request_json("POST", "/detokenize", {"tokens": token_ids})
         return str(reply["prompt"])
@@ -263,9 +267,9 @@ class VllmEngine:
                 if response.status != 200:
                     raise self._map_error_response(path, response.status, await response.read())
                 yield response
-        except TimeoutError as error:
-            raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
             self._info = None  # another server at this url may serve another model
             raise map_connection_error(self.url, error) from error
 

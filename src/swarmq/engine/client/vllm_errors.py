@@ -31,6 +31,10 @@ def make_secret_error(url: str) -> EngineError:
 
 def map_connection_error(url: str, error: aiohttp.ClientError | OSError) -> EngineError:
     """Map a connection error of aiohttp or the system to an EngineError."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return EngineError(
+            f"the engine at {url} cannot be reached: nothing answered in time; is its host up, and does a firewall drop packets to this port?"
+        )
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     why = str(cause) or type(cause).__name__
     if isinstance(cause, OSError) and cause.errno:

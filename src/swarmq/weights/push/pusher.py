@@ -313,6 +313,8 @@ class WeightPusher:
                         "weights_refused", engine=url, version=snapshot.version, method=method, reason=str(error)
                     )
                     if not isinstance(error, EngineRefusedError):
+                        if payload.deliver and isinstance(error, EngineSilentError):
+                            self._note_answer(url, error)  # its receiver holds up other engines as a silent engine does
                         break
                     if method != route.methods[-1]:
                         self._unusable.add((url, method, route.workers))

@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from swarmq.errors import EngineError
+from swarmq.hosts.addresses import replace_port
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format import adapter_file, cuda_ipc, nccl_group
 from swarmq.weights.format.packing import (
@@ -93,7 +94,7 @@ def choose_route(url: str, facts: Sequence[WorkerFacts], own_gpu: str, *, has_ad
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
         workers=tuple(worker.pid for worker in facts),
         nccl=tuple(sorted({worker.nccl for worker in facts})),
-        receiver=_replace_port(url, port) if port else "",
+        receiver=replace_port(url, port) if port else "",
     )
 
 
@@ -109,12 +110,6 @@ def _choose_methods(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[
     if not all(gpus):
         return (), "the engine has no GPU"
     return ("nccl",), f"the engine has GPUs of its own on {'this' if is_loopback(url) else 'another'} host"
-
-
-def _replace_port(url: str, port: int) -> str:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def deduplicate(named_tensors: NamedTensors) -> Tensors:
@@ -274,7 +269,7 @@ class NcclTransfer:
         own = nccl_group.get_nccl_version()
         if not own or route.nccl != (own,):  # a rendezvous without the peer would never end
             raise EngineError(
-                f"learner and engine have different versions of NCCL ({own or 'none'}, {', '.join(route.nccl) or 'none'}): "
+                f"learner and engine {engine.url} have different versions of NCCL ({own or 'none'}, {', '.join(route.nccl) or 'none'}): "
                 "set VLLM_NCCL_SO_PATH to the same library for both, one that vLLM can use"
             )
         workers, group = self._groups.get(engine.url, ((), None))

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from support.deaf import deaf_port
 from swarmq.broker import topology
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.client.episodes.client import ClientLimits
@@ -73,6 +74,26 @@ async def test_a_begin_that_waits_too_long_says_what_it_waited_for(swarm_of):
             await client.begin_episode("t", deadline_s=0)
         await swarm.issue(1)
         await client.begin_episode("t")
+
+
+async def test_a_proxy_that_does_not_answer_is_named_once(client):
+    with capture_logs() as told:
+        assert [await client.proxy_serves() for _ in range(2)] == [False, False]
+    assert [line["proxy"] for line in told if line["event"] == "proxy_away"] == ["http://127.0.0.1:2/health"]
+
+
+async def test_a_client_without_rabbitmq_names_the_proxy_that_drops_its_packets(swarm_of, monkeypatch):
+    for limit in ("CONNECT_TIMEOUT_S", "PROBE_TIMEOUT_S"):
+        monkeypatch.setattr(f"swarmq.client.episodes.http.{limit}", 0.05)
+    with deaf_port() as port, capture_logs() as told:
+        swarm = await swarm_of(amqp_url="", base_url=f"http://127.0.0.1:{port}/v1")
+        async with swarm.client() as client:
+            beginning = asyncio.ensure_future(client.begin_episode("t"))
+            await settled(lambda: any(line["event"] == "no_proxy_answers" for line in told))
+            beginning.cancel()
+    [line] = [line for line in told if line["event"] == "no_proxy_answers"]
+    assert f"http://127.0.0.1:{port}/v1/control/episodes cannot be reached (timed out)" in line["reason"]
+    assert "does a firewall drop packets to this port" in line["reason"]
 
 
 async def test_a_cancelled_wait_gives_its_ticket_to_the_next(swarm_of):

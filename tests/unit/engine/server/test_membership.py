@@ -60,6 +60,38 @@ async def test_an_engine_with_another_tokenizer_is_not_added(job, vllm, another)
     assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
 
 
+def served(**facts):
+    shape = {"hidden_size": "64", "num_hidden_layers": "2"}
+    return [{"gpu": "", "dtype": "float32", "pid": 7, "swarmq": "1.0", "shape": shape} | facts]
+
+
+@pytest.mark.parametrize(
+    ("version", "facts", "why"),
+    [
+        ("0.33.1", {}, "has vllm 0.33.1, the one at {old} vllm 0.32.0: install the same version"),
+        ("0.32.0", {"swarmq": "0.9"}, "has swarmq 0.9, the one at {old} swarmq 1.0: install the same version"),
+        (
+            "0.32.0",
+            {"shape": {"hidden_size": "64", "num_hidden_layers": "3"}},
+            "serves another model than the one at {old}: num_hidden_layers in its config.json is 3, not 2",
+        ),
+    ],
+)
+async def test_an_engine_of_another_version_than_the_others_or_with_another_model_is_not_added(
+    job, vllm, another, version, facts, why
+):
+    vllm.workers, another.workers, another.version = served(), served(**facts), version
+    with pytest.raises(EngineError, match=f"the engine at {another.url} {why.format(old=vllm.url)}"):
+        await add_engine(EngineRegistry(job), "main", another.url)
+    assert EngineRegistry(job).urls() == {"main": (vllm.url,)}
+
+
+async def test_a_build_for_another_device_is_the_same_version(job, vllm, another):
+    another.version = f"{vllm.version}+cpu"
+    await add_engine(EngineRegistry(job), "main", another.url)
+    assert EngineRegistry(job).urls() == {"main": (vllm.url, another.url)}
+
+
 @pytest.mark.parametrize("silent", ["new", "old", "neither"])
 async def test_an_engine_is_added_that_has_the_same_tokenizer_or_cannot_be_compared(job, vllm, another, silent):
     if silent != "neither":

@@ -16,10 +16,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file
 
+from support.deaf import deaf_port
 from swarmq.errors import EngineError
-from swarmq.testing.relay import TcpRelay
+from swarmq.testing.relay import TcpRelay, Way
 from swarmq.weights.format.scratch import has_room
-from swarmq.weights.push.engine_control import WorkerFacts
+from swarmq.weights.push.engine_control import EngineSilentError, WorkerFacts
 from swarmq.weights.push.http_transfer import NUM_CONNECTIONS, HttpTransfer
 from swarmq.weights.push.pusher import WeightPusher
 from swarmq.weights.push.transfers import (
@@ -36,11 +37,13 @@ SECRET = "of the engines"
 
 
 class Host:
-    """A host with a receiver. `chunks`: sizes in bytes of the chunks that came; `damage`: how many of the next are damaged."""
+    """A host with a receiver. `chunks`: sizes in bytes of the chunks that came; `damage`: how many of the next are damaged; `begun`: called
+    with each manifest."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self.folder, self.damage = folder, 0
+        self.begun = lambda: None
         self.chunks: list[int] = []
         self.holds_one_file = self.is_full = False
         self.store = WeightStore(folder, self.has_room)
@@ -50,6 +53,7 @@ class Host:
         return not taken and has_room(folder, size_bytes)
 
     def begin(self, *given):
+        self.begun()
         return self.store.begin(*given)
 
     def write(self, *given):
@@ -218,7 +222,7 @@ async def test_a_push_goes_on_where_a_broken_connection_left_it(host, tmp_path):
     transfer = HttpTransfer(FileTransfer((), tmp_path), secret=SECRET, retry_s=0, chunk_bytes=65536)
     weights = {"a": torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 15, (64, 16384), np.int16))}
     payload = transfer.publish(weights, 1, None)
-    async with TcpRelay.to("127.0.0.1", int(host.url.rsplit(":", 1)[1])) as relay:
+    async with TcpRelay.to("127.0.0.1", port_of(host.url)) as relay:
         relay.cut_after(1_000_000)
         arrived = await payload.deliver(f"http://127.0.0.1:{relay.port}")
     assert torch.equal(load_file(arrived.update_info["path"])["a"], weights["a"])
@@ -231,7 +235,7 @@ async def test_a_wrong_secret_and_a_port_where_nothing_listens_are_named_with_th
     transfer._secret = "another"
     with pytest.raises(EngineError, match=f"{host.url} requires another secret"):
         await push(transfer, weights, host.url)
-    with pytest.raises(EngineError, match="sent to http://127.0.0.1:9 .*is its port open"):
+    with pytest.raises(EngineError, match="sent to http://127.0.0.1:9 .*does a firewall"):
         await push(transfer, weights, "http://127.0.0.1:9")
 
 
@@ -252,6 +256,72 @@ async def test_two_learners_disturb_each_other_and_what_is_complete_is_whole(wei
     assert all(isinstance(result, list | EngineError) for result in results), results
     last = load_file(next(host.folder.glob("*/*.safetensors")))
     assert any(torch.equal(last["a"], each["a"].bfloat16()) for each in (weights, others))
+
+
+async def test_an_address_that_drops_packets_is_given_up_after_the_time_for_a_connection(weights, tmp_path):
+    transfer = HttpTransfer(FileTransfer((), tmp_path), retry_s=1e6, connect_s=0.1)
+    with (
+        deaf_port() as port,
+        pytest.raises(EngineSilentError, match=f"sent to http://127.0.0.1:{port} .*does a firewall"),
+    ):
+        await asyncio.wait_for(push(transfer, weights, f"http://127.0.0.1:{port}"), 60)
+
+
+async def test_a_connection_that_dies_in_the_middle_is_noticed_and_the_push_goes_on(host, tmp_path, capsys):
+    transfer = HttpTransfer(FileTransfer((), tmp_path), secret=SECRET, retry_s=0, dead_s=0.5)
+    weights = {"a": torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 15, (512, 16384), np.int16))}
+    payload = transfer.publish(weights, 1, None)
+    async with TcpRelay.to("127.0.0.1", port_of(host.url)) as relay:
+        host.begun = lambda: relay.hold(Way.REQUESTS)
+        delivering = asyncio.create_task(payload.deliver(f"http://127.0.0.1:{relay.port}"))
+        async with asyncio.timeout(60):
+            while "upload_interrupted" not in capsys.readouterr().out:  # noqa: ASYNC110 - a log line tells nobody
+                await asyncio.sleep(0.05)
+        host.begun = lambda: None
+        relay.release()
+        arrived = await delivering
+    assert torch.equal(load_file(arrived.update_info["path"])["a"], weights["a"])
+    transfer.withdraw()
+
+
+async def test_engines_get_the_weights_side_by_side_and_none_waits_for_another_link(
+    vllm, another, weights, host, other_host, tmp_path
+):
+    """The link of one engine stands still until the other engine serves the new weights. Each gets every byte once."""
+    async with TcpRelay.to("127.0.0.1", port_of(other_host.url)) as relay:
+        relay.hold()
+        for engine, port in ((vllm, port_of(host.url)), (another, relay.port)):
+            engine.workers = [{"gpu": "", "dtype": "bfloat16", "pid": 7, "receiver_port": port}]
+        pusher = WeightPusher([vllm.url, another.url], tmp_path, secret=SECRET)
+        pushing = asyncio.create_task(asyncio.to_thread(pusher.push, weights.items(), 5))
+        async with asyncio.timeout(60):
+            while vllm.label != "5" or vllm.paused:  # noqa: ASYNC110 - a scripted engine tells nobody
+                await asyncio.sleep(0.01)
+        assert another.label == "default"
+        assert not pushing.done()
+        relay.release()
+        report = await pushing
+    assert report.methods == {vllm.url: "http", another.url: "http"}
+    assert another.label == "5"
+    assert host.take_bytes() == other_host.take_bytes() > 0
+
+
+async def test_an_engine_whose_receiver_answers_nothing_is_skipped_for_a_while(vllm, another, weights, host, tmp_path):
+    with deaf_port() as port:
+        for engine, receiver in ((vllm, port_of(host.url)), (another, port)):
+            engine.workers = [{"gpu": "", "dtype": "bfloat16", "pid": 7, "receiver_port": receiver}]
+        transfer = HttpTransfer(FileTransfer((), tmp_path), secret=SECRET, connect_s=0.1)
+        pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers={"http": transfer})
+        for version in (5, 6):
+            another.calls.clear()
+            report = await asyncio.to_thread(pusher.push, weights.items(), version)
+            assert vllm.label == str(version)
+            assert f"127.0.0.1:{port}" in report.failed[another.url]
+        assert (another.calls, another.label) == ([], "default"), "the second push did not wait for it"
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
 
 
 def facts(gpu: str = "", port: int = 8001):
@@ -292,7 +362,7 @@ def test_the_address_for_a_rendezvous_is_the_one_from_which_packets_go_to_the_en
 
 
 async def test_a_pusher_sends_to_the_receiver_and_the_engine_loads_from_there(vllm, weights, host, tmp_path):
-    port = int(host.url.rsplit(":", 1)[1])
+    port = port_of(host.url)
     vllm.workers = [{"gpu": "", "dtype": "bfloat16", "pid": 7, "receiver_port": port}]
     pusher = WeightPusher([vllm.url], tmp_path, secret=SECRET)
     report = await asyncio.to_thread(pusher.push, weights.items(), 5)
@@ -310,7 +380,7 @@ async def test_an_engine_whose_receiver_is_gone_serves_on_and_gets_the_weights_l
     assert (vllm.label, vllm.paused, vllm.weights) == ("default", False, "on disk")
     assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused", "/swarmq/facts"}
     async with Host(tmp_path / "back").serving() as host:
-        port = int(host.url.rsplit(":", 1)[1])
+        port = port_of(host.url)
         vllm.workers = [{"gpu": "", "dtype": "bfloat16", "pid": 7, "receiver_port": port}]
         transfers["http"]._secret = SECRET
         assert (await asyncio.to_thread(pusher.ensure, weights.items(), 5)).methods == {vllm.url: "http"}
@@ -325,7 +395,7 @@ async def test_an_engine_whose_rendezvous_fails_gets_the_weights_over_http_in_th
     monkeypatch.setattr("swarmq.weights.format.nccl_group.get_nccl_version", lambda: "2.29.2")
     monkeypatch.setattr("swarmq.weights.format.nccl_group.join_group", lambda *_, **__: missed.wait())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    port = int(host.url.rsplit(":", 1)[1])
+    port = port_of(host.url)
     vllm.workers = [{"gpu": "GPU-2", "dtype": "bfloat16", "pid": 7, "nccl": "2.29.2", "receiver_port": port}]
     vllm.fail["/init_weight_transfer_engine"] = "the learner cannot be reached"
     transfers = {

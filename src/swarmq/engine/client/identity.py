@@ -1,0 +1,82 @@
+"""Comparison of a policy's engines by version and model. Engines with other versions may render prompts or parse answers otherwise,
+and an engine with another model samples what the learner does not train."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+
+import msgspec
+
+from swarmq.engine.client.tokenizer_compat import REQUEST_TIMEOUT_S
+from swarmq.engine.client.versions import strip_local_part
+from swarmq.engine.client.vllm import EngineFaultError, EngineRouteError, VllmEngine
+from swarmq.errors import EngineError
+from swarmq.hosts.model_files import find_other_field
+from swarmq.weights.format.conventions import WORKER_FACTS_ROUTE
+
+
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports about itself; values that it does not report are empty."""
+
+    vllm: str = ""
+    """Version of vLLM, without a local part such as `+cpu`."""
+    swarmq: str = ""
+    """Version of swarmq's plug-in."""
+    shape: dict[str, str] = {}
+    """Field of the served model's config.json -> its value as JSON (hosts/model_files.py)."""
+
+
+async def identify_all(
+    urls: Sequence[str], *, secret: str = "", timeout_s: float = REQUEST_TIMEOUT_S
+) -> dict[str, EngineIdentity]:
+    """Return the identities by engine url. Engines that do not answer are left out. `secret`: secret that the engines require.
+    `timeout_s`: maximum seconds to wait for an engine's answer."""
+
+    async def identify(engine: VllmEngine) -> EngineIdentity | None:
+        with suppress(EngineError):
+            return await _identify(engine)
+        return None
+
+    async with AsyncExitStack() as opened:
+        opener = partial(VllmEngine.open, deadline_s=timeout_s, secret=secret)
+        engines = [await opened.enter_async_context(opener(url)) for url in urls]
+        answers = zip(urls, await asyncio.gather(*map(identify, engines)), strict=True)
+    return {url: identity for url, identity in answers if identity is not None}
+
+
+async def _identify(engine: VllmEngine) -> EngineIdentity:
+    version, facts = "", {}
+    with suppress(EngineRouteError):
+        version = (await engine.fetch("/version"))["version"]
+    with suppress(EngineRouteError, EngineFaultError):  # without swarmq's middleware or worker extension
+        facts = (await engine.fetch(WORKER_FACTS_ROUTE))["results"][0]
+    return msgspec.convert(facts | {"vllm": strip_local_part(version)}, EngineIdentity)
+
+
+def check_like_others(url: str, present: Mapping[str, EngineIdentity]) -> None:
+    """Raise EngineError if the engine at `url` has another version or model than another one in `present`."""
+    if (own := present.get(url)) is None:
+        return
+    for other, theirs in present.items():
+        if field := find_other_field(theirs.shape, own.shape) if own.shape else "":
+            raise EngineError(
+                f"the engine at {url} serves another model than the one at {other}: {field} in its config.json is "
+                f"{own.shape.get(field)}, not {theirs.shape[field]}; start it with the same model"
+            )
+        if difference := describe_version_difference(url, own, other, theirs):
+            raise EngineError(difference)
+
+
+def describe_version_difference(url: str, own: EngineIdentity, other: str, theirs: EngineIdentity) -> str:
+    """Return a text on the first package whose versions differ, or ""."""
+    for package in ("vllm", "swarmq"):
+        ours, expected = getattr(own, package), getattr(theirs, package)
+        if ours and expected and ours != expected:
+            return (
+                f"the engine at {url} has {package} {ours}, the one at {other} {package} {expected}: install the same version on all "
+                "hosts, and start the engine again"
+            )
+    return ""
