@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 
-def self_signed(folder: Path) -> Path:
-    """`cert.pem` and `key.pem` for 127.0.0.1 in `folder`, which is returned."""
+def self_signed(folder: Path, address: str = "127.0.0.1") -> Path:
+    """`cert.pem` and `key.pem` for `address` in `folder`, which is returned."""
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -26,7 +26,7 @@ def self_signed(folder: Path) -> Path:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - dt.timedelta(days=1))
         .not_valid_after(now + dt.timedelta(days=2))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
