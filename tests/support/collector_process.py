@@ -15,7 +15,7 @@ import sys
 from swarmq.collector.main import run
 from swarmq.collector.standby import StandbyIntervals
 from swarmq.config import SwarmJob
-run(SwarmJob.load(sys.argv[1]), standby=StandbyIntervals(check_s=0.2, grace_s=1.0))
+run(SwarmJob.load(sys.argv[1]), take_over=sys.argv[2:] == ["--take-over"], standby=StandbyIntervals(check_s=0.2, grace_s=1.0))
 """
 
 
@@ -36,9 +36,9 @@ def make_job(folder: Path, run: str, url: str, *, standby: bool = False, **group
 
 
 @contextlib.asynccontextmanager
-async def collector(job: SwarmJob) -> AsyncIterator[asyncio.subprocess.Process]:
+async def collector(job: SwarmJob, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """The daemon; killed at the end if it is still there."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", START, f"{job.folder}/job.toml")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", START, f"{job.folder}/job.toml", *options)
     try:
         yield process
     finally:

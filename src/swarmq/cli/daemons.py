@@ -161,11 +161,14 @@ def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gp
     "collector",
     "Join turns into episodes and groups, and issue tickets.\n\n\b\nswarmq collector runs/math/resolved.toml",
 )
-def collector_command(job: Path, sets: tuple[str, ...]) -> None:
+@click.option(
+    "--take-over", is_flag=True, help="In a run with standbys: lead at once, and let the collector that leads stand by."
+)
+def collector_command(job: Path, sets: tuple[str, ...], *, take_over: bool) -> None:
     require_extras("collector")
     from swarmq.collector.main import run
 
-    run(SwarmJob.load(job, sets=sets))
+    run(SwarmJob.load(job, sets=sets), take_over=take_over)
 
 
 for _command in (proxy_command, learner_command, collector_command):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -28,10 +27,13 @@ log = structlog.get_logger()
 
 GB = 10**9
 DAY_S = 86400.0
+CHECK_S = 5.0
+"""Seconds that a collector which takes over waits for the leader's answer."""
 
 
-def run(job: SwarmJob, *, standby: StandbyIntervals = INTERVALS) -> None:
-    """Collect until SIGTERM or SIGINT, then finish the work in hand; a second signal ends the process at once.
+def run(job: SwarmJob, *, take_over: bool = False, standby: StandbyIntervals = INTERVALS) -> None:
+    """Collect until SIGTERM or SIGINT, then finish the work in hand; a second signal ends the process at once. `take_over`: do not
+    stand by while another collector leads, but take over from it.
 
     Raises ConfigError without a broker, BrokerError if the broker refuses the connection, CollectorError if the store is
     unusable.
@@ -41,10 +43,10 @@ def run(job: SwarmJob, *, standby: StandbyIntervals = INTERVALS) -> None:
     if url is None:
         raise ConfigError("broker.url: the collector needs a RabbitMQ; set it, or $SWARMQ_AMQP_URL, or use `swarmq up`")
     make_folder(job.run_folder.path)
-    asyncio.run(_collect(job, url, standby))
+    asyncio.run(_collect(job, url, standby, take_over=take_over))
 
 
-async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals) -> None:
+async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals, *, take_over: bool) -> None:
     stop = _stop_on_signals()
     with closing(Store(job.run_folder.inbox, run=job.run)) as store, record_transcripts(job) as transcripts:
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
@@ -59,7 +61,10 @@ async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals) -> None:
                 await collect(None)
                 return
             async with StandbyLog.open(broker, store, job, transcripts=transcripts, intervals=standby) as log:
-                while not stop.is_set() and await _lead(job, broker, log, stop):
+                if take_over:
+                    await check_like_leader(job.run, broker, patience_s=CHECK_S)
+                while not stop.is_set() and await _lead(job, broker, log, stop, take_over=take_over):
+                    take_over = False  # whoever takes over later may lead on
                     try:
                         await collect(log)
                     except* FencedError as fenced:
@@ -68,10 +73,10 @@ async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals) -> None:
                         log.release()
 
 
-async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asyncio.Event) -> bool:
+async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asyncio.Event, *, take_over: bool) -> bool:
     """Stand by until this collector leads, and return True; return False when `stop` is set. Raises CollectorError if this host's
     version or clock differs from the leader's."""
-    leading, stopping = asyncio.create_task(log.lead()), asyncio.create_task(stop.wait())
+    leading, stopping = asyncio.create_task(log.lead(take_over=take_over)), asyncio.create_task(stop.wait())
     checking = asyncio.create_task(check_like_leader(job.run, broker))
     waiting: set[asyncio.Task[Any]] = {leading, stopping, checking}
     try:
@@ -85,16 +90,17 @@ async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asynci
             task.cancel()
 
 
-async def check_like_leader(run: str, broker: Broker) -> None:
-    """Wait for the leading collector's answer. Raises CollectorError if its host's version of swarmq or clock differs, because a takeover
+async def check_like_leader(run: str, broker: Broker, *, patience_s: float | None = None) -> None:
+    """Wait for the leading collector's answer, at most `patience_s` seconds. Raises CollectorError if its host's version of swarmq or clock differs, because a takeover
     would misread the store, or end every episode's time."""
     membership = FollowedMembership(run, broker, source="collector")
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(membership.follow())
-        await membership.wait_current(math.inf)
+        has_answered = await membership.wait_current(patience_s)
         following.cancel()
     try:
-        check_same_run(membership)
+        if has_answered:
+            check_same_run(membership)
     except ConfigError as error:
         raise CollectorError(f"this standby cannot take over: {error}") from error
 

@@ -124,12 +124,12 @@ class StandbyLog:
         """Term of the newest valid claim that this collector has read."""
         return self._reader.position.term
 
-    async def lead(self) -> None:
-        """Stand by until this collector leads. From then on only the caller writes to the store, until
-        `release`."""
+    async def lead(self, *, take_over: bool = False) -> None:
+        """Stand by until this collector leads. From then on only the caller writes to the store, until `release`. `take_over`: claim
+        as soon as the store is complete, although another collector may lead."""
         log.info("standing_by")
         while not self._reader.is_leading:
-            await self._wait_until_leaderless()
+            await (self._wait_until_complete() if take_over else self._wait_until_leaderless())
             await self._claim()
         log.info("leading", term=self.term, transactions=self._reader.position.number)
 
@@ -182,15 +182,24 @@ class StandbyLog:
 
     # ------------------------------------------------------------------------------------------- taking over
 
+    @property
+    def _may_lead(self) -> bool:
+        return self._reader.is_complete or not self._reader.has_begun
+
+    async def _wait_until_complete(self) -> None:
+        while True:
+            await asyncio.sleep(self._intervals.check_s)  # in which the reader gets what there is
+            if self._may_lead:
+                return
+
     async def _wait_until_leaderless(self) -> None:
         """Wait until the inbox has had no consumer in `num_checks` successive checks, and this collector may lead."""
         inbox, intervals, reader, num = topology.inbox(self._run), self._intervals, self._reader, 0
         while num < (1 if reader.position.led or not reader.has_begun else intervals.num_checks):
             await asyncio.sleep(intervals.check_s)
             depth = (await self._broker.depths([inbox])).get(inbox, Depth(0, 0))
-            may_lead = reader.is_complete or not reader.has_begun
             is_new = asyncio.get_running_loop().time() - self._claimed_at < intervals.grace_s
-            num = num + 1 if may_lead and not is_new and not depth.consumers else 0
+            num = num + 1 if self._may_lead and not is_new and not depth.consumers else 0
 
     async def _claim(self) -> None:
         """Append a claim, and return once the log shows whether it is valid."""

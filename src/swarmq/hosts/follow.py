@@ -101,8 +101,8 @@ class FollowedMembership:
 
     remove = add
 
-    async def wait_current(self, patience_s: float) -> bool:
-        """Wait until the collector has answered the newest request, and return whether it did within `patience_s` seconds."""
+    async def wait_current(self, patience_s: float | None) -> bool:
+        """Wait until the collector has answered the newest request, and return whether it did within `patience_s` seconds; None: no limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._current.wait()

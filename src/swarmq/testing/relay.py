@@ -42,9 +42,10 @@ class TcpRelay:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def to(cls, host: str, port: int) -> AsyncIterator[TcpRelay]:
+    async def to(cls, host: str, port: int, *, own_port: int = 0) -> AsyncIterator[TcpRelay]:
+        """Relay to `host`:`port`. `own_port`: port to listen on; 0: a free one."""
         relay = cls(host, port)
-        server = await asyncio.start_server(relay._serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(relay._serve, "127.0.0.1", own_port)
         relay.port = server.sockets[0].getsockname()[1]
         try:
             yield relay

@@ -197,7 +197,13 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
                 AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else initial_connect_timeout_s())
             )
             await stack.enter_async_context(claim_run(url, job.run))
-            await check_run_is_down(broker, job.run, forget_s=OLD_CONSUMERS_S if node else 0.0, report=report)
+            await check_run_is_down(
+                broker,
+                job.run,
+                trained_beside_standby=tuple(job.trained) if job.collector.standby else (),
+                forget_s=OLD_CONSUMERS_S if node else 0.0,
+                report=report,
+            )
             engines = await _start_engines(job, placements, stack, report)
             proxies = assign_proxy_ports(job, engines)
             metrics = assign_metrics_ports(job, engines)
@@ -266,24 +272,33 @@ def _renew_clients(folder: RunFolder, url: str, node: PrivateCluster | None, rep
 
 
 async def check_run_is_down(
-    broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], check_s: float = 1.0
+    broker: Broker,
+    run: str,
+    *,
+    trained_beside_standby: Sequence[str] = (),
+    forget_s: float = 0.0,
+    report: Callable[[str], None],
+    check_s: float = 1.0,
 ) -> None:
     """Raise SwarmqError if processes of a run with this name, started without `swarmq up`, use the broker: both runs would share
     their queues.
 
-    `forget_s`: seconds that consumers of the run's previous start may take to disappear. A broker that was killed together
-    with its clients may restore their consumers with its queues, and notice after 90 s that they are gone. Processes that
-    lost their `swarmq up` first finish their work.
+    `trained_beside_standby`: the trained policies of a run with standbys. One of these may lead, because the collector of this start
+    takes over from it, so learners are looked for instead. `forget_s`: seconds that consumers of the run's previous start may
+    take to disappear. A broker that was killed together with its clients may restore their consumers with its queues, and notice
+    after 90 s that they are gone. Processes that lost their `swarmq up` first finish their work.
     """
-    inbox, until, is_reported = topology.inbox(run), time.monotonic() + forget_s, False
-    while (depth := (await broker.depths([inbox])).get(inbox)) and depth.consumers:
+    queues, until, is_reported = [topology.inbox(run)], time.monotonic() + forget_s, False
+    if trained_beside_standby and await broker.depths([topology.log(run)]):
+        queues = [topology.ready(run, policy) for policy in trained_beside_standby]
+    while used := [queue for queue, depth in (await broker.depths(queues)).items() if depth.consumers]:
         if time.monotonic() >= until:
             raise SwarmqError(
-                f"run {run!r} is already up on this broker: {inbox} has a consumer. Choose another name, or stop the other run "
+                f"run {run!r} is already up on this broker: {used[0]} has a consumer. Choose another name, or stop the other run "
                 "(a run that has just died disappears from the broker within two minutes)"
             )
         if not is_reported:
-            report(f"broker: waiting for consumers of the previous start to leave {inbox} (up to {forget_s:.0f} s)")
+            report(f"broker: waiting for consumers of the previous start to leave {used[0]} (up to {forget_s:.0f} s)")
         is_reported = True
         await asyncio.sleep(check_s)
 
@@ -401,7 +416,7 @@ async def _start_daemons(
             daemon(name, ["proxy", resolved, "--port", str(port), "--number", str(number)])
             for number, (name, port) in enumerate(proxies.items())
         ),
-        daemon("collector", ["collector", resolved]),
+        daemon("collector", ["collector", resolved, *(["--take-over"] if job.collector.standby else [])]),
         *(
             daemon(f"learner.{name}", *_learner_command(resolved, name, deployment.placements.get(name)))
             for name in job.trained

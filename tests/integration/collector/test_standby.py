@@ -102,6 +102,20 @@ def settled(job):
     return {episode for episode, fate in read_fates(job.run_folder.inbox).items() if fate.state == "trained"}
 
 
+async def test_the_collector_of_a_run_that_is_started_again_takes_over_from_a_standby_and_brings_its_own_registries(
+    jobs,
+):
+    one, other = jobs
+    async with AmqpBroker.open(one.broker.url, name="test", deadline_s=120.0) as broker:
+        await broker.declare(one.run, policies=one.policies, kinds=one.mix)
+        async with asyncio.timeout(400), collector(other):
+            await state(broker, other)
+            ProxyRegistry(one.run_folder.proxies).add(PROXY)
+            async with collector(one, "--take-over"):
+                await until(lambda: position(one)[0] == 2)
+                await until(lambda: PROXY in ProxyRegistry(other.run_folder.proxies).urls())
+
+
 async def test_a_store_of_a_run_with_standbys_does_not_go_on_alone_while_their_log_exists(jobs):
     one, _ = jobs
     alone = msgspec.structs.replace(one, collector=CollectorSettings())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.engine import KNOWN, SECRET, running_engine
+from support.launch import environment
 from swarmq.config import Lora, Train
 from swarmq.errors import ConfigError, EngineError
 from swarmq.learner.train.trainer import Trainer
@@ -37,7 +39,7 @@ def receiving(port: int, folder: Path, secret: str = SECRET):
 
 
 @pytest.mark.vllm
-async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_difference_and_after_a_restart(
+async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_difference_and_after_a_kill_or_restart(
     tiny_model, network, tmp_path, capsys
 ):
     port = reserve_port()
@@ -59,12 +61,26 @@ async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_differenc
                     disturb(network, version)
                     await push(network.named_parameters(), version, "http")
             assert [line for line in capsys.readouterr().out.splitlines() if "is_delta=True" in line]
-            disturb(network, 3)
-            with pytest.raises(EngineError, match=f"{HOST}:{port}"):
-                await asyncio.to_thread(pusher.push, network.named_parameters(), 3)
-            assert (await vllm.generate(PROMPT, 1))["weight_versions"] == [{"version": "2", "start": 0, "end": 1}]
-            async with receiving(port, tmp_path):
+            async with receiving(0, tmp_path) as receiver, TcpRelay.to(HOST, receiver.port, own_port=port) as relay:
+                killed = await kill_a_learner_in_its_push(engine.url, tiny_model, tmp_path, relay)
+                choice = await vllm.generate(PROMPT, 8)
+                assert choice["weight_versions"] == [{"version": "2", "start": 0, "end": 8}]
+                assert logprobs_in(choice) == pytest.approx(
+                    logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE
+                )
+                [begun] = SHARED_MEMORY.glob(f"{FOLDER_PREFIX}{receiver.pid}-*/*.safetensors")
+                disturb(network, 3)
                 await push(network.named_parameters(), 3, "http")
+                [received] = SHARED_MEMORY.glob(f"{FOLDER_PREFIX}{receiver.pid}-*/*.safetensors")
+                assert received != begun
+                assert not list(SHARED_MEMORY.glob(f"{FOLDER_PREFIX}{killed}-*"))
+            capsys.readouterr()
+            disturb(network, 4)
+            with pytest.raises(EngineError, match=f"{HOST}:{port}"):
+                await asyncio.to_thread(pusher.push, network.named_parameters(), 4)
+            assert (await vllm.generate(PROMPT, 1))["weight_versions"] == [{"version": "3", "start": 0, "end": 1}]
+            async with receiving(port, tmp_path):
+                await push(network.named_parameters(), 4, "http")
                 assert "weights_sent_whole" in capsys.readouterr().out
                 trainer = Trainer(str(tiny_model), Train(lora=Lora(rank=4), gradient_checkpointing=False))
                 with torch.no_grad():
@@ -72,7 +88,24 @@ async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_differenc
                         if ".lora_B" in name:
                             parameter.normal_(std=0.05)
                 network.load_state_dict(dict(trainer.named_tensors()))
-                await push(trainer.weights_to_push(), 4, "http_adapters")
+                await push(trainer.weights_to_push(), 5, "http_adapters")
+
+
+async def kill_a_learner_in_its_push(engine_url: str, model: Path, folder: Path, relay: TcpRelay) -> int:
+    """Start a learner's process, and kill it when a part of the weights has arrived. Return its process id."""
+    relay.cut_after(20_000)
+    learner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "support.pushing_learner", engine_url, str(model), str(folder), "7"),
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert learner.stdout is not None
+    async with asyncio.timeout(300):
+        while b"upload_interrupted" not in (line := await learner.stdout.readline()):
+            assert line, "it ended"
+    learner.kill()
+    await learner.wait()
+    return learner.pid
 
 
 def weights(num_chunks: int):

@@ -146,6 +146,14 @@ async def test_a_standby_does_not_claim_while_the_inbox_has_a_consumer(stream, h
         waiting.cancel()
 
 
+async def test_a_collector_that_takes_over_does_not_wait_until_the_leader_is_gone(stream, hosts):
+    async with pair(stream, hosts) as (leading, following):
+        await following.lead(take_over=True)
+        with pytest.raises(FencedError):
+            await commit(hosts[0], leading, do.Open("late", 1.0))
+        await commit(hosts[1], following, do.Open("new", 1.0))
+
+
 async def test_the_collector_that_led_last_does_not_wait_for_others_to_come_back(stream, hosts):
     async with pair(stream, hosts) as (_, following):
         assert hosts[0].store.position().led

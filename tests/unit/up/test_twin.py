@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmq.broker import topology
+from swarmq.broker import Depth, topology
 from swarmq.errors import SwarmqError
 from swarmq.testing import MemoryBroker
 from swarmq.up.deployment import check_run_is_down
@@ -19,6 +19,27 @@ async def test_a_second_run_of_one_name_is_refused_while_the_first_is_up():
         with pytest.raises(SwarmqError, match="run 'r' is already up on this broker"):
             await check_run_is_down(broker, "r", report=told.append)
     assert told == []
+
+
+class Queues:
+    """A broker with these numbers of consumers by queue."""
+
+    def __init__(self, **consumers):
+        self._consumers = {f"swarmq.r.{name}": count for name, count in consumers.items()}
+
+    async def depths(self, queues):
+        return {queue: Depth(0, count) for queue, count in self._consumers.items() if queue in queues}
+
+
+async def test_a_run_starts_beside_a_standby_that_leads_but_not_beside_a_learner_or_a_collector_without_standbys():
+    standby = {"log": 1, "in": 1}
+    await check_run_is_down(Queues(**standby), "r", trained_beside_standby=("main",), report=print)
+    for twin, queue in [
+        (Queues(**standby, **{"main.ready": 1}), "swarmq.r.main.ready"),
+        (Queues(**{"in": 1}), "swarmq.r.in"),
+    ]:
+        with pytest.raises(SwarmqError, match=f"already up on this broker: {queue} has a consumer"):
+            await check_run_is_down(twin, "r", trained_beside_standby=("main",), report=print)
 
 
 async def test_a_reader_that_died_with_a_private_broker_is_waited_for_visibly_and_not_for_ever():
