@@ -31,7 +31,7 @@ STRANGER = """
 import http.client, json, ssl, sys
 host, port, routes = json.loads(sys.argv[1])
 trusted = ssl.create_default_context(cafile=sys.argv[2])
-websocket = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "c3dhcm1xIHRlc3Rz"}
+websocket = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "c3dhcm1xIHRlc3RzISEhIQ=="}
 for more in ({}, {"authorization": "Bearer wrong"}):
     for method, path, headers in [*((m, p, {}) for p in routes for m in ("GET", "POST")), ("GET", "/v1/realtime", websocket)]:
         connection = http.client.HTTPSConnection(host, port, timeout=120, context=trusted)

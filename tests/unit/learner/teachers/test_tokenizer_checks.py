@@ -23,6 +23,7 @@ from support.episodes import make_group
 from support.tiny_model import MARKERS, SPECIAL_TOKENS, tiny_model
 from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
+from swarmq.hosts.model_files import describe_shape
 from swarmq.learner import main
 from swarmq.learner.feed.ipc import Idle, StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, encode_record
@@ -52,12 +53,20 @@ class Tokenizing:
         self.up = True
         self.asked = 0
         self.room: int | None = 2048
+        self.version = "0.32.0"
+        self.shape = describe_shape(json.loads((Path(model) / "config.json").read_text()))
         self._model, self._shift = model, shift
 
     async def models(self, _: web.Request) -> web.Response:
         if self.room is None:
             raise web.HTTPServiceUnavailable
         return web.json_response({"data": [{"id": "m", "max_model_len": self.room}]})
+
+    async def report_version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def report_facts(self, _: web.Request) -> web.Response:
+        return web.json_response({"results": [{"swarmq": "1.0", "shape": self.shape}]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -76,6 +85,8 @@ async def engine(*, shift: int = 0, model: str | None = None) -> AsyncIterator[T
     app = web.Application()
     app.router.add_post("/tokenize", served.tokenize)
     app.router.add_get("/v1/models", served.models)
+    app.router.add_get("/version", served.report_version)
+    app.router.add_get("/swarmq/facts", served.report_facts)
     async with TestServer(app) as server:
         served.url = str(server.make_url("")).rstrip("/")
         yield served
@@ -88,6 +99,27 @@ def check(model: Path, *urls: str) -> None:
 async def checked(model: Path, *, shift: int = 0, served_model: str | None = None) -> None:
     async with engine(shift=shift, model=served_model) as served:
         await asyncio.to_thread(check, model, served.url)
+
+
+async def test_an_engine_that_serves_another_model_with_the_same_tokenizer_is_refused() -> None:
+    async with engine() as served:
+        await asyncio.to_thread(check, tiny_model(), served.url)
+        ours = served.shape["num_hidden_layers"]
+        served.shape = served.shape | {"num_hidden_layers": "99"}
+        with pytest.raises(
+            LearnerError,
+            match=f"{served.url} serves another model than {tiny_model()}: num_hidden_layers in its config.json is 99, not {ours}",
+        ):
+            await asyncio.to_thread(check, tiny_model(), served.url)
+
+
+async def test_engines_of_two_versions_are_a_warning() -> None:
+    async with engine() as one, engine() as other:
+        other.version = "0.33.1"
+        tokenizers = EngineTokenizers(str(tiny_model()), lambda: (one.url, other.url))
+        await asyncio.to_thread(tokenizers.check)
+    [warning] = tokenizers.warnings
+    assert warning.startswith(f"the engine at {other.url} has vllm 0.33.1, the one at {one.url} vllm 0.32.0")
 
 
 def with_tokenizer(folder: Path, model: Path, *, another: bool = False) -> str:
