@@ -14,7 +14,7 @@ from swarmq.weights.push.transfers import FileTransfer
 
 
 def main(engine_url: str, model: str, folder: str, version: str) -> None:
-    transfer = HttpTransfer(FileTransfer((), Path(folder)), secret=SECRET, retry_s=1e6, chunk_bytes=4096)
+    transfer = HttpTransfer(FileTransfer((), Path(folder)), secret=SECRET, retry_s=1e6, chunk_bytes=65536)
     pusher = WeightPusher([engine_url], Path(folder), secret=SECRET, transfers={"http": transfer})
     pusher.push(load_file(Path(model) / "model.safetensors").items(), int(version))
 

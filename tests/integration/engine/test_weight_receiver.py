@@ -93,7 +93,7 @@ async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_differenc
 
 async def kill_a_learner_in_its_push(engine_url: str, model: Path, folder: Path, relay: TcpRelay) -> int:
     """Start a learner's process, and kill it when a part of the weights has arrived. Return its process id."""
-    relay.cut_after(20_000)
+    relay.cut_after(300_000)  # beyond the manifest
     learner = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "support.pushing_learner", engine_url, str(model), str(folder), "7"),
         env=environment(),

@@ -176,7 +176,7 @@ def test_a_run_folder_is_its_owners_alone(tmp_path, monkeypatch):
     before = os.umask(0o022)
     try:
         swarmq("invite", "job.toml", "--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1")
-        monkeypatch.setattr("swarmq.collector.main.run", lambda job: job.run_folder.inbox.write_text("prompts"))
+        monkeypatch.setattr("swarmq.collector.main.run", lambda job, **_: job.run_folder.inbox.write_text("prompts"))
         assert swarmq("collector", "runs/r/resolved.toml").exit_code == 0
         assert os.umask(0o022) == 0o022, "only our own files are meant"
     finally:
