@@ -1,4 +1,4 @@
-"""`swarmq check-method`: checks of a method of training on random episodes."""
+"""`swarmq check-method`: checks a method of the user's own on random episodes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from swarmq.errors import ConfigError
 def check_method(name: str, kind: str | None, sets: tuple[str, ...]) -> None:
     """Check a method of your own on random episodes.
 
-    A loss, an advantage, a schedule or an optimizer. Looks for the module in the working directory and among the installed packages, and prints what is wrong: shapes, values that are
-    not finite, state, dependence on packing, ranks or order, and a gradient that differs from float64 or from finite differences.
+    A method is a loss, an advantage, a schedule or an optimizer. Looks for its module in the working directory and among the installed
+    packages, and prints what is wrong: wrong shapes, values that are not finite, state, a result that depends on packing, ranks or
+    order, and a gradient that differs from that in float64 or from finite differences.
 
     \b
     swarmq check-method my_methods:my_loss
     swarmq check-method my_methods:my_loss --set loss.options.alpha=0.5
-    swarmq check-method cispo --kind loss          a built-in one
+    swarmq check-method cispo --kind loss          a built-in method
     """
     require_extras("learner")
     from swarmq.learner.methods import check, registry

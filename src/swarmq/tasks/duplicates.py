@@ -1,4 +1,4 @@
-"""Which texts say the same: near duplicates by shared runs of words, found without comparing every pair. Pure."""
+"""Detection of near-duplicate texts: those that share most of their runs of three words. It does not compare every pair. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter, defaultdict
 
 RUN = 3
+"""Words in a run."""
 SIMILAR = 0.7
 """Minimum share of runs of words in common (Jaccard index) at which two texts are duplicates."""
 _WORD = re.compile(r"\w+")

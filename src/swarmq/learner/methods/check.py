@@ -23,14 +23,15 @@ from swarmq.learner.methods.optimizers import OptimizerFunction
 from swarmq.learner.methods.schedules import ScheduleFunction
 
 CALLS = 12
+"""Model calls in a random micro-batch."""
 SAME = 1e-9
-"""Relative difference of float64 results that a sum in another order explains."""
+"""Largest relative difference between float64 results that rounding explains when a sum is taken in another order."""
 TWIN = 1e-4
-"""Relative difference between gradients in float32 and float64 that rounding explains."""
+"""Largest relative difference between gradients in float32 and float64 that rounding explains."""
 STEP = 1e-6
 """Step of finite differences, in nats."""
 SLOPE = 1e-5
-"""Relative difference between a gradient and finite differences that rounding explains."""
+"""Largest relative difference between a gradient and finite differences that rounding explains."""
 KINDS_BY_PARAMETER = {"tokens": "loss", "sets": "advantage", "step": "schedule", "parameters": "optimizer"}
 """Name of a method's first parameter -> kind of the method."""
 
@@ -56,8 +57,8 @@ def find_kind(name: str, function: Callable[..., Any]) -> str:
 
 
 def check_method(kind: str, function: Callable[..., Any], train: Train) -> Iterator[Check]:
-    """Yield the result of each check of the method under the settings `train`. Ends after the first check without which the
-    others make no sense."""
+    """Yield the result of each check of the method under the settings `train`. If the first one (shape) fails, the
+    others make no sense and are left out."""
     checks = CHECKS[kind](function, train)
     for number, (name, run) in enumerate(checks.items()):
         try:
@@ -158,7 +159,7 @@ def _check_inputs_unchanged(compute: Callable[[LossInputs], TokenLoss]) -> None:
 
 
 def _check_no_state(compute: Callable[[int], Sequence[float]]) -> None:
-    """`compute`: returns all numbers of a result for the inputs of a seed."""
+    """Raise MethodError if a result depends on earlier calls or on chance. `compute` returns the numbers of the result for a seed."""
 
     def run(seed: int, chance: int) -> Sequence[float]:
         state = random.getstate()
@@ -172,7 +173,7 @@ def _check_no_state(compute: Callable[[int], Sequence[float]]) -> None:
 
     first, again = run(3, 0), run(3, 1)
     if not _are_equal(first, again):
-        raise MethodError("two calls with equal inputs return different values: it uses random numbers, or keeps state")
+        raise MethodError("two calls with equal inputs return different values: it uses random numbers or keeps state")
     run(4, 2)
     if not _are_equal(first, run(3, 3)):
         raise MethodError("it keeps state: its result depends on earlier calls")
@@ -234,10 +235,10 @@ def _as_double(tokens: LossInputs) -> LossInputs:
 
 
 class _HeldConstants(TorchFunctionMode):
-    """Keeps what is detached constant: records these values in a first run, and returns them in later ones, so that finite differences
-    differentiate what autograd differentiates.
+    """Records the values that are detached in a first run, and returns them in later runs, whatever their inputs are. Finite differences
+    thus hold constant what autograd holds constant.
 
-    `no_grad`: whether everything computed without gradient also counts, which is wrong inside a custom autograd function.
+    `no_grad`: whether values computed without gradient count as detached, too; that is wrong inside a custom autograd function.
     """
 
     def __init__(self, *, no_grad: bool) -> None:
