@@ -175,7 +175,8 @@ def host_serve(
     """Take jobs over HTTP: check, queue, start, stop and resume their runs on this host.
 
     FOLDER holds the runs; runs by default. A run outlives this process: when it is stopped, killed or updated, start it again, and it
-    finds its runs. Who sends jobs needs a token (`swarmq host token`), or may open FOLDER/.host/socket, as ssh does.
+    finds its runs. Senders of jobs need a token (`swarmq host token`) or the
+    right to open FOLDER/.host/socket, as over ssh.
 
     \b
     swarmq host serve

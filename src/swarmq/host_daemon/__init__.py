@@ -4,8 +4,8 @@ main.py        sockets and the end of the process
 app.py         routes, authorization, errors
 service.py     what happens to a run from its launch to its deletion
 queue.py       which queued runs may start
-check.py       what is refused before anything starts
-ledger.py      what the daemon knows, on disk
+check.py       whether a job can run on this host
+ledger.py      the record of every run, on disk
 processes.py   `swarmq up` as a process that outlives the daemon, and is found again
 files.py       which files of a run may be read
 

@@ -21,9 +21,9 @@ from swarmq.keys import Role
 from swarmq.proxy.http_errors import RefusedError
 
 AUDIENCE = "@host"
-"""Name that stands in a token of a host where a run's stands in others; no run can have it."""
+"""Audience of a host's tokens, in place of the name of a run; no run can have this name."""
 CALLER = "swarmq_caller"
-"""Key of the caller in the state of a request."""
+"""Key under which a request's state holds its caller."""
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 Guard = Callable[[Connection, BaseRouteHandler], None]
@@ -37,7 +37,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostAccess:
-    """Who may do what on a host."""
+    """Finds the sender of a request and whether its role allows the request."""
 
     def __init__(self, root: bytes, *, revoked: Container[str] = (), now: Callable[[], float] = time.time) -> None:
         self._root, self._revoked, self._now = root, revoked, now
@@ -83,6 +83,6 @@ def get_caller(request: Request[Any, Any, Any]) -> Caller:
 
 
 def _is_by_socket_file(connection: Connection) -> bool:
-    """Return whether the request came over the daemon's socket file: its server has a path and no port."""
+    """Return whether the request came over the daemon's socket file, whose address has a path and no port."""
     server = connection.scope.get("server")
     return server is not None and server[1] is None

@@ -55,7 +55,7 @@ MAX_BODY = 1024 * 1024
 MAX_WAIT_S = 60.0
 MAX_LINES = 100_000
 STOP, RESUME = StopRequest(), ResumeRequest()
-"""Requests for which an empty body stands."""
+"""Meaning of an empty body."""
 
 FAULTS = {
     400: ResponseSpec(
@@ -94,7 +94,7 @@ def create_app(service: HostService, access: HostAccess) -> Litestar:
 
 
 def refuse(_: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    """Answer an error in the form of a proxy's."""
+    """Answer an error in the form that the proxy's errors have."""
     refusal = _describe(error)
     if refusal.status == 500:
         log.error("request_failed", reason=repr(error), exc_info=error)

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: jobs that cannot work on this host, with the path of the setting."""
+"""Checks of a job before anything starts: whether it can run on this host. A refusal names the path of the setting."""
 
 from __future__ import annotations
 

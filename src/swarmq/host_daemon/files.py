@@ -17,8 +17,8 @@ PIECE_BYTES = 16 * 1024 * 1024
 """Maximum size of one answer; a larger file is read in several."""
 TAIL_BYTES = 1024 * 1024
 """Maximum bytes of a log that are sent before what is appended to it."""
-LOOK_S = 0.5
-"""Seconds between two looks whether something was appended."""
+POLL_S = 0.5
+"""Seconds between two checks whether something was appended."""
 
 
 def list_files(folder: RunFolder, policies: Iterable[str], under: str = "") -> list[FileView]:
@@ -57,11 +57,11 @@ async def follow_log(path: Path, is_running: Callable[[], bool], *, lines: int, 
         elif is_last:
             return
         else:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 def _read_from(path: Path, position: int, lines: int) -> tuple[bytes, int]:
-    """Return what a log has from `position` on, and its new position. From 0: at most the last `lines` lines."""
+    """Return the bytes of a log from `position` on, and the position after them. From 0: at most the last `lines` lines."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -1,6 +1,6 @@
 """Which queued runs may start. Pure.
 
-Runs start in the order of their launch. None overtakes another one, so that a run that needs many GPUs is not passed over for ever.
+Runs start in the order of their launch. None overtakes another one, so that a run that needs many GPUs gets its turn.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
                  │ └──it died──────┘ └──it says why──> failed
                  └───────────────── resume ───────────(stopped, done, failed)
 
-Every arrow is on disk before anybody is told of it. The daemon waits for the ends of the runs' processes; those that it finds at its
-start were started by an earlier daemon.
+Every change of state is on disk before a client learns of it. The daemon waits for the end of each run's process, also of those that
+an earlier daemon started.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from swarmq.version import __version__
 
 DEATH_WINDOW_S = 600.0
 """Seconds within which the deaths of a run are counted; it is not started again after `MAX_DEATHS`."""
-LOOK_S = 1.0
-"""Seconds between two looks at the files of a run that a client waits for."""
+POLL_S = 1.0
+"""Seconds between two checks of the files of a run that a client waits for."""
 
 log = structlog.get_logger()
 
@@ -151,7 +151,7 @@ class HostService:
         while (view := self.show_run(run)).state == state and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 # that a run is up is not written here, but in its folder
-                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_S))
+                await asyncio.wait_for(self._changed.wait(), min(left, POLL_S))
         return view
 
     def find(self, run: str) -> RunRecord:
@@ -380,9 +380,9 @@ class HostService:
             try:
                 self._settle(self.find(run))
                 self._start_queued()
-            except OSError as error:  # a full disk: whatever was not written is found again
+            except OSError as error:  # a full disk: what is not on disk yet is written by the next try
                 log.warning("run_end_not_recorded", run=run, reason=str(error), action="tried again")
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             else:
                 return
 
@@ -417,7 +417,7 @@ class HostService:
         self._announce()
 
     def _announce(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake the requests that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

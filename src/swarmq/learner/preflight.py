@@ -26,7 +26,7 @@ def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
 
 
 def check_methods(job: SwarmJob, policy: str) -> None:
-    """Load the methods of the user's own that the policy is trained with, and check them on random episodes. Raises LearnerError, which
+    """Load the user's own methods with which the policy is trained, and check them on random episodes. Raises LearnerError, which
     begins with the path of the setting."""
     train = job.train_of(policy)
     if not registry.read_own(train, job.methods_folder):

@@ -21,7 +21,7 @@ from swarmq.remote.tunnel import SshTunnel
 HOST_ENV, TOKEN_ENV = "SWARMQ_HOST", "SWARMQ_TOKEN"
 SCHEMES = ("http", "https", "ssh")
 ANSWER_S = 120.0
-"""Seconds that an answer may take; a change waits for the learners' answers."""
+"""Seconds that an answer may take; that to a change comes after those of the learners."""
 PATIENCE_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 
@@ -39,7 +39,7 @@ class HostClient:
         serves, by default `runs` in the user's home; None: `$SWARMQ_HOST`. `token`: an operator token, which ssh does not need; None:
         `$SWARMQ_TOKEN`. `patience_s`: seconds for which a daemon may be away.
 
-        Raises ConfigError for an address that is none, and HostError if ssh does not reach the host.
+        Raises ConfigError for a malformed address, and HostError if ssh does not reach the host.
         """
         host = host or os.environ.get(HOST_ENV)
         if not host:

@@ -88,7 +88,7 @@ class FileView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run answered, one line for each of its parts."""
+    """Answers of the run's collector and learners, a line each."""
 
     text: str
 

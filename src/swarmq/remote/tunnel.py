@@ -1,4 +1,4 @@
-"""ssh to a host's daemon: a socket file of this machine that leads to the daemon's, by the system's `ssh -L`.
+"""An ssh tunnel to a host's daemon: a socket file on this machine that the system's `ssh -L` connects to the daemon's.
 
     this machine: DIR/socket <── ssh -L ──> host: FOLDER/.host/socket
 
@@ -28,7 +28,7 @@ OPTIONS = ("-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15")
 
 
 class SshTunnel:
-    """A way to a host's socket file; open until `close`."""
+    """A tunnel to the socket file of a host's daemon; open until `close`."""
 
     def __init__(self, url: str) -> None:
         """`url`: `ssh://[USER@]HOST[:PORT][/FOLDER]`. Raises HostError if ssh does not reach the host or no daemon has served the folder."""

@@ -1,5 +1,5 @@
-"""Methods by name. A built-in method is the function of its file's name; an own method, `module:function`, is loaded from source
-text, which every batch record keeps, so that a replay computes with what trained. Without torch.
+"""Methods by name. A built-in method is a function with the name of its file. An own method is one that a user wrote, `module:function`:
+it is loaded from source text, which every batch record keeps, so that a replay computes with the code that trained. Without torch.
 
   job file ──read_own──> MethodCode ──adopt──> function          Hello, batch record ──adopt──> function
 """
@@ -43,7 +43,7 @@ class AdoptedMethod(NamedTuple):
 
 
 _adopted: dict[str, AdoptedMethod] = {}
-"""Name -> own method of this process."""
+"""Name -> own method that this process has loaded."""
 
 
 def find_method(kind: str, name: str) -> Any:
@@ -102,7 +102,7 @@ def describe_methods(train: Train) -> tuple[MethodCode, ...]:
 
 
 def read_code(kind: str, name: str, folder: str | None = None) -> MethodCode:
-    """Return the present code of a method. Only own methods come with their source. Raises SetUpError if there is no such
+    """Return the code that a method has at present. Only own methods come with their source. Raises SetUpError if there is no such
     module."""
     if not is_own_method(name):
         return MethodCode(kind=kind, name=name, sha256=_hash_built_in(kind, name))

@@ -94,7 +94,7 @@ def decode_chunk(encoded: bytes, size_bytes: int, base: Bytes | None, word_bytes
     num_words = -(-size_bytes // word_bytes)
     try:
         if not 0 <= zstandard.frame_content_size(encoded) <= COUNT_BYTES + num_words * (4 + word_bytes):
-            raise ValueError("the chunk is larger than it can be")
+            raise ValueError("the chunk is larger than any encoding of its size")
         body = np.frombuffer(zstandard.decompress(encoded), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"the chunk is not in zstd's format: {error}") from error
