@@ -152,7 +152,7 @@ def _read_questions(path: Path) -> Iterator[str]:
 
 
 def _write_lines(path: Path, rows: Iterable[msgspec.Struct]) -> None:
-    """Replace a file with one JSON object per line."""
+    """Write the rows to a file, one JSON object per line, in place of what it had."""
     from swarmq.runtime.files import write_atomically
 
     write_atomically(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))

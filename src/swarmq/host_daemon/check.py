@@ -34,7 +34,7 @@ class CheckedJob(NamedTuple):
 
 
 class JobCheck:
-    """The checks of a host."""
+    """Checks whether jobs can run on this host, and how."""
 
     def __init__(self, folder: Path, gpus: Sequence[GpuCapacity], *, address: str = OWN_MACHINE) -> None:
         """`folder`: parent of the run folders. `address`: host name or address by which clients reach this host."""

@@ -254,7 +254,7 @@ class _Queue:
         return left
 
     def push(self) -> None:
-        """Deliver waiting messages to consumers with room: to the first consumer only, or to all in turn."""
+        """Deliver waiting messages to consumers with room: in turn, or, in a queue with a single active consumer, to the first one."""
         while self.waiting and not self.paused:
             taker = next((consumer for consumer in self._candidates() if consumer.has_room), None)
             if taker is None:

@@ -85,7 +85,7 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def encode_characters(text: str) -> list[int]:
-    """Return the ids of the text's single characters, which decode to the same text but differ from `encode`."""
+    """Return an id for each character of the text. They decode to the same text as the ids of `encode`."""
     parts = _SPLIT.split(text)
     return [i for p in parts for i in ([SPECIAL.index(p)] if p in SPECIAL else [_CHARACTERS + ord(c) for c in p])]
 

@@ -56,7 +56,7 @@ class Groups:
         self.place: dict[str, str] = {}
         """Episode id of a published group -> id of the group."""
         self.ready: Counter[str] = Counter()
-        """Policy -> number of groups that its learner was sent and has not completely reported on."""
+        """Policy -> number of groups that were sent to its learner, of which some episodes are neither trained nor dropped yet."""
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
         """Policy -> kind -> number of the groups in `ready`."""
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None

@@ -48,7 +48,7 @@ class PauseWatchdog:
         try:
             await self._engine.release()
         except EngineError as error:
-            return self._require_restart(f"was left in an update: {error}")
+            return self._require_restart(f"was left in the middle of an update: {error}")
         log.warning("paused_engine_resumed", engine=self._engine.url, reason="no learner ended its pause in time")
         self._paused_since = None
         return False

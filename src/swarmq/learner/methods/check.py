@@ -173,7 +173,7 @@ def _check_no_state(compute: Callable[[int], Sequence[float]]) -> None:
 
     first, again = run(3, 0), run(3, 1)
     if not _are_equal(first, again):
-        raise MethodError("two calls with equal inputs return different values: it uses random numbers or keeps state")
+        raise MethodError("two calls with equal inputs return different values: it uses random numbers, or keeps state")
     run(4, 2)
     if not _are_equal(first, run(3, 3)):
         raise MethodError("it keeps state: its result depends on earlier calls")

@@ -280,7 +280,9 @@ class EngineControl:
         except EngineRefusedError as error:
             if status.is_in_doubt:
                 await self._label(f"{status.awake_label}{CONDEMNED}")
-                raise EngineError(f"engine {self.url} was left in an update, only a restart helps: {error}") from error
+                raise EngineError(
+                    f"engine {self.url} was left in the middle of an update, and only a restart helps: {error}"
+                ) from error
             await self._label(status.awake_label)
             await self._wake_up()
             raise

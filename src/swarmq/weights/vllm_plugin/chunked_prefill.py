@@ -19,7 +19,7 @@ PATCH_MARK = "swarmq_pieces"
 
 
 def register() -> None:
-    """Patch this process; does nothing if vLLM samples differently."""
+    """Patch this process; does nothing if vLLM has no such method."""
     stock = getattr(CPUModelRunner, "sample_tokens", None)
     if stock is not None and not hasattr(stock, PATCH_MARK):  # vLLM also wraps this method
         CPUModelRunner.sample_tokens = _wrap_sample_tokens(stock)
