@@ -18,17 +18,21 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from aio_pika.exceptions import DeliveryError
 
 from swarmq import keys
 from swarmq.broker import Delivery
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.deliveries import Settler
+from swarmq.broker.publisher import Publisher, send_once
+from swarmq.broker.reconnect import BrokerLink
 from swarmq.collector.decide.effects import Effect, WinSlot
 from swarmq.collector.main import _stop_on_signals
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.engine.client.vllm import VllmEngine
-from swarmq.errors import BrokerError
+from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.learner.feed import process
 from swarmq.learner.store.records import Hello
 from swarmq.messages import DeliveryReport, EpisodeEnd, Event, Message, Turn
@@ -43,10 +47,14 @@ RULES = {
     "ends-do-not-wait": "collector",
     "acknowledge-before-log": "learner",
     "no-dedup": "learner",
+    "take-lost-for-confirmed": "proxy",
+    "no-dedup-after-failover": "learner",
 }
 """Rule -> the part that breaks it."""
 
 DAWDLE_S = 0.3
+LATE_S = 5.0
+"""Seconds that a batch in the log stays unacknowledged, for a failover to come in between."""
 
 
 class Answers:
@@ -66,6 +74,23 @@ class Answers:
 
     async def emit(self, event: Event) -> None:
         await self._broker.emit(event)
+
+
+class HastyPublisher(Publisher):
+    """Takes a message for confirmed that was rejected, or whose session was lost before the confirm."""
+
+    async def _attempt(self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any]) -> bool:
+        session = await self._link.session()
+        await asyncio.sleep(DAWDLE_S)
+        with contextlib.suppress(BrokerLostError, DeliveryError):
+            await session.call(send_once(session.channel, queue, body, kind=kind, headers=headers))
+        return True
+
+
+class HastyBroker(AmqpBroker):
+    def __init__(self, url: str, *, link: BrokerLink, **given: Any) -> None:
+        super().__init__(url, link=link, **given)
+        self._publisher = HastyPublisher(link)
 
 
 class Eager:
@@ -120,6 +145,44 @@ class Gullible:
 
     async def batch(self, limit: int) -> list[Delivery]:
         return [Delivery(one.arrival, self._rewrite(one.message)) for one in await self._deliveries.batch(limit)]
+
+
+class LateSettler:
+    """A session whose messages are acknowledged late."""
+
+    def __init__(self, settler: Settler) -> None:
+        self._settler = settler
+        self._under_way = set[asyncio.Task[None]]()
+
+    async def ack(self, tag: int, *, through: bool) -> None:
+        task = asyncio.create_task(self._ack(tag, through=through))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _ack(self, tag: int, *, through: bool) -> None:
+        await asyncio.sleep(LATE_S)
+        with contextlib.suppress(BrokerError):
+            await self._settler.ack(tag, through=through)
+
+    async def reject(self, tag: int) -> None:
+        await self._settler.reject(tag)
+
+
+class Late(Eager):
+    """Deliveries that are acknowledged late."""
+
+    async def batch(self, limit: int) -> list[Delivery]:
+        return [
+            Delivery(one.arrival._replace(settler=LateSettler(one.arrival.settler)), one.message)
+            for one in await self._deliveries.batch(limit)
+        ]
+
+
+class LateBroker(EagerBroker):
+    @contextlib.asynccontextmanager
+    async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Late]:
+        async with self._broker.consume(queue, prefetch=prefetch) as deliveries:
+            yield Late(deliveries)
 
 
 class GullibleBroker(EagerBroker):
@@ -191,17 +254,19 @@ class _Nothing(OrderedDict[str, None]):
         return
 
 
-async def proxy(job: SwarmJob) -> None:
+async def proxy(job: SwarmJob, rule: str) -> None:
     async with AsyncExitStack() as stack:
         assert job.broker.url
-        broker = await stack.enter_async_context(AmqpBroker.open(job.broker.url, name="proxy", deadline_s=None))
+        is_hasty = rule == "take-lost-for-confirmed"
+        broker_type = HastyBroker if is_hasty else AmqpBroker
+        broker = await stack.enter_async_context(broker_type.open(job.broker.url, name="proxy", deadline_s=None))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         engines = {
             name: [await stack.enter_async_context(VllmEngine.open(url, deadline_s=30)) for url in policy.engine.urls]
             for name, policy in job.policies.items()
         }
         root = keys.load_root(job.run_folder.root_secret)
-        app = create_app(job, root=root, engines=engines, broker=Answers(broker, tasks))
+        app = create_app(job, root=root, engines=engines, broker=broker if is_hasty else Answers(broker, tasks))
         await uvicorn.Server(uvicorn.Config(app, port=job.proxy.port, log_config=None, access_log=False)).serve()
 
 
@@ -240,10 +305,24 @@ async def _eager_broker(hello: Hello) -> AsyncIterator[EagerBroker]:
         yield EagerBroker(broker)
 
 
+@contextlib.asynccontextmanager
+async def _late_broker(hello: Hello) -> AsyncIterator[LateBroker]:
+    async with process.open_amqp(hello) as broker:
+        assert isinstance(broker, AmqpBroker)
+        yield LateBroker(broker)
+
+
+FEEDERS: dict[str, tuple[process.OpenBroker, type[process.BatchFeeder]]] = {
+    "acknowledge-before-log": (_eager_broker, Trusting),
+    "no-dedup": (process.open_amqp, Forgetful),
+    "no-dedup-after-failover": (_late_broker, Forgetful),
+}
+
+
 def main(role: str, job_file: str, rule: str, rest: Sequence[str]) -> None:
     if role == "io_process":
-        eager = rule == "acknowledge-before-log"
-        process.main(_eager_broker if eager else process.open_amqp, feeder_type=Trusting if eager else Forgetful)
+        open_broker, feeder_type = FEEDERS[rule]
+        process.main(open_broker, feeder_type=feeder_type)
         return
     assert not rest
     job = SwarmJob.load(Path(job_file))
@@ -251,7 +330,7 @@ def main(role: str, job_file: str, rule: str, rest: Sequence[str]) -> None:
     if role == "learner":
         learner(job, rule)
     else:
-        asyncio.run(proxy(job) if role == "proxy" else collector(job, rule))
+        asyncio.run(proxy(job, rule) if role == "proxy" else collector(job, rule))
 
 
 if __name__ == "__main__":

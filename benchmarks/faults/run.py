@@ -305,7 +305,10 @@ def main() -> None:
     options.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     options.add_argument("--model", type=Path, help="a model folder; needed with --engine vllm")
     options.add_argument(
-        "--break", dest="broken", default="", help="a rule that a part is to break; see benchmarks.faults.broken"
+        "--break",
+        dest="broken",
+        default="",
+        help="rules that parts are to break, with commas between; see benchmarks.faults.broken",
     )
     options.add_argument("--only", action="append", default=[], choices=FAULTS, help="only this fault; repeatable")
     options.add_argument("--nodes", type=int, default=1, help="RabbitMQ nodes; several form a cluster")

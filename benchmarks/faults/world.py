@@ -181,7 +181,7 @@ class World:
     async def open(
         cls, folder: Path, nursery: Nursery, *, model: Path, broken: str = "", vllm: bool = False, nodes: int = 1
     ) -> AsyncIterator[World]:
-        """`broken` names a rule that one of the parts is to break; `nodes` is the number of RabbitMQ nodes."""
+        """`broken` names the rules that parts are to break, with commas between; `nodes` is the number of RabbitMQ nodes."""
         async with contextlib.AsyncExitStack() as stack:
             job = _job(folder, model, proxy_port=find_free_port())
             cluster = PrivateCluster(folder / "broker", BrokerSettings(nodes=nodes))
@@ -232,8 +232,8 @@ class World:
             self._add("engine", ["benchmarks.faults.engine", str(self.engine_port), str(journal)])
         for role in ("proxy", "collector", "learner"):
             job = str(self._job_of(role))
-            if self.broken and self._breaks(role):
-                self._add(role, ["benchmarks.faults.broken", role, job, self.broken])
+            if self.broken and (rule := self._broken_by(role)):
+                self._add(role, ["benchmarks.faults.broken", role, job, rule])
             else:
                 self._add(role, ["swarmq", role, job, *(["--no-collector"] if role == "learner" else [])])
         self._fed.unlink(missing_ok=True)
@@ -248,10 +248,11 @@ class World:
         for part in self.parts.values():
             part.start()
 
-    def _breaks(self, role: str) -> bool:
+    def _broken_by(self, role: str) -> str:
+        """Return the rule that this part is to break, or ""."""
         from benchmarks.faults.broken import RULES  # noqa: PLC0415  (imports every part; only where one is broken)
 
-        return RULES[self.broken] == role
+        return next((rule for rule in self.broken.split(",") if RULES[rule] == role), "")
 
     def _add(self, name: str, arguments: list[str], **environment: str) -> None:
         known = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
