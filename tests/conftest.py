@@ -35,7 +35,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 FOLDERS = ("contract", "integration", "e2e")
 """Of tests that share a broker."""
 SHARED: pytest.StashKey[SharedBroker] = pytest.StashKey()
-SERVED = ("tests/integration/proxy/", "tests/integration/engine/test_push.py")
+SERVED = (
+    "tests/integration/proxy/",
+    "tests/integration/hosts/",
+    "tests/integration/engine/test_guard.py",
+    "tests/integration/engine/test_push.py",
+    "tests/integration/learner/test_served_teacher.py",
+)
 """Of tests that share an engine."""
 CLUSTERED = ("tests/contract/test_broker.py", "tests/integration/broker/test_cluster.py")
 """Of tests that share a cluster."""

@@ -76,7 +76,8 @@ def assert_same_steps(
 def learned(model: Path, ranks: int, train: Train, folder: Path) -> dict[str, torch.Tensor]:
     """The weights after some steps."""
     folder.mkdir()
-    launch(ranks, lora_ranks.__file__, str(model), msgspec.json.encode(train).decode(), str(folder))
+    ways = msgspec.json.encode({folder.name: train}).decode()
+    launch(ranks, lora_ranks.__file__, str(model), ways, str(folder.parent))
     made: dict[str, torch.Tensor] = torch.load(folder / "next", map_location="cpu")
     return made
 

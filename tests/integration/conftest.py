@@ -10,6 +10,7 @@ import pytest
 
 from support.engine import running_engine
 from support.tiny_model import tiny_model as make_tiny_model
+from swarmq.engine.server.launch import EngineProcess
 
 
 @pytest.fixture(scope="session")
@@ -19,13 +20,13 @@ def tiny_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine_url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM server of `tiny_model` to share: $SWARMQ_TEST_ENGINE_URL if set, else one of the session's own.
-
-    A test that changes its weights puts the first ones back.
-    """
-    if url := os.environ.get("SWARMQ_TEST_ENGINE_URL"):
-        yield url
-        return
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """A vLLM server of `tiny_model` to share. A test that changes its weights puts the first ones back."""
     with running_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "engine.log") as engine:
-        yield engine.url
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def engine_url(request: pytest.FixtureRequest) -> str:
+    """The shared server's URL: $SWARMQ_TEST_ENGINE_URL if set."""
+    return os.environ.get("SWARMQ_TEST_ENGINE_URL") or request.getfixturevalue("engine").url

@@ -1,7 +1,7 @@
 """Run on every rank: steps of adapters that are held to the initial model, which is under them, and the same steps with it loaded
 a second time. Rank 0 saves the weights and the adapters after them, and a checkpoint; all go on from that.
 
-python lora_ranks.py MODEL TRAIN_JSON FOLDER
+python lora_ranks.py MODEL TRAINS_JSON FOLDER        with a folder for each of the named settings
 """
 
 from __future__ import annotations
@@ -132,5 +132,7 @@ def gone_on(model: str, train: Train, folder: Path, ours: Trainer) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))
+    for name, train in msgspec.json.decode(sys.argv[2], type=dict[str, Train]).items():
+        forget()
+        main(sys.argv[1], train, Path(sys.argv[3]) / name)
     leave_group()

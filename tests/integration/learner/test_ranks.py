@@ -100,10 +100,10 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
     plain = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0), micro_batch_tokens=88, learning_rate=1e-3)
     shared = msgspec.structs.replace(plain, sharding="full")
     half = msgspec.structs.replace(shared, mixed_precision="bf16")  # which nothing but they themselves is compared with
-    ways = {"alone": (1, plain), "two": (2, plain), "two sharded": (2, shared), "in bf16": (2, half)}
-    for name, (count, train) in ways.items():
-        (folder := tmp_path / name).mkdir()
-        launch(count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(train).decode(), str(folder))
+    for count, ways in (1, {"alone": plain}), (2, {"two": plain, "two sharded": shared, "in bf16": half}):
+        for name in ways:
+            (tmp_path / name).mkdir()
+        launch(count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(ways).decode(), str(tmp_path))
     alone = tmp_path / "alone"
     before = dict(Trainer(str(tiny_qwen), plain).named_tensors())
     for name in ("two", "two sharded"):
