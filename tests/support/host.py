@@ -95,6 +95,12 @@ class Host:
             raw = await answer.read()
             return answer.status, msgspec.json.decode(raw) if raw else None
 
+    async def ask_lines(self, path: str, body: Any) -> tuple[int, list[Any]]:
+        """Return status and JSON lines of an answer."""
+        headers = {"authorization": f"Bearer {token('admin')}"}
+        async with self._http.post(f"{self.url}{path}", json=body, headers=headers) as answer:
+            return answer.status, [msgspec.json.decode(line) for line in (await answer.read()).splitlines()]
+
     async def launch(self, run: str, request_id: str | None = None, **fields: Any) -> tuple[int, Any]:
         body = {"job": job(run), "request_id": request_id or f"id-{run}", **fields}
         return await self.ask("POST", "/v1/runs", body, role="operate")

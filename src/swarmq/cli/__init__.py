@@ -22,5 +22,8 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
 )
 from swarmq.cli.common import main
 from swarmq.cli.daemons import collector, learner, proxy
+from swarmq.cli.remote import add_host_options
+
+add_host_options(main)
 
 __all__ = ["collector", "learner", "main", "proxy"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import getpass
 import time
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from litestar import Request
@@ -33,7 +33,12 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The sender of a request."""
 
     name: str
-    is_admin: bool
+    roles: frozenset[Role]
+    """All roles that the caller has, also those that follow from others."""
+
+    @property
+    def is_admin(self) -> bool:
+        return "admin" in self.roles
 
 
 class HostAccess:
@@ -53,7 +58,9 @@ class HostAccess:
                     status=403,
                     code="role_missing",
                 )
-            connection.state[CALLER] = Caller(name=operator.name, is_admin=operator.may("admin"))
+            connection.state[CALLER] = Caller(
+                name=operator.name, roles=frozenset(role for role in get_args(Role) if operator.may(role))
+            )
 
         return guard
 

@@ -22,12 +22,14 @@ from swarmq.dashboard.views import list_logs, read_board
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.host_daemon.access import HostAccess, get_caller
 from swarmq.host_daemon.check import find_setting
+from swarmq.host_daemon.commands import check_role, run_command
 from swarmq.host_daemon.files import follow_log, list_files, read_piece
 from swarmq.host_daemon.service import HostService
 from swarmq.keys import Role
 from swarmq.proxy.http.authorization import OPERATOR_SCHEME
 from swarmq.proxy.http.control_routes import FaultBody, OptionalBody, refuse_invalid, refuse_malformed
 from swarmq.proxy.http_errors import Refusal, RefusedError, to_refusal
+from swarmq.remote.commands import CommandRequest
 from swarmq.remote.records import (
     SIZE_HEADER,
     UP_LOG,
@@ -160,6 +162,9 @@ class HostRoutes:
             post(f"{RUN}/clients", operation_id="inviteClient", responses=changed, status_code=200, **operate)(
                 self.invite
             ),
+            post(f"{PATH}/commands", operation_id="runCommand", responses=FAULTS, status_code=200, **read)(
+                self.run_command
+            ),
             get(f"{RUN}/board", operation_id="showBoard", responses=known, **read)(self.show_board),
             get(f"{RUN}/logs", operation_id="listLogs", responses=known, **read)(self.list_logs),
             get(f"{RUN}/logs/{{name:str}}", operation_id="readLog", responses=known, **read)(self.read_log),
@@ -226,6 +231,13 @@ class HostRoutes:
     async def invite(self, run: FromPath[str], data: Annotated[InviteRequest, Body()]) -> InviteAnswer:
         """Invite a client, which runs episodes over HTTP at the run's proxies. A name is used once."""
         return InviteAnswer(invite=await asyncio.to_thread(self._service.invite, run, data.name))
+
+    async def run_command(self, data: Annotated[CommandRequest, Body()], request: Request[Any, Any, Any]) -> Stream:
+        """Run a command of `swarmq` on this host, and send its output as JSON lines. Each command needs a role of its own."""
+        caller = get_caller(request)
+        check_role(data, caller.roles)
+        output = run_command(self._service.folder.path, data, sender=caller.name)
+        return Stream(output, media_type="application/x-ndjson")
 
     async def show_board(self, run: FromPath[str]) -> dict[str, Any]:
         """Show everything about a run's present state, as `swarmq status --json` does; empty before the run was up."""

@@ -18,7 +18,7 @@ from swarmq.errors import ConfigError, HostError
 from swarmq.remote.records import HostView, PlanView, RunView
 from swarmq.remote.tunnel import SshTunnel
 
-HOST_ENV, TOKEN_ENV = "SWARMQ_HOST", "SWARMQ_TOKEN"
+TOKEN_ENV = "SWARMQ_TOKEN"  # noqa: S105 - the name of a variable
 SCHEMES = ("http", "https", "ssh")
 ANSWER_S = 120.0
 """Seconds that an answer may take; that to a change comes after those of the learners."""
@@ -34,16 +34,13 @@ class HostClient:
     All requests may be repeated without harm, so each is sent again when the daemon is away for a moment.
     """
 
-    def __init__(self, host: str | None = None, *, token: str | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, host: str, *, token: str | None = None, patience_s: float = PATIENCE_S) -> None:
         """`host`: `http://HOST:PORT`, `https://HOST:PORT` or `ssh://[USER@]HOST[:PORT][/FOLDER]`, where FOLDER is the one that the daemon
-        serves, by default `runs` in the user's home; None: `$SWARMQ_HOST`. `token`: an operator token, which ssh does not need; None:
+        serves, by default `runs` in the user's home. `token`: an operator token, which ssh does not need; None:
         `$SWARMQ_TOKEN`. `patience_s`: seconds for which a daemon may be away.
 
         Raises ConfigError for a malformed address, and HostError if ssh does not reach the host.
         """
-        host = host or os.environ.get(HOST_ENV)
-        if not host:
-            raise ConfigError(f"no host: name one, e.g. https://gpu-box:7000 or ssh://gpu-box, or set ${HOST_ENV}")
         parts = urlsplit(host)
         if parts.scheme not in SCHEMES or not parts.hostname:
             raise ConfigError(f"host {host!r}: write it as http://HOST:PORT, https://HOST:PORT or ssh://HOST")
@@ -100,17 +97,21 @@ class HostClient:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    def stream(self, path: str, *, timeout_s: float = ANSWER_S, **query: Any) -> Iterator[bytes]:
-        """Yield the pieces of an answer as they come. Raises HostError."""
+    def stream(
+        self, path: str, *, body: Any = None, timeout_s: float | None = ANSWER_S, **query: Any
+    ) -> Iterator[bytes]:
+        """Yield the pieces of an answer as they come. With a `body`, the request is a POST. Raises HostError."""
         try:
-            with self._open("GET", path, None, timeout_s, query) as response:
+            with self._open("GET" if body is None else "POST", path, body, timeout_s, query) as response:
                 while piece := response.read1(1 << 16):
                     yield piece
         except HttpError as error:
             raise _map(error, self.address) from error
 
     @contextmanager
-    def _open(self, method: str, path: str, body: Any, timeout_s: float, query: Mapping[str, Any]) -> Iterator[Any]:
+    def _open(
+        self, method: str, path: str, body: Any, timeout_s: float | None, query: Mapping[str, Any]
+    ) -> Iterator[Any]:
         given = {name: value for name, value in query.items() if value is not None}
         url = f"{self._base}{quote(path)}{'?' if given else ''}{urlencode(given)}"
         headers = {"Authorization": f"Bearer {self._token}"} if self._token and not self.tunnel else {}

@@ -33,7 +33,7 @@ WAIT_S = 20.0
 def launch(
     job: SwarmJob | Mapping[str, Any] | str | Path,
     *,
-    host: str | HostClient | None = None,
+    host: str | HostClient,
     token: str | None = None,
     gpus: int | None = None,
     can_wait: bool = True,

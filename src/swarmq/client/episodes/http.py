@@ -74,11 +74,11 @@ def post_json(
 def open_url(
     request: urllib.request.Request,
     *,
-    timeout_s: float,
+    timeout_s: float | None,
     ca: bytes = b"",
     socket_file: Path | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
-    """Send the request and provide the answer, which may be read in pieces. `socket_file`: where the server listens, if not at the URL.
+    """Send the request and provide the answer, which may be read in pieces. `timeout_s`: maximum seconds between two pieces; `socket_file`: where the server listens, if not at the URL.
 
     Raises HttpError, also if the connection breaks while the answer is read.
     """

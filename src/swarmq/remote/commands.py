@@ -1,0 +1,76 @@
+"""Commands of `swarmq` that a host's daemon runs for a client, and the role that each needs.
+
+    laptop: swarmq inspect math --kind code --host https://gpu-box:7000
+      └── POST /v1/commands {"command": ["inspect"], "params": {"run": "math", "kind": "code"}}
+            └── host: the same command on the run folder; its output comes back as it is written
+
+A command gets parameters that were parsed already; the host checks them again. Paths of files are not among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from swarmq.keys import Role
+from swarmq.remote.records import Request
+
+ROLES: dict[tuple[str, ...], Role] = {
+    ("status",): "read",
+    ("watch",): "read",
+    ("inspect",): "read",
+    ("client", "list"): "read",
+    ("dead", "list"): "read",
+    ("dead", "show"): "read",
+    ("engine", "list"): "read",
+    ("set",): "operate",
+    ("pause",): "operate",
+    ("drain",): "operate",
+    ("checkpoint",): "operate",
+    ("doctor",): "operate",
+    ("client", "add"): "operate",
+    ("client", "remove"): "operate",
+    ("dead", "requeue"): "operate",
+    ("dead", "purge"): "operate",
+    ("engine", "add"): "admin",
+    ("engine", "remove"): "admin",
+    ("token",): "admin",
+    ("viewer",): "admin",
+}
+"""Words of a command -> role that it needs."""
+
+
+class Terminal(Request, frozen=True, kw_only=True):
+    """The client's terminal, for which the output is made."""
+
+    columns: int = 80
+    lines: int = 24
+    is_interactive: bool = False
+    """Whether the output may move the cursor and have colours."""
+
+
+class CommandRequest(Request, frozen=True, kw_only=True):
+    """A command to run on a host."""
+
+    command: tuple[str, ...]
+    """Words of the command, such as `client`, `add`."""
+    params: dict[str, Any]
+    """Name -> value of each parameter, by the names in the function of the command."""
+    terminal: Terminal = Terminal()
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of a command's output, one JSON line of the answer; the last one has the exit status."""
+
+    text: str = ""
+    stream: Literal["out", "err"] = "out"
+    status: int | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process of a command gets."""
+
+    folder: str
+    """Folder that the daemon serves."""
+    request: CommandRequest
