@@ -11,7 +11,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 # The longest ones come first in the alphabet and stay first.
 WHOLE := -n $$(( 3 * $$(getconf _NPROCESSORS_ONLN) / 2 )) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: help install test check unit docs demo examples faults faults-matrix clean
+.PHONY: help install test check unit docs demo examples faults faults-matrix track clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -49,6 +49,9 @@ faults: install ## break everything a thousand times and count what was lost (ha
 
 faults-matrix: install ## a shorter fault run on RabbitMQ 3.10, 4.0 and 4.3 (as root; makes scratch roots once)
 	@$(TEST_ENV) $(BIN)/python -m benchmarks.faults_matrix $(ARGS)
+
+track: install ## run the tracked benchmarks and compare them with earlier commits (a quarter of an hour, on an idle machine)
+	@$(BIN)/python -m benchmarks.track $(ARGS)
 
 clean: ## remove the virtual environment and all caches; runs/ stays
 	rm -rf .venv .cache build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -14,6 +14,8 @@ from benchmarks import gpu_sizing, scaling
 from benchmarks.report import RESULTS
 from benchmarks.tables import learning
 from benchmarks.tables.common import ends, table
+from benchmarks.track.figures import FIGURES
+from benchmarks.track.record import SIGMAS, TOLERANCE, compare, read_lines, read_noise
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -38,6 +40,7 @@ PAGES = (
             "explanation/learning/whole-loop",
             "reference/dialects",
             "reference/figures",
+            "reference/track",
         )
     ),
 )
@@ -140,6 +143,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "learns": learning.learns_block,
         "scaling": learning.scaling_block,
         "trl": learning.trl_block,
+        "track": lambda _: track_block(),
         "sizing_memory": lambda _: gpu_sizing.memory_table(),
         "sizing_plans": lambda _: gpu_sizing.plan_tables(),
         **{name: partial(_growth_block, block) for name, block in scaling.BLOCKS.items()},
@@ -447,6 +451,35 @@ def derender_block(known: dict[str, Any]) -> Iterator[str]:
             )
             rows.append(cells)
     yield from table(("answer", "parsed", "portions", "processor", "longest pause", waits), rows)
+    yield "\n"
+
+
+def track_block() -> Iterator[str]:
+    """The newest line of the tracked figures, compared with those before it."""
+    lines = read_lines()
+    if not lines:
+        yield "\nNo line yet.\n\n"
+        return
+    newest, noise = lines[-1], read_noise()
+    yield f"\nCommit {newest.commit.rstrip('+')}, {newest.date[:10]}, {newest.hardware}; newest of the record's lines ({len(lines)}):\n\n"
+    verdicts = {verdict.figure.name: verdict for verdict in compare(lines, noise)}
+
+    def cells(name: str) -> Iterable[Any]:
+        verdict = verdicts.get(name)
+        if verdict is None:
+            return ("-", "-", "-")
+        return (
+            f"{verdict.newest:.4g}",
+            "-" if verdict.before is None else f"{verdict.before:.4g}",
+            f"{max(TOLERANCE, SIGMAS * noise[name]):.3f}"
+            if name in noise
+            else "0"
+            if verdict.figure.unit == "count"
+            else "not measured",
+        )
+
+    heads = ("figure", "what it is", "unit", "better", "newest", "before (median)", "fall that may be noise")
+    yield from table(heads, ((f"`{one.name}`", one.meaning, one.unit, one.better, *cells(one.name)) for one in FIGURES))
     yield "\n"
 
 
