@@ -37,7 +37,7 @@ from trl.experimental.iw_opd import IWOPDTrainer  # noqa: E402
 import trl  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
-TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "algorithms" / "trl_golden.json"
+TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "methods" / "trl_golden.json"
 CONSTANT_LENGTH = 16
 REWARDS = [0.0, 1.0, 0.25, 0.5, 2.0, -1.0, 0.0, 0.0]
 GROUP = 4
@@ -57,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # the engine's probabilities apart from those before the batch's first step, truncated (TRL's correction for vLLM)
     "ppo_clip, token, proximal": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 3.0, "truncated_at": 1.2},
+    # the value alone, on policy: the model's forward pass is replaced, so TRL's entropy has no gradient here
+    "ppo_clip, token, entropy": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 3.0, "entropy_coef": 0.05},
     "cispo, token": {"loss_type": "cispo", "epsilon_high": 5.0},
     "gspo, episode": {
         "loss_type": "grpo",
@@ -73,12 +75,13 @@ def main(target: Path = TARGET) -> None:
     mask = (torch.arange(7)[None] < torch.tensor(lengths)[:, None]).double()
     mu = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
     theta, reference = (mu + 0.6 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    entropies = 2 * torch.rand(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     advantages = torch.tensor([1.5, -0.5, -1.2, 0.2], dtype=torch.float64)
     made = {}
     for name, settings in CASES.items():
         learned = theta.clone().requires_grad_()
-        on_policy = name.endswith("kl")
-        loss = trl_loss(learned, theta if on_policy else mu, reference, advantages, mask, **settings)
+        on_policy = name.endswith(("kl", "entropy"))
+        loss = trl_loss(learned, theta if on_policy else mu, reference, advantages, mask, entropies, **settings)
         loss.backward()
         made[name] = {"loss": loss.item(), "gradient": learned.grad[mask > 0].tolist()}
     learned = theta.clamp(max=-1e-3).requires_grad_()
@@ -95,6 +98,7 @@ def main(target: Path = TARGET) -> None:
         "theta": theta[mask > 0].tolist(),
         "mu": mu[mask > 0].tolist(),
         "reference": reference[mask > 0].tolist(),
+        "entropies": entropies[mask > 0].tolist(),
         "advantages": advantages.tolist(),
         "constant_length": CONSTANT_LENGTH,
     }
@@ -109,6 +113,7 @@ def trl_loss(
     reference: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
+    entropies: torch.Tensor,
     **own: Any,
 ) -> torch.Tensor:
     """TRL's loss of completions whose log-probabilities are given."""
@@ -134,9 +139,10 @@ def trl_loss(
         off_policy_mask_threshold=None,
         use_vllm=truncated_at is not None,
         vllm_importance_sampling_correction=True,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled="entropy_coef" in settings,
+        use_adaptive_entropy=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (theta, torch.zeros_like(theta), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (theta, entropies, None),
     )
     ids = torch.zeros(theta.shape, dtype=torch.int64)
     inputs = {

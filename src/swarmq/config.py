@@ -49,7 +49,10 @@ RENAMED = {
 LOSSES = ("tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill")
 LOSSES_WITHOUT_RATIO = {"sft"}
 """Losses without importance ratios."""
-ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "ema")
+LOSSES_WITHOUT_REWARD = {"sft", "distill"}
+ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "reinforce_plus_plus", "ema")
+ADVANTAGES_WITHOUT_GROUP = {"ema", "reinforce_plus_plus"}
+"""Advantage estimators that compare with more than the group, so that groups of one and of equal rewards are trained."""
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 OPTIMIZERS = ("adamw", "muon")
 OWN_METHOD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -281,6 +284,19 @@ class Loss(Settings, frozen=True, kw_only=True):
     """Upper bound of the ratio in `ppo_clip` for negative advantages (dual-clip PPO)."""
     kl: Weight = 0.0
     """Weight (beta) of the KL divergence from `train.reference`; 0 loads no reference."""
+    reward_kl: Weight = 0.0
+    """Weight (beta) of the KL divergence from `train.reference` in the reward: each token's advantage is lowered by that of the rest
+    of its model call; 0 loads no reference."""
+    entropy_bonus: Weight = 0.0
+    """Weight of the entropy of each token's distribution, which the loss raises."""
+
+    def __post_init__(self) -> None:
+        if self.reward_kl and self.name in LOSSES_WITHOUT_REWARD:
+            raise ValueError(f"reward_kl: has no effect with name = {self.name!r}, which uses no rewards")
+
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.kl or self.reward_kl)
 
     def find_unused_constants(self) -> dict[str, tuple[str, ...]]:
         """Return constants that were set although this loss does not use them -> losses that do."""
@@ -341,7 +357,7 @@ class Train(Settings, frozen=True, kw_only=True):
     loss: Loss = field(default_factory=Loss)
     """The policy loss."""
     reference: str | None = None
-    """Model folder or name of the reference policy of `loss.kl`; None: the policy's initial model, which takes no further memory
+    """Model folder or name of the reference policy of `loss.kl` and `loss.reward_kl`; None: the policy's initial model, which takes no further memory
     in LoRA training."""
     teacher: str | None = None
     """Teacher of the `distill` loss, which must have the policy's vocabulary: a model folder or name, which the learner loads; or, for
@@ -439,8 +455,8 @@ class Train(Settings, frozen=True, kw_only=True):
         if self.ratio_band is not None and not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
             low, high = self.ratio_band
             raise ValueError(f"ratio_band: 1, where engine and learner agree, is not within [{low:g}, {high:g}]")
-        if self.reference is not None and not self.loss.kl:
-            raise ValueError("reference: has no effect while loss.kl is 0")
+        if self.reference is not None and not self.loss.needs_reference:
+            raise ValueError("reference: has no effect while loss.kl and loss.reward_kl are 0")
 
     def of_kind(self, kind: str) -> Train:
         """Return the settings that apply to tasks of a kind."""
@@ -478,7 +494,7 @@ class Train(Settings, frozen=True, kw_only=True):
     @property
     def needs_baseline(self) -> bool:
         """Whether advantages compare the episodes of a group, so that equal rewards give no gradient."""
-        return self.advantage != "ema" and self.loss.name not in {"sft", "distill"}
+        return self.advantage not in ADVANTAGES_WITHOUT_GROUP and self.loss.name not in LOSSES_WITHOUT_REWARD
 
 
 class MixPoint(Settings, frozen=True, kw_only=True):

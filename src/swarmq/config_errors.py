@@ -28,6 +28,8 @@ ELSEWHERE = {
     "beta": "policies.*.train.loss.kl",
     "kl_beta": "policies.*.train.loss.kl",
     "kl_coef": "policies.*.train.loss.kl",
+    "entropy_coef": "policies.*.train.loss.entropy_bonus",
+    "entropy_coeff": "policies.*.train.loss.entropy_bonus",
     "gamma": "policies.*.train.call_discount",
     "algorithm": "policies.*.train.advantage",
     "adv_estimator": "policies.*.train.advantage",

@@ -53,6 +53,7 @@ LIVE = (
     "policies.*.train.loss.clip_low",
     "policies.*.train.loss.clip_high",
     "policies.*.train.loss.dual_clip",
+    "policies.*.train.loss.entropy_bonus",
     "policies.*.train.normalisation",
     "policies.*.train.constant_length",
     "policies.*.train.row_k3_max",

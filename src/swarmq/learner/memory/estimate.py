@@ -55,7 +55,7 @@ def suggest_less(train: Train) -> str:
 def list_frozen_models(train: Train, initial: str) -> dict[str, str]:
     """Return the frozen models that the learner holds, by role: `reference` (by default the initial model) and `teacher`, if
     `train` uses them. The initial model under adapters and a served teacher are not among them."""
-    loads = train.loss.kl and (train.reference or not train.lora)
+    loads = train.loss.needs_reference and (train.reference or not train.lora)
     reference = {"reference": train.reference or initial} if loads else {}
     return reference | ({"teacher": train.teacher} if train.teacher and not train.has_served_teacher else {})
 

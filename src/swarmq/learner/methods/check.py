@@ -105,6 +105,7 @@ def draw_tokens(seed: int, *, dtype: torch.dtype = torch.float64, spread: float 
     behavior_logprobs = near(-3 * torch.rand(len(calls), generator=generator, dtype=torch.float64))
     advantages = torch.randn(CALLS, generator=generator, dtype=torch.float64)[calls]
     others = {name: near(behavior_logprobs).to(dtype) for name in ("reference", "teacher")}
+    others["entropies"] = 3 * torch.rand(len(calls), generator=generator, dtype=torch.float64).to(dtype)
     return LossInputs(
         logprobs=near(behavior_logprobs).to(dtype).requires_grad_(),
         behavior_logprobs=behavior_logprobs.to(dtype),
@@ -137,7 +138,7 @@ def _check_loss_shape(compute: Callable[[LossInputs], TokenLoss]) -> None:
 
 
 def _check_loss_finite(compute: Callable[[LossInputs], TokenLoss]) -> None:
-    for spread in (0.0, 5.0, 100.0):
+    for spread in (0.0, 5.0, 300.0):
         tokens = draw_tokens(1, dtype=torch.float32, spread=spread)
         values, gradient = compute(tokens).per_token.detach(), _gradient(compute, tokens)
         for what, found in (("loss", values), ("gradient", gradient)):

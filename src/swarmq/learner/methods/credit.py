@@ -18,8 +18,7 @@ from typing import Literal
 import msgspec
 
 from swarmq.config import Train
-from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, compare, ema
-from swarmq.learner.methods.advantages.centered import center
+from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, center, compare, ema
 from swarmq.learner.methods.registry import find_method
 from swarmq.messages import Rollout, Turn
 

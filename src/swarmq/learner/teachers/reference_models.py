@@ -100,7 +100,7 @@ class ReferenceModels:
         # the batch may have been logged under other adapter settings
         train = msgspec.structs.replace(train, lora=self._lora)
         wanted = list_frozen_models(train, self._initial)
-        under = {"reference": self._under} if train.loss.kl and "reference" not in wanted else {}
+        under = {"reference": self._under} if train.loss.needs_reference and "reference" not in wanted else {}
         return under | {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}
 
     def _load(self, role: str, source: str, pass_tokens: int) -> FrozenModel:

@@ -459,6 +459,7 @@ class Trainer:
             calls,
             one.num_calls,
             proximal=proximal,
+            entropies=scored.entropies.detach(),
             held=self._to_device(one.held),
             **{role: model.logprobs(layout, temperatures) for role, model in self.frozen.of(train).items()},
         )

@@ -55,6 +55,23 @@ def test_batch_norm_divides_by_the_deviation_of_all_centred_values() -> None:
     assert {k: v[0] for k, v in got.items()} == pytest.approx({k: v / deviation for k, v in centred.items()}, rel=1e-4)
 
 
+def test_reinforce_plus_plus_compares_with_the_batch_of_the_kind_and_divides_by_the_deviation_of_all() -> None:
+    """Also groups of one, and groups with equal rewards."""
+    groups = [
+        make_group("a", (1.0, 1.0), turns=1),
+        make_group("b", (4.0,), turns=1),
+        make_group("c", (5.0, 7.0), kind="code", turns=1),
+    ]
+    centred = {"a-0": -1.0, "a-1": -1.0, "b-0": 2.0, "c-0": -1.0, "c-1": 1.0}
+    deviation = (sum(v * v for v in centred.values()) / 5) ** 0.5
+    train = Train(advantage="reinforce_plus_plus")
+    got = {k: v[0] for k, v in compute_advantages(groups, train).items()}
+    assert got == pytest.approx({k: v / deviation for k, v in centred.items()}, rel=1e-4)
+    assert has_signal(groups[0], train)
+    equal = compute_advantages([make_group("a", (1.0, 1.0), turns=1)], train)
+    assert list(equal.values()) == [[0.0], [0.0]], "a batch of equal rewards teaches nothing"
+
+
 def test_every_turn_of_an_episode_gets_the_episodes_advantage() -> None:
     got = compute_advantages([make_group("a", (0.0, 1.0), turns=3)], Train(advantage="rloo"))
     assert got == {"a-0": [-1.0] * 3, "a-1": [1.0] * 3}

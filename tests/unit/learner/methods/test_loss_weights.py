@@ -50,7 +50,7 @@ def laid(passes: list[MicroBatch]) -> Laid:
 @given(
     batch=batches(),
     normalisation=st.sampled_from(("token", "episode", "constant")),
-    advantage=st.sampled_from(("rloo", "grpo", "batch_norm")),
+    advantage=st.sampled_from(("rloo", "grpo", "batch_norm", "reinforce_plus_plus")),
     budget=st.integers(120, 400),
     world=st.integers(1, 3),
 )

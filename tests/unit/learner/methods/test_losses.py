@@ -152,6 +152,47 @@ def test_the_divergence_from_a_reference_is_k3_weighted_for_having_been_sampled_
     assert_follows(tokens, Loss(name="reinforce", kl=0.1), wanted)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_divergence_in_the_reward_lowers_an_advantage_by_that_of_the_rest_of_the_call(seed: int) -> None:
+    logprobs, behavior_logprobs, a, reference, _ = sampled(0.5, seed)
+    gaps = [float(m - r) for m, r in zip(behavior_logprobs, reference, strict=True)]
+    lowered = [
+        float(a[i]) - 0.1 * sum(gaps[j] for j in range(i, len(CALLS)) if CALLS[j] == CALLS[i])
+        for i in range(len(CALLS))
+    ]
+    wanted = slowly("reinforce", logprobs, behavior_logprobs, torch.tensor(lowered))
+    shuffled = torch.tensor([3, 0, 5, 1, 4, 2])  # the tokens of a call stay in their order
+    tokens = LossInputs(logprobs, behavior_logprobs, a, torch.tensor(CALLS), 3, reference=reference)
+    for order in (torch.arange(6), shuffled):
+        moved = {name: value[order] for name, value in tokens._asdict().items() if isinstance(value, torch.Tensor)}
+        assert_follows(
+            tokens._replace(**moved), Loss(name="reinforce", reward_kl=0.1), [wanted[i] for i in order.tolist()]
+        )
+    used = policy_loss(tokens, Loss(name="reinforce", reward_kl=0.1)).advantages
+    assert used is not None
+    assert used.tolist() == pytest.approx(lowered), "metrics and token trace show what the loss used"
+
+
+def test_the_entropy_bonus_has_the_entropys_gradient_in_expectation_over_the_sampled_token() -> None:
+    """Of a distribution over five tokens, by its logits; each token counts as often as it would be sampled."""
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    every = logits.log_softmax(0)
+    entropy = -(every.exp() * every).sum()
+    (wanted,) = torch.autograd.grad(-0.3 * entropy, logits, retain_graph=True)
+    tokens = LossInputs(
+        logprobs=every,
+        behavior_logprobs=every.detach(),
+        advantages=torch.zeros(5, dtype=torch.float64),
+        calls=torch.zeros(5, dtype=torch.int64),
+        num_calls=1,
+        entropies=entropy.detach().expand(5),
+    )
+    values = policy_loss(tokens, Loss(name="reinforce", entropy_bonus=0.3)).per_token
+    (got,) = torch.autograd.grad((values * every.detach().exp()).sum(), logits)
+    torch.testing.assert_close(got, wanted)
+    assert values.tolist() == pytest.approx([-0.3 * float(entropy.detach())] * 5)
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str) -> None:
     logprobs = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)

@@ -36,7 +36,7 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     )
     if name in {"sft", "distill"}:
         logprobs = logprobs.clamp(max=-1e-3)
-    if more == ["kl"] or name == "distill":
+    if more in (["kl"], ["entropy"]) or name == "distill":
         behavior_logprobs = logprobs.clone()
     logprobs.requires_grad_()
     advantages = torch.tensor(GIVEN["advantages"], dtype=torch.float64)[calls]
@@ -45,9 +45,15 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
         tokens = tokens._replace(teacher=reference)
     if "kl" in more:
         tokens = tokens._replace(reference=reference)
+    tokens = tokens._replace(entropies=torch.tensor(GIVEN["entropies"], dtype=torch.float64))
     if "proximal" in more:
         tokens = tokens._replace(proximal=reference)
-    rule = Loss(name=name, kl=0.1 if "kl" in more else 0.0, ratio_cap=1.2 if "proximal" in more else 20.0)
+    rule = Loss(
+        name=name,
+        kl=0.1 if "kl" in more else 0.0,
+        ratio_cap=1.2 if "proximal" in more else 20.0,
+        entropy_bonus=0.05 if "entropy" in more else 0.0,
+    )
     weights = torch.tensor(
         [
             token_weight(normalisation, episode_tokens=length, constant_length=GIVEN["constant_length"])
@@ -61,7 +67,7 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     wanted = GOLDEN["computed"][case]
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
     assert logprobs.grad is not None
-    if "corrected" in more:
+    if {"corrected", "entropy"} & {*more}:
         return
     assert logprobs.grad.tolist() == pytest.approx(wanted["gradient"], rel=1e-5, abs=1e-9)
 

@@ -195,7 +195,7 @@ def test_no_layout_changes_any_loss_or_filter(trainer: Trainer, other_qwen: Path
     """What a loss or a filter takes together is a model call, and that is whole in every layout."""
     train = msgspec.structs.replace(
         PLAIN,
-        loss=Loss(name=loss, kl=0.1),
+        loss=Loss(name=loss, kl=0.1, reward_kl=0.0 if loss in {"sft", "distill"} else 0.05, entropy_bonus=0.01),
         reference=str(other_qwen),
         teacher=str(other_qwen) if loss == "distill" else None,
         row_k3_max=0.2,

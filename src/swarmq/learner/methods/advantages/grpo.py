@@ -6,8 +6,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from swarmq.config import Train
-from swarmq.learner.methods.advantages import GRPO_EPSILON, EpisodeValues, RewardSet, compare, list_values, scale
-from swarmq.learner.methods.advantages.centered import center
+from swarmq.learner.methods.advantages import (
+    GRPO_EPSILON,
+    EpisodeValues,
+    RewardSet,
+    center,
+    compare,
+    list_values,
+    scale,
+)
 
 
 def grpo(sets: Sequence[RewardSet], _train: Train, _baselines: Mapping[str, float]) -> list[EpisodeValues]:

@@ -29,6 +29,9 @@ class LossInputs(NamedTuple):
     proximal: Tensor | None = None  # [S] float32, log-probability before the first optimizer step of this batch
     reference: Tensor | None = None  # [S] float32, under the reference model
     teacher: Tensor | None = None  # [S] float32, under the teacher
+    entropies: Tensor | None = (
+        None  # [S] float32, of the learner's distribution of each token, in nats, without gradient
+    )
     held: Tensor | None = (
         None  # [S] bool, sampled under a grammar: behavior_logprobs is normalised over the tokens that the grammar allowed
     )
