@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -137,9 +138,11 @@ class Joint:
                 raise
 
     def _start(self) -> None:
-        for machine in self.machines:
-            machine.boot(self._services(machine))
-            self.wait_for(f"RabbitMQ on {machine.name}", partial(self._serves, machine, AMQP_PORT))
+        for joining in ([self.gpu0], [self.gpu1, self.gpu2]):
+            for machine in joining:
+                machine.boot(self._services(machine))
+            for machine in joining:
+                self.wait_for(f"RabbitMQ on {machine.name}", partial(self._serves, machine, AMQP_PORT))
         self._on_gpu0("invite", str(JOB_FILE))
         management = f"--management=http://{USER}:{PASSWORD}@{self.gpu0.address}:{MANAGEMENT_PORT}"
         run = f"--run={DISK}/runs/joint"
@@ -297,14 +300,14 @@ class Joint:
         return self.gpu0.run(_python("-m", "benchmarks.hosts.joint", what)).strip()
 
 
-def play(model: Path, *, rounds: int = 1) -> JointResult:
-    """Cut off and kill each host `rounds` times, and settle."""
+def play(model: Path, *, rounds: int = 1, until: float = math.inf) -> JointResult:
+    """Cut off and kill each host `rounds` times, unless `until` (by the monotonic clock) comes first, and settle."""
     began = time.monotonic()
     with Joint.open(model) as joint:
-        for _ in range(rounds):
-            for machine in reversed(joint.machines):
-                joint.cut_off(machine)
-                joint.kill(machine)
+        for machine in list(reversed(joint.machines)) * rounds:
+            for break_host in (joint.cut_off, joint.kill):
+                if time.monotonic() < until:
+                    break_host(machine)
         before, after = joint.rise()
         starts, steps = joint.rank_starts(), joint.step
         verdict = joint.settle()
@@ -376,11 +379,12 @@ def main() -> None:
 
     options = report.parser(__doc__)
     options.add_argument("--rounds", type=int, default=2, help="how often each host is cut off, and killed")
+    options.add_argument("--minutes", type=float, default=math.inf, help="begin no fault after this time")
     options.add_argument("--tests", type=Path, help="`pytest --junitxml` of the tests of docker compose and Slurm")
     given = options.parse_args()
     if reason := why_not():
         sys.exit(reason)
-    result = play(tiny_model(), rounds=given.rounds)
+    result = play(tiny_model(), rounds=given.rounds, until=time.monotonic() + given.minutes * 60)
     rows = [[row.fault, row.injections, row.ended, row.once, row.twice, row.lost] for row in result.verdict.rows]
     print(report.table(["fault", "injections", "ended", "trained once", "twice", "lost"], rows))
     print(

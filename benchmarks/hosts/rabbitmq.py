@@ -22,7 +22,7 @@ from swarmq.runtime.processes import die_with_parent
 
 USER = "swarmq"
 AMQP_PORT, MANAGEMENT_PORT = 5672, 15672
-REFUSES_S, LOOK_S = 60.0, 2.0
+REFUSES_S, LOOK_S = 30.0, 2.0
 TICK_S = 12
 """Seconds after which a node takes another for lost that does not answer; 60 by default."""
 CONFIG = """\
