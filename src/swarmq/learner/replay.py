@@ -90,9 +90,19 @@ class _Source(msgspec.Struct, frozen=True):
     """What a replay reads."""
 
     identity: RunIdentity
-    places: list[RecordPlace]
-    """Records that were trained."""
+    log: list[RecordPlace]
+    """All records, also those that only hold drops."""
     start: discovery.Checkpoint | None
+
+    @property
+    def places(self) -> list[RecordPlace]:
+        """Records that were trained."""
+        return [place for place in self.log if place.index.trained]
+
+    def count_equal_groups(self, first: int, last: int) -> int:
+        """Return how many groups were dropped for equal rewards in steps `first` to `last`."""
+        numbered = batch_log.number_steps(self.log)
+        return sum(place.index.groups_equal for step, place in numbered if first <= step <= last)
 
     def after(self, version: int) -> list[RecordPlace]:
         """Return the records after `version`. Raises LearnerError if the log does not continue there."""
@@ -154,7 +164,7 @@ def compare(
     source = _open(job, policy, folder, to_folder, from_checkpoint)
     begin = source.start.version if source.start else 0
     first = begin + 1 if first is None else first
-    _check_steps(source.places, first, last)
+    _check_steps(source.log, first, last)
     if first <= begin:
         raise SetUpError(f"step {first} lies before the checkpoint, which is of version {begin}; name an earlier one")
     chosen = [place for place in source.after(begin) if last is None or place.index.version <= last]
@@ -187,14 +197,14 @@ def compare(
         policy=policy,
         changes=tuple(_list_differences(before, after)),
         steps=tuple(steps),
-        groups_missing=sum(place.index.groups_equal for place in changed),
+        groups_missing=source.count_equal_groups(first, changed[-1].index.version),
     )
 
 
 def find_start(job: SwarmJob, policy: str, folder: RunFolder, first: int, last: int | None) -> Path | None:
     """Return the newest valid checkpoint before step `first`; None if that is the initial model. Raises SetUpError if the batch
     log lacks one of the steps."""
-    _check_steps(_trained_places(job, policy, folder), first, last)
+    _check_steps(batch_log.scan_log(folder.batch_log(policy), RunIdentity.of(job, policy)), first, last)
     for path in reversed(discovery.list_checkpoints(folder.checkpoints(policy))):
         if discovery.version_of(path) < first:
             try:
@@ -325,19 +335,14 @@ def _open(job: SwarmJob, policy: str, folder: RunFolder, to_folder: Path, from_c
     identity = RunIdentity.of(job, policy)
     if to_folder.exists() and (not to_folder.is_dir() or any(to_folder.iterdir())):
         raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
-    places = _trained_places(job, policy, folder)
-    if not places:
+    places = batch_log.scan_log(folder.batch_log(policy), identity)
+    if not any(place.index.trained for place in places):
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     return _Source(identity, places, _sound(from_checkpoint, identity) if from_checkpoint else None)
 
 
-def _trained_places(job: SwarmJob, policy: str, folder: RunFolder) -> list[RecordPlace]:
-    identity = RunIdentity.of(job, policy)
-    return [place for place in batch_log.scan_log(folder.batch_log(policy), identity) if place.index.trained]
-
-
 def _check_steps(places: Sequence[RecordPlace], first: int, last: int | None) -> None:
-    versions = [place.index.version for place in places]
+    versions = [place.index.version for place in places if place.index.trained]
     if missing := [step for step in (first, last) if step is not None and step not in versions]:
         there = f"the batch log has steps {versions[0]} to {versions[-1]}" if versions else "no batch was trained yet"
         raise SetUpError(f"step {missing[0]} cannot be replayed: {there}")
