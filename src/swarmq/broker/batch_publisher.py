@@ -119,7 +119,7 @@ class AmqpReceipts:
 
 
 async def _publish(session: Session, queue: str, message: Message, headers: dict[str, Any]) -> None:
-    await send_once(session.channel, queue, encode(message), kind=_kind(message), headers=headers)
+    await send_once(session, queue, encode(message), kind=_kind(message), headers=headers)
 
 
 async def _require_queue(session: Session, queue: str) -> None:

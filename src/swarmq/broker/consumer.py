@@ -16,9 +16,9 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
-from aio_pika.abc import AbstractIncomingMessage
+from aiormq.abc import DeliveredMessage
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import SENDER_HEADER, Arrival, Deliveries
@@ -96,13 +96,6 @@ def find_ack_limit_s(server: Mapping[str, Any], asked_s: float, default_s: float
     return float(stated) / 1000 if isinstance(stated, int) else default_s
 
 
-class UnackedMessage(NamedTuple):
-    """A delivered message that is not yet acknowledged."""
-
-    message: AbstractIncomingMessage
-    since: float
-
-
 class ConsumerSession:
     """One session of a consumer: its unacknowledged messages, and its end before they are too old."""
 
@@ -112,13 +105,14 @@ class ConsumerSession:
         self._deliveries = deliveries
         self._recycle_s = deliveries.recycle_s
         self._loop = asyncio.get_running_loop()
-        self._unacked: dict[int, UnackedMessage] = {}
-        """Unacknowledged messages by delivery tag, oldest first."""
+        self._unacked: dict[int, float] = {}
+        """Delivery tag of an unacknowledged message -> time of its arrival, oldest first."""
 
     async def start(self, arguments: dict[str, Any]) -> None:
         self._check_age()
-        queue = await self._session.channel.get_queue(self._queue, ensure=False)
-        await self._session.call(queue.consume(self._on_message, arguments=arguments))
+        # aio-pika would wrap every message and run two tasks for it, which costs more than all the rest of a delivery.
+        consuming = self._session.underlay.basic_consume(self._queue, self._on_message, arguments=arguments)
+        await self._session.call(consuming)
 
     async def ack(self, tag: int, *, through: bool) -> None:
         if self._session.lost.done():
@@ -127,39 +121,41 @@ class ConsumerSession:
             covered = list(takewhile(lambda known: known <= tag, self._unacked))
         else:
             covered = [tag] if tag in self._unacked else []
-        held = [self._unacked.pop(known) for known in covered]
-        if held:
-            await self._session.call(held[-1].message.ack(multiple=through))
+        for known in covered:
+            del self._unacked[known]
+        if covered:
+            await self._session.call(self._session.underlay.basic_ack(covered[-1], multiple=through))
 
     async def reject(self, tag: int) -> None:
         if self._session.lost.done():
             raise self._session.lost_error()
-        if held := self._unacked.pop(tag, None):
-            await self._session.call(held.message.reject(requeue=False))
+        if self._unacked.pop(tag, None) is not None:
+            await self._session.call(self._session.underlay.basic_reject(tag, requeue=False))
 
-    async def _on_message(self, message: AbstractIncomingMessage) -> None:
+    async def _on_message(self, message: DeliveredMessage) -> None:
         """Record the message and hand it on. Must not raise: the driver only logs exceptions of this callback."""
-        tag = message.delivery_tag
+        tag, properties = message.delivery_tag, message.header.properties
         if self._session.lost.done() or tag is None:
             return
-        self._unacked[tag] = UnackedMessage(message, self._loop.time())
+        headers: dict[str, Any] = properties.headers or {}
+        self._unacked[tag] = self._loop.time()
         self._deliveries.put(
             Arrival(
                 settler=self,
                 tag=tag,
                 body=message.body,
-                headers=message.headers,
+                headers=headers,
                 is_redelivered=bool(message.redelivered),
                 queue=self._queue,
-                kind=message.type or "",
-                sender=_sender(message),
+                kind=properties.message_type or "",
+                sender=_sender(message, headers),
             )
         )
 
     def _check_age(self) -> None:
         """End the session if the oldest message is too old, else schedule the next check."""
         now = self._loop.time()
-        oldest = next((held.since for held in self._unacked.values()), now)
+        oldest = next(iter(self._unacked.values()), now)
         left_s = oldest + self._recycle_s - now
         if left_s <= 0:
             self._session.fail(f"{RECYCLED_PREFIX}: a message was held for {self._recycle_s:g} s")
@@ -168,7 +164,7 @@ class ConsumerSession:
         self._session.lost.add_done_callback(lambda _: timer.cancel())
 
 
-def _sender(message: AbstractIncomingMessage) -> str:
+def _sender(message: DeliveredMessage, headers: Mapping[str, Any]) -> str:
     if message.exchange == topology.CLIENTS:
         return topology.parse_sender(message.routing_key or "")
-    return str(message.headers.get(SENDER_HEADER, ""))
+    return str(headers.get(SENDER_HEADER, ""))

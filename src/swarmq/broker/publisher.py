@@ -14,6 +14,7 @@ from aio_pika import DeliveryMode
 from aio_pika import Message as AmqpMessage
 from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import DeliveryError, PublishError
+from aiormq import spec
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER
@@ -90,7 +91,7 @@ class Publisher:
         """Publish once and return whether the broker confirmed; the caller retries after False."""
         session = await self._link.session()
         try:
-            await session.call(send_once(session.channel, queue, body, kind=kind, headers=headers, user=self._user))
+            await session.call(send_once(session, queue, body, kind=kind, headers=headers, user=self._user))
         except BrokerLostError:
             return False
         except PublishError as error:
@@ -124,23 +125,23 @@ async def _probe_blocking(channel: AbstractChannel) -> None:
 
 
 async def send_once(
-    channel: AbstractChannel, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], user: str = ""
+    session: Session, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], user: str = ""
 ) -> None:
     """Publish a durable message to `queue` once and return after the confirm; no retry."""
-    message = AmqpMessage(
-        body,
+    properties = spec.Basic.Properties(
         content_type=CONTENT_TYPE,
         delivery_mode=DeliveryMode.PERSISTENT,
         # Unique per attempt: the driver matches returned messages by id, and a duplicate id in flight would hide a missing queue.
         message_id=uuid.uuid4().hex,
-        type=kind,
+        message_type=kind,
         app_id=APP_ID,
         headers=headers,
     )
-    if not user:
-        await channel.default_exchange.publish(message, queue, mandatory=True)
-        return
-    exchange = await channel.get_exchange(
-        topology.CLIENTS, ensure=False
-    )  # declaring would need more rights than writing
-    await exchange.publish(message, topology.client_key(user, queue), mandatory=True)
+    # The channel below aio-pika, whose wrapping of a message costs as much as sending it.
+    await session.underlay.basic_publish(
+        body,
+        exchange=topology.CLIENTS if user else "",
+        routing_key=topology.client_key(user, queue) if user else queue,
+        properties=properties,
+        mandatory=True,
+    )

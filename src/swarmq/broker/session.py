@@ -115,7 +115,7 @@ class Session:
         self.where = where
         self._nodes = nodes
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._underlay = underlay
+        self.underlay = underlay
         self._gates: set[asyncio.Future[None]] = set()
         self._blocked = False
         underlay.connection.closing.add_done_callback(
@@ -173,14 +173,14 @@ class Session:
     @property
     def server(self) -> Mapping[str, Any]:
         """Server properties from the handshake, e.g. the version."""
-        properties: Mapping[str, Any] = self._underlay.connection.server_properties
+        properties: Mapping[str, Any] = self.underlay.connection.server_properties
         return properties
 
     async def is_blocked(self) -> bool:
         """Return whether the broker's memory or disk alarm blocks this connection."""
         try:
             async with asyncio.timeout(0):  # `ready` returns without waiting unless it is blocked
-                await self._underlay.connection.ready()
+                await self.underlay.connection.ready()
         except TimeoutError:
             return True
         return False
@@ -213,7 +213,7 @@ class Session:
         if not self._blocked:
             self._blocked = True
             log.warning("publisher_blocked", broker=self.where, reason="the broker has a memory or disk alarm")
-        unblocked = asyncio.create_task(self._underlay.connection.ready())
+        unblocked = asyncio.create_task(self.underlay.connection.ready())
         try:
             await asyncio.wait({unblocked, self.lost}, return_when=asyncio.FIRST_COMPLETED)
         finally:

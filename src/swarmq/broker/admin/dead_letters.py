@@ -184,7 +184,7 @@ async def _send_back(session: Session, letter: DeadLetter) -> str | None:
         return f"client {letter.sender} may not send to {letter.queue!r}" if letter.sender else "its queue is unknown"
     headers = {KEY_HEADER: letter.key} | ({SENDER_HEADER: letter.sender} if letter.sender else {})
     try:
-        await session.call(send_once(session.channel, queue, letter.body, kind=letter.kind, headers=headers))
+        await session.call(send_once(session, queue, letter.body, kind=letter.kind, headers=headers))
     except PublishError:
         return f"queue {queue} does not exist"
     return None
