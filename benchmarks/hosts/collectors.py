@@ -31,7 +31,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
-from swarmq.messages import EpisodeBegin, Message, Rollout, StepReport
+from swarmq.messages import EpisodeBegin, Message, Rollout, StepReport, Turn
 
 SPAWN = multiprocessing.get_context("spawn")
 BATCH = 8 * GROUP_SIZE
@@ -85,7 +85,7 @@ async def measure(arguments: argparse.Namespace) -> dict[bool, list[Pass]]:
 async def collect(folder: Path, run: str, url: str, arguments: argparse.Namespace, *, standby: bool) -> Pass:
     """Send all messages through a collector's process, followed by another one if `standby`."""
     leading, following = (make_job(folder / name, run, url, standby=standby) for name in ("leader", "standby"))
-    num, inbox = arguments.episodes, topology.inbox(run)
+    inbox = topology.inbox(run)
     async with AmqpBroker.open(url, name="benchmark") as broker, contextlib.AsyncExitStack() as stack:
         await broker.declare(run, policies=["main"], kinds=["math"])
         leader = await stack.enter_async_context(collector(leading))
@@ -95,19 +95,27 @@ async def collect(folder: Path, run: str, url: str, arguments: argparse.Namespac
             await stack.enter_async_context(collector(following))
             while not count_issued(following):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        share = num // arguments.feeders
-        feeders = [
-            SPAWN.Process(target=feed, args=(url, run, feeder, share, arguments.turns, arguments.tokens // 2))
-            for feeder in range(arguments.feeders)
-        ]
-        for feeder in feeders:
-            feeder.start()
-        done = await take_rollouts(broker, run, share * arguments.feeders, leader.pid)
-        for feeder in feeders:
-            await asyncio.to_thread(feeder.join)
-        while standby and count_trained(following) < share * arguments.feeders:  # noqa: ASYNC110
+        async with feeding(leading, url, arguments) as published:
+            done = await take_rollouts(broker, run, published, leader.pid)
+        while standby and count_trained(following) < published:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     return done
+
+
+@contextlib.asynccontextmanager
+async def feeding(job: SwarmJob, url: str, arguments: argparse.Namespace) -> AsyncIterator[int]:
+    """Publish messages while the context is open, and wait for the last ones at its end. Provide the number of episodes."""
+    share, turn_queues = arguments.episodes // arguments.feeders, job.collector.turn_queues
+    sizes = (share, arguments.turns, arguments.tokens // 2)
+    feeders = [
+        SPAWN.Process(target=feed, args=(url, job.run, feeder, turn_queues, *sizes))
+        for feeder in range(arguments.feeders)
+    ]
+    for feeder in feeders:
+        feeder.start()
+    yield share * arguments.feeders
+    for feeder in feeders:
+        await asyncio.to_thread(feeder.join)
 
 
 async def take_rollouts(broker: AmqpBroker, run: str, num: int, pid: int) -> Pass:
@@ -130,8 +138,8 @@ async def take_rollouts(broker: AmqpBroker, run: str, num: int, pid: int) -> Pas
     return Pass((num - BATCH) / wall_s, (num - BATCH) / cpu_s)
 
 
-def feed(url: str, run: str, feeder: int, episodes: int, turns: int, tokens: int) -> None:
-    """Publish the messages of some episodes, as a process of its own."""
+def feed(url: str, run: str, feeder: int, turn_queues: int, episodes: int, turns: int, tokens: int) -> None:
+    """Publish the messages of some episodes, as a process of its own. Turns are divided as proxies divide them."""
 
     async def publish() -> None:
         async with AmqpBroker.open(url, name="feeder") as broker:
@@ -139,7 +147,10 @@ def feed(url: str, run: str, feeder: int, episodes: int, turns: int, tokens: int
             while window := list(islice(messages, WINDOW)):
                 async with asyncio.TaskGroup() as tasks:
                     for message in window:
-                        tasks.create_task(broker.publish(topology.inbox(run), of_run(message, run, feeder)))
+                        queue = topology.inbox(run)
+                        if isinstance(message, Turn):
+                            queue = topology.turns_of(run, message.episode_id, turn_queues)
+                        tasks.create_task(broker.publish(queue, of_run(message, run, feeder)))
 
     asyncio.run(publish())
 
@@ -167,7 +178,7 @@ def count(job: SwarmJob, statement: str) -> int:
         return 0
 
 
-def make_job(folder: Path, run: str, url: str, *, standby: bool) -> SwarmJob:
+def make_job(folder: Path, run: str, url: str, *, standby: bool = False, processes: int = 1) -> SwarmJob:
     job = SwarmJob.build(
         {
             "run": run,
@@ -176,7 +187,7 @@ def make_job(folder: Path, run: str, url: str, *, standby: bool) -> SwarmJob:
             "policies": {"main": {"model": "m"}},
             "broker": {"url": url},
             "groups": {"group_size": GROUP_SIZE},
-            "collector": {"standby": standby},
+            "collector": {"standby": standby, "processes": processes},
             "transcripts": {"size_gb": 0.0},
         }
     )

@@ -198,9 +198,17 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
 class CollectorSettings(Settings, frozen=True, kw_only=True):
     """The collector of the run."""
 
+    processes: Annotated[int, Meta(ge=1, le=33)] = 1
+    """Number of processes of the collector, each on a core of its own. The first one decides and stores. Further ones exchange messages
+    with RabbitMQ for it, and proxies divide the turns of episodes among them. Needed only if one process is full."""
     standby: bool = False
     """Whether further collectors stand by on other hosts. The leading collector then also appends every transaction to a RabbitMQ
     stream. Standbys read it to keep a copy of `collector.sqlite`, and one takes over when the leader is gone."""
+
+    @property
+    def turn_queues(self) -> int:
+        """Number of queues of turns; without any, turns go to the inbox."""
+        return self.processes - 1
 
 
 class TranscriptSettings(Settings, frozen=True, kw_only=True):

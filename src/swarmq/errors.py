@@ -140,6 +140,10 @@ class CollectorError(SwarmqError):
     """The collector cannot go on: its store is unusable, of another run, or held by another collector."""
 
 
+class WorkerLostError(CollectorError):
+    """A process that exchanges messages for the collector has ended."""
+
+
 class FencedError(SwarmqError):
     """Another collector leads the run now; this one's last transaction is not valid."""
 

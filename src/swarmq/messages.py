@@ -223,6 +223,13 @@ class DeliveryReport(Record, frozen=True, kw_only=True, tag="served"):
     in the queue."""
 
 
+class Fence(Record, frozen=True, kw_only=True, tag="fence"):
+    """collector -> turns.<n>: comes back to the collector after all turns that were in the queue before it. Ends travel in another
+    queue and would overtake turns."""
+
+    fence_id: str
+
+
 class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     """client -> in: the outcome of an episode, for all of its policies at once."""
 
@@ -451,6 +458,7 @@ Message = (
     | Turn
     | RefusedTurn
     | DeliveryReport
+    | Fence
     | EpisodeEnd
     | Rollout
     | StepReport
@@ -590,6 +598,8 @@ def idempotency_key(message: Message) -> str:
             return f"{message.episode_id}:{message.call_id}"
         case DeliveryReport():
             return f"served:{message.served_id}"
+        case Fence():
+            return message.fence_id
         case EpisodeEnd():
             return f"{message.episode_id}:end"
         case Rollout():

@@ -344,6 +344,16 @@ async def test_events_reach_every_listener_of_their_run_and_nobody_else(bench: B
             assert [await anext(listener), await anext(listener)] == [mine, last]
 
 
+async def test_a_listener_may_choose_senders(bench: Bench) -> None:
+    sources = ("collector", "proxy.0", "learner.main", "host.gpu2", "proxy.7")
+    events = {source: Event(run=bench.run, source=source, name="state", at=1.0) for source in sources}
+    async with bench.broker.events(bench.run, senders=("proxy", "host")) as listener:
+        for event in events.values():
+            await bench.broker.emit(event)
+        heard = [await anext(listener) for _ in range(3)]
+    assert heard == [events["proxy.0"], events["host.gpu2"], events["proxy.7"]]
+
+
 async def test_a_broker_that_takes_messages_is_not_blocked(bench: Bench) -> None:
     assert not await bench.broker.is_blocked()
     assert await bench.broker.emit(Event(run=bench.run, source="x", name="state", at=0.0))

@@ -11,6 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from support.proxy import events
+from swarmq import messages
+from swarmq.broker import topology
 from swarmq.client.ask import ask_async
 from swarmq.client.episodes import received_answers
 from swarmq.errors import EngineRefusedError
@@ -52,6 +54,23 @@ async def test_a_turn_has_exactly_the_tokens_of_the_call(stage):
     assert set(unpack_floats(turn.logprobs)) == {-0.5}
     assert turn.versions == (VersionSpan(version=17, start=0, end=4),)
     assert json.loads(turn.messages) == [HI, {"role": "assistant", "content": "hello"}]
+
+
+async def test_turns_go_to_the_queue_of_their_episode(stages):
+    names = [f"e{number}" for number in range(6)]
+    async with stages(processes=3) as stage:
+        for name in names:
+            stage.engine.say("hello")
+            await stage.ask(HI, key=stage.key(name))
+        assert stage.turns() == []
+        recorded = {
+            queue: {messages.decode(stored.body).episode_id for stored in stage.broker.stored(queue)}
+            for queue in topology.list_turns(stage.job.run, 2)
+        }
+    assert recorded == {
+        queue: {name for name in names if topology.turns_of("r", name, 2) == queue} for queue in recorded
+    }
+    assert all(recorded.values())
 
 
 @pytest.mark.parametrize(

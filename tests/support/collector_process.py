@@ -15,11 +15,11 @@ import sys
 from swarmq.collector.main import run
 from swarmq.collector.standby import StandbyIntervals
 from swarmq.config import SwarmJob
-run(SwarmJob.load(sys.argv[1]), take_over=sys.argv[2:] == ["--take-over"], standby=StandbyIntervals(check_s=0.2, grace_s=1.0))
+run(SwarmJob.load(sys.argv[1]), take_over=sys.argv[2:] == ["--take-over"], standby=StandbyIntervals(check_s=0.2, grace_s=1.0, silent_s=10.0))
 """
 
 
-def make_job(folder: Path, run: str, url: str, *, standby: bool = False, **groups: int) -> SwarmJob:
+def make_job(folder: Path, run: str, url: str, *, standby: bool = False, processes: int = 1, **groups: int) -> SwarmJob:
     """Of one kind and one policy; written where `collector` finds it."""
     tree = {
         "run": run,
@@ -28,7 +28,7 @@ def make_job(folder: Path, run: str, url: str, *, standby: bool = False, **group
         "policies": {"main": {"model": "m"}},
         "broker": {"url": url},
         "groups": groups,
-        "collector": {"standby": standby},
+        "collector": {"standby": standby, "processes": processes},
     }
     job = SwarmJob.build(tree)
     (folder / "job.toml").write_text(job.to_toml())

@@ -60,6 +60,7 @@ async def staged(
     most_connections: int = 4096,
     engine_timings: PoolTimings = NO_WAIT,
     keep_s: int = KEEP_S,
+    processes: int = 1,
     **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
@@ -73,10 +74,11 @@ async def staged(
         "folder": folder,
         "policies": {"main": {**policy, "aliases": list(aliases)}, "other": {**policy, "trained": not frozen}},
         "kinds": kinds or {},
+        "collector": {"processes": processes},
     }
     job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
     broker = broker or MemoryBroker()
-    await broker.declare(RUN, policies=job.policies, kinds=job.mix)
+    await broker.declare(RUN, policies=job.policies, kinds=job.mix, turn_queues=job.collector.turn_queues)
     scripted = [engine(url=url) for url in urls]
 
     @asynccontextmanager

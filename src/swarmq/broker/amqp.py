@@ -195,11 +195,11 @@ class AmqpBroker:
         return await self._emitter.emit(event)
 
     def events(
-        self, run: str, *, on_gap: Callable[[], None] = lambda: None
+        self, run: str, *, senders: Sequence[str] = (), on_gap: Callable[[], None] = lambda: None
     ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return open_event_feed(
             self._url,
-            run,
+            [f"{run}.{sender}.#" for sender in senders] or [f"{run}.#"],
             name=f"{self._name}.events",
             on_gap=on_gap,
             may_declare=not self._user,
@@ -207,12 +207,18 @@ class AmqpBroker:
         )
 
     async def declare(
-        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+        self,
+        run: str,
+        *,
+        policies: Iterable[str],
+        kinds: Iterable[str],
+        replicas: int | None = None,
+        turn_queues: int = 0,
     ) -> None:
         bound = list(kinds)
         queues = {
             topology.DEAD: topology.dead_letter_arguments(),
-            **topology.run_queues(run, policies=policies, kinds=bound, replicas=replicas),
+            **topology.run_queues(run, policies=policies, kinds=bound, replicas=replicas, turn_queues=turn_queues),
         }
 
         async def declare(session: Session) -> None:
@@ -231,7 +237,7 @@ class AmqpBroker:
                     raise session.lost_error() from error  # the refusal has closed the channel
             dead = await channel.get_queue(topology.DEAD, ensure=False)
             await session.call(dead.bind(topology.DEAD, routing_key=""))
-            for key, name in topology.client_bindings(run, bound).items():
+            for key, name in topology.client_bindings(run, bound, turn_queues).items():
                 queue = await channel.get_queue(name, ensure=False)
                 await session.call(queue.bind(topology.CLIENTS, routing_key=key))
             for key, name in topology.obsolete_client_bindings(run, bound).items():

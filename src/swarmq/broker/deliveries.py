@@ -180,7 +180,7 @@ def _to_refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:
     """Return a RefusedTurn for an undecodable turn of a proxy, which puts the turn's ids in the headers; None for any other
     message, and for one from an invited client."""
     episode_id, _, call_id = str(arrival.headers.get(KEY_HEADER, "")).rpartition(":")
-    run = topology.parse_inbox_run(arrival.queue)
+    run = topology.parse_turns_run(arrival.queue)
     if arrival.kind != Turn.__struct_config__.tag or arrival.sender or not episode_id or not run:
         return None
     return RefusedTurn(run=run, episode_id=episode_id, call_id=call_id, reason=reason)

@@ -7,7 +7,7 @@ carries turns and episode ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from aio_pika import DeliveryMode, ExchangeType
@@ -64,9 +64,9 @@ class EventEmitter:
 
 @asynccontextmanager
 async def open_event_feed(
-    url: str, run: str, *, name: str, on_gap: Callable[[], None], may_declare: bool, login_patience_s: float
+    url: str, keys: Sequence[str], *, name: str, on_gap: Callable[[], None], may_declare: bool, login_patience_s: float
 ) -> AsyncIterator[AsyncIterator[Event]]:
-    """Subscribe to the events of `run` from now on; a slow subscriber loses the oldest events. `on_gap`: called when the
+    """Subscribe to the events with these routing keys from now on; a slow subscriber loses the oldest events. `on_gap`: called when the
     subscription is lost, because events may have been missed. `may_declare`: whether the user may declare the exchange.
     `login_patience_s`: seconds that the broker may refuse a login that has worked."""
     feed = EventFeed()
@@ -78,7 +78,8 @@ async def open_event_feed(
         queue = await session.call(
             channel.declare_queue(exclusive=True, auto_delete=True, arguments=topology.EVENT_QUEUE_ARGUMENTS)
         )
-        await session.call(queue.bind(topology.EVENTS, f"{run}.#"))
+        for key in keys:
+            await session.call(queue.bind(topology.EVENTS, key))
         await session.call(queue.consume(feed.on_message, no_ack=True))
 
     link = BrokerLink(

@@ -58,15 +58,22 @@ class Broker(Protocol):
         never raises, never blocks long."""
 
     def events(
-        self, run: str, *, on_gap: Callable[[], None] = lambda: None
+        self, run: str, *, senders: Sequence[str] = (), on_gap: Callable[[], None] = lambda: None
     ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Subscribe to the events of a run from now on. `on_gap`: called when the subscription is lost, because events may have been
-        missed."""
+        """Subscribe to the events of a run from now on. `senders`: first words of the sources, e.g. "proxy"; without any, events of all
+        sources. `on_gap`: called when the subscription is lost, because events may have been missed."""
 
     async def declare(
-        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+        self,
+        run: str,
+        *,
+        policies: Iterable[str],
+        kinds: Iterable[str],
+        replicas: int | None = None,
+        turn_queues: int = 0,
     ) -> None:
-        """Declare all queues of a run; idempotent. `replicas`: number of nodes of a cluster that hold each new queue."""
+        """Declare all queues of a run; idempotent. `replicas`: number of nodes of a cluster that hold each new queue. `turn_queues`:
+        number of queues of turns."""
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         """Return the depth of each queue that exists."""

@@ -1,6 +1,7 @@
 """Names and arguments of everything swarmq declares in RabbitMQ; no other module builds them.
 
     client, proxy, learner ──> swarmq.<run>.in                ──> collector (one at a time, in order)
+    proxy                  ──> swarmq.<run>.turns.<n>         ──> collector, if it has several processes (one at a time, in order)
     collector              ──> swarmq.<run>.<policy>.ready    ──> learner   (one at a time, in order)
     collector              ──> swarmq.<run>.tickets.<kind>    ──> clients, competing
     feeder                 ──> swarmq.<run>.tasks.<kind>      ──> workers, competing
@@ -25,6 +26,7 @@ Tunable values belong in a broker policy.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,10 +81,20 @@ def inbox(run: str) -> str:
     return f"swarmq.{run}.in"
 
 
-def parse_inbox_run(queue: str) -> str:
-    """Return the run whose inbox `queue` is, or "" for another queue."""
-    run = queue.removeprefix("swarmq.").removesuffix(".in")
-    return run if queue == inbox(run) else ""
+def turns(run: str, number: int) -> str:
+    """Return one of the queues of turns, which are numbered from 1."""
+    return f"swarmq.{run}.turns.{number}"
+
+
+def turns_of(run: str, episode_id: str, num_queues: int) -> str:
+    """Return the queue for the turns of an episode. `num_queues`: number of queues of turns; without any, turns go to the inbox."""
+    return turns(run, zlib.crc32(episode_id.encode()) % num_queues + 1) if num_queues else inbox(run)
+
+
+def parse_turns_run(queue: str) -> str:
+    """Return the run to which a queue that carries turns belongs, or "" for any other queue."""
+    run, _, number = queue.removeprefix("swarmq.").removesuffix(".in").partition(".turns.")
+    return run if queue in (inbox(run), f"swarmq.{run}.turns.{number}") else ""
 
 
 def ready(run: str, policy: str) -> str:
@@ -162,12 +174,13 @@ def parse_sender(key: str) -> str:
     return ".".join(key.split(".")[:2])
 
 
-def client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
-    """Return a map from routing keys of invited clients to the queues they are bound to."""
+def client_bindings(run: str, kinds: Iterable[str], turn_queues: int = 0) -> dict[str, str]:
+    """Return a map from routing keys of invited clients and hosts to the queues they are bound to."""
     given_back = {
         client_key(f"{run}.*", name(run, kind)): returned_tasks(run) for kind in kinds for name in RETURNABLE_QUEUES
     }
-    return {f"{run}.*.in": inbox(run), f"{run}.*.control": control(run)} | given_back
+    recorded = {client_key(f"{run}.*", name): name for name in list_turns(run, turn_queues)}
+    return {f"{run}.*.in": inbox(run), f"{run}.*.control": control(run)} | recorded | given_back
 
 
 def obsolete_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
@@ -184,7 +197,9 @@ def client_destination(user: str, queue: str) -> str:
     """Return the queue that receives a client's messages for `queue` (returned tasks go to the collector first), or "" if the
     client may not publish for it."""
     run = user.partition(".")[0]
-    if queue in (inbox(run), returned_tasks(run)) or (queue == control(run) and parse_host(user)):
+    if queue in (inbox(run), returned_tasks(run)) or (
+        parse_host(user) and (queue == control(run) or parse_turns_run(queue) == run)
+    ):
         return queue
     return returned_tasks(run) if queue.startswith((tasks(run, ""), evals(run, ""))) else ""
 
@@ -197,12 +212,19 @@ def event_key(run: str, source: str, name: str) -> str:
     return f"{run}.{source}.{name}"
 
 
+def list_turns(run: str, turn_queues: int) -> list[str]:
+    """Return the queues of turns."""
+    return [turns(run, number) for number in range(1, turn_queues + 1)]
+
+
 def run_queues(
-    run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+    run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None, turn_queues: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return a map from the names of all queues of a run to their arguments. `replicas`: number of nodes of
-    a cluster that hold a queue; None leaves the argument out, and RabbitMQ takes all nodes up to 3."""
+    a cluster that hold a queue; None leaves the argument out, and RabbitMQ takes all nodes up to 3. `turn_queues`: number of queues
+    of turns."""
     ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
+    ordered += list_turns(run, turn_queues)
     competing = [returned_tasks(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, retries, evals))]
     size = {GROUP_SIZE: replicas} if replicas else {}
     return {name: queue_arguments(single=name in ordered) | size for name in [*ordered, *competing]}

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import structlog
@@ -16,10 +16,11 @@ from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.collector.service import Collector
 from swarmq.collector.standby import INTERVALS, StandbyIntervals, StandbyLog
 from swarmq.collector.store import Store
+from swarmq.collector.workers import Workers
 from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
-from swarmq.errors import CollectorError, ConfigError, FencedError, MissingExtraError
+from swarmq.errors import CollectorError, ConfigError, FencedError, MissingExtraError, WorkerLostError
 from swarmq.hosts.follow import FollowedMembership, check_same_run
-from swarmq.runtime import logs
+from swarmq.runtime import event_loop, logs
 from swarmq.runtime.metrics_page import serve_metrics
 from swarmq.transcripts.writer import TranscriptWriter
 
@@ -43,7 +44,7 @@ def run(job: SwarmJob, *, take_over: bool = False, standby: StandbyIntervals = I
     if url is None:
         raise ConfigError("broker.url: the collector needs a RabbitMQ; set it, or $SWARMQ_AMQP_URL, or use `swarmq up`")
     make_folder(job.run_folder.path)
-    asyncio.run(_collect(job, url, standby, take_over=take_over))
+    event_loop.run(_collect(job, url, standby, take_over=take_over))
 
 
 async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals, *, take_over: bool) -> None:
@@ -52,8 +53,11 @@ async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals, *, take_o
         async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=initial_connect_timeout_s()) as broker:
 
             async def collect(log: StandbyLog | None) -> None:
-                collector = Collector(job, broker, store, transcripts=transcripts, log=log)
-                async with serve_collector_metrics(job, collector):
+                async with AsyncExitStack() as stack:
+                    opened = Workers.open(job.collector.turn_queues, url, run=job.run, silent_s=standby.silent_s)
+                    workers = await stack.enter_async_context(opened) if job.collector.turn_queues else None
+                    collector = Collector(job, broker, store, transcripts=transcripts, log=log, workers=workers)
+                    await stack.enter_async_context(serve_collector_metrics(job, collector))
                     await collector.run(stop)
 
             if not job.collector.standby:
@@ -68,9 +72,16 @@ async def _collect(job: SwarmJob, url: str, standby: StandbyIntervals, *, take_o
                     try:
                         await collect(log)
                     except* FencedError as fenced:
-                        structlog.get_logger().warning("fenced", reason=str(fenced.exceptions[0]))
+                        structlog.get_logger().warning("fenced", reason=str(_first(fenced)))
+                    except* WorkerLostError as lost:  # as after a hang, in which another collector may have taken over
+                        structlog.get_logger().warning("worker_lost", reason=str(_first(lost)))
                     finally:
                         log.release()
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asyncio.Event, *, take_over: bool) -> bool:
@@ -93,7 +104,7 @@ async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asynci
 async def check_like_leader(run: str, broker: Broker, *, patience_s: float | None = None) -> None:
     """Wait for the leading collector's answer, at most `patience_s` seconds. Raises CollectorError if its host's version of swarmq or clock differs, because a takeover
     would misread the store, or end every episode's time."""
-    membership = FollowedMembership(run, broker, source="collector")
+    membership = FollowedMembership(run, broker, source="host.standby")
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(membership.follow())
         has_answered = await membership.wait_current(patience_s)

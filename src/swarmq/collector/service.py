@@ -1,6 +1,6 @@
 """The collector's shell, which connects the core to the broker, the store and the clock.
 
-  in ──batch──> intake ──┐                                      ┌──> emit, dead-letter
+  in ──batch──> intake ──┐  (turns.<n> as well)                 ┌──> emit, dead-letter
   timer ──1 s──> tick ───┼──> decide: core in one transaction ──┼──> acknowledge `in`
   depths ──5 s──> check ─┤                                      │
   confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
@@ -13,6 +13,9 @@ was acknowledged or published. A crash between two of these steps causes a redel
 deduplicated. If the store cannot commit (disk full), nothing is acknowledged: the core is rebuilt from the store and decides the
 same messages again, until the commit succeeds. Deleted queues are declared again here and nowhere else, after the commit that
 schedules their lost content to be sent again.
+
+With several processes, workers (`workers.py`) talk to the broker, and turns come through queues of their own. An end that does not name
+its calls must not be decided before the turns that were recorded before it: it waits for a fence to pass each of these queues.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import structlog
 
 from swarmq import keys
 from swarmq.broker import Broker, Delivery, Depth, topology
-from swarmq.collector.decide.assemble import assemble_rollout
+from swarmq.collector.decide.assemble import StoredRollout, assemble_rollout
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.effects import (
     Close,
@@ -50,6 +53,7 @@ from swarmq.collector.decide.tickets import LOST_S
 from swarmq.collector.membership import MembershipKeeper
 from swarmq.collector.report import NoTurnsWarnings, StandstillWatch, state_fields
 from swarmq.collector.store import Store, encode_rows
+from swarmq.collector.workers import Workers
 from swarmq.config import SwarmJob
 from swarmq.errors import (
     BrokerError,
@@ -61,8 +65,10 @@ from swarmq.errors import (
 )
 from swarmq.messages import (
     Command,
+    EpisodeEnd,
     Event,
     EventName,
+    Fence,
     Message,
     RefusedTurn,
     Registration,
@@ -72,6 +78,7 @@ from swarmq.messages import (
     Ticket,
     Turn,
     decode,
+    new_id,
 )
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.files import read_if_exists
@@ -81,7 +88,8 @@ PREFETCH = 1000
 BATCH = 500
 """Maximum number of messages in one transaction."""
 WINDOW = 32
-"""Maximum number of messages that are published at the same time, which bounds the memory of outgoing rollouts."""
+"""Maximum number of messages that a process publishes at the same time, which bounds the memory of outgoing rollouts."""
+MAX_TURN_QUEUES = 32
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
@@ -138,10 +146,12 @@ class Collector:
         *,
         transcripts: TranscriptWriter | None = None,
         log: TransactionLog | None = None,
+        workers: Workers | None = None,
         clock: Callable[[], float] = time.time,
         intervals: CollectorIntervals = INTERVALS,
     ) -> None:
-        """`transcripts`: records every closed episode; None records nothing. `log`: the log of a run with standby collectors."""
+        """`transcripts`: records every closed episode; None records nothing. `log`: the log of a run with standby collectors.
+        `workers`: processes that consume and publish episodes; None: this process does."""
         self.job = job
         self._rules = Rules.of(job)
         self._proxies = ProxyRegistry(job.run_folder.proxies)
@@ -150,6 +160,7 @@ class Collector:
         self._store = store
         self._transcripts = transcripts
         self._log = log
+        self._workers = workers
         store.keeps_bodies = transcripts is not None
         self._closed: list[ClosedEpisode] = []
         """Episodes closed by committed transactions that the transcript writer has not received yet."""
@@ -165,13 +176,18 @@ class Collector:
         self._no_turns = NoTurnsWarnings()
         self._restoring = asyncio.Lock()
         self._reviving = asyncio.Lock()
-        queues = topology.run_queues(job.run, policies=self._rules.trained, kinds=job.task_kinds)
-        self._queues = frozenset(queues)
+        self._turns: list[str] = []
+        """Queues of turns."""
+        self._queues: frozenset[str] = frozenset()
+        """All queues of the run."""
+        self._fences: dict[str, asyncio.Event] = {}
+        """Id of a fence that is on its way -> set when it has passed."""
         self.commit_watchers: list[Callable[[float], None]] = []
         """Functions to call with the duration of each transaction in seconds."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish the work in hand within DRAIN_S."""
+        await self._find_queues()
         await self._restore(at_start=True)
         # Send the control state again: a power loss may have damaged the file in which a learner keeps it.
         controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
@@ -184,8 +200,11 @@ class Collector:
         async with asyncio.TaskGroup() as tasks:
             sender = tasks.create_task(self._sender())
             others = [
-                tasks.create_task(self._intake(topology.inbox(self.job.run))),
-                tasks.create_task(self._intake(topology.control(self.job.run))),
+                *(
+                    tasks.create_task(self._intake(queue, self._workers or self._broker))
+                    for queue in (topology.inbox(self.job.run), *self._turns)
+                ),
+                tasks.create_task(self._intake(topology.control(self.job.run), self._broker)),
                 tasks.create_task(self._give_back()),
                 tasks.create_task(self._ticker()),
                 tasks.create_task(self._watch_queues()),
@@ -218,21 +237,53 @@ class Collector:
 
     # ---------------------------------------------------------------------------------------------- loops
 
-    async def _intake(self, queue: str) -> None:
+    async def _find_queues(self) -> None:
+        """List the run's queues. A run that had more processes before may have left turns in its queues."""
+        possible = topology.list_turns(self.job.run, MAX_TURN_QUEUES)
+        left = await self._broker.depths(possible)
+        num = max(self.job.collector.turn_queues, *(possible.index(queue) + 1 for queue in left), 0)
+        self._turns = possible[:num]
+        self._queues = frozenset(
+            topology.run_queues(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds, turn_queues=num)
+        )
+
+    async def _intake(self, queue: str, source: Broker | Workers) -> None:
         while True:
             try:
-                async with self._broker.consume(queue, prefetch=PREFETCH) as deliveries:
+                async with source.consume(queue, prefetch=PREFETCH) as deliveries:
                     while batch := await deliveries.batch(BATCH):
+                        await self._await_turns(batch)
                         refused = await self._take(batch)
                         with contextlib.suppress(BrokerLostError):  # redeliveries change nothing
                             for delivery, reason in refused:
                                 log.warning("message_refused", reason=reason)
-                                await self._broker.dead_letter(delivery, reason)
+                                await source.dead_letter(delivery, reason)
                             await deliveries.ack_through(batch[-1])
                         await self._emit_pending()
                     return
             except UnroutableError:
                 await self._restore()
+
+    async def _await_turns(self, batch: list[Delivery]) -> None:
+        """Return once all turns are decided that were recorded before the ends in the batch. Ends that name their calls are left out: the
+        core waits for these calls."""
+        if any(isinstance(one.message, EpisodeEnd) and one.message.calls is None for one in batch):
+            async with asyncio.TaskGroup() as tasks:
+                for queue in self._turns:
+                    tasks.create_task(self._pass_fence(queue))
+
+    async def _pass_fence(self, queue: str) -> None:
+        """Send a fence through a queue of turns, and return when everything before it is decided."""
+        fence = Fence(run=self.job.run, fence_id=new_id())
+        passed = self._fences[fence.fence_id] = asyncio.Event()
+        try:
+            while not passed.is_set():
+                await self._publish_message(queue, fence)
+                with contextlib.suppress(TimeoutError):  # the fence is lost if the queue is deleted
+                    async with asyncio.timeout(self._intervals.confirm_s):
+                        await passed.wait()
+        finally:
+            del self._fences[fence.fence_id]
 
     async def _take(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
         """Decide a batch and return the deliveries to dead-letter, with reasons.
@@ -265,7 +316,7 @@ class Collector:
             refused.clear()
             now = self._clock()
             for delivery in batch:
-                if isinstance(delivery.message, Registration):
+                if isinstance(delivery.message, Registration | Fence):
                     continue
                 is_command = delivery.arrival.queue == topology.control(self.job.run)
                 if is_command != isinstance(delivery.message, Command | Task):
@@ -278,13 +329,16 @@ class Collector:
 
         await self._decide(decide)
         for delivery in batch:
+            if isinstance(delivery.message, Fence) and (passed := self._fences.get(delivery.message.fence_id)):
+                passed.set()
             if isinstance(delivery.message, Registration):
                 self._members.take(delivery.message, topology.parse_host(delivery.arrival.sender))
         return refused
 
     async def _listen(self) -> None:
         """Handle the run's events: refused model calls, and requests for the membership."""
-        async with self._broker.events(self.job.run, on_gap=self._members.reset_silence) as events:
+        senders = ("proxy", "host")  # its own events are the most, and it needs none of them
+        async with self._broker.events(self.job.run, senders=senders, on_gap=self._members.reset_silence) as events:
             async for event in events:
                 self._members.record_event(event.source)
                 if event.name == "refused":
@@ -347,7 +401,9 @@ class Collector:
     async def _check_queues(self) -> None:
         """Detect queues that were deleted or emptied."""
         depths = await self._restore()
-        if not self._outgoing and not depths[topology.inbox(self.job.run)].ready:
+        if not self._outgoing and not any(
+            depths[queue].ready for queue in (topology.inbox(self.job.run), *self._turns)
+        ):
             kinds = {kind: topology.tickets(self.job.run, kind) for kind in self.job.task_kinds}
             waiting = {kind: depths[queue].ready for kind, queue in kinds.items()}
             lost_s = self._intervals.lost_s
@@ -355,12 +411,13 @@ class Collector:
 
     async def _sender(self) -> None:
         """Publish decided messages in order, a window at a time."""
+        most = WINDOW * (len(self._workers) if self._workers else 1)
         while True:
             if not self._outgoing:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-            window = list(islice(self._outgoing, WINDOW))
+            window = list(islice(self._outgoing, most))
             async with asyncio.TaskGroup() as tasks:
                 for item in window:
                     tasks.create_task(self._publish(item))
@@ -472,18 +529,28 @@ class Collector:
         # With a log, a transaction stays open until it is read back; its messages must not be published before.
         async with self._deciding if self._log else contextlib.nullcontext():
             queue, message = self._build(item)
-        while message is not None:
+        if message is not None:
+            await self._publish_message(queue, message)
+
+    async def _publish_message(self, queue: str, message: Message | StoredRollout) -> None:
+        """Publish a message, and return once the broker has confirmed it. Declare its queue again if it is missing."""
+        while True:
             try:
-                await self._broker.publish(queue, message, deadline_s=self._intervals.confirm_s)
+                if self._workers:
+                    await self._workers.publish(queue, message, deadline_s=self._intervals.confirm_s)
+                else:
+                    assert not isinstance(message, StoredRollout)
+                    await self._broker.publish(queue, message, deadline_s=self._intervals.confirm_s)
                 return
             except UnroutableError:
                 await self._restore()
             except UnconfirmedError:  # the broker is away or full, or cannot bring the queue up
-                await self._revive(queue)
+                if queue not in self._turns:
+                    await self._revive(queue)
 
-    def _build(self, item: Outgoing) -> tuple[str, Message | None]:
+    def _build(self, item: Outgoing) -> tuple[str, Message | StoredRollout | None]:
         """Return an item's queue and message. The message is None if a learner has reported on it in the meantime."""
-        message: Message | None
+        message: Message | StoredRollout | None
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
             size = self._load_core().rules.size_of(item.kind)
@@ -505,7 +572,8 @@ class Collector:
             message = build_eval_task(self._store, item, run=self.job.run, secret=self._task_secret())
         else:
             queue = topology.ready(self.job.run, item.policy)
-            message = build_rollout(self._store, item, term=self._log.term if self._log else 0)
+            build = read_rollout if self._workers else build_rollout
+            message = build(self._store, item, term=self._log.term if self._log else 0)
         return queue, message
 
     async def _emit_pending(self) -> None:
@@ -518,7 +586,7 @@ class Collector:
 
     async def _emit_event(self, name: EventName, fields: Mapping[str, Any]) -> None:
         event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))
-        await self._broker.emit(event)
+        await (self._workers or self._broker).emit(event)
 
     async def _revive(self, queue: str) -> None:
         """Delete a queue that RabbitMQ could not recover and declare it again. Only the collector fills such queues, so it
@@ -543,6 +611,7 @@ class Collector:
                     policies=self._rules.trained,
                     kinds=self.job.task_kinds,
                     replicas=self.job.broker.replicas,
+                    turn_queues=len(self._turns),
                 )
                 if not at_start:
                     names = ", ".join(sorted(gone))
@@ -558,6 +627,15 @@ def build_rollout(store: Store, item: Forward, *, term: int = 0) -> Rollout | No
     if not parts:
         return None
     return assemble_rollout(item.policy, *parts, group_members=item.group_members, term=term)
+
+
+def read_rollout(store: Store, item: Forward, *, term: int = 0) -> StoredRollout | None:
+    """Read the rollout of an outbox row for a worker that assembles it, or return None if a learner has already reported on it."""
+    bodies = store.bodies(item.episode_id)
+    if bodies is None:
+        return None
+    begin, end, *_ = bodies.row
+    return StoredRollout(item.policy, item.group_members, term, begin, end, bodies.turns)
 
 
 def build_eval_task(store: Store, item: IssueEval, *, run: str, secret: bytes | None = None) -> Task | None:

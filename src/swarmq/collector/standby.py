@@ -25,6 +25,7 @@ from swarmq.broker import Deliveries, Depth, topology
 from swarmq.collector.decide.effects import Close, SaveFile
 from swarmq.collector.decide.log import LogPosition, LogReader, ReadResult
 from swarmq.collector.store import Store, decode_rows
+from swarmq.collector.workers import SILENT_S
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, FencedError
 from swarmq.messages import LogEntry, Message, new_id
@@ -50,6 +51,8 @@ class StandbyIntervals(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after a claim without checks for a leader, because its sender loads its state."""
     retry_s: float = 2.0
     """Seconds between two attempts at a write that the disk refuses."""
+    silent_s: float = SILENT_S
+    """Seconds after which the workers of a leader that hangs end, so that its queues have no consumer."""
     read_back_s: float = 300.0
     """Maximum seconds from the broker's confirm of an entry until it is read back."""
 
@@ -134,8 +137,9 @@ class StandbyLog:
         log.info("leading", term=self.term, transactions=self._reader.position.number)
 
     def release(self) -> None:
-        """Let the log's reader write to the store again; the caller no longer does."""
-        self._free.set()
+        """Let the log's reader write to the store again, unless this collector still leads; the caller no longer does."""
+        if not self._reader.is_leading:
+            self._free.set()
 
     def check(self) -> None:
         """Raise FencedError if this collector no longer leads."""

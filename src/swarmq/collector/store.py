@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.assemble import decode_parts
 from swarmq.collector.decide.evals import Evals, EvalSlot, EvalTask
 from swarmq.collector.decide.log import LogPosition
 from swarmq.collector.decide.state import (
@@ -406,16 +407,19 @@ class Store:
 
     def parts(self, episode_id: str) -> tuple[EpisodeBegin, EpisodeEnd, list[Turn]] | None:
         """Return a forwarded episode's begin, end and turns (in order of arrival), or None once a learner has reported on it."""
+        bodies = self.bodies(episode_id)
+        return decode_parts(bodies.row[0], bodies.row[1], bodies.turns) if bodies else None
+
+    def bodies(self, episode_id: str) -> Bodies | None:
+        """Return a forwarded episode's messages as they arrived, or None once a learner has reported on it."""
         with self._mapped():
             row = self._one(f"{PARTS} AND state = 'published'", episode_id)
             if row is None:
                 return None
-            turns = [body for (body,) in self._db.execute(TURNS, (episode_id,))]
+            bodies = Bodies(row, [body for (body,) in self._db.execute(TURNS, (episode_id,))])
         if self.keeps_bodies:
-            self._bodies.add(episode_id, Bodies(row, turns))
-        begin, end = _messages.decode(row[0]), _messages.decode(row[1])
-        assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd)  # noqa: PT018
-        return begin, end, [turn for body in turns if isinstance(turn := _messages.decode(body), Turn)]
+            self._bodies.add(episode_id, bodies)
+        return bodies
 
     def closed(self, close: do.Close, now: float) -> ClosedEpisode | None:
         """Return an episode that this effect is about to settle, with its messages as they arrived; None if it has no begin."""

@@ -211,15 +211,15 @@ def measure_flow(
     collector = parts.get("collector") or {}
     engines = (board.get("engines") or {}).values()
     recent = [step for policy in steps.values() for step in policy]
-    inbox = topology.inbox(job.run)
+    inboxes = _inboxes(job)
     return Flow(
         is_paused=collector.get("pace", "running") != "running",
         has_ended=has_ended,
         tickets=sum(collector["tickets_out"].values()) if "tickets_out" in collector else None,
         open_episodes=collector.get("open"),
-        inbox=queues.get(inbox),
-        inbox_in_per_s=(details.get(inbox) or {}).get("in_per_s"),
-        inbox_out_per_s=(details.get(inbox) or {}).get("out_per_s"),
+        inbox=_sum(queues.get(name) for name in inboxes),
+        inbox_in_per_s=_sum((details.get(name) or {}).get("in_per_s") for name in inboxes),
+        inbox_out_per_s=_sum((details.get(name) or {}).get("out_per_s") for name in inboxes),
         ready_groups=sum(collector["groups_ready"].values()) if "groups_ready" in collector else None,
         groups_per_batch=job.groups.groups_per_batch,
         wait_s=_mean(step.get("wait_s") for step in recent),
@@ -248,7 +248,7 @@ def describe_nodes(
     learners = {source: part for source, part in parts.items() if source.startswith("learner.")}
     training = [part for part in learners.values() if part.get("phase") != "ended"]
     engines = board.get("engines") or {}
-    inbox = topology.inbox(job.run)
+    inboxes = _inboxes(job)
     ticket_queues = [topology.tickets(job.run, kind) for kind in job.task_kinds]
     ready_queues = [topology.ready(job.run, policy) for policy in job.trained]
     phases = sorted({str(part.get("phase")) for part in learners.values() if part.get("phase")})
@@ -300,16 +300,16 @@ def describe_nodes(
         Station(
             id="in",
             label="in",
-            depth=queues.get(inbox),
-            oldest_s=_oldest(details, [inbox]),
-            rate_per_s=(details.get(inbox) or {}).get("out_per_s"),
-            state=queue([inbox], used=False),
+            depth=flow.inbox,
+            oldest_s=_oldest(details, inboxes),
+            rate_per_s=flow.inbox_out_per_s,
+            state=queue(inboxes, used=False),
         ),
         Station(
             id="collector",
             label="collector",
             depth=collector.get("waiting"),
-            state=process(*([collector] if collector else []), busy=bool(queues.get(inbox))),
+            state=process(*([collector] if collector else []), busy=bool(flow.inbox)),
             detail=_describe_collector(collector),
         ),
         Station(
@@ -362,6 +362,11 @@ def _describe_collector(collector: Mapping[str, Any]) -> str:
 def _oldest(details: Mapping[str, Any], names: Iterable[str]) -> float | None:
     ages = [(details.get(name) or {}).get("oldest_s") for name in names]
     return max((age for age in ages if age is not None), default=None)
+
+
+def _inboxes(job: SwarmJob) -> list[str]:
+    """Return the queues from which the collector takes messages of episodes."""
+    return [topology.inbox(job.run), *topology.list_turns(job.run, job.collector.turn_queues)]
 
 
 def _sum(values: Iterable[Any]) -> Any:

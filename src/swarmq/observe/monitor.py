@@ -190,6 +190,7 @@ def list_queues(job: SwarmJob) -> list[str]:
         *(queue(job.run, kind) for kind in job.task_kinds for queue in (topology.tasks, topology.retries)),
         *(topology.tickets(job.run, kind) for kind in job.task_kinds),
         topology.inbox(job.run),
+        *topology.list_turns(job.run, job.collector.turn_queues),
         *(topology.ready(job.run, name) for name, policy in job.policies.items() if policy.trained),
     ]
 

@@ -98,7 +98,8 @@ async def follow_steps(job: SwarmJob, broker: Broker, report: Callable[[str], No
 def _queue_notes(board: Board) -> Iterator[str]:
     if board.blocked:
         yield "RabbitMQ accepts no messages"
-    if (waiting := board.depths.get(topology.inbox(board.run), 0)) > LONG_QUEUE:
+    waiting = sum(num for queue, num in board.depths.items() if topology.parse_turns_run(queue) == board.run)
+    if waiting > LONG_QUEUE:
         yield f"{waiting} messages wait for the collector"
     if (pace := board.reported("collector").get("pace", "running")) != "running":
         yield f"the run is {pace}"

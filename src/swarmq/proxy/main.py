@@ -126,7 +126,13 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         number, own_url = port if join else number, job.proxy.url(port)
         name = f"swarmq proxy.{number} {job.run}"
         async with AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s()) as broker:
-            await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds, replicas=job.broker.replicas)
+            await broker.declare(
+                job.run,
+                policies=job.trained,
+                kinds=job.task_kinds,
+                replicas=job.broker.replicas,
+                turn_queues=job.collector.turn_queues,
+            )
             served = ServedRun(
                 job=job,
                 broker=broker,

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,13 +30,20 @@ class StoredMessage(msgspec.Struct, kw_only=True):
     delivered: int = 0
 
 
+class _Subscription(NamedTuple):
+    run: str
+    senders: frozenset[str]
+    feed: EventFeed
+    on_gap: Callable[[], None]
+
+
 class MemoryBroker:
     """In-memory implementation of `swarmq.broker.Broker`. Tests cause faults by `interrupt`, `away`, `alarm`, `delete` and
     `wreck`."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
-        self._feeds: list[tuple[str, EventFeed, Callable[[], None]]] = []
+        self._feeds: list[_Subscription] = []
         self._present = asyncio.Event()
         self._present.set()
         self._room = asyncio.Event()
@@ -93,29 +100,36 @@ class MemoryBroker:
         if not (self._present.is_set() and self._room.is_set()):
             return False
         self.emitted.append(event)
-        for run, feed, _ in self._feeds:
-            if run == event.run:
-                feed.put(encode(event))
+        for one in self._feeds:
+            if one.run == event.run and (not one.senders or event.source.partition(".")[0] in one.senders):
+                one.feed.put(encode(event))
         return True
 
     @asynccontextmanager
     async def events(
-        self, run: str, *, on_gap: Callable[[], None] = lambda: None
+        self, run: str, *, senders: Sequence[str] = (), on_gap: Callable[[], None] = lambda: None
     ) -> AsyncIterator[AsyncIterator[Event]]:
         feed = EventFeed()
-        self._feeds.append((run, feed, on_gap))
+        subscription = _Subscription(run, frozenset(senders), feed, on_gap)
+        self._feeds.append(subscription)
         try:
             yield feed
         finally:
-            self._feeds.remove((run, feed, on_gap))
+            self._feeds.remove(subscription)
             feed.close()
 
     async def declare(
-        self, run: str, *, policies: Iterable[str], kinds: Iterable[str], replicas: int | None = None
+        self,
+        run: str,
+        *,
+        policies: Iterable[str],
+        kinds: Iterable[str],
+        replicas: int | None = None,
+        turn_queues: int = 0,
     ) -> None:
         queues = {
             topology.DEAD: topology.dead_letter_arguments(),
-            **topology.run_queues(run, policies=policies, kinds=kinds, replicas=replicas),
+            **topology.run_queues(run, policies=policies, kinds=kinds, replicas=replicas, turn_queues=turn_queues),
         }
         for name, arguments in queues.items():
             queue = self._queues.setdefault(name, _Queue(name, single="x-single-active-consumer" in arguments))
@@ -142,8 +156,8 @@ class MemoryBroker:
         """Make the broker unreachable, or reachable again. Publishers wait; consumers lose their sessions."""
         if gone:
             self._present.clear()
-            for _, _, on_gap in self._feeds:
-                on_gap()
+            for one in self._feeds:
+                one.on_gap()
             self.interrupt()
         else:
             self._present.set()

@@ -211,7 +211,13 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_run_files(requested, deployment)
-            await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds, replicas=job.broker.replicas)
+            await broker.declare(
+                job.run,
+                policies=job.trained,
+                kinds=job.task_kinds,
+                replicas=job.broker.replicas,
+                turn_queues=job.collector.turn_queues,
+            )
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _start_daemons(deployment, proxies, stack, report)
             write_atomically(folder.invite, deployment.invite.encode().encode() + b"\n")

@@ -80,16 +80,19 @@ async def play(broker, job, rng):
         for number, slot in enumerate(slots):
             delivery = await anext(tickets)
             assert isinstance(delivery.message, Ticket)
-            pieces = episode(job.run, f"e{number}", slot, delivery.message.ticket_id)
+            pieces = episode(job.run, f"e{number}", slot, delivery.message.ticket_id, names_calls=rng.random() < 0.5)
             for piece in pieces:
-                await broker.publish(topology.inbox(job.run), piece)
+                queue = topology.inbox(job.run)
+                if isinstance(piece, Turn):
+                    queue = topology.turns_of(job.run, piece.episode_id, job.collector.turn_queues)
+                await broker.publish(queue, piece)
                 if rng.random() < 0.1:
-                    await broker.publish(topology.inbox(job.run), piece)
+                    await broker.publish(queue, piece)
             with contextlib.suppress(BrokerLostError):
                 await delivery.ack()
 
 
-def episode(run, name, slot, ticket):
+def episode(run, name, slot, ticket, *, names_calls=True):
     common = {"run": run, "episode_id": name}
     yield EpisodeBegin(
         **common, slot=slot, kind="math", group_size=GROUP_SIZE, policies=("main",), client_id="c", ticket_id=ticket
@@ -106,7 +109,8 @@ def episode(run, name, slot, ticket):
             sampled_ids=array("i", range(4)).tobytes(),
             logprobs=array("f", [-1.0] * 4).tobytes(),
         )
-    yield EpisodeEnd(**common, status="finished", rewards={"main": 1.0}, calls=tuple(f"c{n}" for n in range(NUM_TURNS)))
+    calls = tuple(f"c{n}" for n in range(NUM_TURNS)) if names_calls else None
+    yield EpisodeEnd(**common, status="finished", rewards={"main": 1.0}, calls=calls)
 
 
 async def learn(broker, job, trained):

@@ -70,6 +70,7 @@ def test_routing_keys_carry_the_user_and_reach_the_queues():
         "r1.*.eval.math": RETURNED,
     }
     assert topology.client_bindings("r1", ["math"]) == bound
+    assert topology.client_bindings("r1", ["math"], 1) == bound | {"r1.*.turns.1": topology.turns("r1", 1)}
     assert not bound.items() & topology.obsolete_client_bindings("r1", ["math"]).items()
 
 
@@ -103,3 +104,6 @@ def test_a_host_records_turns_of_any_client_and_only_in_its_own_run():
     assert find_violation(host, INBOX, begin("alice@x")) == ""
     assert "another run" in find_violation(topology.host_user("r2", "gpu2"), INBOX, begin("alice@x"))
     assert topology.parse_sender(topology.client_key(host, topology.control("r1"))) == host
+    turns = topology.turns("r1", 2)
+    assert topology.client_destination(host, turns) == turns
+    assert topology.client_destination(topology.client_user("r1", "alice"), turns) == ""

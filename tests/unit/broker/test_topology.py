@@ -47,6 +47,18 @@ def test_every_kind_and_policy_has_its_queues() -> None:
     }
 
 
+def test_the_turns_of_an_episode_have_one_queue_and_episodes_are_spread() -> None:
+    usual = topology.run_queues("r", policies=["a"], kinds=["x"])
+    divided = topology.run_queues("r", policies=["a"], kinds=["x"], turn_queues=3)
+    queues = divided.keys() - usual.keys()
+    assert queues == {topology.turns("r", number) for number in (1, 2, 3)}
+    assert all(divided[queue] == divided[topology.inbox("r")] for queue in queues)
+    assert {topology.turns_of("r", f"e{number}", 3) for number in range(50)} == queues
+    assert topology.turns_of("r", "e", 0) == topology.inbox("r")
+    assert {topology.parse_turns_run(queue) for queue in (*queues, topology.inbox("r"))} == {"r"}
+    assert not any(map(topology.parse_turns_run, usual.keys() - {topology.inbox("r")}))
+
+
 def test_clients_compete_for_tickets_and_tasks() -> None:
     queues = topology.run_queues("r", policies=["a"], kinds=["x"])
     assert [name for name, arguments in queues.items() if "x-single-active-consumer" not in arguments] == [

@@ -181,7 +181,7 @@ class Shell:
 
     def catch_up(self) -> None:
         """Work until there is nothing left to do but to wait."""
-        while self.step() != "acknowledged" or self.world.inbox:
+        while self.step() != "acknowledged" or self.world.is_busy:
             pass
         while self.outgoing:
             self.step()
@@ -540,14 +540,15 @@ class World:
         elif choice < 9:
             self.rng.choice(self.learners).step()
             if self.later and self.rng.random() < 0.5:
-                self.inbox.append(self.later.pop(self.rng.randrange(len(self.later))))
+                self.enqueue(self.later.pop(self.rng.randrange(len(self.later))))
         else:
             self.now += self.rng.choice([0.1, 1.0, 10.0, 60.0])
 
     def rest(self) -> None:
         """Everybody works until all slots were attempted and nothing moves. Raises BrokenError if it never ends."""
         self.resting = True
-        self.inbox += self.later
+        for body in self.later:
+            self.enqueue(body)
         self.later.clear()
         waited_s = 0.0
         while waited_s < PATIENCE_S:
@@ -558,7 +559,7 @@ class World:
             self.shell.catch_up()
             for learner in self.learners:
                 learner.step()
-            if not self.moved and not self.inbox:
+            if not self.moved and not self.is_busy:
                 if (
                     self.done
                     and not self.busy
@@ -582,9 +583,17 @@ class World:
         body = encode(message)
         if self.known is not None:
             self.known[body] = message
-        self.inbox.append(body)
+        self.enqueue(body)
         if self.rng.random() < self.chaos.twice:
             self.later.append(body)
+
+    def enqueue(self, body: bytes) -> None:
+        self.inbox.append(body)
+
+    @property
+    def is_busy(self) -> bool:
+        """Messages wait for the collector."""
+        return bool(self.inbox)
 
     def decoded(self, body: bytes) -> Message:
         return (self.known or {}).get(body) or decode(body)

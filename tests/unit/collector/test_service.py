@@ -16,8 +16,8 @@ from swarmq.collector.decide.effects import Forward
 from swarmq.collector.decide.state import TurnMeta
 from swarmq.collector.service import Collector, CollectorIntervals
 from swarmq.collector.store import Store
-from swarmq.config import SwarmJob
-from swarmq.messages import Command, Rollout, Ticket, decode
+from swarmq.config import CollectorSettings, SwarmJob
+from swarmq.messages import Command, Fence, Rollout, Ticket, Turn, decode
 from swarmq.testing import MemoryBroker
 
 IN, READY = topology.inbox("r"), topology.ready("r", "main")
@@ -72,6 +72,51 @@ async def test_pieces_in_episodes_and_tickets_out(job, broker, say):
     assert [event.fields["status"] for event in broker.emitted if event.name == "episode"] == ["finished"]
     (state,) = [event for event in broker.emitted if event.name == "state"][-1:]
     assert (state.source, state.fields["finished"], state.fields["forwarded"]) == ("collector", 1, 1)
+
+
+async def test_an_end_waits_for_the_turns_that_were_recorded_before_it(job, broker, say):
+    divided = msgspec.structs.replace(job, collector=CollectorSettings(processes=3))
+    turn = say.turn()
+    await broker.declare("r", policies=job.policies, kinds=job.mix, turn_queues=2)
+    await broker.publish(topology.turns_of("r", turn.episode_id, 2), turn)
+    for piece in (say.begin(), say.end()):
+        await broker.publish(IN, piece)
+    async with collecting(divided, broker, Store(None, run="r")):
+        (episode,) = await arrivals(broker, READY, 1)
+    assert [one.call_id for one in episode.turns] == [turn.call_id]
+    assert not any(broker.stored(queue) for queue in (IN, *topology.list_turns("r", 2)))
+
+
+async def test_turns_that_more_processes_left_behind_are_collected(job, broker, say):
+    await broker.declare("r", policies=job.policies, kinds=job.mix, turn_queues=2)
+    await broker.publish(topology.turns("r", 2), say.turn())
+    for piece in (say.begin(), say.end()):
+        await broker.publish(IN, piece)
+    async with collecting(job, broker, Store(None, run="r")):
+        (episode,) = await arrivals(broker, READY, 1)
+    assert len(episode.turns) == 1
+
+
+class LosesAFence(MemoryBroker):
+    """As a broker does when a queue is deleted in that moment."""
+
+    num_fences = 0
+
+    async def publish(self, queue, message, *, deadline_s=None):
+        self.num_fences += isinstance(message, Fence)
+        if not isinstance(message, Fence) or self.num_fences > 1:
+            await super().publish(queue, message, deadline_s=deadline_s)
+
+
+async def test_a_fence_that_is_lost_is_sent_again(job, say):
+    broker = LosesAFence()
+    divided = msgspec.structs.replace(job, collector=CollectorSettings(processes=2))
+    await broker.declare("r", policies=job.policies, kinds=job.mix, turn_queues=1)
+    for piece in (say.begin(), say.turn(), say.end()):
+        await broker.publish(topology.turns("r", 1) if isinstance(piece, Turn) else IN, piece)
+    async with collecting(divided, broker, Store(None, run="r"), confirm_s=0.01):
+        await arrivals(broker, READY, 1)
+    assert broker.num_fences > 1
 
 
 async def test_nothing_is_acknowledged_before_it_is_committed(job, broker, say):

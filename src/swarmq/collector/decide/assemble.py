@@ -31,10 +31,13 @@ from typing import Literal
 import msgspec
 
 from swarmq.collector.decide.state import TurnMeta
-from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeBegin, EpisodeEnd, Rollout, Turn
+from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeBegin, EpisodeEnd, Message, Rollout, Turn
 
 ENVELOPE_BYTES = 64 * 1024
 """Bytes reserved for a rollout's fields besides its turns and the fields of its end."""
+
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+"""Decoder for message bodies that were checked on arrival."""
 
 MAX_NAMED_CALLS = 3
 """Maximum number of unknown call ids that one warning lists."""
@@ -169,6 +172,29 @@ def assemble_rollout(
         term=term,
         turns=tuple(_rebase(turn, by_id, sent) for turn in turns if turn.call_id in sent),
     )
+
+
+class StoredRollout(msgspec.Struct, frozen=True, array_like=True):
+    """The messages of an episode as they arrived, from which the rollout of one policy is assembled."""
+
+    policy: str
+    group_members: int
+    term: int
+    begin: bytes
+    end: bytes
+    turns: list[bytes]
+
+    def assemble(self) -> Rollout:
+        """Return the message for the policy's learner."""
+        parts = decode_parts(self.begin, self.end, self.turns)
+        return assemble_rollout(self.policy, *parts, group_members=self.group_members, term=self.term)
+
+
+def decode_parts(begin: bytes, end: bytes, turns: Sequence[bytes]) -> tuple[EpisodeBegin, EpisodeEnd, list[Turn]]:
+    """Decode the stored messages of an episode; `turns` may contain delivery reports, too."""
+    began, ended = _messages.decode(begin), _messages.decode(end)
+    assert isinstance(began, EpisodeBegin) and isinstance(ended, EpisodeEnd)  # noqa: PT018
+    return began, ended, [turn for body in turns if isinstance(turn := _messages.decode(body), Turn)]
 
 
 def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Turn:

@@ -1,17 +1,14 @@
-"""Framing of messages between trainer and batch feeder: eight bytes with the length, then msgpack. The trainer's side blocks, the
-feeder's side uses asyncio."""
+"""Messages between trainer and batch feeder, as msgpack in frames. The trainer's side blocks, the feeder's side uses asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 
 import msgspec
 
 from swarmq.learner.store.records import ToIO, ToTrainer
-
-LENGTH = struct.Struct("<Q")
+from swarmq.runtime.frames import LENGTH, read_frame, write_frame
 
 _encoder = msgspec.msgpack.Encoder()
 _to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
@@ -32,22 +29,12 @@ def receive(sock: socket.socket) -> ToTrainer:
 
 async def write(writer: asyncio.StreamWriter, message: ToTrainer) -> None:
     """Write a message to the trainer. Raises EOFError if the trainer is gone."""
-    body = _encoder.encode(message)
-    try:
-        writer.write(LENGTH.pack(len(body)))
-        writer.write(body)
-        await writer.drain()
-    except ConnectionError as error:
-        raise EOFError("the trainer is gone") from error
+    await write_frame(writer, _encoder.encode(message))
 
 
 async def read(reader: asyncio.StreamReader) -> ToIO:
     """Read a message from the trainer. Raises EOFError if the trainer is gone."""
-    try:
-        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return _to_io.decode(await reader.readexactly(size))
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise EOFError("the trainer is gone") from error
+    return _to_io.decode(await read_frame(reader))
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

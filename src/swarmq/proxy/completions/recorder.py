@@ -38,10 +38,14 @@ class TurnPublisher(Protocol):
 
 
 class Recorder:
-    def __init__(self, broker: TurnPublisher, meter: Counters, *, confirm_timeout_s: float) -> None:
+    def __init__(
+        self, broker: TurnPublisher, meter: Counters, *, confirm_timeout_s: float, turn_queues: int = 0
+    ) -> None:
+        """`turn_queues`: number of queues among which turns are divided; without any, turns go to the inbox."""
         self._broker = broker
         self._meter = meter
         self._confirm_timeout_s = confirm_timeout_s
+        self._turn_queues = turn_queues
 
     async def record(self, request: RequestContext, choice: ChoiceResult, graph: Graph, *, kind: str) -> None:
         """Record a choice and return once its turn is durable. Raises BrokerError if that takes too long, EngineAnswerError for
@@ -50,7 +54,8 @@ class Recorder:
         turn = build_turn(request, choice, origin)
         _check(turn)
         sampled_at = time.monotonic()
-        await self._broker.publish(topology.inbox(request.claims.run), turn, deadline_s=self._confirm_timeout_s)
+        queue = topology.turns_of(turn.run, turn.episode_id, self._turn_queues)
+        await self._broker.publish(queue, turn, deadline_s=self._confirm_timeout_s)
         node = build_node(request, choice, turn, origin)
         graph.add(node, request.stitched, request.history)  # the collector must have a turn before others refer to it
         self._meter.take(turn, time.monotonic() - sampled_at, kind=kind)

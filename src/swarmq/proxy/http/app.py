@@ -110,7 +110,12 @@ def create_app(
         tuning=tuning or LiveSampling(job),
         pools=fleet.pools,
         episodes=episodes,
-        recorder=Recorder(broker, meter, confirm_timeout_s=job.proxy.confirm_timeout_s),
+        recorder=Recorder(
+            broker,
+            meter,
+            confirm_timeout_s=job.proxy.confirm_timeout_s,
+            turn_queues=job.collector.turn_queues,
+        ),
         meter=meter,
         gate=gate,
         timeout_s=job.proxy.request_timeout_s,
