@@ -13,6 +13,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     engine, proxy on another host --Registration--> control
     collector --Task-->     eval.<kind>           collector --Evaluation--> <policy>.control
     collector --LogEntry--> log (a stream)        all collectors of a run with standbys
+    proxy     --Turn-->     turns.<n>             collector --Fence--> turns.<n>: instead of `in`, if the collector has several processes
 """
 
 from __future__ import annotations

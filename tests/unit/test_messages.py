@@ -60,6 +60,7 @@ EVERY_RECORD = [
     turn(versions=(m.VersionSpan(version=0, start=0, end=1), m.VersionSpan(version=1, start=1, end=2))),
     m.RefusedTurn(run="r", episode_id="e", call_id="c1", reason="a log-probability is above 0"),
     m.DeliveryReport(run="r", served_id="s", sent={"e": ("c0",)}, withdrawn={"e": ("c1",)}),
+    m.Fence(run="r", fence_id="f"),
     end(metrics={"turns": 3.0}, calls=("c0",)),
     episode(),
     m.StepReport(run="r", policy="main", version=3, trained=("e",), dropped={"f": "equal_rewards"}),
