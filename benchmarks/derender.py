@@ -49,7 +49,7 @@ class Eager(CoalescingPace):
         return 0.0
 
 
-class Heard(msgspec.Struct):
+class ReceivedAnswer(msgspec.Struct):
     """One streamed answer."""
 
     parsing_s: float = 0.0
@@ -141,8 +141,8 @@ def main() -> None:
     report.save("derender", figures, detail=detail, out=arguments.out)
 
 
-async def listen(parser: Parser, ids: list[int], token_s: float, pace: CoalescingPace) -> Heard:
-    loop, heard, state = asyncio.get_running_loop(), Heard(), None
+async def listen(parser: Parser, ids: list[int], token_s: float, pace: CoalescingPace) -> ReceivedAnswer:
+    loop, heard, state = asyncio.get_running_loop(), ReceivedAnswer(), None
     began = loop.time()
     async with asyncio.TaskGroup() as tasks:
         probing = tasks.create_task(_probe(parser.thread, heard.waits))

@@ -163,7 +163,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     if len(steps) < asked.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {asked.deadline:.0f} s are too few to measure")
     figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
-    told = list(said_by(job.run_folder.logs / "learner.main.log"))
+    told = list(read_log(job.run_folder.logs / "learner.main.log"))
     waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
     ways = sorted({fields["method"] for fields in told if fields.get("event") == "push_route"})
     return figures, detail | {"push_ways": ways, "training_waited_for_checkpoints_s": waited}
@@ -232,7 +232,7 @@ async def until_step(follower: Follower, step: int) -> None:
     await follower.until(reached)
 
 
-def said_by(log: Path) -> Iterator[dict[str, Any]]:
+def read_log(log: Path) -> Iterator[dict[str, Any]]:
     """What a daemon logged."""
     lines = (line for line in log.read_bytes().splitlines() if line.startswith(b"{"))
     return (msgspec.json.decode(line) for line in lines)

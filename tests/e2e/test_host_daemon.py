@@ -32,11 +32,11 @@ class Daemon:
         begins_at = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        while not (said := [line for line in self.said(begins_at) if line["event"] == "listening"]):
+        while not (said := [line for line in self.read_log(begins_at) if line["event"] == "listening"]):
             assert self.process.poll() is None, self._log.read_text()
         self.url = said[0]["url"]
 
-    def said(self, begins_at: int = 0):
+    def read_log(self, begins_at: int = 0):
         lines = self._log.read_bytes()[begins_at:].splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"\n")]
 

@@ -45,8 +45,8 @@ class Reader:
             )
         )
 
-    async def told(self):
-        """Returns when the proxy has spoken of an answer: the agent may be faster."""
+    async def wait_for_report(self):
+        """Return when the proxy has reported on an answer; the agent may be faster."""
         async with self.stage.broker.consume(INBOX, prefetch=1000) as deliveries:
             async for delivery in deliveries:
                 if isinstance(delivery.message, DeliveryReport):
@@ -70,7 +70,7 @@ async def test_an_answer_that_was_received_is_trained(stage):
     stage.engine.say("x")
     answer = await stage.ask(HI)
     reader.end()
-    await reader.told()
+    await reader.wait_for_report()
     reader.read()
     assert reader.trained == [answer["id"]]
 
@@ -80,7 +80,7 @@ async def test_a_stream_that_was_received_is_trained(stage):
     stage.engine.say("ab")
     first, *_ = await stage.stream(HI)
     reader.end()
-    await reader.told()
+    await reader.wait_for_report()
     reader.read()
     assert reader.trained == [first["id"]]
 
@@ -90,7 +90,7 @@ async def test_an_agent_that_hangs_up_after_its_answer_has_received_it(stage):
     stage.engine.say("x")
     status, _, _ = await stage.post(BODY, headers={"connection": "close"})
     reader.end()
-    await reader.told()
+    await reader.wait_for_report()
     reader.read()
     assert status == 200
     assert len(reader.trained) == 1
@@ -106,10 +106,10 @@ async def test_an_answer_that_was_refused_because_its_confirm_was_late_is_not_tr
         assert b"broker_unavailable" in raw
         assert len(stage.turns()) == 1
         if ended == "after it":
-            await reader.told()
+            await reader.wait_for_report()
         reader.end()
         if ended != "after it":
-            await reader.told()
+            await reader.wait_for_report()
             reader.read()
         assert reader.trained == []
         assert reader.bench.dropped == {"unseen": 1}
@@ -121,14 +121,14 @@ async def test_all_choices_of_a_refused_answer_are_left_out(stages):
         broker.is_late = False
         stage.engine.say("x")
         first = await stage.ask(HI)
-        await reader.told()
+        await reader.wait_for_report()
         broker.is_late = True
         stage.engine.say("a")
         stage.engine.say("b")
         status, _, _ = await stage.post({**BODY, "n": 2})
         assert status == 503
         reader.end()
-        await reader.told()
+        await reader.wait_for_report()
         reader.read()
         assert reader.trained == [first["id"]]
 
@@ -142,7 +142,7 @@ async def test_an_answer_whose_agent_hung_up_before_the_confirm_is_not_trained(s
         asking.cancel()
         await asyncio.wait([asking])
         reader.end()
-        await reader.told()
+        await reader.wait_for_report()
         reader.read()
         assert reader.bench.dropped == {"unseen": 1}
 
@@ -160,7 +160,7 @@ async def test_an_answer_that_its_agent_does_not_read_is_not_trained(stages):
             wire.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             await asyncio.to_thread(wire.recv, 100)
             reader.end()
-        await reader.told()
+        await reader.wait_for_report()
         reader.read()
         assert reader.bench.dropped == {"unseen": 1}
 

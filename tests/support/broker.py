@@ -34,14 +34,14 @@ class SharedBroker:
         self.folder = Path(tempfile.mkdtemp(prefix="swarmq-tests-"))
         self._running = ExitStack()
         self._node, started = self._running.enter_context(background_node(self.folder / "rabbitmq"))
-        started.add_done_callback(self._tell)
+        started.add_done_callback(self._write_url)
 
     def stop(self) -> None:
         self._running.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _tell(self, started: Future[None]) -> None:
-        """To the workers: the url, or why there is none."""
+    def _write_url(self, started: Future[None]) -> None:
+        """Write the URL for the workers, or why there is none."""
         error = started.exception()
         part = self.folder / "part"
         part.write_text(f"no broker: {error}" if error else self._node.amqp_url)

@@ -23,8 +23,8 @@ from swarmq.learner.train.loop import Learner
 FOR_ALL_BUT_WEIGHTS, FOR_NOTHING = 20_000, 4_000
 
 
-class Told:
-    """A link that keeps what it is told."""
+class RecordingLink:
+    """A link to the batch feeder that keeps the messages it is sent."""
 
     def __init__(self) -> None:
         self.messages: list[ToIO] = []
@@ -47,7 +47,7 @@ def room_for_files(num_bytes: int) -> Iterator[None]:
 def main(model: str, folder: str, sharding: Any) -> None:
     train = Train(sharding=sharding, gradient_checkpointing=False, token_log=False, trackers=())
     job = SwarmJob(run="r", folder=folder, policies={"main": Policy(model=model, train=train)})
-    learner, told = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
+    learner, told = Learner(job, "main", pusher=None, stop=StopSignal()), RecordingLink()
     link = told if learner.is_main else None
     for version, room in ((1, FOR_NOTHING), (2, FOR_ALL_BUT_WEIGHTS)):
         learner.trainer.version = version

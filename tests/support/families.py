@@ -224,7 +224,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """How text is cut before byte pairs are merged; None: as SentencePiece does, at spaces, which are part of pieces."""
     say: Callable[[str, str, Sequence[Call]], str]
     """(content, thought, tool calls) -> what the model writes, the end included."""
-    hear: Callable[[str], Json]
+    parse_answer: Callable[[str], Json]
     """Content, reasoning and tool calls of what the model wrote, the end left out."""
     chat: Json = {}
     """Fields that every request of this family has."""
@@ -249,7 +249,7 @@ def _message(content: str, calls: Sequence[Call] = (), ids: Sequence[str] = ()) 
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
 
 
-def _say_chatml(content: str, thought: str, calls: Sequence[Call]) -> str:
+def _write_chatml(content: str, thought: str, calls: Sequence[Call]) -> str:
     said = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
     for number, (name, arguments) in enumerate(calls):
         said += "\n" if content or number else ""
@@ -257,7 +257,7 @@ def _say_chatml(content: str, thought: str, calls: Sequence[Call]) -> str:
     return said + "<|im_end|>"
 
 
-def _hear_chatml(text: str) -> Json:
+def _parse_chatml(text: str) -> Json:
     thought, closed, rest = text.rpartition("</think>")
     calls = [json.loads(found) for found in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", rest, re.DOTALL)]
     content = re.split(r"\n?<tool_call>", rest)[0] if calls else rest
@@ -265,31 +265,31 @@ def _hear_chatml(text: str) -> Json:
     return message | ({"reasoning": thought.removeprefix("<think>")} if closed else {})
 
 
-def _say_llama3(content: str, _: str, calls: Sequence[Call]) -> str:
+def _write_llama3(content: str, _: str, calls: Sequence[Call]) -> str:
     said = "; ".join(f'{{"name": "{name}", "parameters": {_dumps(arguments)}}}' for name, arguments in calls)
     return (said or content) + "<|eot_id|>"
 
 
-def _hear_llama3(text: str) -> Json:
+def _parse_llama3(text: str) -> Json:
     if not text.startswith('{"name"'):
         return _message(text)
     calls = [json.loads(call) for call in text.split("; ")]
     return _message("", [(call["name"], call["parameters"]) for call in calls])
 
 
-def _say_mistral(content: str, _: str, calls: Sequence[Call]) -> str:
+def _write_mistral(content: str, _: str, calls: Sequence[Call]) -> str:
     listed = [{"name": name, "arguments": arguments, "id": f"call{i:05}"} for i, (name, arguments) in enumerate(calls)]
     return f"[TOOL_CALLS] {_dumps(listed)}</s>" if listed else f" {content}</s>"
 
 
-def _hear_mistral(text: str) -> Json:
+def _parse_mistral(text: str) -> Json:
     if not text.startswith("[TOOL_CALLS] "):
         return _message(text)
     calls = json.loads(text.removeprefix("[TOOL_CALLS] "))
     return _message("", [(c["name"], c["arguments"]) for c in calls], ids=[c["id"] for c in calls])
 
 
-def _say_deepseek(content: str, thought: str, calls: Sequence[Call]) -> str:
+def _write_deepseek(content: str, thought: str, calls: Sequence[Call]) -> str:
     said = (f"{thought}</think>" if thought else "") + content
     for number, (name, arguments) in enumerate(calls):
         said += "" if number else "<｜tool▁calls▁begin｜>"
@@ -297,7 +297,7 @@ def _say_deepseek(content: str, thought: str, calls: Sequence[Call]) -> str:
     return said + ("<｜tool▁calls▁end｜>" if calls else "") + "<｜end▁of▁sentence｜>"
 
 
-def _hear_deepseek(text: str) -> Json:
+def _parse_deepseek(text: str) -> Json:
     thought, closed, rest = text.rpartition("</think>")
     found = re.findall(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", rest, re.DOTALL)
     calls = [(name, json.loads(arguments)) for name, arguments in found]
@@ -305,12 +305,12 @@ def _hear_deepseek(text: str) -> Json:
     return message | ({"reasoning": thought} if closed else {})
 
 
-def _say_gemma(content: str, _: str, calls: Sequence[Call]) -> str:
+def _write_gemma(content: str, _: str, calls: Sequence[Call]) -> str:
     assert not calls, "the template has no tools"
     return content + "<end_of_turn>"
 
 
-def _say_harmony(content: str, thought: str, calls: Sequence[Call]) -> str:
+def _write_harmony(content: str, thought: str, calls: Sequence[Call]) -> str:
     said = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
     if not calls:
         return f"{said}<|channel|>final<|message|>{content}<|return|>"
@@ -318,7 +318,7 @@ def _say_harmony(content: str, thought: str, calls: Sequence[Call]) -> str:
     return f"{said} to=functions.{name}<|channel|>commentary json<|message|>{_dumps(arguments)}<|call|>"
 
 
-def _hear_harmony(text: str) -> Json:
+def _parse_harmony(text: str) -> Json:
     parts = re.findall(
         r"([^<]*)<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?:<\|end\|><\|start\|>assistant|$)", text, re.DOTALL
     )
@@ -341,8 +341,8 @@ FAMILIES = (
         ends=("<|im_end|>",),
         special=("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"),
         split=r"'(?:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        say=_say_chatml,
-        hear=_hear_chatml,
+        say=_write_chatml,
+        parse_answer=_parse_chatml,
     ),
     Family(
         name="llama3",
@@ -350,8 +350,8 @@ FAMILIES = (
         ends=("<|eot_id|>",),
         special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
         split=r"'(?:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+",
-        say=_say_llama3,
-        hear=_hear_llama3,
+        say=_write_llama3,
+        parse_answer=_parse_llama3,
     ),
     Family(
         name="mistral",
@@ -359,8 +359,8 @@ FAMILIES = (
         ends=("</s>",),
         special=("<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
         split=r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+",
-        say=_say_mistral,
-        hear=_hear_mistral,
+        say=_write_mistral,
+        parse_answer=_parse_mistral,
     ),
     Family(
         name="deepseek",
@@ -372,8 +372,8 @@ FAMILIES = (
             *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
         ),
         split=r"\p{N}{1,3}|[!-/:-~]?\p{L}+|\s?[^\s\p{L}\p{N}]+|\s+",
-        say=_say_deepseek,
-        hear=_hear_deepseek,
+        say=_write_deepseek,
+        parse_answer=_parse_deepseek,
     ),
     Family(
         name="gemma",
@@ -381,8 +381,8 @@ FAMILIES = (
         ends=("<end_of_turn>",),
         special=("<bos>", "<start_of_turn>"),
         split=r" ?[^ \n]+|\n+| +",
-        say=_say_gemma,
-        hear=_message,
+        say=_write_gemma,
+        parse_answer=_message,
     ),
     Family(
         name="sentencepiece",
@@ -390,8 +390,8 @@ FAMILIES = (
         ends=("<end_of_turn>",),
         special=("<bos>", "<start_of_turn>"),
         split=None,
-        say=_say_gemma,
-        hear=_message,
+        say=_write_gemma,
+        parse_answer=_message,
     ),
     Family(
         name="harmony",
@@ -399,8 +399,8 @@ FAMILIES = (
         ends=("<|return|>", "<|call|>"),
         special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
         split=r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+|.",
-        say=_say_harmony,
-        hear=_hear_harmony,
+        say=_write_harmony,
+        parse_answer=_parse_harmony,
     ),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -554,7 +554,7 @@ class FamilyEngine:
         ]
 
     async def derender(self, chat: Json, _prompt_ids: Sequence[int], answers: Sequence[CompleteAnswer]) -> list[Json]:
-        return [self.family.hear(self.decode(answer.token_ids)) for answer in answers]
+        return [self.family.parse_answer(self.decode(answer.token_ids)) for answer in answers]
 
     async def derender_delta(self, *_: Any, **__: Any) -> tuple[Json, Any]:
         raise NotImplementedError("answers come whole")

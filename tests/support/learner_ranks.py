@@ -129,12 +129,12 @@ def loading() -> Iterator[tuple[list[int], mock.Mock]]:
     held: list[int] = []
     hand_out, from_pretrained = sharding.shard_from_rank0, AutoModelForCausalLM.from_pretrained
 
-    def telling(model: torch.nn.Module, accelerator: Accelerator) -> Any:
+    def counting(model: torch.nn.Module, accelerator: Accelerator) -> Any:
         held.append(sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta))
         return hand_out(model, accelerator)
 
     with (
-        mock.patch.object(sharding, "shard_from_rank0", telling),
+        mock.patch.object(sharding, "shard_from_rank0", counting),
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=from_pretrained) as read,
     ):
         yield held, read
@@ -189,12 +189,12 @@ def counted() -> tuple[contextlib.AbstractContextManager[Any], mock.Mock]:
     """What is called, in the context, whenever torch gathers a part of a policy."""
     gather, told = _fsdp_param_group.foreach_all_gather, mock.Mock()
 
-    def telling(parameters: list[Any], *arguments: Any) -> Any:
+    def counting(parameters: list[Any], *arguments: Any) -> Any:
         if any(each.sharded_param.requires_grad for each in parameters):
             told()
         return gather(parameters, *arguments)
 
-    return mock.patch.object(_fsdp_param_group, "foreach_all_gather", telling), told
+    return mock.patch.object(_fsdp_param_group, "foreach_all_gather", counting), told
 
 
 def parts(trainer: Trainer) -> list[FSDPModule]:

@@ -59,8 +59,8 @@ class ScriptedVllm:
     def asleep(self) -> bool:
         return bool(self.sleeping)
 
-    def look(self) -> None:
-        """What an agent would get now."""
+    def note_what_is_served(self) -> None:
+        """Keep label and weights with which an agent would be answered now."""
         if not self.paused:
             self.seen_while_serving.add((self.label, "gone" if self.asleep else self.weights))
 
@@ -143,7 +143,7 @@ class ScriptedVllm:
                     return self.refuse("finish_weight_update called without a matching start_weight_update.")
                 self.active = False
                 self.label = (body or {}).get("weight_version") or self.label
-        self.look()
+        self.note_what_is_served()
         return web.json_response({"message": "done"})
 
     def refuse(self, text: str) -> web.Response:

@@ -128,7 +128,7 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.fixture
-def said() -> Any:
+def wait_for_line() -> Any:
     """Wait until a process has printed a line that begins with a word, or has one inside."""
 
     async def wait(process: subprocess.Popen[str], word: str, *, inside: bool = False) -> str:

@@ -98,14 +98,14 @@ async def test_what_can_be_wrong_with_a_broker_is_said_plainly(run_in):
                 pass
 
 
-async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, said):
+async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, wait_for_line):
     async with run_in() as run:
         await run.issue(4)
         await run.feed("a")
         (run.folder / "agent.py").write_text(AGENT)
         (run.folder / "hang").touch()
         first = script(WORKER, run.environment)
-        await said(first, "attempting a")
+        await wait_for_line(first, "attempting a")
         first.send_signal(signal.SIGKILL)
         (run.folder / "hang").unlink()
         second = script(WORKER, run.environment)
@@ -116,9 +116,9 @@ async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, sai
             cut_off.episode_id: ("aborted", cut_off.client_id),
             done.episode_id: ("finished", done.client_id),
         }
-        await said(second, "attempting a")
+        await wait_for_line(second, "attempting a")
         second.send_signal(signal.SIGTERM)
-        assert "1 episodes finished" in await said(second, "1 ep")
+        assert "1 episodes finished" in await wait_for_line(second, "1 ep")
         assert await asyncio.to_thread(second.wait) == 0
         await run.until(topology.tasks(run.invite.run, "math"), Depth(0, 0))
 
@@ -131,34 +131,34 @@ if __name__ == "__main__":
 """
 
 
-async def test_a_killed_process_of_a_worker_leaves_its_task_to_the_others(run_in, script, said):
+async def test_a_killed_process_of_a_worker_leaves_its_task_to_the_others(run_in, script, wait_for_line):
     async with run_in() as run:
         await run.issue(8)
         (run.folder / "agent.py").write_text(AGENT.replace("{ep.task.id}", "{ep.task.id} {os.getpid()}"))
         (run.folder / "hang").touch()
         main = script(PROCESSES, run.environment)
         await run.feed("a")
-        first = await said(main, "attempting a")
+        first = await wait_for_line(main, "attempting a")
         (run.folder / "hang").unlink()
         os.kill(int(first.split()[-1]), signal.SIGKILL)
         pieces = await run.pieces(lambda got: "finished" in {status for status, _ in ends_of(got).values()})
         cut_off, done = [piece for piece in pieces if isinstance(piece, EpisodeBegin)]
         assert cut_off.client_id != done.client_id
-        await said(main, "worker_process_died", inside=True)
+        await wait_for_line(main, "worker_process_died", inside=True)
         main.send_signal(signal.SIGTERM)
         output, _ = await asyncio.to_thread(main.communicate)
         assert re.search(r"^swarmq-worker-[01], math: 1 episodes finished", output, re.MULTILINE)
         assert "1 of 2 worker processes have died" in output
 
 
-async def test_the_first_signal_drains_a_worker_and_the_second_kills_it(run_in, script, said):
+async def test_the_first_signal_drains_a_worker_and_the_second_kills_it(run_in, script, wait_for_line):
     async with run_in() as run:
         await run.issue(4)
         await run.feed("a")
         (run.folder / "agent.py").write_text(AGENT)
         (run.folder / "hang").touch()
         worker = script(WORKER, run.environment)
-        await said(worker, "attempting a")
+        await wait_for_line(worker, "attempting a")
         worker.send_signal(signal.SIGTERM)
         await run.feed("b")
         assert worker.poll() is None
@@ -168,7 +168,7 @@ async def test_the_first_signal_drains_a_worker_and_the_second_kills_it(run_in, 
         assert worker.returncode == -signal.SIGTERM
 
 
-async def test_ctrl_c_in_a_script_aborts_its_episodes(run_in, script, said):
+async def test_ctrl_c_in_a_script_aborts_its_episodes(run_in, script, wait_for_line):
     async with run_in() as run:
         await run.issue(4)
         code = """
@@ -181,7 +181,7 @@ with SwarmClient() as client:
     client.run_episodes_until_all_complete([{"id": "a"}], attempt, repeats=1, progress=False)
 """
         process = script(code, run.environment)
-        await said(process, "attempting")
+        await wait_for_line(process, "attempting")
         process.send_signal(signal.SIGINT)
         [end] = await run.ends(1)
         assert end.status == "aborted"
@@ -223,7 +223,7 @@ os.wait()
         assert process.returncode == 0
 
 
-async def test_an_end_outlives_broker_and_process_and_is_delivered_by_the_next(opened, tmp_path, script, said):
+async def test_an_end_outlives_broker_and_process_and_is_delivered_by_the_next(opened, tmp_path, script, wait_for_line):
     code = """
 from swarmq import SwarmClient
 client = SwarmClient()
@@ -238,7 +238,7 @@ ep.end(0.25)
             await run.issue(1)
             os.mkfifo(tmp_path / "go")
             process = script(code, run.environment)
-            episode_id = (await said(process, "begun")).split()[1]
+            episode_id = (await wait_for_line(process, "begun")).split()[1]
             [begin] = await run.begins(1)
             assert begin.episode_id == episode_id
         await node.kill()

@@ -71,7 +71,7 @@ async def test_a_group_with_a_hopeless_slot_is_trained_long_before_its_deadline(
             await broker.publish(topology.tasks(job.run, "math"), task)
         async with worker(job, agent):
             async with broker.events(job.run) as events, collector(job):
-                await said(events, lambda fields: fields["absorbed"].get("slot_given_up"))
+                await wait_for_event(events, lambda fields: fields["absorbed"].get("slot_given_up"))
             async with broker.events(job.run) as events, collector(job):  # the first one was killed
                 go_on.set()
                 async with broker.consume(topology.ready(job.run, "main"), prefetch=SIZE) as deliveries:
@@ -80,7 +80,7 @@ async def test_a_group_with_a_hopeless_slot_is_trained_long_before_its_deadline(
                 assert {one.group_members for one in group} == {SIZE - 1}
                 report = StepReport(run=job.run, policy="main", record=1, version=1, trained=names)
                 await broker.publish(topology.inbox(job.run), report)
-                await said(events, lambda fields: fields["trained"] == SIZE - 1)
+                await wait_for_event(events, lambda fields: fields["trained"] == SIZE - 1)
     told = [(fate.slot, fate.state) for fate in read_fates(job.run_folder.inbox).values()]
     assert (
         sorted(told) == [("t/0/0", "trained"), ("t/1/0", "trained"), ("t/2/0", "trained")] + [("t/3/0", "dropped")] * 3
@@ -106,10 +106,10 @@ async def test_a_round_with_hopeless_attempts_is_closed_long_before_its_deadline
         await broker.publish(topology.control(job.run), begin)  # behind the tasks: the round has all of them
         async with worker(job, agent, mode="eval"):
             async with broker.events(job.run) as events, collector(job):
-                await said(events, lambda fields: fields["absorbed"].get("eval_given_up") == 2)
+                await wait_for_event(events, lambda fields: fields["absorbed"].get("eval_given_up") == 2)
             async with broker.events(job.run) as events, collector(job):  # the first one was killed
                 go_on.set()
-                told = await said(events, lambda _: True, name="evaluated")
+                told = await wait_for_event(events, lambda _: True, name="evaluated")
                 async with broker.consume(topology.control(job.run, "main"), prefetch=9) as deliveries:
                     async for delivery in deliveries:
                         if isinstance(results := delivery.message, Evaluation):
@@ -120,12 +120,12 @@ async def test_a_round_with_hopeless_attempts_is_closed_long_before_its_deadline
     assert (results.version, results.results) == (0, told), "for the learner's trackers"
 
 
-async def said(events, wanted, *, name="state"):
-    """What the collector tells, once it is what is wanted."""
+async def wait_for_event(events, wanted, *, name="state"):
+    """Return the fields of the collector's next event of this name that are `wanted`."""
     async for event in events:
         if event.name == name and wanted(event.fields):
             return event.fields
-    raise AssertionError("the events came to an end")
+    raise AssertionError("the events ended")
 
 
 def turn(run, episode_id):

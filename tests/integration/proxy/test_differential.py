@@ -130,8 +130,8 @@ def essence(path, raw):
             return (texts, answer["stop_reason"], answer.get("stop_sequence"), answer["usage"]["output_tokens"])
 
 
-def heard(path, raw):
-    """The text of a stream, and how it ended."""
+def read_stream(path, raw):
+    """Return the text of a streamed answer, and how it ended."""
     events = [msgspec.json.decode(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
     match path:
         case "/v1/chat/completions" | "/v1/completions":
@@ -147,8 +147,8 @@ def heard(path, raw):
             return "".join(texts), ending["stop_reason"]
 
 
-def said_at_once(path, raw):
-    """The same of an answer that was not streamed."""
+def read_whole(path, raw):
+    """Return the same of an answer that was not streamed."""
     found = essence(path, raw)
     match path:
         case "/v1/chat/completions":
@@ -190,7 +190,7 @@ async def test_a_stream_says_what_vllm_answers_at_once(stage, path):
         (status, direct), _ = await both(stage, path, change)
         _, (through, proxied) = await both(stage, path, {**change, "stream": True})
         assert (status, through) == (200, 200), (change, direct, proxied)
-        assert heard(path, proxied) == said_at_once(path, direct), change
+        assert read_stream(path, proxied) == read_whole(path, direct), change
 
 
 async def test_prompts_have_as_many_tokens_as_vllm_counts(stage):

@@ -264,7 +264,7 @@ class MemoryStore:
         if row := self._eval_slots.get(effect.slot_id):
             self._set(self._eval_slots, effect.slot_id, (row[0], row[1], effect))
 
-    def _told(self, effect: do.ControlSent) -> None:
+    def _control_sent(self, effect: do.ControlSent) -> None:
         row = self._unsent_control.get(effect.policy)
         if row and row.number <= effect.number:
             self._delete(self._unsent_control, effect.policy)
@@ -307,7 +307,7 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.SaveControl: lambda s, e: s._set(s._control, None, e.body),
     do.SaveReply: lambda s, e: s._set(s._replies, e.command_id, e.body),
     do.SendControl: lambda s, e: s._set(s._unsent_control, e.policy, e),
-    do.ControlSent: MemoryStore._told,
+    do.ControlSent: MemoryStore._control_sent,
     do.SaveFile: lambda s, e: None,
     do.SaveVersion: lambda s, e: s._set(s._versions, e.policy, e.version),
     do.SaveCount: lambda s, e: s._set(s._counts, e.name, e.value),

@@ -303,10 +303,10 @@ class Client:
         self.news.clear()
         yield from self.calls(episode_id, truth)
         yield from self.end(episode_id, truth, attempt)
-        self.tell(episode_id)  # at once: an end does not wait for ever
+        self.report_answers(episode_id)  # at once: an end does not wait for ever
 
-    def tell(self, episode_id: str) -> None:
-        """The proxies catch up."""
+    def report_answers(self, episode_id: str) -> None:
+        """Let the proxies report which answers they have sent and which not."""
         if self.news:
             told = {
                 name: {episode_id: tuple(call for one in self.news for call in getattr(one, name).get(episode_id, ()))}
@@ -394,7 +394,7 @@ class Client:
         if fate := self.world.rng.choice(fates):
             self.news.append(DeliveryReport(run=RUN, served_id=f"{episode_id}.{call_id}", **fate))
         if self.world.rng.random() < 0.5:
-            self.tell(episode_id)
+            self.report_answers(episode_id)
 
 
 # ------------------------------------------------------------------------------------------------ learner
@@ -690,7 +690,7 @@ class World:
 
     def reckon(self) -> None:
         core, store = self.shell.core, self.shell.store
-        ledger = told_by(store)
+        ledger = read_states(store)
         self._each_episode_has_one_fate(ledger)
         self._each_slot_is_trained_once()
         self._trained_turns_are_the_answered_ones()
@@ -779,8 +779,8 @@ class World:
             raise BrokenError(f"slots given up of groups {kept} are kept, which are gone")
 
 
-def told_by(store: Store | MemoryStore) -> dict[str, tuple[str, str]]:
-    """Episode -> its state and reason, of all that ever began."""
+def read_states(store: Store | MemoryStore) -> dict[str, tuple[str, str]]:
+    """Return episode -> (state, reason) for every episode that ever began."""
     if isinstance(store, MemoryStore):
         return dict(store.states)
     return {name: (state, reason) for name, state, reason in store._all("SELECT id, state, reason FROM episodes")}

@@ -25,7 +25,7 @@ from swarmq.collector.service import build_rollout
 from swarmq.collector.store import decode_rows, encode_rows
 from swarmq.messages import LogEntry, Rollout
 from unit.collector.memory_store import MemoryStore
-from unit.collector.simulator import OUTGOING, PAUSE_S, RUN, BrokenError, Learner, Scene, World, told_by
+from unit.collector.simulator import OUTGOING, PAUSE_S, RUN, BrokenError, Learner, Scene, World, read_states
 
 NUM_HOSTS = 2
 PAUSE, WAKE, SUSPECT, FORGET = 0.01, 0.02, 0.005, 0.02
@@ -412,6 +412,6 @@ class StandbyWorld(World):
 
     def reckon(self) -> None:
         super().reckon()
-        told = [told_by(host.store) for host in self.shell.hosts]
+        told = [read_states(host.store) for host in self.shell.hosts]
         if any(one != told[0] for one in told):
             raise BrokenError(f"the hosts' ledgers differ: {told}")

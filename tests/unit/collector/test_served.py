@@ -25,8 +25,8 @@ def withdrawn(*calls):
     return DeliveryReport(run="r", served_id=str(next(ids)), withdrawn={"e": calls})
 
 
-def told(call="a", **fields):
-    """A turn of a proxy that says whether its answer was sent."""
+def turn_with_receipt(call="a", **fields):
+    """A turn whose proxy reports whether the answer was sent."""
     return turn(call, receipt=True, **fields)
 
 
@@ -35,7 +35,7 @@ def trained(bench):
 
 
 def test_an_answer_that_was_refused_is_not_trained(bench):
-    bench.take(begin(), told("a"), sent("a"), told("b"), withdrawn("b"), end())
+    bench.take(begin(), turn_with_receipt("a"), sent("a"), turn_with_receipt("b"), withdrawn("b"), end())
     assert trained(bench) == ["a"]
     assert bench.core.counts["orphan_turns"] == 1
     assert bench.episodes[0].orphan_turns == 1
@@ -43,23 +43,27 @@ def test_an_answer_that_was_refused_is_not_trained(bench):
 
 @pytest.mark.parametrize("late", ["before its turn", "after the end"])
 def test_a_refusal_may_come_at_any_time(bench, late):
-    pieces = [withdrawn("b"), told("b"), end()] if late == "before its turn" else [told("b"), end(), withdrawn("b")]
-    bench.take(begin(), told("a"), sent("a"), *pieces)
+    pieces = (
+        [withdrawn("b"), turn_with_receipt("b"), end()]
+        if late == "before its turn"
+        else [turn_with_receipt("b"), end(), withdrawn("b")]
+    )
+    bench.take(begin(), turn_with_receipt("a"), sent("a"), *pieces)
     assert trained(bench) == ["a"]
 
 
 def test_a_refused_turn_that_arrives_after_the_end_is_not_trained(bench):
-    bench.take(begin(), told("a"), sent("a"), withdrawn("b"), end(), told("b"))
+    bench.take(begin(), turn_with_receipt("a"), sent("a"), withdrawn("b"), end(), turn_with_receipt("b"))
     assert trained(bench) == ["a"]
 
 
 def test_an_episode_whose_only_answer_was_refused_is_unseen(bench):
-    bench.take(begin(), told("a"), end(), withdrawn("a"))
+    bench.take(begin(), turn_with_receipt("a"), end(), withdrawn("a"))
     assert bench.dropped == {"unseen": 1}
 
 
 def test_an_end_waits_until_its_answers_are_known_to_be_sent(bench):
-    bench.take(begin(), told("a"), end())
+    bench.take(begin(), turn_with_receipt("a"), end())
     assert not bench.sent
     bench.restart()
     bench.take(sent("a"))
@@ -67,28 +71,28 @@ def test_an_end_waits_until_its_answers_are_known_to_be_sent(bench):
 
 
 def test_what_a_proxy_said_outlives_the_collector(bench):
-    bench.take(begin(), told("a"), told("b"), sent("a"), withdrawn("b"))
+    bench.take(begin(), turn_with_receipt("a"), turn_with_receipt("b"), sent("a"), withdrawn("b"))
     bench.restart()
     bench.take(end())
     assert trained(bench) == ["a"]
 
 
 def test_an_answer_of_which_a_killed_proxy_has_not_spoken_is_not_trained(bench):
-    bench.take(begin(), told("a"), sent("a"), told("b"), end())
+    bench.take(begin(), turn_with_receipt("a"), sent("a"), turn_with_receipt("b"), end())
     bench.wait(HOLD_S)
     assert trained(bench) == ["a"]
     assert (bench.core.counts["unseen_turns"], bench.core.counts["orphan_turns"]) == (1, 1)
 
 
 def test_while_a_collector_is_stopped_no_end_waits_in_vain(bench):
-    bench.take(begin(), told("a"), end())
+    bench.take(begin(), turn_with_receipt("a"), end())
     bench.sleep(10 * HOLD_S)
     bench.take(sent("a"))
     assert trained(bench) == ["a"]
 
 
 def test_an_answer_that_the_agent_continued_was_received_whatever_was_said(bench):
-    bench.take(begin(), told("a"), told("b", parent="a", shared=3), sent("b"), end())
+    bench.take(begin(), turn_with_receipt("a"), turn_with_receipt("b", parent="a", shared=3), sent("b"), end())
     assert trained(bench) == ["a", "b"]
 
 
@@ -98,60 +102,68 @@ def test_turns_of_a_proxy_that_never_speaks_of_answers_are_trained_as_ever(bench
 
 
 def test_an_answer_that_was_sent_waits_for_its_turn(bench):
-    bench.take(begin(), told("a"), sent("a", "b"), end())
+    bench.take(begin(), turn_with_receipt("a"), sent("a", "b"), end())
     assert not bench.sent
-    bench.take(told("b"))
+    bench.take(turn_with_receipt("b"))
     assert trained(bench) == ["a", "b"]
 
 
 def test_what_the_client_saw_decides_of_the_calls_it_watched(bench):
     watched = {"observed": True}
-    pieces = [told("a", **watched), told("b", **watched), sent("a", "b"), told("c"), sent("c")]
+    pieces = [
+        turn_with_receipt("a", **watched),
+        turn_with_receipt("b", **watched),
+        sent("a", "b"),
+        turn_with_receipt("c"),
+        sent("c"),
+    ]
     bench.take(begin(), *pieces, end(received=("a",)))
     assert trained(bench) == ["a", "c"]
 
 
 def test_an_end_waits_for_the_turns_that_the_client_saw(bench):
-    bench.take(begin(), told("a", observed=True), end(received=("a", "b")))
+    bench.take(begin(), turn_with_receipt("a", observed=True), end(received=("a", "b")))
     assert not bench.sent
-    bench.take(told("b", observed=True))
+    bench.take(turn_with_receipt("b", observed=True))
     assert trained(bench) == ["a", "b"]
 
 
 def test_an_episode_that_lacks_a_turn_that_the_client_saw_is_never_trained(bench):
-    bench.take(begin(), told("a", observed=True), end(received=("a", "b")))
+    bench.take(begin(), turn_with_receipt("a", observed=True), end(received=("a", "b")))
     bench.wait(HOLD_S)
     assert bench.dropped == {"incomplete": 1}
 
 
 def test_equal_requests_that_are_no_retries_are_all_trained(bench):
     same = {"request_digest": "d", "counts_retries": True}
-    pieces = [told(call, **same) for call in "abcd"]
-    bench.take(begin(), *pieces, told("f", parent="c", shared=3), sent("a", "b", "c", "d", "f"), end())
+    pieces = [turn_with_receipt(call, **same) for call in "abcd"]
+    bench.take(begin(), *pieces, turn_with_receipt("f", parent="c", shared=3), sent("a", "b", "c", "d", "f"), end())
     assert trained(bench) == ["a", "b", "c", "d", "f"]
 
 
 def test_equal_requests_of_a_library_that_counts_nothing_are_taken_for_repeats(bench):
-    pieces = [told(call, request_digest="d") for call in "ab"]
-    bench.take(begin(), *pieces, told("f", parent="b", shared=3), sent("a", "b", "f"), end())
+    pieces = [turn_with_receipt(call, request_digest="d") for call in "ab"]
+    bench.take(begin(), *pieces, turn_with_receipt("f", parent="b", shared=3), sent("a", "b", "f"), end())
     assert trained(bench) == ["b", "f"]
 
 
 def test_equal_requests_whose_answers_the_client_saw_are_all_trained(bench):
-    pieces = [told(call, request_digest="d", observed=True) for call in "ab"]
-    bench.take(begin(), *pieces, told("f", parent="b", shared=3, observed=True), end(received=("a", "b", "f")))
+    pieces = [turn_with_receipt(call, request_digest="d", observed=True) for call in "ab"]
+    bench.take(
+        begin(), *pieces, turn_with_receipt("f", parent="b", shared=3, observed=True), end(received=("a", "b", "f"))
+    )
     assert trained(bench) == ["a", "b", "f"]
 
 
 def test_a_retry_replaces_the_refused_sending_and_no_equal_one(bench):
     same = {"request_digest": "d", "counts_retries": True}
-    bench.take(begin(), told("a", **same), sent("a"), told("b", **same), withdrawn("b"))
-    bench.take(told("c", **same, retry=1), sent("c"), end())
+    bench.take(begin(), turn_with_receipt("a", **same), sent("a"), turn_with_receipt("b", **same), withdrawn("b"))
+    bench.take(turn_with_receipt("c", **same, retry=1), sent("c"), end())
     assert trained(bench) == ["a", "c"]
 
 
 def test_what_becomes_of_a_group_is_what_was_decided_and_not_what_is_heard_later(bench):
-    bench.take(begin(), told("a"), sent("a"), told("b"), end())
+    bench.take(begin(), turn_with_receipt("a"), sent("a"), turn_with_receipt("b"), end())
     bench.wait(HOLD_S)
     before = msgspec.msgpack.encode(bench.episodes)
     bench.take(sent("b"))
@@ -212,7 +224,7 @@ def attempts(draw, *, watched: bool, fates=FATES):
     return sendings
 
 
-def said(sending: Sending) -> DeliveryReport | None:
+def report_of(sending: Sending) -> DeliveryReport | None:
     if sending.fate in {"received", "cut"}:
         return sent(sending.call)
     return withdrawn(sending.call) if sending.fate in {"late", "lost"} else None
@@ -225,7 +237,7 @@ def play(draw, sendings: list[Sending], ended: EpisodeEnd, *, in_order: bool) ->
     for sending in sendings:
         if sending.fate != "lost":
             (before if sending.fate != "late" or draw(st.booleans()) else after).append(sending.turn)
-        if news := said(sending):
+        if news := report_of(sending):
             (before if draw(st.booleans()) else after).append(news)
     after = draw(st.permutations(after))
     pieces = [*before, ended, *after]

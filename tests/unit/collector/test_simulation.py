@@ -13,7 +13,7 @@ from swarmq.collector.decide.state import EndedEpisode, Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
 from swarmq.messages import DeliveryReport, EpisodeEnd, Message, RefusedTurn, Turn, decode, encode
-from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
+from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, read_states, worlds
 
 
 def scene(order="siblings", num_tasks=4, num_clients=3, max_attempts=0, chaos=Chaos(), **fields) -> Scene:  # noqa: B008
@@ -100,7 +100,7 @@ def test_a_world_is_the_same_on_both_stores(name):
     for seed in range(3):
         ours, real = (World(seed, SMALL[name], store=store).run(SMALL_STEPS) for store in (None, Store))
         assert ours.shell.memory() == real.shell.memory()
-        assert told_by(ours.shell.store) == told_by(real.shell.store)
+        assert read_states(ours.shell.store) == read_states(real.shell.store)
 
 
 def test_a_world_is_the_same_for_the_same_seed():

@@ -33,7 +33,7 @@ def members(**fields):
     return msgspec.convert({**given, **fields}, Members)
 
 
-def told(present, *asks, at=None, source="collector"):
+def members_event(present, *asks, at=None, source="collector"):
     fields = msgspec.to_builtins(present) | {"answers": asks}
     return Event(run="r", source=source, name="members", at=time.time() if at is None else at, fields=fields)
 
@@ -51,7 +51,7 @@ class Collector:
                 if event.name == "members_wanted":
                     self.asked += 1
                     if self.is_up:
-                        await self.broker.emit(told(members(revoked=self.revoked), event.fields["ask"]))
+                        await self.broker.emit(members_event(members(revoked=self.revoked), event.fields["ask"]))
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ async def test_only_the_answer_to_its_own_newest_question_makes_it_current(broke
     membership = FollowedMembership("r", broker, source="host.gpu2")
     first = membership._ask
     membership.ask()
-    membership.handle_event(told(members(revoked=["alice"]), first, "of-another"))
+    membership.handle_event(members_event(members(revoked=["alice"]), first, "of-another"))
     assert not await membership.wait_current(0)
     assert "alice" in membership.revoked, "it is not newer, but nothing is known that is"
-    membership.handle_event(told(members(), membership._ask, source="proxy.0"))
+    membership.handle_event(members_event(members(), membership._ask, source="proxy.0"))
     assert not await membership.wait_current(0)
-    membership.handle_event(told(members(), membership._ask))
+    membership.handle_event(members_event(members(), membership._ask))
     assert await membership.wait_current(0)
     assert "alice" in membership.revoked, "a removed name stays removed, also for a collector that does not know it"
 
@@ -121,7 +121,7 @@ async def test_only_the_answer_to_its_own_newest_question_makes_it_current(broke
 def test_another_hosts_loopback_is_no_engine_of_this_host(broker):
     for is_local, urls in [(False, (GPU2,)), (True, ("http://127.0.0.1:1", GPU2))]:
         membership = FollowedMembership("r", broker, source="host.gpu2", is_run_on_this_host=is_local)
-        membership.handle_event(told(members()))
+        membership.handle_event(members_event(members()))
         assert membership.urls() == {"main": urls}
         with pytest.raises(ConfigError, match="changed on the run's own host"):
             membership.add("main", GPU2)
@@ -137,7 +137,7 @@ def test_another_hosts_loopback_is_no_engine_of_this_host(broker):
 )
 def test_another_version_or_time_is_refused(broker, present, lead_s, why):
     membership = FollowedMembership("r", broker, source="host.gpu2")
-    membership.handle_event(told(present, membership._ask, at=time.time() - lead_s))
+    membership.handle_event(members_event(present, membership._ask, at=time.time() - lead_s))
     with pytest.raises(ConfigError, match=why):
         check_same_run(membership)
 

@@ -332,7 +332,7 @@ async def test_several_choices_are_forks_and_each_can_be_continued(family):
     for index, answer in enumerate(("One.", "Uno.")):
         said = {
             "role": "assistant",
-            "content": family.hear(family.say(answer, "", ()).removesuffix(family.ends[0]))["content"],
+            "content": family.parse_answer(family.say(answer, "", ()).removesuffix(family.ends[0]))["content"],
         }
         turn, _ = await stage.ask([*messages, said, user("Two?")], "Two.")
         assert turn.parent == f"q0.{index}"
@@ -513,8 +513,8 @@ async def test_what_only_begins_like_a_known_prompt_does_not_carry_that_again(fa
 def _plain(family):
     """The family, with a model whose answers are heard as they are written."""
 
-    def hear(text):
+    def parse_answer(text):
         text = text.removeprefix("<|channel|>final<|message|>")
         return {"role": "assistant", "content": text}
 
-    return msgspec.structs.replace(family, hear=hear)
+    return msgspec.structs.replace(family, parse_answer=parse_answer)

@@ -32,8 +32,8 @@ def test_calls_too_long_to_be_trained_are_warned_of_by_both_settings(
         assert all(setting in line for line in told)
 
 
-def told_of(**settings: object) -> list[str]:
-    """Of a policy of this host, which has no GPU."""
+def list_warnings(**settings: object) -> list[str]:
+    """Return the warnings about a policy on this host, which has no GPU."""
     job = SwarmJob(run="r", policies={"solver": Policy(model="m", **settings)})
     model = ModelFacts(
         name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=1024
@@ -63,7 +63,7 @@ def told_of(**settings: object) -> list[str]:
     ],
 )
 def test_a_setting_that_changes_nothing_here_is_named(settings: dict[str, object], told: str | None) -> None:
-    lines = told_of(**settings)
+    lines = list_warnings(**settings)
     assert len(lines) == (told is not None)
     assert all(line.startswith(told or "") for line in lines)
 

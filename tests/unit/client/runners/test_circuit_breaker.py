@@ -18,10 +18,10 @@ async def _attempts(fails, *, until_s: float, serves=lambda _: True) -> list[flo
     """When lanes began their attempts, each of which takes a tenth of a second. `fails`: whether all do, now."""
     now = asyncio.get_running_loop().time
 
-    async def look() -> bool:
+    async def probe() -> bool:
         return serves(now())
 
-    outage, begun = CircuitBreaker(lanes=LANES, pause_s=1.0, serves=look), list[float]()
+    outage, begun = CircuitBreaker(lanes=LANES, pause_s=1.0, serves=probe), list[float]()
 
     async def lane() -> None:
         while now() < until_s:

@@ -150,7 +150,7 @@ def test_memory_for_copies_is_got_beside_training_once_half_of_the_steps_are_mad
     make, train = MODELS[family]
     train = msgspec.structs.replace(train, checkpoint_every=4)
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(make(tmp_path)), train=train)})
-    learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
+    learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), RecordingLink()
     got: list[int] = []
     for version in (1, 2, 3, 4):
         learner.trainer.step(batch(version, train))
@@ -267,8 +267,8 @@ def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_pa
     assert discovery.find_newest(tmp_path, OURS) is None
 
 
-class Told:
-    """A link that keeps what it is told."""
+class RecordingLink:
+    """A link to the batch feeder that keeps the messages it is sent."""
 
     def __init__(self) -> None:
         self.messages: list[object] = []
@@ -302,7 +302,7 @@ def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
     tiny_qwen: Path, tmp_path: Path, room: int
 ) -> None:
     """The log keeps what goes on from the one before."""
-    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2, keep_checkpoints=1), Told()
+    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2, keep_checkpoints=1), RecordingLink()
     learner.trainer.version = 2
     learner._save_if_due(link)  # type: ignore[arg-type]
     learner._report_finished_checkpoint(link, wait=True)  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
 
 def test_a_checkpoint_without_room_is_told_once_and_holds_nothing_afterwards(tiny_qwen: Path, tmp_path: Path) -> None:
     """Where ranks share a policy out, what it would hold is all of the optimizer's state."""
-    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2), Told()
+    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2), RecordingLink()
     for version, room in ((2, 20_000), (4, 4_000)):
         learner.trainer.version = version
         with room_for_files(room):
@@ -340,7 +340,7 @@ def test_a_checkpoint_without_room_is_told_once_and_holds_nothing_afterwards(tin
 def test_a_checkpoint_that_was_asked_for_is_tried_at_every_pause(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    learner, link, said = make_learner(tmp_path, tiny_qwen), Told(), list[str]()
+    learner, link, said = make_learner(tmp_path, tiny_qwen), RecordingLink(), list[str]()
     select, draw = loop.select.select, save_load.draft_checkpoint
     monkeypatch.setattr(loop.select, "select", lambda *given: said.append("pause") or select(*given[:3], 0))
     monkeypatch.setattr(
@@ -354,7 +354,7 @@ def test_a_checkpoint_that_was_asked_for_is_tried_at_every_pause(
 
 
 def test_a_checkpoint_that_was_asked_for_is_tried_until_there_is_room(tiny_qwen: Path, tmp_path: Path) -> None:
-    learner, link = make_learner(tmp_path, tiny_qwen), Told()
+    learner, link = make_learner(tmp_path, tiny_qwen), RecordingLink()
     learner.stop.ask()  # which no pause outlasts
     with room_for_files(4_000):
         for _ in range(2):
@@ -371,7 +371,7 @@ def test_a_checkpoint_that_was_asked_for_is_tried_until_there_is_room(tiny_qwen:
 def test_the_last_checkpoint_is_tried_again_at_the_end_and_without_it_the_learner_ends(
     tiny_qwen: Path, tmp_path: Path
 ) -> None:
-    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=1), Told()
+    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=1), RecordingLink()
     learner.trainer.version = 1
     with room_for_files(20_000):
         learner._save_if_due(link)  # type: ignore[arg-type]
@@ -390,7 +390,7 @@ def test_a_learner_that_ends_waits_for_the_checkpoint_that_is_being_written(
     seal, may_seal = save_load._seal, threading.Event()
     slow_disk = threading.Timer(0.5, may_seal.set)
     monkeypatch.setattr(save_load, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
-    learner, link = make_learner(tmp_path, tiny_qwen), Told()
+    learner, link = make_learner(tmp_path, tiny_qwen), RecordingLink()
     learner.trainer.version = 1
     learner._save(link)  # type: ignore[arg-type]
     slow_disk.start()
@@ -407,7 +407,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     seal, may_seal = save_load._seal, threading.Event()
     monkeypatch.setattr(save_load, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=TRAIN)})
-    learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
+    learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), RecordingLink()
     learner.trainer.step(batch(1))
     learner._save(link)  # type: ignore[arg-type]
     learner.trainer.step(batch(2))

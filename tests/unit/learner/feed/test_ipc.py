@@ -21,13 +21,13 @@ import socket, sys
 from swarmq.learner.feed import frames as wire
 from swarmq.learner.store import records
 sock = socket.socket(fileno=int(sys.argv[-1]))
-def hear():
+def receive():
     (size,) = wire.LENGTH.unpack(wire._exactly(sock, 8))
     return wire._to_io.decode(wire._exactly(sock, size))
-def say(message):
+def send(message):
     body = wire._encoder.encode(message)
     sock.sendall(wire.LENGTH.pack(len(body)) + body)
-hello = hear()
+hello = receive()
 """
 
 
@@ -57,11 +57,11 @@ def unexpected(evaluation: Evaluation) -> None:
 def test_results_of_evaluations_are_passed_on_while_a_batch_is_awaited_and_it_is_asked_for_once() -> None:
     script = """
 from swarmq.messages import Evaluation
-hear()
+receive()
 for began_at in (1.0, 2.0):
-    say(records.EvaluationReady(evaluation=Evaluation(run="r", version=3, began_at=began_at, results={})))
-    assert hear() == records.EvaluationLogged(began_at=began_at)
-say(records.BatchReady(record=b"x", replayed=False)); hear()
+    send(records.EvaluationReady(evaluation=Evaluation(run="r", version=3, began_at=began_at, results={})))
+    assert receive() == records.EvaluationLogged(began_at=began_at)
+send(records.BatchReady(record=b"x", replayed=False)); receive()
 """
     with link(script) as one:
 
@@ -78,7 +78,7 @@ say(records.BatchReady(record=b"x", replayed=False)); hear()
 def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
     idle = Idle()
     with link(
-        "hear(); say(records.QueueEmpty()); say(records.BatchReady(record=b'x' * 3_000_000, replayed=False)); hear()"
+        "receive(); send(records.QueueEmpty()); send(records.BatchReady(record=b'x' * 3_000_000, replayed=False)); receive()"
     ) as one:
         batch = one.next(idle=idle, idle_s=lambda: 60, evaluated=unexpected)
     assert batch == BatchReady(record=b"x" * 3_000_000, replayed=False)
@@ -86,7 +86,7 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
 
 
 def test_a_process_that_dies_is_started_again_from_the_trainers_present_version() -> None:
-    script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.BatchReady(record=b'%d %d' % (hello.version, hello.again), replayed=True)); hear()"
+    script = "receive()\nif hello.version == 0: sys.exit(9)\nsend(records.BatchReady(record=b'%d %d' % (hello.version, hello.again), replayed=True)); receive()"
     with link(script, versions=[0, 5]) as one:
         batch = one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
     assert batch is not None
@@ -94,7 +94,7 @@ def test_a_process_that_dies_is_started_again_from_the_trainers_present_version(
 
 
 def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
-    script = "if hello.version == 0: sys.exit(9)\nstep = hear(); say(records.BatchReady(record=b'%d' % step.version, replayed=True)); hear()"
+    script = "if hello.version == 0: sys.exit(9)\nstep = receive(); send(records.BatchReady(record=b'%d' % step.version, replayed=True)); receive()"
     with link(script, versions=[0, 1]) as one:
         one._process.wait()
         one.send(StepDone(version=7))
@@ -104,7 +104,7 @@ def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
 
 
 def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "if hello.version < 2: sys.exit(9)\nstep = hear(); say(records.BatchReady(record=b'%d' % step.version, replayed=True)); hear()"
+    script = "if hello.version < 2: sys.exit(9)\nstep = receive(); send(records.BatchReady(record=b'%d' % step.version, replayed=True)); receive()"
     with link(script, versions=[0, 1, 2]) as one:
         start, successors = one._start, itertools.count(1)
 
@@ -123,11 +123,11 @@ def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatc
 
 def test_a_successor_is_asked_for_a_batch_also_if_the_death_is_noticed_while_something_else_is_told() -> None:
     script = """
-first = hear()
+first = receive()
 if hello.version == 0:
-    say(records.QueueEmpty()); sys.exit(9)
+    send(records.QueueEmpty()); sys.exit(9)
 assert isinstance(first, records.CheckpointSaved), first
-hear(); say(records.BatchReady(record=b'asked again', replayed=True)); hear()
+receive(); send(records.BatchReady(record=b'asked again', replayed=True)); receive()
 """
     with link(script, versions=[0, 1]) as one:
 
@@ -149,7 +149,7 @@ def test_an_io_process_that_keeps_dying_is_given_up() -> None:
 
 
 def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
-    script = "say(records.FeederFailed(text='the disk is full'))"
+    script = "send(records.FeederFailed(text='the disk is full'))"
     with link(script) as one:
         one._process.wait()
         with pytest.raises(LearnerError, match="the disk is full"):
@@ -158,7 +158,7 @@ def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
 
 def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> None:
     for for_good, kind in ((True, SetUpError), (False, LearnerError)):
-        with link(f"hear(); say(records.FeederFailed(text='another run', for_good={for_good})); hear()") as one:
+        with link(f"receive(); send(records.FeederFailed(text='another run', for_good={for_good})); receive()") as one:
             with pytest.raises(LearnerError, match="another run") as failure:
                 one.next(idle=Idle(), idle_s=lambda: 60, evaluated=unexpected)
             assert failure.type is kind
@@ -167,7 +167,10 @@ def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> No
 def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
     stop = StopSignal()
     idle = Idle(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with stop.handle_signals(), link("hear(); say(records.QueueEmpty()); hear(); say(records.Stopped())", stop) as one:
+    with (
+        stop.handle_signals(),
+        link("receive(); send(records.QueueEmpty()); receive(); send(records.Stopped())", stop) as one,
+    ):
         assert one.next(idle=idle, idle_s=lambda: 60, evaluated=unexpected) is None
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         one.finish()

@@ -18,25 +18,25 @@ BROKEN = SOUND | {"kl_k3": 9.0}
 """An error."""
 
 
-def told(steps: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
-    """(step, sign), counted from 1."""
+def find_warnings(steps: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return (step, sign) of each warning; steps count from 1."""
     lookout = SignWatch()
     return [(number, f.check) for number, fields in enumerate(steps, 1) for f in lookout.step(fields, 4)]
 
 
 def test_a_sound_training_hears_nothing() -> None:
-    assert told([SOUND] * 50) == []
+    assert find_warnings([SOUND] * 50) == []
 
 
 @pytest.mark.parametrize("steps_before", [WINDOW, 300])
 def test_a_sign_is_told_once_while_it_shows(steps_before: int) -> None:
-    ((step, sign),) = told([SOUND] * steps_before + [CUT] * 50)
+    ((step, sign),) = find_warnings([SOUND] * steps_before + [CUT] * 50)
     assert sign == "truncated answers"
     assert steps_before < step < steps_before + WINDOW
 
 
 def test_a_sign_that_comes_back_is_told_again() -> None:
-    assert [sign for _, sign in told(([SOUND] * 30 + [CUT] * 15) * 2)] == ["truncated answers"] * 2
+    assert [sign for _, sign in find_warnings(([SOUND] * 30 + [CUT] * 15) * 2)] == ["truncated answers"] * 2
 
 
 def test_a_sign_that_flickers_is_told_once() -> None:
@@ -46,16 +46,19 @@ def test_a_sign_that_flickers_is_told_once() -> None:
 
 
 def test_chance_is_no_sign_but_an_error_is_told_at_once() -> None:
-    assert told([CUT, *[SOUND] * 20]) == []
-    assert (1, "broken mismatch") in told([BROKEN])
+    assert find_warnings([CUT, *[SOUND] * 20]) == []
+    assert (1, "broken mismatch") in find_warnings([BROKEN])
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, None])
 def test_a_figure_that_is_not_finite_hides_no_sign_and_makes_none(broken: float | None) -> None:
     assert (
-        told([SOUND | dict.fromkeys(("entropy", "kl_k3", "truncated", "grad_norm"), broken)] * 3 + [SOUND] * 30) == []
+        find_warnings(
+            [SOUND | dict.fromkeys(("entropy", "kl_k3", "truncated", "grad_norm"), broken)] * 3 + [SOUND] * 30
+        )
+        == []
     )
-    shown = [sign for _, sign in told([SOUND] * 30 + [CUT | {"truncated": broken}, *[CUT] * 9])]
+    shown = [sign for _, sign in find_warnings([SOUND] * 30 + [CUT | {"truncated": broken}, *[CUT] * 9])]
     assert shown == ["truncated answers"]
 
 

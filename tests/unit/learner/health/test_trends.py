@@ -67,8 +67,8 @@ def still(count: int, dice: random.Random, *, memory: float = 0.0) -> list[dict[
     ]
 
 
-def told(steps: list[dict[str, Any]]) -> set[str]:
-    """Trends that a learner warns of while it trains these steps."""
+def find_warnings(steps: list[dict[str, Any]]) -> set[str]:
+    """Return the trends of which a learner warns while it trains these steps."""
     names, lookout = {trend.name for trend in (REWARD, *TRENDS)}, SignWatch()
     return {finding.check for fields in steps for finding in lookout.step(fields, 4)} & names
 
@@ -78,7 +78,7 @@ def told(steps: list[dict[str, Any]]) -> set[str]:
 def test_the_run_of_the_trial_is_told_of_by_learner_and_doctor(shape: str, seed: int) -> None:
     steps = falling(17, shape, 0.05, random.Random(seed))
     names = {"falling reward", "fewer turns", "falling entropy"}
-    assert told(steps) == names
+    assert find_warnings(steps) == names
     assert {finding.check for finding in find_signs(steps, 4) if finding.level == "warning"} == names
 
 
@@ -95,7 +95,7 @@ def test_evidence_is_the_figures_and_the_steps_that_were_compared() -> None:
 @pytest.mark.parametrize(("memory", "most"), [(0.0, 1), (0.3, 4)])
 def test_noise_is_told_of_in_few_of_50_trainings(memory: float, most: int) -> None:
     dice = random.Random(0)
-    assert sum(bool(told(still(200, dice, memory=memory))) for _ in range(50)) <= most
+    assert sum(bool(find_warnings(still(200, dice, memory=memory))) for _ in range(50)) <= most
 
 
 def test_of_trainings_that_went_well_nothing_is_told() -> None:
@@ -126,7 +126,7 @@ def test_what_falls_slowly_is_seen_in_means_of_steps() -> None:
 def test_a_reward_that_falls_at_once_is_seen(after: int) -> None:
     dice = random.Random(0)
     fallen = [step(n, reward=(0.6 if n <= 100 else 0.2) + dice.gauss(0, 0.05)) for n in range(1, 101 + after)]
-    assert told(fallen) == {"falling reward"}
+    assert find_warnings(fallen) == {"falling reward"}
 
 
 @pytest.mark.parametrize(
@@ -148,36 +148,36 @@ def test_other_answers_are_a_sign_unless_the_reward_rises_or_the_mix_changes(
         return step(n, **own, **more)
 
     steps = [at(n, reward=0.5 + dice.gauss(0, 0.02)) for n in range(1, 31)]
-    assert told(steps) == {name}
-    assert told([at(n, reward=n / 30 + dice.gauss(0, 0.02)) for n in range(1, 31)]) == set(), "it learns"
+    assert find_warnings(steps) == {name}
+    assert find_warnings([at(n, reward=n / 30 + dice.gauss(0, 0.02)) for n in range(1, 31)]) == set(), "it learns"
     shares = [{"groups_by_kind": {"a": n, "b": 31 - n}} for n in range(1, 31)]
-    assert told([fields | mix for fields, mix in zip(steps, shares, strict=True)]) == set(), "other tasks"
+    assert find_warnings([fields | mix for fields, mix in zip(steps, shares, strict=True)]) == set(), "other tasks"
 
 
 def test_another_mix_or_other_client_code_is_no_falling_reward() -> None:
     """A kind that is rewarded less has more and more of each batch; a reward function that gives less is trained from step 31 on."""
     kinds = {"reward_by_kind": {"easy": 0.9, "hard": 0.1}}
-    assert told([step(n, reward=0.9 - n / 50) | kinds for n in range(1, 31)]) == set()
+    assert find_warnings([step(n, reward=0.9 - n / 50) | kinds for n in range(1, 31)]) == set()
     before = [step(n, reward=0.9) | {"code_versions": {"old": 8}} for n in range(1, 31)]
     after = [step(n, reward=0.1) | {"code_versions": {"new": 8}} for n in range(31, 61)]
-    assert told(before + after) == set()
+    assert find_warnings(before + after) == set()
 
 
 def test_rewards_below_zero_fall_like_others() -> None:
-    assert told([step(n, reward=-0.2 - n / 40) for n in range(1, 31)]) == {"falling reward"}
-    assert told([step(n, reward=0.3 - n / 40) for n in range(1, 31)]) == {"falling reward"}
-    assert told([step(n, reward=-1 + n / 40) for n in range(1, 31)]) == set()
+    assert find_warnings([step(n, reward=-0.2 - n / 40) for n in range(1, 31)]) == {"falling reward"}
+    assert find_warnings([step(n, reward=0.3 - n / 40) for n in range(1, 31)]) == {"falling reward"}
+    assert find_warnings([step(n, reward=-1 + n / 40) for n in range(1, 31)]) == set()
 
 
 def test_groups_that_lose_members_are_a_sign() -> None:
-    assert told([step(n) | {"episodes": 16 - n // 3} for n in range(1, 31)]) == {"fewer episodes"}
+    assert find_warnings([step(n) | {"episodes": 16 - n // 3} for n in range(1, 31)]) == {"fewer episodes"}
 
 
 def test_figures_that_are_missing_or_not_finite_make_no_trend() -> None:
     broken = [
         step(n) | dict.fromkeys(("entropy", "reward", "turns"), value) for n, value in enumerate([None, math.nan] * 20)
     ]
-    assert told(broken) == set()
+    assert find_warnings(broken) == set()
     assert list(find_trends([{} for _ in range(40)])) == []
 
 

@@ -50,8 +50,8 @@ class SlowEngine(ScriptedEngine):
         return self.generate(RenderedPrompt(token_ids=[1], sampling=sampling), stream=True)
 
 
-class Heard:
-    """What an agent has of an answer."""
+class ReceivedAnswer:
+    """The part of an answer that an agent has received."""
 
     def __init__(self) -> None:
         self.messages: dict[int, dict] = {}
@@ -59,7 +59,7 @@ class Heard:
         self.at: list[float] = []
         self.ended_at: dict[int, float] = {}
 
-    async def listen(self, engine: SlowEngine, deltas: AsyncGenerator[list[Delta], None]) -> None:
+    async def receive(self, engine: SlowEngine, deltas: AsyncGenerator[list[Delta], None]) -> None:
         now = asyncio.get_running_loop().time
         pace, states = CoalescingPace(now), {}
         async for portion in coalesce(deltas, pace):
@@ -79,40 +79,40 @@ class Heard:
         return max(later - sooner for sooner, later in zip(self.at, self.at[1:], strict=False))
 
 
-async def heard(*texts: str, engine: SlowEngine | None = None) -> tuple[SlowEngine, Heard]:
+async def receive_texts(*texts: str, engine: SlowEngine | None = None) -> tuple[SlowEngine, ReceivedAnswer]:
     engine = engine or SlowEngine()
     for text in texts:
         engine.say(text, tokens=encode_characters(text), finish_reason="length")
-    agent = Heard()
-    await agent.listen(engine, engine.talk(len(texts)))
+    agent = ReceivedAnswer()
+    await agent.receive(engine, engine.talk(len(texts)))
     return engine, agent
 
 
 def test_parsing_a_stream_costs_a_share_of_its_time_however_long_it_is():
     for num_tokens in (100, 1_000):
-        engine, agent = run(heard("x" * num_tokens))
+        engine, agent = run(receive_texts("x" * num_tokens))
         assert agent.messages[0]["content"] == "x" * num_tokens
         assert engine.parsing_s < agent.at[-1] / 8
         assert agent.longest_gap_s < 11 * num_tokens * REPLAY_S + TOKEN_S
 
 
 def test_no_rest_is_longer_than_the_longest():
-    _, agent = run(heard("x" * 1_000, engine=SlowEngine(replay_s=1e-3)))
+    _, agent = run(receive_texts("x" * 1_000, engine=SlowEngine(replay_s=1e-3)))
     assert MAX_PAUSE_S < agent.longest_gap_s < MAX_PAUSE_S + 1_000 * 1e-3 + TOKEN_S
 
 
 def test_five_times_the_tokens_are_far_from_five_times_the_portions():
-    counts = [len(run(heard("x" * num_tokens))[0].parsed_at) for num_tokens in (200, 1_000)]
+    counts = [len(run(receive_texts("x" * num_tokens))[0].parsed_at) for num_tokens in (200, 1_000)]
     assert counts[1] < 2.5 * counts[0]
 
 
 def test_the_first_token_is_parsed_at_once():
-    engine, _ = run(heard("x" * 20))
+    engine, _ = run(receive_texts("x" * 20))
     assert engine.parsed_at[0] == pytest.approx(TOKEN_S)
 
 
 def test_the_last_token_of_a_choice_does_not_wait_for_the_rest_to_end():
-    _, agent = run(heard("x" * 500, "y" * 20))
+    _, agent = run(receive_texts("x" * 500, "y" * 20))
     assert agent.ended_at[0] == pytest.approx(500 * TOKEN_S, abs=3 * 500 * REPLAY_S)
     assert agent.ended_at[1] == pytest.approx(520 * TOKEN_S, abs=3 * 20 * REPLAY_S)
 
@@ -120,13 +120,13 @@ def test_the_last_token_of_a_choice_does_not_wait_for_the_rest_to_end():
 def test_tokens_do_not_wait_for_an_engine_that_stalls():
     engine = SlowEngine()
     engine.stall_after, engine.stall_s = 200, 60.0
-    run(heard("x" * 210, engine=engine))
+    run(receive_texts("x" * 210, engine=engine))
     assert any(200 * TOKEN_S < at < 200 * TOKEN_S + MAX_PAUSE_S for at in engine.parsed_at)
 
 
 def test_every_choice_gets_all_of_its_tokens_in_order():
     texts = ("x" * 100, "<think>a thought</think>and an answer", "y")
-    _, agent = run(heard(*texts))
+    _, agent = run(receive_texts(*texts))
     assert {index: agent.token_ids[index] for index in range(3)} == {
         i: encode_characters(text) for i, text in enumerate(texts)
     }
@@ -157,7 +157,7 @@ def test_an_agent_that_hangs_up_while_a_stream_rests_cancels_it():
     async def main() -> SlowEngine:
         engine = SlowEngine()
         engine.say("x" * 300, tokens=encode_characters("x" * 300))
-        listening = asyncio.create_task(Heard().listen(engine, engine.talk()))
+        listening = asyncio.create_task(ReceivedAnswer().receive(engine, engine.talk()))
         await asyncio.sleep(200 * TOKEN_S)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
@@ -186,7 +186,7 @@ def test_an_engine_that_fails_in_the_middle_is_heard_of():
     async def main() -> None:
         engine = SlowEngine()
         engine.say("xyz", error="it broke")
-        await Heard().listen(engine, engine.talk())
+        await ReceivedAnswer().receive(engine, engine.talk())
 
     with pytest.raises(EngineError, match="it broke"):
         run(main())
@@ -197,9 +197,9 @@ def test_a_stream_that_ends_without_an_ending_gives_all_it_had():
         for token in encode_characters("abc"):
             yield [Delta(index=0, text="", token_ids=[token], logprobs=[-1.0])]
 
-    async def main() -> Heard:
-        agent = Heard()
-        await agent.listen(SlowEngine(), broken_off())
+    async def main() -> ReceivedAnswer:
+        agent = ReceivedAnswer()
+        await agent.receive(SlowEngine(), broken_off())
         return agent
 
     assert run(main()).token_ids[0] == encode_characters("abc")

@@ -22,7 +22,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def assistant(text):
     return {"role": "assistant", "content": text}
 
 
@@ -97,12 +97,12 @@ async def test_every_sampled_token_of_a_conversation_stays_as_it_was_sampled(exc
     for question, answer, ended in exchanges:
         messages = [*messages, user(question)]
         tokens = spell(answer, rng)
-        turn, prompt = await episode.turn(messages, said(answer), tokens, ended=ended)
+        turn, prompt = await episode.turn(messages, assistant(answer), tokens, ended=ended)
         assert prompt[: len(sequence)] == sequence
         assert turn.branch is None
         assert turn.repaired == (prompt != encode(chat_template({"messages": messages})))
         sequence = [*prompt, *unpack_ids(turn.sampled_ids)]
-        messages = [*messages, said(answer)]
+        messages = [*messages, assistant(answer)]
     sent = sum(len(unpack_ids(turn.prompt_ids)) + len(unpack_ids(turn.sampled_ids)) for turn in episode.turns)
     assert sent == len(sequence), "a token travelled twice"
 
@@ -127,15 +127,15 @@ async def test_any_tree_of_conversations_gives_prompts_that_say_what_was_asked(r
             messages = [system, user(f"summary {number}")]
         chat = {"tools": [TOOL]} if move == 2 else {}
         answer = rng.choice([f"answer {number} to {len(messages)}", "always the same"])
-        await episode.turn(messages, said(answer), spell(answer, rng), **chat)
-        known.append([*messages, said(answer), user(f"next {number}")])
+        await episode.turn(messages, assistant(answer), spell(answer, rng), **chat)
+        known.append([*messages, assistant(answer), user(f"next {number}")])
 
 
 async def test_a_fork_continues_its_node_without_being_a_branch():
     episode = Episode()
-    first, _ = await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
+    first, _ = await episode.turn([user("a")], assistant("xyz"), encode_characters("xyz"))
     for text in ("left", "right"):
-        turn, _ = await episode.turn([user("a"), said("xyz"), user(text)], said("z"), encode_characters("z"))
+        turn, _ = await episode.turn([user("a"), assistant("xyz"), user(text)], assistant("z"), encode_characters("z"))
         assert (turn.parent, turn.branch, turn.repaired) == (first.call_id, None, True)
 
 
@@ -143,22 +143,24 @@ async def test_equal_requests_refer_to_each_other_only_where_they_continue_the_s
     """Else the second answer would look as if nothing continued it, and be taken for a lost sending."""
     long = " ".join(map(str, range(100)))
     episode, first = Episode(), user(long)
-    one, _ = await episode.turn([first], said("x"), encode_characters("x"))
-    two, _ = await episode.turn([first], said("x"), encode_characters("x"))
+    one, _ = await episode.turn([first], assistant("x"), encode_characters("x"))
+    two, _ = await episode.turn([first], assistant("x"), encode_characters("x"))
     assert (two.parent, two.prompt_ids, two.begins) == (one.call_id, b"", True)
-    later = [first, said("x"), user(long)]
-    continuing = [(await episode.turn(later, said(text), encode_characters(text)))[0] for text in ("y", "z")]
+    later = [first, assistant("x"), user(long)]
+    continuing = [(await episode.turn(later, assistant(text), encode_characters(text)))[0] for text in ("y", "z")]
     assert {turn.parent for turn in continuing} == {one.call_id, two.call_id}
     assert all(turn.prompt_ids and turn.branch is None and not turn.begins for turn in continuing)
 
 
 async def test_an_edited_answer_is_a_branch_and_says_why():
     episode = Episode()
-    first, _ = await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
-    turn, _ = await episode.turn([user("a"), said("xyz!"), user("b")], said("z"), encode_characters("z"))
+    first, _ = await episode.turn([user("a")], assistant("xyz"), encode_characters("xyz"))
+    turn, _ = await episode.turn([user("a"), assistant("xyz!"), user("b")], assistant("z"), encode_characters("z"))
     assert (turn.branch, turn.parent) == ("history_edited", None)
     turn, _ = await episode.turn(
-        [user("a"), said("xyz"), user("b"), said("never said"), user("c")], said("z"), encode_characters("z")
+        [user("a"), assistant("xyz"), user("b"), assistant("never said"), user("c")],
+        assistant("z"),
+        encode_characters("z"),
     )
     assert (turn.branch, turn.parent) == ("history_edited", first.call_id)
     assert turn.shared == len(episode.sequences[first.call_id]), "what was said before the edit stays exact"
@@ -166,31 +168,37 @@ async def test_an_edited_answer_is_a_branch_and_says_why():
 
 async def test_changed_tools_are_a_branch_and_say_why():
     episode = Episode()
-    await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), encode_characters("z"), tools=[TOOL])
+    await episode.turn([user("a")], assistant("xyz"), encode_characters("xyz"))
+    turn, _ = await episode.turn(
+        [user("a"), assistant("xyz"), user("b")], assistant("z"), encode_characters("z"), tools=[TOOL]
+    )
     assert turn.branch == "tools_changed"
 
 
 async def test_a_stop_string_that_was_cut_off_is_a_branch_and_says_why():
     episode = Episode()
-    first, prompt = await episode.turn([user("a")], said("xyz"), encode_characters("xyz STOP"), cut=True)
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), encode_characters("z"))
+    first, prompt = await episode.turn([user("a")], assistant("xyz"), encode_characters("xyz STOP"), cut=True)
+    turn, _ = await episode.turn([user("a"), assistant("xyz"), user("b")], assistant("z"), encode_characters("z"))
     assert (turn.branch, turn.parent) == ("answer_cut", first.call_id)
     assert turn.shared == len(prompt), "up to the answer the tokens are still the same"
 
 
 async def test_a_template_that_drops_thoughts_branches_but_keeps_what_came_before():
     episode = Episode()
-    first, _ = await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
+    first, _ = await episode.turn([user("a")], assistant("xyz"), encode_characters("xyz"))
     thought = {"role": "assistant", "content": "b", "reasoning": "hm"}
     second, prompt = await episode.turn(
-        [user("a"), said("xyz"), user("b")], thought, [*encode("<think>hm</think>"), *encode_characters("b")]
+        [user("a"), assistant("xyz"), user("b")], thought, [*encode("<think>hm</think>"), *encode_characters("b")]
     )
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b"), said("b"), user("c")], said("z"), encode("z"))
+    turn, _ = await episode.turn(
+        [user("a"), assistant("xyz"), user("b"), assistant("b"), user("c")], assistant("z"), encode("z")
+    )
     assert (turn.branch, turn.parent, turn.shared) == ("template_rewrote_history", second.call_id, len(prompt))
     assert turn.repaired, "the first answer's own tokens are still there"
     following, _ = await episode.turn(
-        [user("a"), said("xyz"), user("b"), said("b"), user("c"), said("z"), user("d")], said("y"), encode("y")
+        [user("a"), assistant("xyz"), user("b"), assistant("b"), user("c"), assistant("z"), user("d")],
+        assistant("y"),
+        encode("y"),
     )
     assert (following.branch, following.parent) == (None, turn.call_id)
     assert first.call_id in episode.sequences
@@ -198,14 +206,16 @@ async def test_a_template_that_drops_thoughts_branches_but_keeps_what_came_befor
 
 async def test_after_a_restart_an_unknown_history_is_just_a_turn_without_a_parent():
     episode = Episode()
-    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), encode_characters("z"))
+    turn, _ = await episode.turn([user("a"), assistant("xyz"), user("b")], assistant("z"), encode_characters("z"))
     assert (turn.parent, turn.branch) == (None, None)
 
 
 async def test_a_second_conversation_in_an_episode_is_no_branch():
     episode = Episode()
-    await episode.turn([user("a")], said("xyz"), encode_characters("xyz"))
-    turn, _ = await episode.turn([user("sub-agent"), said("an example"), user("b")], said("z"), encode_characters("z"))
+    await episode.turn([user("a")], assistant("xyz"), encode_characters("xyz"))
+    turn, _ = await episode.turn(
+        [user("sub-agent"), assistant("an example"), user("b")], assistant("z"), encode_characters("z")
+    )
     assert (turn.parent, turn.branch) == (None, None)
 
 
@@ -255,11 +265,11 @@ async def test_an_answer_whose_text_lacks_what_was_sampled_is_continued_as_it_wa
     """The template shows what the agent got; the prompt keeps what was sampled."""
     episode = Episode()
     asked, sampled = [SYSTEM, user("hi")], [*tokens, END]
-    await episode.turn(asked, said(shown), tokens)
-    [node] = episode.graph.known(history_of({"messages": [*asked, said(shown)]}))[0]
+    await episode.turn(asked, assistant(shown), tokens)
+    [node] = episode.graph.known(history_of({"messages": [*asked, assistant(shown)]}))[0]
 
     async def continued(*more, template=chat_template):
-        chat = {"messages": [*asked, said(shown), *more]}
+        chat = {"messages": [*asked, assistant(shown), *more]}
         fresh = encode(template(chat))
         how = {"request_id": "next", "messages": chat["messages"]}
         return await stitch(episode.graph, history_of(chat), fresh, episode.engine, **how)

@@ -17,7 +17,7 @@ look."""
 SAVED, NEXT = 3, 4
 
 
-class Told:
+class NamedTransfer:
     """A transfer whose weights are named by their version."""
 
     async def prepare(self, engine, route):
@@ -35,7 +35,7 @@ class SharedGpu:
 
     def __init__(self, vllm, tmp_path):
         self.vllm = vllm
-        self.pusher = WeightPusher([vllm.url], tmp_path, transfers={"file": Told()}, patience_s=0)
+        self.pusher = WeightPusher([vllm.url], tmp_path, transfers={"file": NamedTransfer()}, patience_s=0)
 
     def start(self):
         """From the checkpoint."""
