@@ -84,5 +84,5 @@ def test_a_run_whose_engine_core_is_killed_takes_its_next_step_soon(tmp_path):
     assert said.count("restarting") == 1
     assert client.given_up == client.failed == 0, "agents' own retries were enough"
     told = up.folder.events.read_text()
-    assert "no engine answers: calls wait for one" in told
+    assert "no engine answers (" in told
     assert "an engine answers again" in told

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from swarmq.proxy.engines.pool import CROWD_MARGIN, MAX_TOGETHER, EnginePool, PoolTimings
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
@@ -47,7 +48,10 @@ async def test_probes_find_who_is_ill_who_is_well_again_and_which_weights_each_h
     pool = pool_of(2)
     ill, well = (lane.engine for lane in pool.lanes)
     ill.down, well.version = True, 3
-    await pool.probe()
+    with capture_logs() as told:
+        for _ in range(2):
+            await pool.probe()
+    assert [(line["event"], line["engine"]) for line in told] == [("engine_away", "0")]
     assert [(lane.healthy, lane.version) for lane in pool.lanes] == [(False, None), (True, 3)]
     assert (urls(pool, pool.lanes[0])[0], pool.num_healthy) == ("1", 1)
     ill.down = False
@@ -273,7 +277,7 @@ async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over():
     assert pool.news() == ""
     pool.lanes[0].engine.down = True
     await pool.probe()
-    assert pool.news() == "no engine answers: calls wait for one, at most 540 s in all (0 calls wait now)"
+    assert pool.news() == "no engine answers (0): calls wait for one, at most 540 s in all (0 calls wait now)"
     assert pool.news() == ""
     pool.lanes[0].engine.down = False
     await pool.probe()

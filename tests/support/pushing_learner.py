@@ -1,4 +1,4 @@
-"""A learner's push of a model folder's weights over HTTP; after a broken connection it waits forever, so that a test can kill it."""
+"""A learner's push of a model folder's weights over HTTP, in many small chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarmq.weights.push.transfers import FileTransfer
 
 
 def main(engine_url: str, model: str, folder: str, version: str) -> None:
-    transfer = HttpTransfer(FileTransfer((), Path(folder)), secret=SECRET, retry_s=1e6, chunk_bytes=65536)
+    transfer = HttpTransfer(FileTransfer((), Path(folder)), secret=SECRET, chunk_bytes=4096)
     pusher = WeightPusher([engine_url], Path(folder), secret=SECRET, transfers={"http": transfer})
     pusher.push(load_file(Path(model) / "model.safetensors").items(), int(version))
 

@@ -61,8 +61,10 @@ async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_differenc
                     disturb(network, version)
                     await push(network.named_parameters(), version, "http")
             assert [line for line in capsys.readouterr().out.splitlines() if "is_delta=True" in line]
-            async with receiving(0, tmp_path) as receiver, TcpRelay.to(HOST, receiver.port, own_port=port) as relay:
-                killed = await kill_a_learner_in_its_push(engine.url, tiny_model, tmp_path, relay)
+            (beside := tmp_path / "beside").mkdir()
+            async with receiving(0, beside) as receiver, TcpRelay.to(HOST, receiver.port, own_port=port) as relay:
+                killed = await kill_a_learner_in_its_push(engine.url, tiny_model, tmp_path, relay, receiver.pid)
+                assert "weights_received" not in (beside / "receiver.log").read_text()
                 choice = await vllm.generate(PROMPT, 8)
                 assert choice["weight_versions"] == [{"version": "2", "start": 0, "end": 8}]
                 assert logprobs_in(choice) == pytest.approx(
@@ -91,20 +93,21 @@ async def test_an_engine_samples_from_what_its_receiver_got_whole_as_a_differenc
                 await push(trainer.weights_to_push(), 5, "http_adapters")
 
 
-async def kill_a_learner_in_its_push(engine_url: str, model: Path, folder: Path, relay: TcpRelay) -> int:
+async def kill_a_learner_in_its_push(
+    engine_url: str, model: Path, folder: Path, relay: TcpRelay, receiver_pid: int | None
+) -> int:
     """Start a learner's process, and kill it when a part of the weights has arrived. Return its process id."""
-    relay.cut_after(300_000)  # beyond the manifest
     learner = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "support.pushing_learner", engine_url, str(model), str(folder), "7"),
-        env=environment(),
-        stdout=asyncio.subprocess.PIPE,
+        *(sys.executable, "-m", "support.pushing_learner", engine_url, str(model), str(folder), "7"), env=environment()
     )
-    assert learner.stdout is not None
     async with asyncio.timeout(300):
-        while b"upload_interrupted" not in (line := await learner.stdout.readline()):
-            assert line, "it ended"
+        while not list(SHARED_MEMORY.glob(f"{FOLDER_PREFIX}{receiver_pid}-*/*.safetensors")):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    relay.hold()
     learner.kill()
     await learner.wait()
+    relay.cut()
+    relay.release()
     return learner.pid
 
 

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from swarmq import keys
-from swarmq.broker.admin.invitations import ClientAddresses, check_amqp_url, with_login
+from swarmq.broker.admin.invitations import ClientAddresses, check_amqp_url, remove_user, with_login
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
@@ -61,5 +61,5 @@ def remove_host(job: SwarmJob, folder: RunFolder, name: str, management: Managem
         for url in host.proxies:
             ProxyRegistry(folder.proxies).remove(url)
         hosts.put(msgspec.structs.replace(host, removed_at=host.removed_at or time.time(), engines={}, proxies=()))
-    management.remove(host.broker_user)
+    remove_user(management, host.broker_user, f"host {name}")
     return host

@@ -137,7 +137,17 @@ def remove_client(folder: RunFolder, name: str, management: ManagementApi) -> No
             raise ConfigError(f"no client {name!r}: this run has invited {', '.join(members.entries) or 'nobody'}")
         members.remove(name, now=time.time())  # revoke the keys first: that cannot fail, unlike a call to RabbitMQ
         if member.broker_user:
-            management.remove(member.broker_user)
+            remove_user(management, member.broker_user, f"client {name}")
+
+
+def remove_user(management: ManagementApi, user: str, whose: str) -> None:
+    """Delete the RabbitMQ user of a client or host that the run refuses already. Raises BrokerError with what is left to do."""
+    try:
+        management.remove(user)
+    except BrokerError as error:
+        raise BrokerError(
+            f"{whose} is removed from the run, but its RabbitMQ user {user} still exists: {error}. Give the command again when RabbitMQ answers"
+        ) from error
 
 
 def renew_clients(folder: RunFolder, management: ManagementApi) -> None:

@@ -207,8 +207,8 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
             except (OSError, ValueError) as error:
                 unreachable.append(f"{url} ({error})")
         raise BrokerError(
-            f"the management API cannot be reached at {'; '.join(unreachable)}: give its address with --management URL, or invite the "
-            "client with --http, which needs no RabbitMQ user"
+            f"the management API cannot be reached at {'; '.join(unreachable)}: give its address with --management URL; clients "
+            "that are invited with --http need no RabbitMQ user"
         )
 
     def _ask_node(self, url: str, method: str, path: str, body: dict[str, Any] | None, *, missing_ok: bool) -> Any:

@@ -133,7 +133,13 @@ class EngineLane:
         self._finds_calls = None  # a restarted engine may have other parsers
 
     async def probe(self) -> None:
-        self.healthy = await self.engine.is_healthy()
+        was_healthy, self.healthy = self.healthy, await self.engine.is_healthy()
+        if was_healthy and not self.healthy:
+            log.warning(
+                "engine_away",
+                engine=self.engine.url,
+                action="calls go to other engines until it answers: is it up, and does a firewall drop packets to its port?",
+            )
         if self.healthy:
             with contextlib.suppress(EngineError):  # for example during a weight update
                 self.version = await self.engine.weight_version()
@@ -244,5 +250,6 @@ class EnginePool:
         if self._reported or out_s < self._report_s:
             return ""
         self._reported = True
+        urls = ", ".join(lane.engine.url for lane in self.lanes if not lane.draining)
         why = f"has weights of version {self._oldest} or later yet" if self.num_healthy else "answers"
-        return f"no engine {why}: calls wait for one, at most {self._timings.wait_s:.0f} s in all ({self._waiting} calls wait now)"
+        return f"no engine {why} ({urls}): calls wait for one, at most {self._timings.wait_s:.0f} s in all ({self._waiting} calls wait now)"
