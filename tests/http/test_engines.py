@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
+from swarmq.engine.client.protocol import EngineIdentity
 from swarmq.proxy.engines.pool import CROWD_MARGIN, MAX_TOGETHER, EnginePool, PoolTimings
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
@@ -101,6 +102,17 @@ async def test_an_engine_with_another_tokenizer_is_not_added(stages, tmp_path, m
         assert "scripted://new has another tokenizer than the one at scripted://0" in fault["error"]["message"]
         status, engines = await change(stage, "add", "scripted://more")
         assert [view["url"] for view in engines["main"]] == ["scripted://0", "scripted://more"]
+
+
+async def test_an_engine_of_another_version_is_not_added(stages, tmp_path, monkeypatch):
+    async def identity(engine):
+        return EngineIdentity(vllm="0.33.1" if engine.url == "scripted://new" else "0.32.0")
+
+    monkeypatch.setattr(ScriptedEngine, "identity", identity)
+    async with stages(folder=str(tmp_path)) as stage:
+        status, fault = await change(stage, "add", "scripted://new")
+        assert (status, fault["error"]["param"]) == (400, "url")
+        assert "scripted://new has vllm 0.33.1, the one at scripted://0 vllm 0.32.0" in fault["error"]["message"]
 
 
 async def test_an_engine_that_is_added_serves(stages, tmp_path):

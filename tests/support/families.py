@@ -23,7 +23,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineInfo, Json, RenderedPrompt
+from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineIdentity, EngineInfo, Json, RenderedPrompt
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import VersionSpan
 
@@ -558,6 +558,9 @@ class FamilyEngine:
 
     async def derender_delta(self, *_: Any, **__: Any) -> tuple[Json, Any]:
         raise NotImplementedError("answers come whole")
+
+    async def identity(self) -> EngineIdentity:
+        return EngineIdentity()
 
     async def tokenize(self, text: str) -> list[int]:
         return self.encode(text)

@@ -17,7 +17,15 @@ from typing import Any
 
 import msgspec
 
-from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineInfo, Json, Logprob, RenderedPrompt
+from swarmq.engine.client.protocol import (
+    CompleteAnswer,
+    Delta,
+    EngineIdentity,
+    EngineInfo,
+    Json,
+    Logprob,
+    RenderedPrompt,
+)
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 
@@ -198,6 +206,9 @@ class ScriptedEngine:
         message["content"] = (message["content"] or "").removeprefix(_before_markup(decode(state or ())))
         calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
         return {**message, **({"tool_calls": calls} if calls else {})}, seen
+
+    async def identity(self) -> EngineIdentity:
+        return EngineIdentity()
 
     async def tokenize(self, text: str) -> list[int]:
         return encode(text)

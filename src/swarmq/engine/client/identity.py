@@ -8,25 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
-import msgspec
-
+from swarmq.engine.client.protocol import Engine, EngineIdentity
 from swarmq.engine.client.tokenizer_compat import REQUEST_TIMEOUT_S
-from swarmq.engine.client.versions import strip_local_part
-from swarmq.engine.client.vllm import EngineFaultError, EngineRouteError, VllmEngine
+from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import EngineError
 from swarmq.hosts.model_files import find_other_field
-from swarmq.weights.format.conventions import WORKER_FACTS_ROUTE
-
-
-class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine reports about itself; values that it does not report are empty."""
-
-    vllm: str = ""
-    """Version of vLLM, without a local part such as `+cpu`."""
-    swarmq: str = ""
-    """Version of swarmq's plug-in."""
-    shape: dict[str, str] = {}
-    """Field of the served model's config.json -> its value as JSON (hosts/model_files.py)."""
 
 
 async def identify_all(
@@ -35,25 +21,18 @@ async def identify_all(
     """Return the identities by engine url. Engines that do not answer are left out. `secret`: secret that the engines require.
     `timeout_s`: maximum seconds to wait for an engine's answer."""
 
-    async def identify(engine: VllmEngine) -> EngineIdentity | None:
-        with suppress(EngineError):
-            return await _identify(engine)
-        return None
-
     async with AsyncExitStack() as opened:
         opener = partial(VllmEngine.open, deadline_s=timeout_s, secret=secret)
         engines = [await opened.enter_async_context(opener(url)) for url in urls]
-        answers = zip(urls, await asyncio.gather(*map(identify, engines)), strict=True)
+        answers = zip(urls, await asyncio.gather(*map(try_identify, engines)), strict=True)
     return {url: identity for url, identity in answers if identity is not None}
 
 
-async def _identify(engine: VllmEngine) -> EngineIdentity:
-    version, facts = "", {}
-    with suppress(EngineRouteError):
-        version = (await engine.fetch("/version"))["version"]
-    with suppress(EngineRouteError, EngineFaultError):  # without swarmq's middleware or worker extension
-        facts = (await engine.fetch(WORKER_FACTS_ROUTE))["results"][0]
-    return msgspec.convert(facts | {"vllm": strip_local_part(version)}, EngineIdentity)
+async def try_identify(engine: Engine) -> EngineIdentity | None:
+    """Return the engine's identity, or None if it does not answer."""
+    with suppress(EngineError):
+        return await engine.identity()
+    return None
 
 
 def check_like_others(url: str, present: Mapping[str, EngineIdentity]) -> None:

@@ -72,12 +72,25 @@ class CompleteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports about itself; values that it does not report are empty."""
+
+    vllm: str = ""
+    """Version of vLLM, without a local part such as `+cpu`."""
+    swarmq: str = ""
+    """Version of swarmq's plug-in."""
+    shape: dict[str, str] = {}
+    """Field of the served model's config.json -> its value as JSON (hosts/model_files.py)."""
+
+
 class Engine(Protocol):
     """An inference engine. Methods raise EngineRefusedError if the request is at fault, EngineError if the engine is."""
 
     url: str
 
     async def info(self) -> EngineInfo: ...
+
+    async def identity(self) -> EngineIdentity: ...
 
     async def is_healthy(self) -> bool:
         """Return whether the engine answers; never raises."""

@@ -12,11 +12,20 @@ import aiohttp
 import msgspec
 
 from swarmq.engine.auth import make_auth_headers
-from swarmq.engine.client.protocol import CompleteAnswer, Delta, EngineInfo, Json, Logprob, RenderedPrompt
-from swarmq.engine.client.versions import check_server_version
+from swarmq.engine.client.protocol import (
+    CompleteAnswer,
+    Delta,
+    EngineIdentity,
+    EngineInfo,
+    Json,
+    Logprob,
+    RenderedPrompt,
+)
+from swarmq.engine.client.versions import check_server_version, strip_local_part
 from swarmq.engine.client.vllm_errors import make_secret_error, map_connection_error, parse_refusal
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
+from swarmq.weights.format.conventions import WORKER_FACTS_ROUTE
 
 CONNECT_S = 5.0
 KEEPALIVE_S = 3.0
@@ -105,8 +114,8 @@ class VllmEngine:
         vLLM."""
         if self._info is None:
             with contextlib.suppress(EngineRouteError):  # a server without this route is accepted
-                check_server_version(self.url, await self.fetch("/version"))
-            models = await self.fetch("/v1/models")
+                check_server_version(self.url, await self._fetch("/version"))
+            models = await self._fetch("/v1/models")
             model = models["data"][0]
             self._info = EngineInfo(model=model["id"], max_model_len=model["max_model_len"])
         return self._info
@@ -239,8 +248,15 @@ class VllmEngine:
             raise EngineError(f"{self.url}/tokenize answered without `tokens`: is it a vLLM server?") from error
         return tokens
 
-    async def fetch(self, path: str) -> Any:
-        """Return the JSON answer to a GET request of `path`. Raises EngineRouteError if the server has no such route."""
+    async def identity(self) -> EngineIdentity:
+        version, facts = "", {}
+        with contextlib.suppress(EngineRouteError):
+            version = (await self._fetch("/version"))["version"]
+        with contextlib.suppress(EngineRouteError, EngineFaultError):  # without swarmq's middleware or worker extension
+            facts = (await self._fetch(WORKER_FACTS_ROUTE))["results"][0]
+        return msgspec.convert(facts | {"vllm": strip_local_part(version)}, EngineIdentity)
+
+    async def _fetch(self, path: str) -> Any:
         return await self._request_json("GET", path, None)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from swarmq.config import Policy, RunFolder, SwarmJob, make_folder
-from swarmq.engine.client.identity import EngineIdentity, check_like_others, identify_all
+from swarmq.engine.client.identity import check_like_others, identify_all
+from swarmq.engine.client.protocol import EngineIdentity
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, tokenize_with_all
 from swarmq.engine.server.launch import ENGINE_ALONE_SHARE, EngineProcess, get_installed_vllm
 from swarmq.errors import ConfigError, EngineError

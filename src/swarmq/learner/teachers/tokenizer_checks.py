@@ -11,7 +11,8 @@ from typing import Any
 
 import structlog
 
-from swarmq.engine.client.identity import EngineIdentity, describe_version_difference, identify_all
+from swarmq.engine.client.identity import describe_version_difference, identify_all
+from swarmq.engine.client.protocol import EngineIdentity
 from swarmq.engine.client.tokenizer_compat import (
     PROBE_TEXT,
     REQUEST_TIMEOUT_S,

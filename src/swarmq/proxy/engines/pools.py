@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import structlog
 
+from swarmq.engine.client.identity import check_like_others, try_identify
 from swarmq.engine.client.protocol import Engine
 from swarmq.engine.client.tokenizer_compat import check_same_token_ids, try_tokenize
 from swarmq.errors import ConfigError, EngineError
@@ -97,7 +98,7 @@ class EnginePools:
             raise RefusedError(f"{remove} is the only engine of {policy}: add another one first", param="url")
         try:
             if add is not None:
-                await self._check_tokenizer(pool, add)
+                await self._check_like_others(pool, add)
                 self.roster.add(policy, add)
             if remove is not None:
                 self.roster.remove(policy, remove)
@@ -105,17 +106,20 @@ class EnginePools:
             raise RefusedError(str(error), param="url") from error
         await self.follow()
 
-    async def _check_tokenizer(self, pool: EnginePool, url: str) -> None:
-        """Raise RefusedError if the tokenizer of the engine at `url` differs from that of the pool's engines. An engine that
-        does not answer passes."""
+    async def _check_like_others(self, pool: EnginePool, url: str) -> None:
+        """Raise RefusedError if version, model or tokenizer of the engine at `url` differ from those of the pool's engines. An engine
+        that does not answer passes."""
         if not self._opener:
             return
         async with self._opener(url) as engine:
-            token_ids = await try_tokenize(engine)
-        if token_ids is None:
+            token_ids, identity = await try_tokenize(engine), await try_identify(engine)
+        if token_ids is None or identity is None:
             return
-        answers = {lane.engine.url: await try_tokenize(lane.engine) for lane in pool.lanes if lane.healthy}
+        others = [lane.engine for lane in pool.lanes if lane.healthy]
+        identities = {other.url: found for other in others if (found := await try_identify(other))}
+        answers = {other.url: await try_tokenize(other) for other in others}
         try:
+            check_like_others(url, identities | {url: identity})
             check_same_token_ids(url, token_ids, {other: ids for other, ids in answers.items() if ids})
         except EngineError as error:
             raise RefusedError(str(error), param="url") from error
