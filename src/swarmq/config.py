@@ -60,12 +60,13 @@ OWN_METHOD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 def _method(names: Sequence[str]) -> Meta:
     """Return the constraint of a setting that names one of the built-in methods `names`, or an own one."""
-    return Meta(pattern=rf"^({'|'.join(names)}|{OWN_METHOD})$", extra={"names": names})
+    return Meta(pattern=rf"^({'|'.join([*names, OWN_METHOD])})$", extra={"names": names})
 
 
 LossName = Annotated[str, _method(LOSSES)]
 AdvantageName = Annotated[str, _method(ADVANTAGES)]
 ScheduleName = Annotated[str, _method(SCHEDULES)]
+OwnMethodName = Annotated[str, _method(())]
 OptimizerName = Annotated[str, _method(OPTIMIZERS)]
 
 
@@ -360,6 +361,9 @@ class Train(Settings, frozen=True, kw_only=True):
     its own reward r_k."""
     length_penalty: LengthPenalty | None = None
     """Penalty for long episodes; None: no penalty."""
+    reward_transform: OwnMethodName | None = None
+    """`module:function` of a function of your own that changes each episode's reward before it is compared with others, after
+    `length_penalty`; None: unchanged."""
     overlong: Literal["keep", "drop"] = "keep"
     """Treatment of an episode with a model call that a token limit cut off: trained with its reward, or dropped and counted."""
     loss: Loss = field(default_factory=Loss)
@@ -382,6 +386,9 @@ class Train(Settings, frozen=True, kw_only=True):
     """Largest mean k3 mismatch between engine and learner at which a model call is trained; 0 trains all calls."""
     ratio_band: tuple[Positive, Positive] | None = None
     """Range of the ratio of learner to engine probability within which a token is trained, e.g. [0.5, 2.0]; None: any ratio."""
+    token_filter: OwnMethodName | None = None
+    """`module:function` of a filter of your own, which chooses the tokens that are trained among those that `row_k3_max` and
+    `ratio_band` leave; None: all of these."""
     engine_gap_max: NonNegative | None = None
     """Largest mean difference, in nats, between engine and learner log-probabilities of sampled tokens under the same weights. Above
     it, the learner stops before it trains. None: 0.005 if both compute in FP32, else 0.1. 0 never stops."""
@@ -493,6 +500,12 @@ class Train(Settings, frozen=True, kw_only=True):
     def has_served_teacher(self) -> bool:
         """Whether an engine scores the tokens for the `distill` loss."""
         return bool(self.teacher_url or self.teacher_policy)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of all methods, built-in ones and own ones."""
+        named = (self.loss.name, self.advantage, *self.advantages.values(), self.schedule, self.optimizer)
+        return (*named, *filter(None, (self.token_filter, self.reward_transform)))
 
     @property
     def last_scheduled_step(self) -> int:
@@ -727,12 +740,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     @property
     def own_methods(self) -> set[str]:
         """Methods of the user's own with which policies are trained."""
-        return {
-            name
-            for train in map(self.train_of, self.trained)
-            for name in (train.loss.name, train.advantage, *train.advantages.values(), train.schedule, train.optimizer)
-            if is_own_method(name)
-        }
+        return {name for train in map(self.train_of, self.trained) for name in train.methods if is_own_method(name)}
 
     @property
     def run_folder(self) -> RunFolder:

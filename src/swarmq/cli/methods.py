@@ -16,7 +16,7 @@ from swarmq.errors import ConfigError
 @click.argument("name", metavar="MODULE:FUNCTION")
 @click.option(
     "--kind",
-    help="Kind of the method, if its first parameter does not tell it: loss, advantage, schedule or optimizer.",
+    help="Kind of the method, if its first parameter does not tell it: loss, advantage, schedule, optimizer, filter or reward.",
 )
 @click.option(
     "--set",
@@ -28,8 +28,8 @@ from swarmq.errors import ConfigError
 def check_method(name: str, kind: str | None, sets: tuple[str, ...]) -> None:
     """Check a method of your own on random episodes.
 
-    A method is a loss, an advantage, a schedule or an optimizer. Looks for its module in the working directory and among the installed
-    packages, and prints what is wrong: wrong shapes, values that are not finite, state, a result that depends on packing, ranks or
+    A method is a loss, an advantage, a schedule, an optimizer, a filter or a reward transform. Looks for its module in the working
+    directory and among the installed packages, and prints what is wrong: wrong shapes, values that are not finite, state, a result that depends on packing, ranks or
     order, and a gradient that differs from that in float64 or from finite differences.
 
     \b

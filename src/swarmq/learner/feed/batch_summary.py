@@ -12,7 +12,8 @@ import msgspec
 
 from swarmq.config import Train
 from swarmq.estimates import MetricSum, add_metrics, keep_most_reported, sum_metrics
-from swarmq.learner.methods.credit import compute_length_penalty, find_credit_levels, group_by_slot
+from swarmq.learner.methods.credit import find_credit_levels, group_by_slot
+from swarmq.learner.methods.rewards.length_penalty import compute_length_penalty
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import Rollout
 from swarmq.token_drift import Drift

@@ -18,9 +18,12 @@ from torch.overrides import TorchFunctionMode
 from swarmq.config import Train
 from swarmq.errors import SetUpError
 from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, list_values
+from swarmq.learner.methods.filters import FilterFunction
 from swarmq.learner.methods.losses import LossFunction, LossInputs, TokenLoss
 from swarmq.learner.methods.optimizers import OptimizerFunction
+from swarmq.learner.methods.rewards import RewardFunction
 from swarmq.learner.methods.schedules import ScheduleFunction
+from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 CALLS = 12
 """Model calls in a random micro-batch."""
@@ -32,7 +35,13 @@ STEP = 1e-6
 """Step of finite differences, in nats."""
 SLOPE = 1e-5
 """Largest relative difference between a gradient and finite differences that rounding explains."""
-KINDS_BY_PARAMETER = {"tokens": "loss", "sets": "advantage", "step": "schedule", "parameters": "optimizer"}
+KINDS_BY_PARAMETER = {
+    "tokens": "loss",
+    "sets": "advantage",
+    "step": "schedule",
+    "parameters": "optimizer",
+    "episode": "reward",
+}
 """Name of a method's first parameter -> kind of the method."""
 
 
@@ -50,6 +59,8 @@ class MethodError(Exception):
 def find_kind(name: str, function: Callable[..., Any]) -> str:
     """Return the kind of a method by the name of its first parameter. Raises SetUpError if the name tells none."""
     parameters = list(inspect.signature(function).parameters)
+    if parameters[:2] == ["tokens", "among"]:
+        return "filter"
     if not parameters or parameters[0] not in KINDS_BY_PARAMETER:
         known = ", ".join(f"{first} ({kind})" for first, kind in KINDS_BY_PARAMETER.items())
         raise SetUpError(f"{name}: the first parameter tells the kind of a method: {known}; or give --kind")
@@ -80,12 +91,19 @@ def _loss_checks(loss: LossFunction, train: Train) -> dict[str, Callable[[], flo
     return {
         "shape": lambda: _check_loss_shape(compute),
         "finite": lambda: _check_loss_finite(compute),
-        "inputs unchanged": lambda: _check_inputs_unchanged(compute),
-        "no state": lambda: _check_no_state(lambda seed: _flatten(compute(draw_tokens(seed)))),
-        "packing and ranks": lambda: _check_packing(compute),
-        "order of model calls": lambda: _check_order_of_calls(compute),
+        **_token_checks(lambda tokens: compute(tokens).per_token.detach()),
         "gradient in float32 and float64": lambda: _check_twin(compute),
         "gradient and finite differences": lambda: _check_slopes(compute),
+    }
+
+
+def _token_checks(compute: Callable[[LossInputs], Tensor]) -> dict[str, Callable[[], float | None]]:
+    """`compute`: returns a value for each token."""
+    return {
+        "inputs unchanged": lambda: _check_inputs_unchanged(compute),
+        "no state": lambda: _check_no_state(lambda seed: compute(draw_tokens(seed)).tolist()),
+        "packing and ranks": lambda: _check_packing(compute),
+        "order of model calls": lambda: _check_order_of_calls(compute),
     }
 
 
@@ -150,10 +168,10 @@ def _check_loss_finite(compute: Callable[[LossInputs], TokenLoss]) -> None:
                 )
 
 
-def _check_inputs_unchanged(compute: Callable[[LossInputs], TokenLoss]) -> None:
+def _check_inputs_unchanged(compute: Callable[[LossInputs], Tensor]) -> None:
     tokens = draw_tokens(2)
     before = {name: value.clone() for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
-    _gradient(compute, tokens)
+    compute(tokens)
     for name, value in before.items():
         if not torch.equal(getattr(tokens, name), value):
             raise MethodError(f"it changes tokens.{name} in place")
@@ -180,28 +198,28 @@ def _check_no_state(compute: Callable[[int], Sequence[float]]) -> None:
         raise MethodError("it keeps state: its result depends on earlier calls")
 
 
-def _check_packing(compute: Callable[[LossInputs], TokenLoss]) -> None:
+def _check_packing(compute: Callable[[LossInputs], Tensor]) -> None:
     tokens = draw_tokens(5)
-    whole = compute(tokens).per_token.detach()
+    whole = compute(tokens)
     for first in (range(1), range(CALLS // 2), range(CALLS - 1)):
         kept = tokens.calls < len(first)
         for part in (kept, ~kept):
-            made = compute(_take(tokens, part.nonzero().flatten())).per_token.detach()
+            made = compute(_take(tokens, part.nonzero().flatten()))
             _require_close(
                 made,
                 whole[part],
-                "the loss of a token depends on the other model calls in its micro-batch, so packing and ranks change it",
+                "the result for a token depends on the other model calls in its micro-batch, so packing and ranks change it",
             )
 
 
-def _check_order_of_calls(compute: Callable[[LossInputs], TokenLoss]) -> None:
+def _check_order_of_calls(compute: Callable[[LossInputs], Tensor]) -> None:
     tokens = draw_tokens(6)
     turned_calls = CALLS - 1 - tokens.calls
     turned = turned_calls.argsort(stable=True)
-    made = compute(_take(tokens._replace(calls=turned_calls), turned)).per_token.detach()
-    whole = compute(tokens).per_token.detach()
+    made = compute(_take(tokens._replace(calls=turned_calls), turned))
+    whole = compute(tokens)
     _require_close(
-        made, whole[turned], "the loss of a token depends on the order of the model calls in its micro-batch"
+        made, whole[turned], "the result for a token depends on the order of the model calls in its micro-batch"
     )
 
 
@@ -306,10 +324,6 @@ def _gradient(compute: Callable[[LossInputs], TokenLoss], tokens: LossInputs, we
     values = compute(tokens).per_token
     (found,) = torch.autograd.grad((values if weights is None else values * weights).sum(), tokens.logprobs)
     return found
-
-
-def _flatten(result: TokenLoss) -> list[float]:
-    return [*result.per_token.tolist(), *result.effects.tolist()]
 
 
 def _advantage_checks(method: AdvantageFunction, train: Train) -> dict[str, Callable[[], float | None]]:
@@ -531,11 +545,84 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.60}"
 
 
+def _filter_checks(keep: FilterFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    def compute(tokens: LossInputs) -> Tensor:
+        return keep(
+            tokens._replace(logprobs=tokens.logprobs.detach()), torch.ones_like(tokens.calls, dtype=torch.bool), train
+        )
+
+    return {
+        "shape": lambda: _check_mask(compute(draw_tokens(0)), len(draw_tokens(0).calls)),
+        **_token_checks(lambda tokens: compute(tokens).double()),
+    }
+
+
+def _check_mask(kept: Any, number: int) -> None:
+    if not isinstance(kept, Tensor) or kept.shape != (number,) or kept.dtype != torch.bool:
+        raise MethodError(f"returned {_describe(kept)}, not whether to keep each of {number} tokens")
+    if not kept.any():
+        raise MethodError("it keeps no token at all")
+
+
+def _reward_checks(transform: RewardFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    def compute(seed: int) -> list[float]:
+        return [transform(episode, episode.reward, train) for episode in draw_episodes(seed)]
+
+    return {"shape": lambda: _check_rewards(compute(0)), "no state": lambda: _check_no_state(compute)}
+
+
+def draw_episodes(seed: int, count: int = 8) -> list[Rollout]:
+    """Return random episodes with a chat of a few turns and a few metrics."""
+    rng = random.Random(seed)
+    episodes = []
+    for number in range(count):
+        turns = []
+        for turn in range(rng.randint(1, 4)):
+            sampled = [rng.randrange(100) for _ in range(rng.randint(1, 20))]
+            turns.append(
+                Turn(
+                    run="check",
+                    episode_id=str(number),
+                    policy="main",
+                    call_id=f"{number}-{turn}",
+                    request_id=f"{number}-{turn}",
+                    prompt_ids=pack_ids([rng.randrange(100) for _ in range(5)]),
+                    sampled_ids=pack_ids(sampled),
+                    logprobs=pack_floats([-rng.random() for _ in sampled]),
+                    versions=(VersionSpan(version=0, start=0, end=len(sampled)),),
+                )
+            )
+        episodes.append(
+            Rollout(
+                run="check",
+                policy="main",
+                episode_id=str(number),
+                slot=Slot(task_id="task", repeat=number),
+                kind="default",
+                group_id="task/0",
+                group_members=count,
+                group_size=count,
+                reward=rng.choice((0.0, 1.0, rng.gauss(0, 1))),
+                metrics={"steps": float(len(turns))},
+                turns=tuple(turns),
+            )
+        )
+    return episodes
+
+
+def _check_rewards(rewards: Sequence[Any]) -> None:
+    for reward in rewards:
+        if not isinstance(reward, float) or not math.isfinite(reward):
+            raise MethodError(f"a reward is {_describe(reward)}, not a finite float")
+
+
 CHECKS: dict[str, Callable[[Any, Train], dict[str, Callable[[], float | None]]]] = {
     "loss": _loss_checks,
     "advantage": _advantage_checks,
     "schedule": _schedule_checks,
     "optimizer": _optimizer_checks,
+    "filter": _filter_checks,
+    "reward": _reward_checks,
 }
 
 

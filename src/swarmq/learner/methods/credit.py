@@ -20,6 +20,7 @@ import msgspec
 from swarmq.config import Train
 from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, center, compare, ema
 from swarmq.learner.methods.registry import find_method
+from swarmq.learner.methods.rewards import transform_reward
 from swarmq.messages import Rollout, Turn
 
 Tag = tuple[Literal["episode", "agent", "call"], str | None]
@@ -83,14 +84,6 @@ def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
     return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
 
-def compute_length_penalty(episode: Rollout, train: Train) -> float:
-    """Return the penalty for the episode's length (soft overlong punishment, 2503.14476)."""
-    if (rule := train.length_penalty) is None:
-        return 0.0
-    sampled = sum(turn.num_sampled for turn in episode.turns)
-    return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
-
-
 def find_credit_levels(group: Sequence[Rollout], train: Train) -> list[str]:
     """Return, for each turn of the group, the level of the reward that credits it: `call`, `agent` or `episode`."""
     return [level for _, keys in _find_credits(group, train) for (level, _), _ in keys]
@@ -116,7 +109,7 @@ def _collect_rewards(group: Sequence[Rollout], train: Train) -> TagValues:
 
 
 def _list_rewards(episode: Rollout, discounted: Sequence[str | None], train: Train) -> Iterator[tuple[Tag, str, float]]:
-    yield ("episode", None), "", episode.reward - compute_length_penalty(episode, train)
+    yield ("episode", None), "", transform_reward(episode, train)
     yield from ((("agent", agent), "", reward) for agent, reward in episode.agent_rewards.items())
     for turn in episode.turns:
         if turn.call_id in episode.call_rewards and turn.agent not in discounted:
@@ -140,7 +133,7 @@ def _discount_returns(episode: Rollout, agent: str | None, train: Train) -> Iter
     """
     # a call of the last request gets the agent's or episode's reward, unless it has a reward of its own
     unrated, later = (
-        episode.agent_rewards.get(agent or "", episode.reward - compute_length_penalty(episode, train)),
+        episode.agent_rewards.get(agent or "", transform_reward(episode, train)),
         0.0,
     )
     for choices in reversed(_group_by_request(episode, agent)):

@@ -21,9 +21,23 @@ from swarmq.config import Train, is_own_method
 from swarmq.errors import SetUpError
 from swarmq.learner.store.records import MethodCode
 
-PACKAGES = {"loss": "losses", "advantage": "advantages", "schedule": "schedules", "optimizer": "optimizers"}
+PACKAGES = {
+    "loss": "losses",
+    "advantage": "advantages",
+    "schedule": "schedules",
+    "optimizer": "optimizers",
+    "filter": "filters",
+    "reward": "rewards",
+}
 """Kind of method -> package of its built-in ones."""
-SETTINGS = {"loss": "loss.name", "advantage": "advantage", "schedule": "schedule", "optimizer": "optimizer"}
+SETTINGS = {
+    "loss": "loss.name",
+    "advantage": "advantage",
+    "schedule": "schedule",
+    "optimizer": "optimizer",
+    "filter": "token_filter",
+    "reward": "reward_transform",
+}
 """Kind of method -> setting that names it, within `policies.X.train`."""
 
 
@@ -74,6 +88,10 @@ def list_methods(train: Train) -> Iterator[NamedMethod]:
         yield NamedMethod(f"advantages.{kind}", "advantage", name)
     yield NamedMethod(SETTINGS["schedule"], "schedule", train.schedule)
     yield NamedMethod(SETTINGS["optimizer"], "optimizer", train.optimizer)
+    if train.token_filter:
+        yield NamedMethod(SETTINGS["filter"], "filter", train.token_filter)
+    if train.reward_transform:
+        yield NamedMethod(SETTINGS["reward"], "reward", train.reward_transform)
 
 
 def read_own(train: Train, folder: str | None) -> tuple[MethodCode, ...]:

@@ -54,7 +54,7 @@ from swarmq.learner.distributed.sharding import (
 )
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
-from swarmq.learner.methods.filters import apply_filters, has_filters
+from swarmq.learner.methods.filters import apply_filters, list_filters
 from swarmq.learner.methods.loss_weights import normalization_units
 from swarmq.learner.methods.losses import LossInputs
 from swarmq.learner.methods.optimizers import OptimizerFunction
@@ -421,16 +421,16 @@ class Trainer:
         Filters depend on the present weights, and an episode may be spread over several micro-batches and ranks whose gradients
         cannot be separated later, so this takes an additional forward pass.
         """
-        if train.normalisation != "episode" or not has_filters(train):
+        if train.normalisation != "episode" or not list_filters(train):
             return work
         left = torch.zeros(work.num_episodes, device=self.accelerator.device)
         for one, logprobs in zip(work.passes, self.score(work), strict=True):
-            behavior_logprobs, calls, weights = (
-                self._to_device(x) for x in (one.layout.logprobs, one.calls, one.weights)
+            behavior_logprobs, credit, calls, weights = (
+                self._to_device(x) for x in (one.layout.logprobs, one.advantages, one.calls, one.weights)
             )
-            filtered = apply_filters(
-                LossInputs(logprobs, behavior_logprobs, behavior_logprobs, calls, one.num_calls), train, weights > 0
-            )
+            held = self._to_device(one.held)
+            tokens = LossInputs(logprobs, behavior_logprobs, credit, calls, one.num_calls, held=held)
+            filtered = apply_filters(tokens, train, weights > 0)
             if filtered and not one.idle:
                 left.index_add_(0, self._to_device(one.layout.episodes), filtered.tokens.float())
         return reweight(work, train, self._sum(left).int().tolist())

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
+from support.own_methods import REWARD, write_own_methods
 from swarmq.config import LengthPenalty, Loss, Train
+from swarmq.learner.methods import registry
 from swarmq.learner.methods.advantages import RewardSet
 from swarmq.learner.methods.credit import compute_advantages, find_credit_levels, has_signal, update_baselines
 from swarmq.learner.methods.registry import find_method
@@ -309,6 +312,16 @@ def test_rewards_by_call_give_the_policy_gradient_exactly(rewards: Judge, discou
     )
     first_batch = Train(advantage="ema", call_discount=discount)
     assert expected(rewards, first_batch, size) == pytest.approx(share, abs=1e-12)
+
+
+def test_an_own_transform_changes_rewards_of_episodes_after_the_length_penalty(tmp_path: Path) -> None:
+    write_own_methods(tmp_path)
+    registry.adopt([registry.read_code("reward", REWARD, str(tmp_path))])
+    group = [make_episode("a", 0, reward=1.0, turns=1), make_episode("a", 1, reward=1.0, turns=3)]
+    train = Train(advantage="centered", reward_transform=REWARD, options={"cost": 0.25})
+    assert compute_advantages([group], train) == {"a-0": [0.25], "a-1": [-0.25] * 3}
+    assert has_signal(group, train)
+    assert not has_signal(group, Train())
 
 
 def test_length_costs_reward_beyond_what_is_free() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from support.own_methods import ADVANTAGE, LOSS, OPTIMIZER, SCHEDULE, write_own_methods
+from support.own_methods import ADVANTAGE, FILTER, LOSS, OPTIMIZER, REWARD, SCHEDULE, write_own_methods
 from swarmq import cli
 from swarmq.config import ADVANTAGES, LOSSES, Loss, Train
 from swarmq.learner.methods import registry
@@ -42,7 +42,15 @@ def test_every_built_in_advantage_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("loss", LOSS), ("advantage", ADVANTAGE), ("schedule", SCHEDULE), ("optimizer", OPTIMIZER)]
+    ("kind", "name"),
+    [
+        ("loss", LOSS),
+        ("advantage", ADVANTAGE),
+        ("schedule", SCHEDULE),
+        ("optimizer", OPTIMIZER),
+        ("filter", FILTER),
+        ("reward", REWARD),
+    ],
 )
 def test_the_methods_of_the_page_pass(tmp_path: Path, kind: str, name: str) -> None:
     write_own_methods(tmp_path)
@@ -122,6 +130,39 @@ def in_half_precision(tokens: LossInputs, _: Loss) -> TokenLoss:
 )  # fmt: skip
 def test_a_loss_that_is_wrong_is_told_what_is(loss: Any, check: str, says: str) -> None:
     assert says in flaws("loss", loss).get(check, "passed")
+
+
+@pytest.mark.parametrize(
+    ("keep", "check", "says"),
+    [
+        (lambda t, among, train: t.logprobs, "shape", "not whether to keep each of"),
+        (lambda t, among, train: among & ~among, "shape", "it keeps no token at all"),
+        (
+            lambda t, among, train: t.logprobs > t.logprobs.mean(),
+            "packing and ranks",
+            "depends on the other model calls",
+        ),
+    ],
+)
+def test_a_filter_that_is_wrong_is_told_what_is(keep: Any, check: str, says: str) -> None:
+    assert says in flaws("filter", keep).get(check, "passed")
+
+
+@pytest.mark.parametrize("name", ["row_k3_max", "ratio_band"])
+def test_every_built_in_filter_passes(name: str) -> None:
+    train = Train(row_k3_max=0.05, ratio_band=(0.7, 1.4))
+    assert flaws("filter", registry.find_method("filter", name), train) == {}
+
+
+@pytest.mark.parametrize(
+    ("transform", "check", "says"),
+    [
+        (lambda e, reward, train: None, "shape", "a reward is None, not a finite float"),
+        (lambda e, reward, train: reward + random.random(), "no state", "random numbers"),
+    ],
+)
+def test_a_reward_transform_that_is_wrong_is_told_what_is(transform: Any, check: str, says: str) -> None:
+    assert says in flaws("reward", transform).get(check, "passed")
 
 
 def test_what_is_detached_counts_as_constant_for_finite_differences() -> None:

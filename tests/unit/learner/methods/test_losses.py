@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from support.own_methods import FILTER, write_own_methods
 from swarmq.config import LOSSES, Loss, Train
+from swarmq.learner.methods import registry
 from swarmq.learner.methods.filters import apply_filters
 from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.learner.methods.losses import LossInputs
@@ -293,6 +296,17 @@ def test_tokens_that_are_not_trained_are_not_counted_as_filtered() -> None:
         assert kept is not None
         assert not kept.tokens.any()
         assert (int(kept.calls_out), int(kept.tokens_out)) in {(1, 0), (0, 2)}
+
+
+def test_an_own_filter_chooses_among_what_the_others_leave_and_is_counted_by_token(tmp_path: Path) -> None:
+    write_own_methods(tmp_path)
+    registry.adopt([registry.read_code("filter", FILTER, str(tmp_path))])
+    logprobs = torch.tensor([-0.001, -0.5, -3.0, -3.0])
+    tokens = LossInputs(logprobs, torch.full((4,), -1.0), logprobs, torch.tensor([0, 0, 0, 1]), 2)
+    kept = apply_filters(tokens, Train(ratio_band=(0.5, 3.0), token_filter=FILTER), EVERY.expand(4))
+    assert kept is not None
+    assert kept.tokens.tolist() == [False, True, False, False]
+    assert (int(kept.calls_out), int(kept.tokens_out)) == (0, 3)
 
 
 def test_without_filters_nothing_is_computed() -> None:
