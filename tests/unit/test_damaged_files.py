@@ -14,7 +14,7 @@ from swarmq import keys
 from swarmq.broker.admin.invitations import make_host_invite
 from swarmq.broker.node.files import load_identity, write_node_files
 from swarmq.cli.common import load_stored_run
-from swarmq.client.data.feed import FeedProgress, _read_confirmed, _write_progress
+from swarmq.client.data.feed import FeedProgress, _read_progress, _write_progress
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.config import SwarmJob
 from swarmq.errors import SwarmqError
@@ -99,7 +99,7 @@ FILES = [
     Kept(
         "feed-r-math-x.json",
         lambda _, path: _write_progress(path, FeedProgress(data="d", confirmed=7)),
-        lambda _, path: _read_confirmed(path, "d"),
+        lambda _, path: _read_progress(path, "d"),
         renewed=False,
     ),
 ]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
 
 from rich.console import Console
 
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.client.data.feed import default_progress_file, feed, read_progress
+from swarmq.client.data.feed import count_fed, default_progress_file, feed
 from swarmq.client.data.tasks import hash_source_name
 from swarmq.client.episodes.event_loops import LoopThread
 from swarmq.client.runners.attempts import RunnerOptions
@@ -31,12 +33,23 @@ FINISH_S = 30.0
 """Seconds that open attempts get to finish after the last step; their episodes are not trained any more."""
 
 
+class FeedOptions(TypedDict):
+    """Arguments by which a feed recognises what it has fed before."""
+
+    repeats: int
+    seed: int
+    progress_file: Path
+    source: str
+
+
 async def train(plan: TrainPlan, console: Console) -> None:
     """Train to the job's last step, or until cancelled, and write the report. Raises SwarmqError if a part of the run cannot
-    start."""
+    start, or if an earlier call fed other tasks."""
     began = time.monotonic()
     report, job = make_reporter(console, began), plan.job
     record = TrainingRecord.load(job.run_folder.training)
+    for kind, data in plan.tasks.items():
+        _count_epochs(job, kind, data)
 
     def close() -> None:
         record.seconds += time.monotonic() - began
@@ -107,26 +120,30 @@ async def _train(plan: TrainPlan, session: Session, say: Callable[[str], None]) 
 async def _keep_fed(session: Session, kind: str, data: DataSet, concurrency: int) -> None:
     """Feed one epoch after the other, each when hardly a batch of tasks is left in the queue."""
     job = session.deployment.job
-    repeats, folder, source = job.group_size(kind), job.run_folder, hash_source_name(data.name)
-    progress_file = default_progress_file(folder.path, job.run, kind, source)
-    queue, few = topology.tasks(job.run, kind), job.groups.groups_per_batch * repeats + concurrency
-    fed = read_progress(progress_file)
-    epochs = fed.confirmed // (len(data.tasks) * repeats) + 1 if fed else 1
+    queue, few = topology.tasks(job.run, kind), job.groups.groups_per_batch * job.group_size(kind) + concurrency
+    secret = keys.derive_task_secret(keys.load_root(job.run_folder.root_secret))
+    epochs = _count_epochs(job, kind, data) + 1
     while True:
         await feed(
-            session.broker,
-            job.run,
-            data.tasks,
-            kind,
-            repeats=repeats,
-            epochs=epochs,
-            seed=0,
-            progress_file=progress_file,
-            source=source,
-            secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),
+            session.broker, job.run, data.tasks, kind, epochs=epochs, secret=secret, **_feed_options(job, kind, data)
         )
         epochs += 1
         await _wait_for_room(session, queue, few)
+
+
+def _count_epochs(job: SwarmJob, kind: str, data: DataSet) -> int:
+    """Return how many epochs earlier calls have fed. Raises TaskError if they fed other tasks."""
+    return count_fed(data.tasks, kind, **_feed_options(job, kind, data)) // (len(data.tasks) * job.group_size(kind))
+
+
+def _feed_options(job: SwarmJob, kind: str, data: DataSet) -> FeedOptions:
+    source = hash_source_name(data.name)
+    return {
+        "repeats": job.group_size(kind),
+        "seed": 0,
+        "progress_file": default_progress_file(job.run_folder.path, job.run, kind, source),
+        "source": source,
+    }
 
 
 async def _wait_for_room(session: Session, queue: str, few: int) -> None:

@@ -63,7 +63,7 @@ async def feed(
 
     Raises TaskError for a task of another kind, for an id that occurs twice, and for resuming with other data, repeats or seed.
     """
-    bodies = [(make_queue_id(task, kind, source), _encode_payload(task)) for task in tasks]
+    bodies = _encode_tasks(tasks, kind, source)
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
         raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} occurs more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
@@ -72,7 +72,7 @@ async def feed(
     total = len(bodies) * repeats * epochs
     queue = topology.tasks(run, kind)
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
-        start = _read_confirmed(progress_file, data) if resume else 0  # the receipts exclude other feeds of this data
+        start = _read_progress(progress_file, data) if resume else 0  # the receipts exclude other feeds of this data
         if start >= total:
             log.info("nothing_left_to_feed", confirmed=start, action="raise epochs to feed more of it")
         report(min(start, total), total)
@@ -87,6 +87,13 @@ async def feed(
             report(window.stop, total)
         await receipts.close()
     return max(0, total - start)
+
+
+def count_fed(
+    tasks: Iterable[SwarmTask], kind: str, *, repeats: int, seed: int | None, progress_file: Path, source: str = ""
+) -> int:
+    """Return how many tasks an earlier `feed` with these arguments has confirmed. Raises TaskError if it had others."""
+    return _read_progress(progress_file, _hash_feed(_encode_tasks(tasks, kind, source), kind, repeats, seed))
 
 
 def plan_tasks(
@@ -128,6 +135,11 @@ def _shuffle(count: int, seed: int | None, epoch: int) -> list[int]:
     return order
 
 
+def _encode_tasks(tasks: Iterable[SwarmTask], kind: str, source: str) -> list[tuple[str, bytes]]:
+    """Return id on the queue and encoded payload of each task."""
+    return [(make_queue_id(task, kind, source), _encode_payload(task)) for task in tasks]
+
+
 def _encode_payload(task: SwarmTask) -> bytes:
     try:
         return msgspec.msgpack.encode(task.payload)
@@ -142,27 +154,19 @@ def _hash_feed(bodies: Sequence[tuple[str, bytes]], kind: str, repeats: int, see
     return digest.hexdigest()
 
 
-def read_progress(path: Path) -> FeedProgress | None:
-    """Return the progress of an earlier feed, or None without one. Raises TaskError if the file cannot be read."""
+def _read_progress(path: Path, data: str) -> int:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=FeedProgress)
+        fed = msgspec.json.decode(path.read_bytes(), type=FeedProgress)
     except FileNotFoundError:
-        return None
+        return 0
     except (OSError, msgspec.MsgspecError) as error:
         raise TaskError(
             f"{path}: the progress of an earlier feed cannot be read ({error}): remove it to start over"
         ) from error
-
-
-def _read_confirmed(path: Path, data: str) -> int:
-    """Return the number of tasks that an earlier feed of the same data has confirmed."""
-    fed = read_progress(path)
-    if fed is None:
-        return 0
     if fed.data != data:
         raise TaskError(
             f"{path}: belongs to a feed of other data, kind, repeats or seed: begin again with `swarmq feed --restart` "
-            "(`resume=False`)"
+            "(`resume=False`), or remove the file"
         )
     return fed.confirmed
 
