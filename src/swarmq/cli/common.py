@@ -97,6 +97,8 @@ def errors_as_lines() -> Iterator[None]:
         yield
     except (SwarmqError, BaseExceptionGroup) as error:
         ours, others = _sort(error)
+        if others and all(isinstance(one, BrokenPipeError) for one in others):
+            raise others[0] from None  # click ends quietly when the reader of its output has gone, but knows no groups
         if others:
             raise
         for line in dict.fromkeys(str(one) for one in ours):

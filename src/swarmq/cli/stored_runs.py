@@ -353,7 +353,7 @@ def replay(
     advantage: str | None,
     sets: tuple[str, ...],
 ) -> None:
-    """Train again from the batch log alone, also under another method.
+    """Train again from the batch log, also under another method.
 
     Writes the checkpoint into the new folder TO. Needs no broker and no engine, and changes nothing in the run folder. With --loss,
     --advantage or --set, the same episodes are trained twice, as they were and under the changed settings, and TO also gets both

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def demo(
     run: str, folder: str, seed: int, model: str | None, steps: int | None, plain: bool, sets: tuple[str, ...]
 ) -> None:
-    """Train a real agent on this machine: no GPU, about ten minutes.
+    """Train a real agent on this machine: no GPU, ten minutes.
 
     \b
     swarmq demo                       the whole demo, with a client killed half-way

@@ -39,9 +39,10 @@ async def serve_app(config: uvicorn.Config, *, port: int = 0) -> AsyncIterator[i
         listener.bind(("127.0.0.1", port))
         server = AppServer(config)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(server.serve(sockets=[listener]))
+            serving = tasks.create_task(server.serve(sockets=[listener]))
             await server.listening.wait()
             try:
                 yield listener.getsockname()[1]
             finally:
                 server.stop.set()
+                await serving  # or an error inside the context would cancel the app in the middle of its work

@@ -241,6 +241,11 @@ def test_a_bug_keeps_its_traceback():
         raise ExceptionGroup("mixed", [BrokerError("no broker"), KeyError("bug")])
 
 
+def test_a_reader_that_has_gone_is_no_bug():
+    with pytest.raises(BrokenPipeError), common.errors_as_lines():
+        raise ExceptionGroup("tasks", [ExceptionGroup("inner", [BrokenPipeError(32, "Broken pipe")])])
+
+
 def test_a_missing_extra_is_named(monkeypatch):
     for extra, command in {"learner": ["doctor", "/tmp"], "inspect": ["inspect", "/tmp"]}.items():
         monkeypatch.setitem(common.EXTRAS, extra, ("a_package_nobody_has",))
