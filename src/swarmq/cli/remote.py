@@ -162,4 +162,4 @@ INSTEAD: dict[tuple[str, ...], Callable[..., None]] = {
     ("resume",): _resume,
     ("runs",): _runs,
 }
-"""Commands that ask the daemon itself."""
+"""Words of each command that asks the daemon itself -> function to call instead."""

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     multiple=True,
     required=True,
     metavar="[KIND=]TARGET",
-    help="Function (module:function) or environment that attempts the tasks, as of `swarmq worker`.",
+    help="Function (module:function) or environment that attempts the tasks, as for `swarmq worker`.",
 )
 @click.option(
     "--tasks",
     multiple=True,
     metavar="[KIND=]DATA",
-    help="Tasks, as of `swarmq feed`; tasks.jsonl beside JOB by default, or those of an environment.",
+    help="Tasks, as for `swarmq feed`; tasks.jsonl beside JOB by default, or those of an environment.",
 )
 @click.option(
     "--held-out",

@@ -40,7 +40,7 @@ Message = dict[str, Any]
 
 
 class Recording(msgspec.Struct, kw_only=True):
-    """Everything that can be answered."""
+    """All recorded answers."""
 
     source: str
     answers: dict[str, list[str]] = {}
@@ -161,7 +161,9 @@ class _Reader:
             for n in answered:
                 self._add_answer(row["messages"][:n], row["messages"][n])
         else:
-            raise ValueError('neither "answer", "answers" nor "messages" with one of the role assistant')
+            raise ValueError(
+                'it has no "answer", no "answers", and no "messages" among which one has the role assistant'
+            )
 
     def _add_answer(self, prompt: Sequence[Message], answer: Message) -> None:
         self.answers[render_prompt({"messages": prompt})].append(spell_answer(answer))

@@ -69,7 +69,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of a command gets."""
+    """Input of the process that runs a command."""
 
     folder: str
     """Folder that the daemon serves."""

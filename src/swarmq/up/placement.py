@@ -264,7 +264,7 @@ def _limit_on_gpus(
     bound = _upper_bound(policy, model)
 
     def plan(tokens: int) -> tuple[object, ...] | None:
-        """Return the properties of the plan that longer requests must not change; None if requests of `tokens` do not fit."""
+        """Return the properties of a placement that must stay the same when requests get longer; None if requests of `tokens` do not fit."""
         own_policy = ContextLimit(tokens=tokens, reason="").apply_to(policy)
         try:
             placement = place(own_policy, model, gpus, first=first, share=share, judge_sizes=judge_sizes)

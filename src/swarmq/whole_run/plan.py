@@ -45,8 +45,8 @@ def make_plan(
     beside: Path,
     concurrency: int,
 ) -> TrainPlan:
-    """Load agents and tasks, each given as TEXT or KIND=TEXT. `beside`: tasks of kinds for which none are given and whose agent is
-    no environment, which has tasks of its own.
+    """Load agents and tasks, each given as TEXT or KIND=TEXT. `beside`: file with the tasks of kinds for which none are
+    given; environments have tasks of their own.
 
     Raises ConfigError for a kind without agent, TaskError for an agent or data that cannot be loaded.
     """

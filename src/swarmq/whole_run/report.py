@@ -23,7 +23,7 @@ Row = tuple[str, str]
 
 
 class TrainingRecord(msgspec.Struct, kw_only=True):
-    """What the run's events do not tell, kept over all calls of `swarmq train`."""
+    """Facts about a training that the run's events lack, collected over all calls of `swarmq train`."""
 
     seconds: float = 0.0
     """Time that all calls took together."""

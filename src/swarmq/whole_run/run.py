@@ -1,7 +1,7 @@
 """The course of `swarmq train`: a small run from its start to its report, in one process tree.
 
 held-out reward ─> tasks fed as they are needed ─> agents attempt them here ─┬─ the learner's last step ─> held-out reward ─> report
-                                                                             └─ Ctrl-C: parts stop in order ─> report; a second
+                                                                             └─ Ctrl-C: all stop in order ─> report; a second
                                                                                 call continues after the last step
 """
 
@@ -43,8 +43,8 @@ class FeedOptions(TypedDict):
 
 
 async def train(plan: TrainPlan, console: Console) -> None:
-    """Train to the job's last step, or until cancelled, and write the report. Raises SwarmqError if a part of the run cannot
-    start, or if an earlier call fed other tasks."""
+    """Train to the job's last step, or until cancelled, and write the report. Raises SwarmqError if a process of the run
+    cannot start, or if an earlier call fed other tasks."""
     began = time.monotonic()
     report, job = make_reporter(console, began), plan.job
     record = TrainingRecord.load(job.run_folder.training)
@@ -118,7 +118,7 @@ async def _train(plan: TrainPlan, session: Session, say: Callable[[str], None]) 
 
 
 async def _keep_fed(session: Session, kind: str, data: DataSet, concurrency: int) -> None:
-    """Feed one epoch after the other, each when hardly a batch of tasks is left in the queue."""
+    """Feed one epoch after the other, each when few tasks are left in the queue: one batch of them, and one for each concurrent episode."""
     job = session.deployment.job
     queue, few = topology.tasks(job.run, kind), job.groups.groups_per_batch * job.group_size(kind) + concurrency
     secret = keys.derive_task_secret(keys.load_root(job.run_folder.root_secret))

@@ -40,7 +40,7 @@ async def open_session(job: SwarmJob, *, name: str, report: Callable[[str], None
     """Bring a run up, follow and record it, and join it as a client, while the context is open. `name`: name of the broker's
     connection.
 
-    Raises SwarmqError naming the part that cannot start.
+    Raises SwarmqError naming the process that cannot start.
     """
     async with (
         deploy(job, report=report) as deployment,

@@ -90,7 +90,7 @@ def test_a_turn_holds_only_what_its_parent_lacks(own, whole):
     ("row", "flaw"),
     [
         ([], "a list, not an object"),
-        ({"a": 1}, 'neither "answer", "answers" nor "messages"'),
+        ({"a": 1}, 'it has no "answer", no "answers"'),
         ({"answers": ["a"]}, '"answers" needs the "task"'),
         ({"messages": [user("a")], "answer": 3}, "an answer is text or a message with content or tool_calls, not 3"),
         ({"messages": [{"content": "x"}], "answer": "3"}, "a message or call has no 'role'"),
