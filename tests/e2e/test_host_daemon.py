@@ -43,7 +43,7 @@ def test_a_laptop_steers_a_run_while_the_host_s_daemon_is_killed(tmp_path):
         assert laptop.wait() == 0
     finally:
         laptop.kill()
-        daemon.stop()
+        daemon.end()
     assert seen["refused"] == {"param": "policies.main.model"}
     assert seen["launched"] == {"same": True, "taken": "run", "runs": 1}
     assert "learning_rate: 1e-06 -> 2e-06" in seen["changed"]["set"]

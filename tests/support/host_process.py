@@ -7,8 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from swarmq.host_daemon.ledger import HostFolder
+from swarmq.host_daemon.processes import UpLauncher
+from swarmq.runtime.processes import is_alive
 
 
 class HostProcess:
@@ -33,9 +38,17 @@ class HostProcess:
         self.process.kill()
         self.process.wait()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """Stop the daemon, and then the runs that it left up."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(120) == 0, self._log.read_text()
+        status = self.process.wait(120)
+        launcher = UpLauncher(HostFolder(self.folder))
+        for path in (self.folder / ".host" / "runs").glob("*.json"):
+            while process := launcher.find(path.stem):
+                process.send(signal.SIGTERM)
+                while is_alive(process.pid):
+                    time.sleep(0.1)
+        assert status == 0, self._log.read_text()
 
     def token(self, role: str) -> str:
         command = [sys.executable, "-m", "swarmq", "host", "token", str(self.folder), "--role", role]

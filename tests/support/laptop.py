@@ -34,7 +34,7 @@ def main(host: str, model: str) -> None:
     again = launch(job, host=host, request_id="first")
     say("launched", same=again.name == run.name, taken=refusal(job, host), runs=len(run.host.runs()))
     run.wait("up")
-    with SwarmClient(run.invite(), spool=tempfile.mkdtemp()) as client:
+    with SwarmClient(run.invite(), spool=Path(tempfile.mkdtemp())) as client:
         worker = Worker(client)
         watch(run, steps=1)
         say("changed", set=run.set({RATE: 2e-6}), paused=run.pause(), resumed=run.resume().pace)

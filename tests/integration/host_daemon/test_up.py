@@ -51,4 +51,4 @@ def test_a_run_survives_the_deaths_of_its_daemon_and_of_its_own_process(tmp_path
         run.delete()
         assert not (tmp_path / "runs" / "math").exists()
     finally:
-        daemon.stop()
+        daemon.end()
