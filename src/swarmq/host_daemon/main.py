@@ -26,7 +26,7 @@ from swarmq.host_daemon.access import HostAccess
 from swarmq.host_daemon.app import create_app
 from swarmq.host_daemon.check import JobCheck, find_host_gpus
 from swarmq.host_daemon.ledger import HostFolder
-from swarmq.host_daemon.processes import UpLauncher
+from swarmq.host_daemon.processes import UP, UpLauncher
 from swarmq.host_daemon.service import HostService
 from swarmq.hosts.addresses import TlsFiles, format_url
 from swarmq.registries.clients import RevokedNames
@@ -42,11 +42,18 @@ log = structlog.get_logger()
 
 
 def serve(
-    path: Path, *, host: str, port: int, tls: TlsFiles | None, most_running: int | None, most_queued: int
+    path: Path,
+    *,
+    host: str,
+    port: int,
+    tls: TlsFiles | None,
+    most_running: int | None,
+    most_queued: int,
+    command: Sequence[str] = UP,
 ) -> None:
     """Serve the runs in the folder `path` until SIGTERM or SIGINT; runs stay up.
 
-    `most_running`: maximum number of runs at the same time; None: one for each GPU. Raises ConfigError if the port is taken, another
+    `most_running`: maximum number of runs at the same time; None: one for each GPU. `command`: starts a run. Raises ConfigError if the port is taken, another
     daemon serves the folder, or its files are damaged.
     """
     if host in ANY_ADDRESS:
@@ -64,7 +71,7 @@ def serve(
         gpus = find_host_gpus()
         service = HostService(
             folder,
-            UpLauncher(folder),
+            UpLauncher(folder, command=command),
             JobCheck(folder.path, gpus, address=host),
             most_running=most_running or max(1, len(gpus)),
             most_queued=most_queued,
