@@ -1,7 +1,9 @@
 """A laptop that steers a run of another host and attempts its episodes, with nothing but the host's address and a token.
 
-Prints a line for each thing that it has seen. Before "the daemon is gone" it waits for a line on its standard input: the daemon is killed
-meanwhile.
+    laptop.py HOST MODEL FOLDER
+
+Prints a line for each thing that it has seen. In the middle it makes the file `FOLDER/ready` and waits for `FOLDER/go`; the daemon is
+killed meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import json
 import os
 import random
 import sys
-import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,11 @@ from swarmq.config import GroupSettings, Policy, SamplingDefaults, Train
 from swarmq.errors import HostError
 
 RATE = "policies.main.train.learning_rate"
-TRAIN = "policies.main.train.max_steps"
+STEPS = "policies.main.train.max_steps"
 
 
-def main(host: str, model: str) -> None:
-    train = Train(max_steps=4, checkpoint_every=1, warmup_steps=0)
+def main(host: str, model: str, folder: Path) -> None:
+    train = Train(checkpoint_every=1, warmup_steps=0)
     policy = Policy(model=model, sampling=SamplingDefaults(max_tokens=4), train=train)
     job = SwarmJob(run="math", policies={"main": policy}, groups=GroupSettings(group_size=2, groups_per_batch=2))
     say("refused", param=refusal(SwarmJob(run="math", policies={"main": Policy(model="/nowhere/model")}), host))
@@ -34,27 +36,28 @@ def main(host: str, model: str) -> None:
     again = launch(job, host=host, request_id="first")
     say("launched", same=again.name == run.name, taken=refusal(job, host), runs=len(run.host.runs()))
     run.wait("up")
-    with SwarmClient(run.invite(), spool=Path(tempfile.mkdtemp())) as client:
+    with SwarmClient(run.invite(), spool=folder / "spool") as client:
         worker = Worker(client)
         watch(run, steps=1)
         say("changed", set=run.set({RATE: 2e-6}), paused=run.pause(), resumed=run.resume().pace)
         started_at = run.status().started_at
-        say("ready")
-        sys.stdin.readline()
+        (folder / "ready").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.1)
         steps = run.status().policies["main"].step
         watch(run, steps=steps + 1)
         say("found", same_process=run.status().started_at == started_at)
         run.stop()
         view = run.wait("stopped")
         say("stopped", step=view.policies["main"].step)
-        copies = run.download("main/checkpoints", Path(tempfile.mkdtemp()))
+        copies = run.download("main/checkpoints", folder / "copy")
         say("downloaded", files=sorted({path.name for path in copies}))
-        run.resume({TRAIN: view.policies["main"].step + 1})
+        run.resume({STEPS: view.policies["main"].step + 1})
         run.wait("up")
         done = run.wait("done")
         worker.stop()
     say("done", step=done.policies["main"].step, more=view.policies["main"].step + 1)
-    say("logs", ended=any("every learner has made its last step" in line for line in run.logs()))
+    say("logs", ended=any("stopped. `swarmq up" in line for line in run.logs()))
 
 
 def refusal(job: SwarmJob, host: str) -> str | None:
@@ -67,7 +70,7 @@ def refusal(job: SwarmJob, host: str) -> str | None:
 
 def watch(run: RemoteRun, *, steps: int) -> None:
     while run.board().get("policies", {}).get("main", {}).get("step", 0) < steps:
-        threading.Event().wait(0.5)
+        time.sleep(0.5)
 
 
 class Worker:
@@ -102,5 +105,5 @@ def say(what: str, **fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     os._exit(0)  # the worker waits for a run that is over

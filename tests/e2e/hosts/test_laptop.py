@@ -1,0 +1,76 @@
+"""A laptop without a shared disk defines, starts, watches, changes, stops and resumes a run over HTTP, and the GPU host's daemon is
+killed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from benchmarks.hosts.machines import DISK, Machine, Switch, why_not
+
+from support.tiny_model import tiny_model
+
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+LAPTOP = Path(__file__).parents[2] / "support" / "laptop.py"
+RUNS = f"{DISK}/runs"
+DAEMON = (sys.executable, "-m", "swarmq", "host", "serve", RUNS, "--host")
+
+
+def test_a_laptop_steers_a_run_while_the_host_s_daemon_is_killed():
+    with Switch() as switch, switch.machine("gpu-box") as box, switch.machine("laptop") as laptop:
+        box.boot({"daemon": [*DAEMON, box.address]})
+        wait_for_starts(box, 1)
+        token = box.run([sys.executable, "-m", "swarmq", "host", "token", RUNS, "--role", "operate"]).strip()
+        program = [sys.executable, str(LAPTOP), f"http://{box.address}:7000", str(tiny_model()), DISK]
+        with ThreadPoolExecutor() as threads:
+            steering = threads.submit(laptop.run, ["env", f"SWARMQ_TOKEN={token}", *program])
+            while not laptop.path(f"{DISK}/ready").exists():
+                if steering.done():
+                    pytest.fail(f"{steering.result()}\n{box.logs()}")
+                time.sleep(0.2)
+            os.kill(find_daemon(box.address), signal.SIGKILL)
+            wait_for_starts(box, 2)
+            laptop.path(f"{DISK}/go").touch()
+            said = [json.loads(line) for line in steering.result().splitlines()]
+        assert not laptop.path(RUNS).exists()
+    seen = {one.pop("what"): one for one in said}
+    assert seen["refused"] == {"param": "policies.main.model"}
+    assert seen["launched"] == {"same": True, "taken": "run", "runs": 1}
+    assert "learning_rate: 1e-06 -> 2e-06" in seen["changed"]["set"]
+    assert "the run is paused" in seen["changed"]["paused"]
+    assert seen["changed"]["resumed"] == "running"
+    assert seen["found"] == {"same_process": True}
+    assert seen["stopped"]["step"] > 0
+    assert {"model.safetensors", "config.json"} <= set(seen["downloaded"]["files"])
+    assert seen["done"]["step"] == seen["done"]["more"]
+    assert seen["logs"] == {"ended": True}
+
+
+def wait_for_starts(box: Machine, times: int) -> None:
+    log = box.path(f"{DISK}/log/daemon")
+    while not log.exists() or log.read_text().count('"event": "listening"') < times:
+        time.sleep(0.2)
+
+
+def find_daemon(address: str) -> int:
+    """Return the process id of the daemon as this machine knows it."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_text().split("\0") if entry.name.isdigit() else []
+            if words[:-1] == [*DAEMON, address]:
+                return int(entry.name)
+    raise AssertionError("the daemon does not run")
