@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +58,8 @@ MAX_BODY = 1024 * 1024
 """Size of the largest job in bytes."""
 MAX_WAIT_S = 60.0
 MAX_LINES = 100_000
+MOST_COMMANDS = 16
+"""Maximum number of clients' commands that run at the same time; further ones wait."""
 STOP, RESUME = StopRequest(), ResumeRequest()
 """Meaning of an empty body."""
 
@@ -124,6 +128,7 @@ class HostRoutes:
 
     def __init__(self, service: HostService, access: HostAccess) -> None:
         self._service, self._access = service, access
+        self._commands = asyncio.Semaphore(MOST_COMMANDS)
 
     def handlers(self) -> list[HTTPRouteHandler]:
         """Return the route handlers for the application."""
@@ -236,8 +241,15 @@ class HostRoutes:
         """Run a command of `swarmq` on this host, and send its output as JSON lines. Each command needs a role of its own."""
         caller = get_caller(request)
         check_role(data, caller.roles)
-        output = run_command(self._service.folder.path, data, sender=caller.name)
-        return Stream(output, media_type="application/x-ndjson")
+        return Stream(self._run_command(data, caller.name), media_type="application/x-ndjson")
+
+    async def _run_command(self, data: CommandRequest, sender: str) -> AsyncIterator[bytes]:
+        async with (
+            self._commands,
+            contextlib.aclosing(run_command(self._service.folder.path, data, sender=sender)) as output,
+        ):
+            async for piece in output:
+                yield piece
 
     async def show_board(self, run: FromPath[str]) -> dict[str, Any]:
         """Show everything about a run's present state, as `swarmq status --json` does; empty before the run was up."""

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.broker.node.files import check_disk
+from swarmq.config import SwarmJob, resolve_amqp_url
 from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import is_cuda_build
 from swarmq.errors import ConfigError, MissingExtraError
@@ -55,6 +56,8 @@ class JobCheck:
                 raise ConfigError(
                     f"{path}: there is no {named} on host {socket.gethostname()}, where the run would be: copy it there first"
                 )
+        if resolve_amqp_url(job.broker) is None:
+            check_disk(self._folder)
         num_gpus = self._count_gpus(gpus)
         lines: list[str] = []
         plan_run(job, lines.append, find_gpus=lambda: self.gpus[:num_gpus])
@@ -86,6 +89,8 @@ def find_host_gpus() -> list[GpuCapacity]:
 
 def list_named_files(job: SwarmJob) -> Iterator[tuple[str, str]]:
     """Yield path and value of every setting that names a file or folder; names of hub models are none."""
+    if job.methods_folder:
+        yield "methods_folder", job.methods_folder
     files = {"broker": job.broker, "proxy": job.proxy}
     for section, settings in files.items():
         for name in ("certificate", "key"):
@@ -107,13 +112,14 @@ def find_setting(message: str) -> str | None:
 
 
 def _check_programs(job: SwarmJob) -> None:
-    """Raise RefusedError if the job names programs, or arguments of programs, that run on the host."""
+    """Raise RefusedError if the job names programs, arguments of programs, or a folder with code, that run on the host."""
     named: dict[str, object] = {"alerts.command": job.alerts.command}
+    named["methods_folder"] = job.methods_folder
     named |= {f"policies.{name}.engine.arguments": policy.engine.arguments for name, policy in job.policies.items()}
     for path, value in named.items():
         if value:
             raise RefusedError(
-                f"{path}: runs a program of your choice on the host, which needs a token with the role admin",
+                f"{path}: runs programs or code of your choice on the host, which needs a token with the role admin",
                 status=403,
                 code="role_missing",
                 param=path,

@@ -6,7 +6,7 @@ import asyncio
 import codecs
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +31,7 @@ def check_role(request: CommandRequest, may: frozenset[str]) -> None:
         )
 
 
-async def run_command(folder: Path, request: CommandRequest, *, sender: str) -> AsyncIterator[bytes]:
+async def run_command(folder: Path, request: CommandRequest, *, sender: str) -> AsyncGenerator[bytes]:
     """Run a command and yield its output as JSON lines. Its process ends with this generator. `sender`: name of the operator, which the
     run records."""
     terminal = request.terminal

@@ -26,9 +26,9 @@ def model(tmp_path):
 
 
 def test_a_job_gets_the_host_s_folder_and_address(tmp_path, model):
-    check = JobCheck(tmp_path / "runs", [], address="gpu-box")
+    check = JobCheck(tmp_path, [], address="gpu-box")
     checked = check.check(job("math", policies={"main": {"model": model}}), gpus=None, is_admin=False)
-    assert checked.job.folder == str(tmp_path / "runs")
+    assert checked.job.folder == str(tmp_path)
     assert checked.job.proxy.host == "gpu-box"
     assert any(line.startswith("context of main: 4,096 tokens") for line in checked.lines), checked.lines
     own = job("math", policies={"main": {"model": model}}, proxy={"host": "10.0.0.1"})
@@ -44,6 +44,7 @@ def test_what_this_host_lacks_or_may_not_do_is_named_by_its_path(tmp_path, model
         "policies.main.train.reference": {"policies": {"main": main | reference}},
         "proxy.certificate": {"policies": {"main": main}, "proxy": tls},
         "folder": {"policies": {"main": main}, "folder": "/elsewhere"},
+        "methods_folder": {"policies": {"main": main}, "methods_folder": "/"},
         "alerts.command": {"policies": {"main": main}, "alerts": {"command": "rm -r /"}},
         "policies.main.engine.arguments": {
             "policies": {"main": main | {"engine": {"arguments": ["--trust-remote-code"]}}}
