@@ -35,7 +35,7 @@ an operator's."""
 
 
 class Settler(Protocol):
-    """The session that delivered a message."""
+    """Interface of the session that delivered a message, by which the message is acknowledged or returned."""
 
     async def ack(self, tag: int, *, through: bool) -> None: ...
 

@@ -141,7 +141,7 @@ class MembershipKeeper:
                 await self._emit("warning", {"text": text})
 
     def _update_proxy_list(self) -> list[str]:
-        """Add proxies of other hosts that emit events to the registry, and remove silent ones. Return a text for each change."""
+        """Add to the registry the proxies of other hosts from which events come, and remove silent ones. Return a text for each change."""
         if not self._folder.hosts.exists():
             return []
         proxies, changes, now = ProxyRegistry(self._folder.proxies), list[str](), self._monotonic()

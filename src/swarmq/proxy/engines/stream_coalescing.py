@@ -36,7 +36,7 @@ class CoalescingPace:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """Measure the parsing of a portion; the times of several choices add up."""
+        """Measure how long parsing takes inside the block; the times of several choices add up."""
         began = self._clock()
         try:
             yield

@@ -89,8 +89,10 @@ def encode_chunk(chunk: Bytes, base: Bytes | None, word_bytes: int) -> bytes:
 
 
 def decode_chunk(encoded: bytes, size_bytes: int, base: Bytes | None, word_bytes: int) -> Bytes:
-    """Return the chunk as [size_bytes] uint8. `base`: the same chunk of the base file, or None for a whole chunk. Raises ValueError if `encoded` is not the
-    encoding of a chunk of `size_bytes`."""
+    """Return the chunk as [size_bytes] uint8. `base`: the same chunk of the base file, or None for a whole chunk.
+
+    Raises ValueError if `encoded` is not the encoding of a chunk of `size_bytes`.
+    """
     num_words = -(-size_bytes // word_bytes)
     try:
         if not 0 <= zstandard.frame_content_size(encoded) <= COUNT_BYTES + num_words * (4 + word_bytes):
