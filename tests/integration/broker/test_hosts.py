@@ -37,7 +37,7 @@ def management(broker_node):
 @pytest.fixture
 async def broker(job):
     async with AmqpBroker.open(job.broker.url, name="test", deadline_s=120.0) as broker:
-        await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+        await broker.declare(job.run, policies=job.policies, kinds=job.mix, turn_queues=1)
         yield broker
 
 
@@ -60,7 +60,8 @@ async def test_a_host_publishes_consumes_and_hears_what_its_parts_need(job, mana
         registration = Registration(
             run=run, registration_id="1", action="join", process="proxy", url="http://gpu2:8000/v1"
         )
-        for queue, message in [(topology.inbox(run), end), (topology.control(run), registration)]:
+        turns = topology.turns(run, 1)
+        for queue, message in [(topology.inbox(run), end), (turns, end), (topology.control(run), registration)]:
             await remote.publish(queue, message)
             assert await arrived(broker, queue) == (message, f"{run}.host:gpu2")
         task = Task(run=run, slot=Slot(task_id="t"), kind="math", group_size=1)

@@ -137,7 +137,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
             write=rf"{OWN_QUEUES}|^({re.escape(topology.CLIENTS)}|{events})$",
             read=rf"{OWN_QUEUES}|^{events}$|^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$",
         )
-        own_keys, of_run = rf"^{re.escape(user)}\.(in|control|(tasks|eval)\..+)$", rf"^{re.escape(run)}\."
+        own_keys, of_run = rf"^{re.escape(user)}\.(in|control|turns\.\d+|(tasks|eval)\..+)$", rf"^{re.escape(run)}\."
         self._topic_rights(user, topology.CLIENTS, write=own_keys)
         self._topic_rights(user, topology.EVENTS, write=of_run, read=of_run)
         self._enable(user, password, max_connections=MAX_CONNECTIONS, max_channels=MAX_CHANNELS)
