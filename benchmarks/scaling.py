@@ -40,7 +40,7 @@ RATE = f"{Train().learning_rate:g}"
 """Learning rate of the optimizer steps whose differences are quoted: the default."""
 COLLECTOR, NETWORK = "the collector", "the network of rank 0's host"
 NEXT_STEPS = {
-    COLLECTOR: "several runs with a collector each, or longer answers in fewer turns",
+    COLLECTOR: "`collector.processes`; then several runs, or longer answers in fewer turns",
     NETWORK: "NCCL, LoRA, or fewer steps with larger batches",
 }
 SENDERS = {
@@ -64,6 +64,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Shape -> number of nodes -> processor time of all nodes for an episode (pipeline)."""
     collector_ms: dict[str, float]
     """Shape -> processor time of the collector for an episode (pipeline)."""
+    process_gain: dict[int, float]
+    """Number of the collector's processes -> episodes per second that they carry over those of one process (hosts_processes)."""
     connection_kib: float
     """RabbitMQ's memory for a client's connection (pipeline)."""
     loop_tokens_per_s: dict[str, float]
@@ -89,7 +91,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, known: Mapping[str, Any]) -> Costs:
         """Take the costs from result files, by name."""
         pipeline, loop = known["pipeline"], known["loop_h200"]["figures"]
-        pushes = known["hosts_push"]["figures"]
+        pushes, processes = known["hosts_push"]["figures"], known["hosts_processes"]["figures"]
         learner, workers = known["learner_h200"]["figures"], known["swarm"]["detail"]["scale"]["workers"][-1]
         by_nodes: dict[str, dict[int, float]] = {}
         for name in SHAPES:
@@ -103,6 +105,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
             proxy_streams=int(known["proxy"]["figures"]["streams_held"]),
             broker_ms=by_nodes,
             collector_ms={name: pipeline["figures"][f"collector_ms_{name}"] for name in SHAPES},
+            process_gain={
+                num: processes[f"collector_carried_{num}"] / processes["collector_carried_1"] for num in (2, 4)
+            },
             connection_kib=pipeline["figures"]["broker_kib_per_connection"],
             loop_tokens_per_s={
                 model: min(loop[f"sampled_tokens_per_s_{key}"], loop[f"trained_tokens_per_s_{key}"])
@@ -290,7 +295,14 @@ def part_table(costs: Costs) -> Iterator[str]:
             "a host with more cores",
             "`swarm`, `pipeline`",
         ),
-        ("collector", "episodes, turns, bytes", "the table below", "one works in a run, on one core", "`pipeline`"),
+        (
+            "collector",
+            "episodes, turns, bytes",
+            "the table below, of one process; "
+            + ", ".join(f"{num} carry {gain:.1f} times as many episodes" for num, gain in costs.process_gain.items()),
+            "`collector.processes`, on one host",
+            "`pipeline`, `hosts_processes`",
+        ),
         (
             "engine",
             "sampled tokens, prompt tokens",
@@ -321,7 +333,7 @@ def cost_table(costs: Costs) -> Iterator[str]:
     """Yield what an episode of each shape costs the parts in the middle, and the rate at which one core is full."""
     heads = (
         *("shape", "turns", "new prompt tokens, sampled tokens of a turn", "proxy", "RabbitMQ, 1 node", "3 nodes"),
-        *("collector", "episodes/s of one collector"),
+        *("collector", "episodes/s of one process"),
     )
 
     def cells(name: str, shape: Shape) -> Iterator[Any]:

@@ -30,6 +30,7 @@ COSTS = Costs(
     proxy_streams=2000,
     broker_ms={name: {1: 2.0, 3: 6.0} for name in SHAPES},
     collector_ms=dict.fromkeys(SHAPES, 4.0),
+    process_gain={2: 1.5, 4: 3.0},
     connection_kib=100.0,
     loop_tokens_per_s=dict.fromkeys(MODELS, 2.0 * LOOP.trained),
     loop_step_s=dict.fromkeys(MODELS, 10.0),
