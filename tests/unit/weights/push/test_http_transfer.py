@@ -292,7 +292,7 @@ async def test_engines_get_the_weights_side_by_side_and_none_waits_for_another_l
         relay.hold()
         for engine, port in ((vllm, port_of(host.url)), (another, relay.port)):
             engine.workers = [{"gpu": "", "dtype": "bfloat16", "pid": 7, "receiver_port": port}]
-        pusher = WeightPusher([vllm.url, another.url], tmp_path, secret=SECRET)
+        pusher = WeightPusher([another.url, vllm.url], tmp_path, secret=SECRET)
         pushing = asyncio.create_task(asyncio.to_thread(pusher.push, weights.items(), 5))
         async with asyncio.timeout(60):
             while vllm.label != "5" or vllm.paused:  # noqa: ASYNC110 - a scripted engine tells nobody
@@ -303,7 +303,8 @@ async def test_engines_get_the_weights_side_by_side_and_none_waits_for_another_l
         report = await pushing
     assert report.methods == {vllm.url: "http", another.url: "http"}
     assert another.label == "5"
-    assert host.take_bytes() == other_host.take_bytes() > 0
+    assert len(host.chunks) == len(other_host.chunks) == 1
+    assert host.take_bytes() == other_host.take_bytes()
 
 
 async def test_an_engine_whose_receiver_answers_nothing_is_skipped_for_a_while(vllm, another, weights, host, tmp_path):
