@@ -102,8 +102,8 @@ async def _lead(job: SwarmJob, broker: AmqpBroker, log: StandbyLog, stop: asynci
 
 
 async def check_like_leader(run: str, broker: Broker, *, patience_s: float | None = None) -> None:
-    """Wait for the leading collector's answer, at most `patience_s` seconds. Raises CollectorError if its host's version of swarmq or clock differs, because a takeover
-    would misread the store, or end every episode's time."""
+    """Wait for the leading collector's answer, at most `patience_s` seconds. Raises CollectorError if its host's version of swarmq or
+    clock differs, because a takeover would misread the store, or end every episode's time."""
     membership = FollowedMembership(run, broker, source="host.standby")
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(membership.follow())

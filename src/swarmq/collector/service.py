@@ -187,6 +187,12 @@ class Collector:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish the work in hand within DRAIN_S."""
+        try:
+            await self._run(stop)
+        finally:
+            self._hand_over()  # also of a collector that has lost a worker or no longer leads
+
+    async def _run(self, stop: asyncio.Event) -> None:
         await self._find_queues()
         await self._restore(at_start=True)
         # Send the control state again: a power loss may have damaged the file in which a learner keeps it.

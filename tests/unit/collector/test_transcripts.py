@@ -75,6 +75,19 @@ def found(job):
     return {meta.episode_id: meta for _, meta in scan(job.run_folder.transcripts)}
 
 
+async def test_a_collector_that_ends_in_the_middle_leaves_the_transcripts_of_what_it_has_committed(job, broker, say):
+    """As one that has lost a worker process, or finds that another one leads."""
+    with closing(Store(None, run="r")) as store, record_transcripts(job) as transcripts:
+        collector = Collector(job, broker, store, transcripts=transcripts)
+        running = asyncio.create_task(collector.run(asyncio.Event()))
+        for message in (say.begin("a", "a"), say.end("a", "failed", reason="boom")):
+            await broker.publish(IN, message)
+        await in_state(store, "a", "dropped")
+        running.cancel()
+        await asyncio.wait({running})
+    assert list(found(job)) == ["a"]
+
+
 async def test_every_fate_leaves_a_transcript_with_the_exact_messages(job, broker, say):
     clock = Clock()
     sent: dict[str, list[Message]] = {}
