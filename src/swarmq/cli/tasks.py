@@ -25,6 +25,7 @@ from swarmq.errors import ConfigError
 )
 @click.option("--epochs", default=1, show_default=True, type=click.IntRange(min=1), help="Passes over the tasks.")
 @click.option("--seed", type=int, help="Shuffle with this seed, differently in each epoch.")
+@click.option("--curriculum", metavar="MODULE:FUNCTION", help="Function that orders the tasks of each epoch.")
 @click.option("--limit", type=click.IntRange(min=1), help="Feed only the first N tasks of DATA.")
 @click.option("--require", multiple=True, metavar="FIELD", help="Field that every row must have; may be repeated.")
 @click.option("--restart", is_flag=True, help="Begin again instead of continuing where the last feed stopped.")
@@ -41,6 +42,7 @@ def feed(
     repeats: int | None,
     epochs: int,
     seed: int | None,
+    curriculum: str | None,
     limit: int | None,
     require: tuple[str, ...],
     restart: bool,
@@ -59,6 +61,7 @@ def feed(
     swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
     swarmq feed runs/demo "reasoning-gym:chain_sum?size=500&seed=1" --kind math
     swarmq feed runs/demo "hf:openai/gsm8k:train?name=main" --require question --require answer
+    swarmq feed runs/demo problems.jsonl --epochs 3 --curriculum my_tasks:easy_first
     swarmq feed runs/demo held-out.jsonl --kind math --eval --repeats 4
     """
     from swarmq.client.runners.worker_processes import split_kind
@@ -71,7 +74,7 @@ def feed(
         kind, data = named, target
     tasks = functools.partial(_read_tasks, data, limit=limit, require=require, for_eval=for_eval)
     if for_eval:
-        unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--restart": restart}
+        unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--curriculum": curriculum, "--restart": restart}
         if given := [name for name, used in unused.items() if used]:
             raise ConfigError(
                 f"{', '.join(given)}: cannot be combined with --eval, whose tasks are stored and attempted in every round; "
@@ -79,9 +82,20 @@ def feed(
             )
         run_until_signalled(_feed_eval(run, data, tasks, kind=kind, repeats=repeats))
         return
-    run_until_signalled(
-        _feed(run, data, tasks, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart)
+    if curriculum and seed is not None:
+        raise ConfigError("--seed shuffles the tasks and --curriculum orders them: give one of them")
+    feeding = _feed(
+        run,
+        data,
+        tasks,
+        kind=kind,
+        repeats=repeats,
+        epochs=epochs,
+        seed=seed,
+        curriculum=curriculum,
+        resume=not restart,
     )
+    run_until_signalled(feeding)
 
 
 def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...], for_eval: bool) -> Iterator[Any]:
@@ -127,6 +141,7 @@ async def _feed(
     repeats: int | None,
     epochs: int,
     seed: int | None,
+    curriculum: str | None,
     resume: bool,
 ) -> None:
     from rich.progress import Progress
@@ -149,6 +164,7 @@ async def _feed(
                 repeats=repeats or job.group_size(chosen),
                 epochs=epochs,
                 seed=seed,
+                curriculum=curriculum,
                 progress_file=default_progress_file(folder.path, job.run, chosen, hash_source_name(data)),
                 source=hash_source_name(data),
                 secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),

@@ -19,6 +19,7 @@ import msgspec
 
 from swarmq import keys
 from swarmq.broker import Broker, topology
+from swarmq.client.data.curriculum import order_epochs
 from swarmq.client.data.tasks import SwarmTask, make_queue_id, strip_queue_id
 from swarmq.errors import TaskError
 from swarmq.messages import Slot, Task
@@ -46,6 +47,7 @@ async def feed(
     repeats: int,
     epochs: int = 1,
     seed: int | None = None,
+    curriculum: str | None = None,
     progress_file: Path,
     source: str = "",
     secret: bytes | None = None,
@@ -53,7 +55,7 @@ async def feed(
     report: Callable[[int, int], None] = lambda _confirmed, _total: None,
 ) -> int:
     """Publish every repeat of every task in every epoch, and return the number of published tasks. With `seed`, each epoch is
-    shuffled.
+    shuffled; with `curriculum`, a function `module:function` orders it (curriculum.py).
 
     Equal ids are the same task, to be trained once, unless their data sets have different marks (`source`, see
     `hash_source_name`). With `secret` (`keys.task_secret`), invited clients can also return tasks for another attempt.
@@ -63,12 +65,14 @@ async def feed(
 
     Raises TaskError for a task of another kind, for an id that occurs twice, and for resuming with other data, repeats or seed.
     """
+    tasks = list(tasks)
     bodies = _encode_tasks(tasks, kind, source)
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
         raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} occurs more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
         raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
-    data = _hash_feed(bodies, kind, repeats, seed)
+    orders = order_epochs(curriculum, tasks, epochs) if curriculum else None
+    data = _hash_feed(bodies, kind, repeats, seed, orders)
     total = len(bodies) * repeats * epochs
     queue = topology.tasks(run, kind)
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
@@ -80,7 +84,7 @@ async def feed(
             await receipts.clear()
         for begin in range(start, total, WINDOW):
             window = range(begin, min(begin + WINDOW, total))
-            planned = plan_tasks(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)
+            planned = plan_tasks(run, bodies, kind, repeats=repeats, seed=seed, numbers=window, orders=orders)
             await receipts.publish(queue, [keys.seal_task(secret, task) if secret else task for task in planned])
             _write_progress(progress_file, FeedProgress(data=data, confirmed=window.stop))
             await receipts.clear()
@@ -104,15 +108,16 @@ def plan_tasks(
     repeats: int,
     seed: int | None,
     numbers: Iterable[int],
+    orders: Sequence[list[int]] | None = None,
 ) -> Iterator[Task]:
     """Yield the tasks at these positions (from 0) in the endless sequence of epochs. The repeats of a task follow one another.
-    `bodies`: (task id, encoded payload) of each task."""
-    orders: dict[int, list[int]] = {}
+    `bodies`: (task id, encoded payload) of each task. `orders`: order of each epoch; None: by `seed`."""
+    known = dict(enumerate(orders or ()))
     for number in numbers:
         epoch, place = divmod(number, len(bodies) * repeats)
-        order = orders.get(epoch)
+        order = known.get(epoch)
         if order is None:
-            order = orders[epoch] = _shuffle(len(bodies), seed, epoch)
+            order = known[epoch] = _shuffle(len(bodies), seed, epoch)
         task_id, payload = bodies[order[place // repeats]]
         yield Task(
             run=run,
@@ -147,10 +152,18 @@ def _encode_payload(task: SwarmTask) -> bytes:
         raise TaskError(f"task {task.id!r}: its data cannot be sent: {error}") from error
 
 
-def _hash_feed(bodies: Sequence[tuple[str, bytes]], kind: str, repeats: int, seed: int | None) -> str:
+def _hash_feed(
+    bodies: Sequence[tuple[str, bytes]],
+    kind: str,
+    repeats: int,
+    seed: int | None,
+    orders: Sequence[list[int]] | None = None,
+) -> str:
     digest = hashlib.sha256(f"{kind}:{repeats}:{seed}".encode())
     for task_id, payload in bodies:
         digest.update(f"{len(task_id)}:{task_id}:{len(payload)}:".encode() + payload)
+    if orders:  # the first one alone, because `epochs` may be raised
+        digest.update(repr(orders[0]).encode())
     return digest.hexdigest()
 
 
@@ -165,7 +178,7 @@ def _read_progress(path: Path, data: str) -> int:
         ) from error
     if fed.data != data:
         raise TaskError(
-            f"{path}: belongs to a feed of other data, kind, repeats or seed: begin again with `swarmq feed --restart` "
+            f"{path}: belongs to a feed of other data, kind, repeats, seed or curriculum: begin again with `swarmq feed --restart` "
             "(`resume=False`), or remove the file"
         )
     return fed.confirmed
