@@ -11,7 +11,7 @@ import pytest
 
 from swarmq.collector.store import Store
 from swarmq.messages import EpisodeEnd, Fence, RefusedTurn, Turn, encode
-from unit.collector.simulator import RUN, BrokenError, Chaos, Shell, World, told_by
+from unit.collector.simulator import RUN, BrokenError, Chaos, Shell, World, read_states
 from unit.collector.test_simulation import SMALL, SMALL_STEPS, small
 
 NUM_QUEUES = 2
@@ -119,7 +119,7 @@ def test_a_crash_after_any_effect_of_a_schedule_changes_nothing():
 
 def test_a_world_is_the_same_on_the_real_store():
     ours, real = (divided(1, SMALL["two groups"], store=store)[0] for store in (None, Store))
-    assert told_by(ours.shell.store) == told_by(real.shell.store)
+    assert read_states(ours.shell.store) == read_states(real.shell.store)
 
 
 class DecidesEndsAtOnce(DividedShell):
