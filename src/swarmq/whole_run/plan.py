@@ -85,8 +85,8 @@ def assign_kinds(job: SwarmJob, option: str, texts: Sequence[str]) -> dict[str, 
     found: dict[str, str] = {}
     for (kind, target), text in zip(pairs, texts, strict=True):
         if kind not in job.task_kinds or kind in found:
-            flaw = "for which kind?" if kind is None else "given twice" if kind in found else "no such kind"
-            raise ConfigError(f"{option} {text}: {flaw} Write KIND=...; the job has {', '.join(job.task_kinds)}")
+            flaw = "names no kind" if kind is None else "a second one for its kind" if kind in found else "no such kind"
+            raise ConfigError(f"{option} {text}: {flaw}; write KIND=... with one of {', '.join(job.task_kinds)}")
         found[kind] = target
     return found
 

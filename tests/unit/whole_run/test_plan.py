@@ -50,14 +50,14 @@ def test_each_kind_may_have_its_own(folder):
     ("texts", "flaw"),
     [
         (("maths=a:b",), "--agent maths=a:b: no such kind"),
-        (("a:b", "c:d"), "--agent a:b: for which kind"),
-        (("math=a:b", "math=c:d"), "--agent math=c:d: given twice"),
+        (("a:b", "c:d"), "--agent a:b: names no kind"),
+        (("math=a:b", "math=c:d"), "--agent math=c:d: a second one for its kind"),
     ],
 )
 def test_a_kind_that_is_wrong_is_said_with_those_there_are(texts, flaw):
     with pytest.raises(ConfigError, match=flaw) as error:
         assign_kinds(job("math", "code"), "--agent", texts)
-    assert "the job has math, code" in str(error.value)
+    assert "write KIND=... with one of math, code" in str(error.value)
 
 
 def test_a_kind_without_agent_and_tasks_that_are_not_there_are_said(folder):
