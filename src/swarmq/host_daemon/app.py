@@ -102,7 +102,7 @@ def create_app(service: HostService, access: HostAccess) -> Litestar:
 def refuse(_: Request[Any, Any, Any], error: Exception) -> Response[Any]:
     """Answer an error in the form that the proxy's errors have."""
     refusal = _describe(error)
-    if refusal.status == 500:
+    if refusal.status == 500 or isinstance(error, OSError):
         log.error("request_failed", reason=repr(error), exc_info=error)
     return Response(refusal.body, status_code=refusal.status, headers=refusal.headers)
 
@@ -113,6 +113,8 @@ def _describe(error: Exception) -> Refusal:
             return to_refusal(RefusedError(str(error), status=403, code="role_missing"))
         case BrokerError():
             return to_refusal(RefusedError(str(error), status=503, code="broker_unavailable"))
+        case OSError():
+            return to_refusal(RefusedError(f"the host cannot store it: {error}", status=503, code="host_failed"))
         case RefusedError():
             return to_refusal(error)
         case SwarmqError() if (path := find_setting(str(error))) is not None:

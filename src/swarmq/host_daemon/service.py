@@ -223,7 +223,8 @@ class HostService:
             self._put(msgspec.structs.replace(record, state="stopped"))
         elif record.state == "running" or (record.state == "stopping" and now):
             # The signal comes first: a daemon that is killed in between has not answered, and the client asks again.
-            self._processes[run].send(signal.SIGTERM)
+            if process := self._processes.get(run):
+                process.send(signal.SIGTERM)
             self._put(msgspec.structs.replace(record, state="stopping", detail=""))
         return self.show_run(run)
 
@@ -232,12 +233,17 @@ class HostService:
 
         Raises SwarmqError, and changes nothing, if its settings do not let it continue.
         """
-        record = self.find(run)
-        if record.is_running:
-            if request.settings:
-                raise _wrong_state(f"run {run!r} is {self._state(record)}: change it with `set`, or stop it first")
+        record, state = self.find(run), self._state(self.find(run))
+        if state == "up" and not request.settings:
             await self.act(run, "resume", sender=sender)
             return self.show_run(run)
+        if state in {"queued", "starting", "up"}:
+            job = SwarmJob.build(record.job)
+            if live_settings.change_job(job, request.settings) != job:
+                raise _wrong_state(f"run {run!r} is {state}: change it with `set`, or stop it first")
+            return self.show_run(run)  # the request was carried out, and is repeated
+        if state == "stopping":
+            raise _wrong_state(f"run {run!r} is stopping: resume it when it is stopped")
         async with self._launching:
             job = live_settings.change_job(SwarmJob.build(record.job), request.settings)
             if job.run != run:
@@ -248,7 +254,8 @@ class HostService:
                 is_admin=is_admin or job == SwarmJob.build(record.job),
             )
             self._check_not_ended(checked.job, record)
-            if self.find(run).is_running:  # resumed by another request meanwhile
+            record = self.find(run)
+            if record.is_running or record.state == "queued":  # resumed by another request meanwhile
                 return self.show_run(run)
             again = msgspec.structs.replace(
                 record, job=msgspec.to_builtins(checked.job), state="queued", queued_at=self._now(), detail="", gpus=()

@@ -131,6 +131,38 @@ async def test_a_stopped_run_ends_gracefully_and_resumes_with_changed_settings(t
         assert "group_size = 2" in host.folder.run("math").job.read_text()
 
 
+async def test_a_resume_that_is_sent_again_changes_nothing(tmp_path, launcher):
+    async with open_host(tmp_path, launcher) as host:
+        await host.launch("math")
+        await host.launch("code")
+        await host.ask("POST", "/v1/runs/math/stop")
+        await host.end("math")
+        body = {"settings": {"groups.group_size": 2}}
+        for _ in range(2):
+            _, view = await host.ask("POST", "/v1/runs/math/resume", body)
+            assert (view["state"], view["position"]) == ("queued", 1)
+        await host.ask("POST", "/v1/runs/code/stop")
+        await host.end("code")
+        for again in (body, {}):
+            assert (await host.ask("POST", "/v1/runs/math/resume", again))[1]["state"] == "starting"
+        status, answer = await host.ask("POST", "/v1/runs/math/resume", {"settings": {"groups.group_size": 3}})
+        assert (status, answer["error"]["message"]) == (
+            409,
+            "run 'math' is starting: change it with `set`, or stop it first",
+        )
+    assert launcher.starts == ["math", "code", "math"]
+
+
+async def test_a_full_disk_is_said_to_be_so_and_nothing_is_launched(tmp_path, launcher):
+    async with open_host(tmp_path, launcher) as host:
+        host.folder.records.rename(tmp_path / "gone")
+        status, answer = await host.launch("math")
+        assert (status, answer["error"]["code"]) == (503, "host_failed")
+        (tmp_path / "gone").rename(host.folder.records)
+        assert await host.states() == {}
+        assert (await host.launch("math"))[0] == 200
+
+
 async def test_a_run_resumes_only_with_settings_that_let_it_go_on(tmp_path, launcher):
     async with open_host(tmp_path, launcher) as host:
         body = {"job": job("math", policies={"main": {"model": "m", "train": {"max_steps": 2}}}), "request_id": "x"}
