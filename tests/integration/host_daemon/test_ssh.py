@@ -17,7 +17,6 @@ import pytest
 import uvicorn
 
 from support.host import ROOT, ScriptedCheck, ScriptedLauncher, job
-from support.proxy import Server
 from support.ssh import ssh_server, why_not
 from swarmq import HostClient, launch
 from swarmq.errors import HostError
@@ -26,6 +25,7 @@ from swarmq.host_daemon.app import create_app
 from swarmq.host_daemon.ledger import HostFolder
 from swarmq.host_daemon.main import listen_on_file
 from swarmq.host_daemon.service import HostService
+from swarmq.testing.app_server import AppServer
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -53,7 +53,7 @@ async def serve(path: Path):
     service = HostService(folder, ScriptedLauncher(), ScriptedCheck(folder.path, 0), most_running=1, most_queued=1)
     with listen_on_file(folder.socket) as listener:
         async with service.open(), asyncio.TaskGroup() as tasks:
-            server = Server(uvicorn.Config(create_app(service, HostAccess(ROOT)), lifespan="off", log_config=None))
+            server = AppServer(uvicorn.Config(create_app(service, HostAccess(ROOT)), lifespan="off", log_config=None))
             tasks.create_task(server.serve(sockets=[listener]))
             await server.listening.wait()
             try:
