@@ -429,6 +429,9 @@ class Train(Settings, frozen=True, kw_only=True):
     every host (`hybrid`), or each hold the whole model (`none`); `auto` shards if the whole model does not fit a GPU."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory while they are not used; needs sharding = 'full' or 'hybrid'."""
+    launcher: tuple[str, ...] = ()
+    """Command that starts the ranks on several hosts, e.g. ["srun", "bash", "ranks.sh"] with `torchrun ... "$@"` in ranks.sh.
+    `swarmq up` adds the arguments `-m swarmq learner ...`. Empty: a rank for each of the learner's GPUs on the run's host."""
     context_parallel: Count = 1
     """Number of ranks that share the tokens of each micro-batch, for model calls too long for one GPU; `micro_batch_tokens` counts
     the tokens of the whole micro-batch. The number of ranks must be a multiple of it."""

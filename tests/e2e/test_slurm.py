@@ -1,4 +1,6 @@
-"""`swarmq slurm` on a real Slurm: a run comes up on two nodes, loses its first one, and goes on where it was on two others."""
+"""`swarmq slurm` on a real Slurm: a run whose learner spans two of three nodes reaches its time limit, loses its first node, and goes on
+where it was each time.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from openai import OpenAI
+import tomli_w
 
+from support.figures import write_figures
 from support.slurm import Cluster, cluster, why_not
 from support.tiny_model import tiny_model
+from support.toy_task import Toy, toy_settings
 from swarmq import SwarmClient
 from swarmq.config import RunFolder
 from swarmq.learner.store.batch_log import read_records
@@ -29,39 +33,18 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
-STEPS = 6
+STEPS = 12
+LEFT_MIN = 4
+"""Minutes until the time limit that are less than the notice which the script asks for."""
 WAIT_S = 700.0
-JOB = f"""
-run = "toy"
-folder = "runs"
-[groups]
-group_size = 4
-groups_per_batch = 2
-[policies.main]
-model = "{{model}}"
-[policies.main.engine]
-dtype = "float32"
-max_model_len = 512
-[policies.main.sampling]
-max_tokens = 8
-[policies.main.train]
-max_steps = {STEPS}
-checkpoint_every = 1
-"""
-
-
-def attempt(ep):
-    with OpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=8, timeout=300) as client:
-        asked = client.chat.completions.create(model=ep.model, messages=[{"role": "user", "content": "write"}])
-    return len(asked.choices[0].message.content or "") % 7 / 7
 
 
 def work(invite: str, spool: Path) -> None:
     """Attempt tasks for as long as the process lives."""
     with SwarmClient(invite, spool=spool) as client:
+        toy = Toy()
         while True:
-            tasks = [{"id": f"{time.time_ns()}-{number}"} for number in range(4)]
-            client.run_episodes_until_all_complete(tasks, attempt, concurrency=8, progress=False)
+            toy.play(client)
 
 
 class Batch:
@@ -69,9 +52,11 @@ class Batch:
 
     def __init__(self, slurm: Cluster, folder: Path) -> None:
         self.slurm, self.run = slurm, RunFolder(folder / "runs/toy")
-        (folder / "job.toml").write_text(JOB.format(model=tiny_model()))
+        settings = toy_settings(tiny_model()) | {"folder": "runs"}
+        settings["policies"]["main"]["train"] |= {"max_steps": STEPS, "checkpoint_every": 100}
+        (folder / "job.toml").write_text(tomli_w.dumps(settings))
         done = subprocess.run(
-            [sys.executable, "-m", "swarmq", "slurm", "job.toml", "--nodes=2", "--time=60", "--submit"],
+            [sys.executable, "-m", "swarmq", "slurm", "job.toml", "--nodes=3", "--learner-nodes=2", "--time=60", "--submit"],
             cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert not done.returncode, done.stderr
@@ -104,6 +89,32 @@ class Batch:
     def step(self) -> int:
         return max((record.index.version for record in read_records(self.run.batch_log("main"))), default=0)
 
+    def checkpoint(self) -> int:
+        """Step of the newest checkpoint."""
+        return max(
+            (int(path.name.removeprefix("step-")) for path in self.run.checkpoints("main").glob("step-*")), default=0
+        )
+
+    def wait_for_ranks(self, *nodes: str) -> None:
+        """Wait until the learner has a rank on each of these nodes, and on no other one."""
+        self.wait("the ranks", lambda: self.slurm.find_nodes(b"\0RANK=") == set(nodes))
+
+    def come_near_limit(self) -> None:
+        """Lower the time limit, so that less than Slurm's notice is left."""
+        hours, minutes, _ = map(int, self.shown()["RunTime"].split(":"))
+        limit = f"TimeLimit={60 * hours + minutes + LEFT_MIN}"
+        self.slurm("scontrol", "update", f"JobId={self.number}", limit)
+
+    def wait_for_requeue(self, number: int) -> None:
+        self.wait("the requeued job", lambda: self.shown()["Restarts"] == str(number))
+
+    def start_again(self, nodes: str) -> None:
+        """Let the requeued job start at once rather than in two minutes."""
+        former = self.invite()
+        self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now", "TimeLimit=60")
+        self.wait("a new invite", lambda: self.invite() != former)
+        assert self.shown()["NodeList"] == nodes
+
     def train(self, until: int) -> None:
         """Attempt tasks until the batch log has this step. The client is killed then, because it would wait for a run that has ended."""
         client = multiprocessing.get_context("spawn").Process(
@@ -118,29 +129,39 @@ class Batch:
             client.join()
 
 
-def test_a_run_on_slurm_goes_on_from_its_checkpoint_when_its_first_node_is_lost(tmp_path: Path) -> None:
+def test_a_run_on_slurm_goes_on_where_it_was_after_its_time_limit_and_the_loss_of_its_first_node(
+    tmp_path: Path,
+) -> None:
     home = Path(tempfile.mkdtemp(dir="/var/tmp"))  # short enough for a socket
     try:
         with cluster(home) as slurm:
             batch = Batch(slurm, tmp_path)
             batch.wait("an invite for clients", batch.invite)
-            first, nodes = batch.invite(), batch.shown()["NodeList"]
-            assert nodes == "n[1-2]"
-            batch.wait("an engine on the second node", lambda: len(batch.engines()) == 2)
+            assert batch.shown()["NodeList"] == "n[1-3]"
+            batch.wait("an engine on the third node", lambda: len(batch.engines()) == 2)
+            batch.wait_for_ranks("n1", "n2")
             batch.train(until=2)
-            before = batch.step()
+
+            batch.come_near_limit()
+            batch.wait_for_requeue(1)
+            stopped_at = batch.step()
+            assert batch.checkpoint() == stopped_at, "the learner was not stopped in order"
+            batch.start_again("n[1-3]")
+            batch.train(until=stopped_at + 1)
+
             slurm.lose("n1")
-            batch.wait("the requeued job", lambda: batch.shown()["Restarts"] == "1")
-            slurm("scontrol", "update", f"JobId={batch.number}", "StartTime=now")  # rather than in two minutes
-            batch.wait("a new invite", lambda: batch.invite() != first)
-            assert batch.shown()["NodeList"] == "n[2-3]"
-            assert batch.step() == before
+            lost_at = batch.step()
+            batch.wait_for_requeue(2)
+            batch.start_again("n[2-4]")
+            assert batch.step() >= lost_at
+            batch.wait_for_ranks("n2", "n3")
             batch.train(until=STEPS)
             batch.wait("the end", lambda: batch.shown()["JobState"] == "COMPLETED")
             assert "stopped. " in batch.log()
-            records = read_records(batch.run.batch_log("main"))
+            records = [record for record in read_records(batch.run.batch_log("main")) if record.index.trained]
+            assert [record.index.version for record in records] == list(range(1, STEPS + 1))
             times = Counter(episode for record in records for episode in record.index.trained)
             assert set(times.values()) == {1}, "trained twice"
-            assert batch.step() == STEPS
+            write_figures(slurm_requeued=2)
     finally:
         shutil.rmtree(home)

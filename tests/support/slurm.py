@@ -1,4 +1,4 @@
-"""A Slurm cluster of three nodes on this host, from Debian's slurm-wlm: munge, slurmctld and a slurmd for each node."""
+"""A Slurm cluster of four nodes on this host, from Debian's slurm-wlm: munge, slurmctld and a slurmd for each node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from swarmq.runtime.processes import find_free_port
 
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 UP_S = 60.0
 CONFIG = """\
@@ -69,6 +69,11 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
         self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
+    def find_nodes(self, variable: bytes) -> set[str]:
+        """Return the nodes with a process whose environment contains this text."""
+        found = set(find_processes(variable))
+        return {node for node in NODES if found & set(find_processes(f"\0SLURMD_NODENAME={node}\0".encode()))}
+
     def __call__(self, *command: str) -> str:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
 
@@ -115,7 +120,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         for node in NODES:
             made.start(node, "slurmd", "-D", "-N", node)
         until = time.monotonic() + UP_S
-        while made("sinfo", "--noheader", "--format=%D %t").split() != ["3", "idle"]:
+        while made("sinfo", "--noheader", "--format=%D %t").split() != [str(len(NODES)), "idle"]:
             assert time.monotonic() < until, made("sinfo", "--list-reasons")
             time.sleep(0.2)
         yield made

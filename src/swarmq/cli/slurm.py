@@ -1,15 +1,18 @@
 """`swarmq slurm`: a batch script that runs a job on nodes of a Slurm cluster.
 
-first node    `swarmq up`: broker, engines, proxies, collector, learners
-other nodes   engines and a proxy that join with an invite
+first node       `swarmq up`: broker, engines, proxies, collector, learners
+next nodes       ranks of a learner, if it spans several nodes, and a proxy
+other nodes      engines and a proxy that join with an invite
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import click
@@ -26,14 +29,14 @@ HEAD = """\
 # Written by `swarmq slurm`, for `sbatch`. The run folder must be on a disk that all nodes share.
 #
 #   first node     swarmq up: RabbitMQ, engines, proxies, collector, learners
-#   other nodes    engines and a proxy that join with an invite
+{ranks_line}#   other nodes    engines and a proxy that join with an invite
 #
 # When a node fails or the time limit is near, Slurm queues the job again, and the run goes on from its checkpoints.
 {directives}
 set -euo pipefail
 export PATH={bin}:$PATH
 export job={job} run={run} policy={policy}
-host=$(hostname -f)
+export host=$(hostname -f)
 start=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 tls_port=$((20000 + SLURM_JOB_ID % 10000))
 
@@ -43,7 +46,7 @@ mkdir -p "$run/slurm"
 rm -f "$run/endpoints.json" # of a start that was cut off
 openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj "/CN=$host" -addext "subjectAltName=DNS:$host" \\
     -keyout "$run/slurm/key.pem" -out "$run/slurm/cert.pem" 2> "$run/slurm/openssl.log"
-
+{ranks}
 swarmq up "$job"{sets} --set proxy.host="$host" --set broker.tls_port="$tls_port" \\
     --set broker.certificate="$run/slurm/cert.pem" --set broker.key="$run/slurm/key.pem" --until-done &
 up=$!
@@ -76,8 +79,32 @@ serve() {{ # on each other node
 {engines}    wait
 }}
 export -f serve
-srun --relative=1 --nodes={others} --ntasks={others} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 bash -c serve &
+srun --overlap --relative=1 --nodes={others} --ntasks={others} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 bash -c serve &
 """
+
+RANKS_LINE = "#   next nodes     a proxy, and ranks of the learner\n"
+RANKS = """
+# `swarmq up` starts the learner by `ranks`, which starts `rank` on each of its nodes, with the same GPUs as on the first one. srun
+# would kill the ranks at SIGTERM, before they have written their checkpoint, so they are asked to stop by SIGUSR1.
+ranks() {{
+    export gpus=${{CUDA_VISIBLE_DEVICES-}}
+    srun --overlap --relative=0 --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+        bash -c 'rank "$@"' rank "$@" &
+    trap 'kill -USR1 $!' TERM
+    wait $! || wait $!
+}}
+rank() {{
+    {gpus}(
+        trap '' USR1 # Slurm may signal every process of a step
+        exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank="$SLURM_PROCID" \\
+            --master-addr="$host" --master-port=$((30000 + SLURM_JOB_ID % 10000)) --shutdown-timeout={stop_s} "$@"
+    ) &
+    trap 'kill -TERM $!' USR1
+    wait $! || wait $!
+}}
+export -f ranks rank
+"""
+LAUNCHER = ["bash", "-c", 'ranks "$@"', "ranks"]
 
 TAIL = """
 wait "$up"
@@ -88,6 +115,13 @@ wait "$up"
 @JOB
 @SETS
 @click.option("--nodes", required=True, type=click.IntRange(min=1), help="Number of nodes.")
+@click.option(
+    "--learner-nodes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Nodes, from the first one on, that the policy's learner spans. On those after the first there are no engines.",
+)
 @click.option("--policy", help="Policy that the other nodes' engines serve; required if the job has several.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs of each node; none by default.")
 @click.option(
@@ -105,6 +139,7 @@ def slurm(
     job: Path,
     sets: tuple[str, ...],
     nodes: int,
+    learner_nodes: int,
     policy: str | None,
     gpus_per_node: int | None,
     gpus_per_engine: int,
@@ -127,7 +162,11 @@ def slurm(
         raise ConfigError(f"--gpus-per-engine {gpus_per_engine}: it does not divide --gpus-per-node {gpus_per_node}")
     if settings.broker.url:
         raise ConfigError("broker.url: leave it out, the batch job starts a RabbitMQ of its own on its first node")
+    if learner_nodes > nodes:
+        raise ConfigError(f"--learner-nodes {learner_nodes}: the job has only --nodes {nodes}")
     served = choose_policy(settings, policy, frozen_too=True) if nodes > 1 else ""
+    if learner_nodes > 1 and not settings.policies[served].trained:
+        raise ConfigError(f"--learner-nodes {learner_nodes}: policies.{served} is not trained")
     folder = RunFolder(Path(settings.folder).resolve() / settings.run)
     directives = {
         "job-name": f"swarmq-{settings.run}",
@@ -144,6 +183,8 @@ def slurm(
         "output": Path(settings.folder).resolve() / f"{settings.run}.slurm-%j.log",
         "signal": f"B:USR1@{STOP_S}",
     }
+    if learner_nodes > 1:
+        sets = (*sets, f"policies.{served}.train.launcher={json.dumps(LAUNCHER)}")
     flags = {"exclusive", "requeue"}
     lines = [
         f"#SBATCH --{name}" + ("" if name in flags else f"={value}")
@@ -157,9 +198,15 @@ def slurm(
         run=shlex.quote(str(folder.path)),
         policy=served or "''",
         sets="".join(f" --set {shlex.quote(one)}" for one in sets),
+        ranks_line=RANKS_LINE if learner_nodes > 1 else "",
+        ranks=_start_ranks(learner_nodes, gpus_per_node) if learner_nodes > 1 else "",
     )
     if nodes > 1:
-        text += MEMBERS.format(others=nodes - 1, engines=_start_engines(gpus_per_node, gpus_per_engine))
+        engines = _start_engines(gpus_per_node, gpus_per_engine) if nodes > learner_nodes else ""
+        if engines and learner_nodes > 1:
+            engines = textwrap.indent(engines, "    ")
+            engines = f'    if [ "$SLURM_NODEID" -ge {learner_nodes - 1} ]; then # no rank runs here\n{engines}    fi\n'
+        text += MEMBERS.format(others=nodes - 1, engines=engines)
     text += TAIL
     if not submit:
         click.echo(text, nl=False)
@@ -173,6 +220,16 @@ def slurm(
     if done.returncode:
         raise SwarmqError(f"sbatch refuses the job: {done.stderr.strip()}")
     click.echo(done.stdout.strip())
+
+
+def _start_ranks(nodes: int, gpus: int | None) -> str:
+    """Return the script's functions that start a learner's ranks on several nodes."""
+    return RANKS.format(
+        nodes=nodes,
+        gpus="" if gpus is None else 'IFS=, read -ra each <<< "$gpus"\n    export CUDA_VISIBLE_DEVICES=$gpus\n    ',
+        per_node=1 if gpus is None else "${#each[@]}",
+        stop_s=STOP_S,
+    )
 
 
 def _start_engines(gpus: int | None, width: int) -> str:

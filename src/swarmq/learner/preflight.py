@@ -13,9 +13,9 @@ from swarmq.learner.teachers.tokenizer_checks import check_judge
 from swarmq.learner.train.tracker_packages import check_trackers
 
 
-def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
-    """Raise LearnerError for any setting that the policy's learner with this number of ranks would refuse. Also compares the
-    tokenizers of reference and teacher with the policy's, which needs transformers."""
+def check(job: SwarmJob, policy: str, *, ranks: int | None) -> None:
+    """Raise LearnerError for any setting that the policy's learner with this number of ranks (None: unknown) would refuse. Also
+    compares the tokenizers of reference and teacher with the policy's, which needs transformers."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
     if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
@@ -41,8 +41,9 @@ def check_methods(job: SwarmJob, policy: str) -> None:
                 raise SetUpError(f"train.{setting}: {error}") from error
 
 
-def check_settings(train: Train, ranks: int) -> None:
+def check_settings(train: Train, ranks: int | None) -> None:
     """Raise LearnerError for settings that are wrong for any model."""
     check_trackers(train.trackers)
-    check_rank_count(train, ranks)
-    check_offload(train, ranks)
+    if ranks is not None:
+        check_rank_count(train, ranks)
+        check_offload(train, ranks)

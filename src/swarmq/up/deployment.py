@@ -413,8 +413,13 @@ async def _start_daemons(
     job, folder = deployment.job, deployment.job.run_folder
     resolved = str(folder.resolved)
 
-    def daemon(name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Daemon:
-        argv = [sys.executable, "-m", "swarmq", *arguments]
+    def daemon(
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> Daemon:
+        argv = [*(launcher or [sys.executable]), "-m", "swarmq", *arguments]
         return Daemon(name, argv, folder.logs / f"{name}.log", {BROKER_ANSWERED_ENV: "1", **(environment or {})})
 
     daemons = [
@@ -424,7 +429,11 @@ async def _start_daemons(
         ),
         daemon("collector", ["collector", resolved, *(["--take-over"] if job.collector.standby else [])]),
         *(
-            daemon(f"learner.{name}", *_learner_command(resolved, name, deployment.placements.get(name)))
+            daemon(
+                f"learner.{name}",
+                *_learner_command(resolved, name, deployment.placements.get(name)),
+                job.policies[name].train.launcher,
+            )
             for name in job.trained
         ),
     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from swarmq.config import BrokerSettings, SwarmJob, resolve_amqp_url
+from swarmq.config import BrokerSettings, SwarmJob, Train, resolve_amqp_url
 from swarmq.engine.server.gpus import GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
@@ -47,7 +48,7 @@ def plan_run(
     placements = place_all(job.policies, models, gpus, judges=judge_sizes)
     for name in job.trained:
         with _prefix_errors(name):
-            preflight.check(job, name, ranks=_num_ranks(placements.get(name)))
+            preflight.check(job, name, ranks=_num_ranks(job.policies[name].train, placements.get(name)))
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
     for name, length in lengths.items():
@@ -74,10 +75,13 @@ def check_settings(
     gpus = find_gpus() if served and is_cuda_build() else []
     for name in job.trained:
         with _prefix_errors(name):
-            tracker_packages.check_trackers(job.policies[name].train.trackers)
+            train = job.policies[name].train
+            tracker_packages.check_trackers(train.trackers)
             preflight.check_methods(job, name)
+            if train.launcher and shutil.which(train.launcher[0]) is None:
+                raise SetUpError(f"train.launcher: {train.launcher[0]!r} is not found on this host")
             if not gpus:
-                preflight.check_settings(job.policies[name].train, ranks=1)
+                preflight.check_settings(train, _num_ranks(train, None))
     return gpus
 
 
@@ -92,8 +96,10 @@ def _check_broker(broker: BrokerSettings) -> None:
         )
 
 
-def _num_ranks(placement: Placement | None) -> int:
-    """Return the number of ranks of a learner; 1 without a GPU or a placement."""
+def _num_ranks(train: Train, placement: Placement | None) -> int | None:
+    """Return the number of ranks of a learner: 1 without a GPU or a placement, None if only its launcher knows."""
+    if train.launcher:
+        return None
     return len(placement.learner) if placement else 1
 
 
@@ -142,7 +148,7 @@ def find_ineffective_settings(
         if policy.placement == "split" and placement is None:
             here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "this host has no GPU"
             yield f"{whose}.placement = 'split' has no effect: {here}"
-        if policy.train.sharding in ("full", "hybrid") and _num_ranks(placement) == 1:
+        if policy.train.sharding in ("full", "hybrid") and _num_ranks(policy.train, placement) == 1:
             yield f"{whose}.train.sharding = {policy.train.sharding!r} has no effect: the learner has one rank"
         room = _max_request_tokens(job, name, models.get(name))
         if room and policy.sampling.max_tokens and policy.sampling.max_tokens > room:

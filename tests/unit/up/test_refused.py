@@ -91,6 +91,13 @@ def test_ranks_that_are_to_share_passes_and_are_not_there(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_launcher_of_ranks_that_is_not_installed(tmp_path: Path) -> None:
+    """How many ranks a launcher starts is not known here, so no setting that needs several is refused."""
+    error = refused(training(tmp_path / "runs", launcher=("no-such-launcher", "-n2"), context_parallel=2))
+    assert "policies.main.train.launcher: 'no-such-launcher' is not found on this host" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_rank_that_is_to_offload(tmp_path: Path) -> None:
     error = refused(training(tmp_path / "runs", sharding="full", cpu_offload=True))
     assert "policies.main.train.cpu_offload: a single rank" in str(error)
