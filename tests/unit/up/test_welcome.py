@@ -17,13 +17,14 @@ INVITE = Invite(
     run="math", client="host", secret=b"client secret", amqp_url="amqp://host:topsecret@127.0.0.1:5672/",
     base_url="http://127.0.0.1:8000/v1", policies=("main",), kinds=("default",), group_size=8,
 )  # fmt: skip
-NODE: Any = SimpleNamespace(management_url="http://127.0.0.1:15672", user="swarmq", password="hidden-management")
+IDENTITY = SimpleNamespace(management_url="http://127.0.0.1:15672", user="swarmq", password="hidden-management")
+NODE: Any = SimpleNamespace(identity=IDENTITY)
 
 
 @pytest.mark.parametrize("node", [NODE, None])
 def test_no_secret_is_printed_and_the_commands_that_show_one_are(node: Any) -> None:
     told = "\n".join(Deployment(JOB, node, INVITE, engines={}, placements={}).welcome())
-    for secret in (INVITE.encode(), "topsecret", NODE.password):
+    for secret in (INVITE.encode(), "topsecret", IDENTITY.password):
         assert secret not in told
     assert "export SWARMQ_INVITE='/data/my runs/math'" in told
     assert "swarmq client add NAME --run '/data/my runs/math'" in told
