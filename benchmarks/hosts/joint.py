@@ -104,7 +104,7 @@ class JointResult(msgspec.Struct, frozen=True, kw_only=True):
     reward_before: float
     reward_after: float
     rank_starts: dict[str, int]
-    """Host -> how often its launcher of ranks was started."""
+    """Host -> how often its rank has loaded the policy."""
     recovered_s: dict[str, list[float]]
     """Fault -> seconds from the host's return until training had gone on with everything."""
     verdict: Verdict
@@ -213,7 +213,7 @@ class Joint:
         return [line.reward for line in self.lines() if line.event == "confirmed"]
 
     def rank_starts(self) -> dict[str, int]:
-        """Host -> how often its ranks have loaded the model and joined the other."""
+        """Host -> how often its rank has loaded the policy, at which it has met the other rank."""
         return {
             machine.name: machine.path(f"{DISK}/log/learner").read_text(errors="replace").count('"loaded"')
             for machine in (self.gpu0, self.gpu1)

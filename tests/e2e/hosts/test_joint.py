@@ -1,4 +1,4 @@
-"""Hosts that are namespaces of this machine, and a run on three of them."""
+"""A run on three hosts that share neither disk nor loopback, each of which is cut off, killed and brought back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.hosts.joint import LEAST_RISE, play
 from benchmarks.hosts.machines import DISK, Machine, Switch, why_not
 
+from support.tiny_model import tiny_model
+
 pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
@@ -48,3 +53,14 @@ def test_hosts_share_neither_disk_nor_memory_nor_loopback_nor_processes() -> Non
         one.kill()
         assert not reaches(two, one.address, 9002)
         assert one.path(f"{DISK}/of-one").exists()
+
+
+def test_a_run_on_three_hosts_learns_and_loses_no_episode_while_each_of_them_is_cut_off_and_killed() -> None:
+    result = play(tiny_model())
+    assert result.hosts == 3
+    assert result.faults == 6
+    assert result.verdict.faults == {}
+    assert (result.verdict.lost, result.verdict.twice) == (0, 0)
+    assert result.verdict.account.trained > 0
+    assert result.reward_after > result.reward_before + LEAST_RISE
+    assert min(result.rank_starts.values()) >= 3, "the first start, and after the loss of either rank's host"
