@@ -61,8 +61,10 @@ async def train(plan: TrainPlan, console: Console) -> None:
         steps = _read_steps(job)
         ended = describe_ended_policies(job, steps) if job.run_folder.job.exists() else {}
         if len(ended) == len(steps):
-            for line in ended.values():
-                report(line)
+            for policy, step in steps.items():
+                report(
+                    f"{policy} has made its last step, {step}; to train further, raise policies.{policy}.train.max_steps and call again"
+                )
             close()
             return
         try:
