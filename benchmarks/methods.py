@@ -11,6 +11,7 @@ demonstrations, and `distill` the model that `reinforce` has trained as its teac
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import tempfile
@@ -54,7 +55,7 @@ class Measured(NamedTuple):
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--only", nargs="+", default=[], help="names of methods")
     arguments = parser.parse_args()
@@ -153,7 +154,9 @@ def attempt(
     task: str, trainer: Trainer, asked: list[int], generator: torch.Generator, *, version: int = 0, right: bool = False
 ) -> list[list[Rollout]]:
     """Return a group of attempts at each prompt. `right`: take a right token instead of sampling one."""
-    sampler = AutoModelForCausalLM.from_config(trainer.lm.config, attn_implementation="eager")
+    # a copy, because the trainer's configuration must go on naming its own attention
+    config = copy.deepcopy(trainer.lm.config)
+    sampler = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     sampler.load_state_dict(trainer.lm.state_dict())
     prompts = [prompt for prompt in asked for _ in range(GROUP_SIZE)]
     contexts, turns, hits = [[prompt] for prompt in prompts], [[] for _ in prompts], [0] * len(prompts)
