@@ -293,7 +293,7 @@ class Joint:
         self.gpu0.path(INJECTIONS).write_bytes(msgspec.json.encode(self.injections))
         self.wait_for("the end of all episodes", lambda: not self._evaluate("unsettled"))
         self.gpu0.kill()
-        return msgspec.json.decode(self._evaluate("judge"), type=Verdict)
+        return msgspec.json.decode(self._evaluate("judge"), type=Verdict, dec_hook=lambda kind, value: kind(value))
 
     def _evaluate(self, what: str) -> str:
         """Return what a process says that sees the disk of the run's host as its own."""
