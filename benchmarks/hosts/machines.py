@@ -56,6 +56,9 @@ exec cat # until this process's owner ends
 """
 """Makes a machine; arguments are the folders with programs that lie in a folder which it covers."""
 BOOT = """
+exec 3<&0
+trap exit TERM
+{ cat <&3 > /dev/null; kill -TERM $$; } & # when this process's owner ends, all processes do
 mount -n -t tmpfs shm /dev/shm
 keep() { # start a service again whenever it ends
     name=$1
@@ -65,7 +68,7 @@ keep() { # start a service again whenever it ends
         "$@"
         echo "== $name ended with status $?"
         sleep 1
-    done >> "/mnt/log/$name" 2>&1
+    done 3<&- < /dev/null >> "/mnt/log/$name" 2>&1
 }
 """
 
@@ -151,7 +154,7 @@ class Machine:
         argv = self._inside([*apart, "sh", "-c", self._script])
         with self.path(f"{DISK}/log/boot").open("ab") as log:
             self._running = subprocess.Popen(
-                argv, env=self._environment(), cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                argv, env=self._environment(), cwd="/", stdin=subprocess.PIPE, stdout=log, stderr=log
             )
 
     def kill(self) -> None:
@@ -161,7 +164,7 @@ class Machine:
         for first in Path(f"/proc/{self._running.pid}/task/{self._running.pid}/children").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(first), signal.SIGKILL)  # the kernel kills all others before it is gone
-        self._running.wait()
+        self._running.communicate()
         self._running = None
 
     def cut_off(self) -> None:
