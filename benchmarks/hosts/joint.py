@@ -296,8 +296,8 @@ class Joint:
         return msgspec.json.decode(self._evaluate("judge"), type=Verdict, dec_hook=lambda kind, value: kind(value))
 
     def _evaluate(self, what: str) -> str:
-        """Return what a process says that sees the disk of the run's host as its own."""
-        return self.gpu0.run(_python("-m", "benchmarks.hosts.joint", what)).strip()
+        """Return the last line of a process that sees the disk of the run's host as its own; before it there may be log lines."""
+        return self.gpu0.run(_python("-m", "benchmarks.hosts.joint", what)).splitlines()[-1]
 
 
 def play(model: Path, *, rounds: int = 1, until: float = math.inf) -> JointResult:
