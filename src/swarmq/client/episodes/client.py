@@ -400,7 +400,8 @@ class EpisodeClient:
             log.warning(
                 "proxy_away",
                 proxy=url,
-                meaning="model calls fail until it answers: is the run up, and does a firewall block this port?",
+                reason="it does not answer, so model calls fail",
+                action="check that the run is up and that no firewall blocks this port",
             )
         self._is_proxy_away = not serves
         return serves
