@@ -161,7 +161,7 @@ def exchange_facts(
         flaw = _find_missing(ours, keys, meet_s) or find_difference(_read_facts(ours, keys))
         ours.set(VERDICT, flaw)
     else:
-        ours = _answer(store, own, 2 * meet_s)
+        ours = _answer(store, own, begin_s=meet_s / 2, wait_s=2 * meet_s)
         flaw = ours.get(VERDICT).decode()
         ours.set(f"{READ}/{rank}", "")
     if flaw:
@@ -178,12 +178,16 @@ def exchange_facts(
     return ours, facts
 
 
-def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
+def _answer(store: Store, own: RankFacts, *, begin_s: float, wait_s: float) -> Store:
     """Give rank 0 the facts of this rank, and return the store of this start, which has rank 0's verdict. A start that another
-    process of this rank has answered is an earlier one, and is ignored. Raises LearnerError without a verdict within `wait_s` seconds."""
-    facts, until, seen = msgspec.json.encode(own).decode(), time.monotonic() + wait_s, b""
+    process of this rank has answered is an earlier one, and is ignored.
+
+    Raises LearnerError if no start comes within `begin_s` seconds, or no verdict within `wait_s`. No start comes if this rank's torchrun
+    joined one on rank 0's host that was about to end: the next one there waits for this rank's launcher to start again.
+    """
+    facts, began, seen = msgspec.json.encode(own).decode(), time.monotonic(), b""
     ours: Store = None
-    while time.monotonic() < until:
+    while time.monotonic() < began + (wait_s if ours else begin_s):
         if store.check([START]) and (start := store.get(START)) != seen:
             seen, ours = start, distributed.PrefixStore(start.decode(), store)
             if ours.compare_set(f"facts/{own.rank}", "", facts).decode() != facts:
@@ -191,8 +195,10 @@ def _answer(store: Store, own: RankFacts, wait_s: float) -> Store:
         if ours and ours.check([VERDICT]):
             return ours
         time.sleep(POLL_S)
+    waited_s = round(time.monotonic() - began)
     raise LearnerError(
-        f"{own} reached the store at {_address()}, but rank 0 did not answer within {wait_s:g} s: start it, or see its log"
+        f"{own} reached the store at {_address()}, but rank 0 did not answer within {waited_s:g} s: start the launchers of both hosts "
+        "again, or see its log"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,3 +116,21 @@ def test_a_rank_that_is_started_again_takes_no_answer_that_its_former_process_go
     assert seen_by_second == seen_by_first
     assert ours.check(["facts/1"])
     assert store.get("before/facts/1") == b"of a dead process"
+
+
+def test_a_rank_waits_for_a_start_of_rank_0_not_as_long_as_for_its_verdict(launched: Callable[..., None]) -> None:
+    """Its launcher may have joined one that was about to end, and must start it again then."""
+    launched(1)
+    store: Any = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for key, value in {"start": "before", "before/facts/1": "of a dead process"}.items():
+        store.set(key, value)
+    with pytest.raises(
+        LearnerError, match=r"rank 0 did not answer within 0 s: start the launchers of both hosts again"
+    ):
+        rendezvous.exchange_facts(store, 1, None, 0.2)
+    store.set("start", "now")
+    with ThreadPoolExecutor() as threads:
+        second = threads.submit(rendezvous.exchange_facts, store.clone(), 1, None, 2.0)
+        threading.Timer(1.5, store.set, ["now/verdict", "its flaw"]).start()  # after more than half of the time to meet
+        with pytest.raises(SetUpError, match="its flaw"):
+            second.result()
