@@ -287,7 +287,7 @@ def test_a_number_of_a_report_opens_those_of_its_sample_episodes_that_it_counts(
     shown = len(states)
     page.get_by_role("link", name="Show all of the sample").click()
     expect(page.get_by_text("Shown are those")).to_have_count(0)
-    assert page.locator("main [role=row] .badge, main tbody .badge").count() > shown
+    page.locator("main [role=row] .badge, main tbody .badge").nth(shown).wait_for()
     assert reader.complaints == []
 
 

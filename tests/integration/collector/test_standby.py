@@ -30,14 +30,13 @@ NUM_EPISODES = NUM_GROUPS * GROUP_SIZE
 
 
 @pytest.fixture
-def jobs(request, tmp_path, run_name, amqp_url, monkeypatch):
+def jobs(tmp_path, run_name, amqp_url, monkeypatch):
     """The job on two hosts, each with a run folder of its own. Their connections are missed after a few seconds of silence."""
     monkeypatch.setenv(BROKER_ANSWERED_ENV, "1")  # a slow broker is waited for
     groups = {"group_size": GROUP_SIZE, "groups_per_batch": 2, "max_staleness": 4}
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    groups["processes"] = getattr(request, "param", 1)
     return [make_job(folder, run_name, f"{amqp_url}?heartbeat=2", standby=True, **groups) for folder in folders]
 
 
@@ -68,7 +67,6 @@ async def joined(job):
     await until(lambda: position(job)[0])
 
 
-@pytest.mark.parametrize("jobs", [1, 2], ids=["one process", "two processes"], indirect=True)
 async def test_a_standby_takes_over_from_a_leader_that_is_stopped_and_the_woken_one_from_its_killed_successor(jobs):
     one, other = jobs
     trained: list[str] = []
