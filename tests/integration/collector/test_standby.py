@@ -30,10 +30,11 @@ NUM_EPISODES = NUM_GROUPS * GROUP_SIZE
 
 
 @pytest.fixture
-def jobs(tmp_path, run_name, amqp_url, monkeypatch):
+def jobs(request, tmp_path, run_name, amqp_url, monkeypatch):
     """The job on two hosts, each with a run folder of its own. Their connections are missed after a few seconds of silence."""
     monkeypatch.setenv(BROKER_ANSWERED_ENV, "1")  # a slow broker is waited for
     groups = {"group_size": GROUP_SIZE, "groups_per_batch": 2, "max_staleness": 4}
+    groups["processes"] = getattr(request, "param", 1)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -67,6 +68,7 @@ async def joined(job):
     await until(lambda: position(job)[0])
 
 
+@pytest.mark.parametrize("jobs", [1, 2], ids=["one process", "two processes"], indirect=True)
 async def test_a_standby_takes_over_from_a_leader_that_is_stopped_and_the_woken_one_from_its_killed_successor(jobs):
     one, other = jobs
     trained: list[str] = []
@@ -82,6 +84,9 @@ async def test_a_standby_takes_over_from_a_leader_that_is_stopped_and_the_woken_
                 ProxyRegistry(one.run_folder.proxies).add(PROXY)
                 await until(lambda: PROXY in ProxyRegistry(other.run_folder.proxies).urls())
                 first.send_signal(signal.SIGSTOP)
+                await until(
+                    lambda: position(other)[0] == 2
+                )  # its workers go on for a while, and may carry out what they have
                 await until(lambda: len(trained) >= 2 * NUM_EPISODES // 3)
                 first.send_signal(signal.SIGCONT)
                 await until(lambda: position(one)[0] == 2)
