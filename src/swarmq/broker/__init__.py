@@ -7,7 +7,7 @@ aio-pika is imported here and nowhere else. This package must never import clien
 """
 
 from swarmq.broker.deliveries import Deliveries, Delivery
-from swarmq.broker.protocol import Broker, Depth, Receipts
+from swarmq.broker.protocol import Broker, Depth, Receipts, declare_run
 from swarmq.broker.tickets import TicketSource
 
-__all__ = ["Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketSource"]
+__all__ = ["Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketSource", "declare_run"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from swarmq.broker.deliveries import Deliveries, Delivery
 from swarmq.messages import Event, Message
+
+if TYPE_CHECKING:
+    from swarmq.config import SwarmJob
 
 
 class Depth(NamedTuple):
@@ -84,3 +87,14 @@ class Broker(Protocol):
         A crash in the middle of a deletion leaves a dead queue behind: the broker lists it as empty, but confirms nothing and
         delivers nothing.
         """
+
+
+async def declare_run(broker: Broker, job: SwarmJob) -> None:
+    """Declare all queues of the run of a job; idempotent."""
+    await broker.declare(
+        job.run,
+        policies=job.trained,
+        kinds=job.task_kinds,
+        replicas=job.broker.replicas,
+        turn_queues=job.collector.turn_queues,
+    )

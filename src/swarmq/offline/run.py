@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from swarmq import AsyncSwarmClient, SwarmTask, keys
-from swarmq.broker import topology
+from swarmq.broker import declare_run, topology
 from swarmq.client.episodes.client import EpisodeOptions
 from swarmq.client.episodes.event_loops import LoopThread
 from swarmq.client.runners.attempts import Agent, AgentFunction, AttemptResult, RunnerOptions, attempt
@@ -83,7 +83,7 @@ async def _open(job: SwarmJob, recording: Recording) -> Any:
     with tempfile.TemporaryDirectory(prefix="swarmq-offline-") as folder:
         job = simplify_job(job, folder)
         root, broker, engine = secrets.token_bytes(32), MemoryBroker(), RecordedEngine(recording)
-        await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
+        await declare_run(broker, job)
         app = create_app(job, root=root, engines={name: [engine] for name in job.policies}, broker=broker)
         async with serve_app(server_config(app, job.proxy, most_connections=CONNECTIONS)) as port:
             invite = keys.Invite(

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from swarmq import keys, live_settings
-from swarmq.broker import Broker, topology
+from swarmq.broker import Broker, declare_run, topology
 from swarmq.broker.admin.invitations import make_host_invite, renew_clients
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker, initial_connect_timeout_s
@@ -211,13 +211,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_run_files(requested, deployment)
-            await broker.declare(
-                job.run,
-                policies=job.trained,
-                kinds=job.task_kinds,
-                replicas=job.broker.replicas,
-                turn_queues=job.collector.turn_queues,
-            )
+            await declare_run(broker, job)
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _start_daemons(deployment, proxies, stack, report)
             write_atomically(folder.invite, deployment.invite.encode().encode() + b"\n")
