@@ -13,20 +13,17 @@ from typing import Any, get_args
 
 import msgspec
 from litestar import Request
-from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
 from swarmq import keys
 from swarmq.keys import Role
+from swarmq.proxy.http.authorization import Connection, Guard, check_role, read_bearer
 from swarmq.proxy.http_errors import RefusedError
 
 AUDIENCE = "@host"
 """Audience of a host's tokens, in place of the name of a run; no run can have this name."""
 CALLER = "swarmq_caller"
 """Key under which a request's state holds its caller."""
-
-Connection = ASGIConnection[Any, Any, Any, Any]
-Guard = Callable[[Connection, BaseRouteHandler], None]
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +49,7 @@ class HostAccess:
 
         def guard(connection: Connection, _: BaseRouteHandler) -> None:
             operator = self._identify(connection)
-            if not operator.may(role):
-                raise RefusedError(
-                    f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
-                    status=403,
-                    code="role_missing",
-                )
+            check_role(operator, role)
             connection.state[CALLER] = Caller(
                 name=operator.name, roles=frozenset(role for role in get_args(Role) if operator.may(role))
             )
@@ -65,11 +57,10 @@ class HostAccess:
         return guard
 
     def _identify(self, connection: Connection) -> keys.Operator:
-        scheme, _, token = connection.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and token:
+        if token := read_bearer(connection):
             return keys.verify_operator(
                 self._root,
-                token.strip(),
+                token,
                 run=AUDIENCE,
                 now=self._now(),
                 removed=self._revoked,

@@ -24,12 +24,11 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 import uvicorn
-import uvloop
 from litestar import Litestar
 from litestar.handlers import ASGIRouteHandler
 
 from swarmq import keys
-from swarmq.broker import Broker
+from swarmq.broker import Broker, declare_run
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
@@ -46,7 +45,7 @@ from swarmq.proxy.http.app import create_app, follow
 from swarmq.proxy.http.connection_limits import ConnectionLimits, max_connections
 from swarmq.registries.engines import EngineRegistry, Urls
 from swarmq.registries.proxies import ProxyRegistry
-from swarmq.runtime import logs
+from swarmq.runtime import event_loop, logs
 from swarmq.runtime.processes import listen, raise_file_limit
 
 DRAIN_S = 10
@@ -109,8 +108,7 @@ def _run(serving: Coroutine[Any, Any, None], *, role: str, run_name: str) -> Non
     logs.configure(role=role, run=run_name)
     gc.freeze()  # imported objects stay: the garbage collector need not scan them while agents wait
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serving)
+    event_loop.run(serving)
 
 
 async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: PagesOpener | None = None) -> None:
@@ -126,13 +124,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False, pages: Pa
         number, own_url = port if join else number, job.proxy.url(port)
         name = f"swarmq proxy.{number} {job.run}"
         async with AmqpBroker.open(url, name=name, deadline_s=initial_connect_timeout_s()) as broker:
-            await broker.declare(
-                job.run,
-                policies=job.trained,
-                kinds=job.task_kinds,
-                replicas=job.broker.replicas,
-                turn_queues=job.collector.turn_queues,
-            )
+            await declare_run(broker, job)
             served = ServedRun(
                 job=job,
                 broker=broker,

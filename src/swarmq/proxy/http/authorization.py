@@ -52,33 +52,38 @@ class Authority:
         """Return a guard that demands a token with the role and stores the operator in the request's state."""
 
         def guard(connection: Connection, _: BaseRouteHandler) -> None:
-            scheme, _space, token = connection.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not token:
+            if not (token := read_bearer(connection)):
                 raise RefusedError(
                     "no operator token: send `Authorization: Bearer <token>`; `swarmq token` makes one",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
-            operator = keys.verify_operator(
-                self._root, token.strip(), run=self._run, now=self._now(), removed=self._revoked
-            )
-            if not operator.may(role):
-                raise RefusedError(
-                    f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
-                    status=403, code="role_missing",
-                )  # fmt: skip
+            operator = keys.verify_operator(self._root, token, run=self._run, now=self._now(), removed=self._revoked)
+            check_role(operator, role)
             connection.state[OPERATOR] = operator.name
             connection.state[BY_CLIENT] = operator.by_client
 
         return guard
 
 
+def read_bearer(connection: Connection) -> str:
+    """Return the token of the authorization header, or ""."""
+    scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def check_role(operator: keys.Operator, role: keys.Role) -> None:
+    """Raise RefusedError if the operator may not act in this role."""
+    if not operator.may(role):
+        raise RefusedError(
+            f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
+            status=403, code="role_missing",
+        )  # fmt: skip
+
+
 def _read_key(request: Request[Any, Any, Any]) -> str:
     """Return the API key from the header that OpenAI's or Anthropic's library uses. Raises RefusedError if there is none."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key:
-        return key.strip()
-    if key := request.headers.get("x-api-key", ""):
-        return key.strip()
+    if key := read_bearer(request) or request.headers.get("x-api-key", "").strip():
+        return key
     raise RefusedError(
         "no api key: send `Authorization: Bearer <key>` or `x-api-key: <key>`, the key that `begin_episode()` returned",
         status=401, code="invalid_api_key",
