@@ -345,6 +345,18 @@ class Lora(Settings, frozen=True, kw_only=True):
     """Names of the linear layers that get adapters; None: all but the language-model head."""
 
 
+class Sft(Settings, frozen=True, kw_only=True):
+    """Demonstrations that are trained with every batch, by cross-entropy."""
+
+    demonstrations: str
+    """JSON lines, each with `messages` (and `tools`), or with `prompt` and `completion`; the assistant's messages or the completion are
+    trained."""
+    share: Factor = 0.25
+    """Number of demonstrations in a step, as a share of the batch's episodes, rounded up."""
+    weight: Weight = 0.1
+    """Weight of the cross-entropy in the loss, as its mean over the trained tokens of the step's demonstrations."""
+
+
 class Train(Settings, frozen=True, kw_only=True):
     """Training settings of one policy."""
 
@@ -375,6 +387,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Teacher of the `distill` loss, which must have the policy's vocabulary: a model folder or name, which the learner loads; or, for
     policies sampled at temperature 1, a served teacher: the URL of a vLLM server, or `policies.X`, a policy of this job with
     `trained = false`."""
+    sft: Sft | None = None
+    """Demonstrations that are trained with every batch; None: none."""
     steps_per_batch: Count = 1
     """Optimizer steps per batch. A batch's groups are divided among the steps, and from the second step on the loss is corrected
     for the previous steps."""

@@ -124,6 +124,7 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "code_versions": "Digest of the agents' code -> episodes.",
         "dropped": "Reason -> episodes that the learner dropped since the step before.",
         "loss": "Loss of the step.",
+        "sft_loss": "Mean negative log-probability of the tokens of the step's demonstrations; absent without `train.sft`.",
         "kl_k3": "Estimate k3 of the divergence between sampling and training weights.",
         "kl_reference": "Divergence from the reference policy.",
         "gap_p99": "99th percentile of the difference of log-probabilities between engine and learner.",

@@ -54,6 +54,8 @@ LIVE = (
     "policies.*.train.loss.clip_high",
     "policies.*.train.loss.dual_clip",
     "policies.*.train.loss.entropy_bonus",
+    "policies.*.train.sft.share",
+    "policies.*.train.sft.weight",
     "policies.*.train.normalisation",
     "policies.*.train.constant_length",
     "policies.*.train.row_k3_max",

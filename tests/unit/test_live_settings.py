@@ -18,7 +18,10 @@ def job(**fields) -> SwarmJob:
         "run": "r",
         "mix": {"math": 0.5, "code": 0.5},
         "kinds": {"spare": {}},
-        "policies": {"main": {"model": "m"}, "judge": {"model": "j", "trained": False}},
+        "policies": {
+            "main": {"model": "m", "train": {"sft": {"demonstrations": "chats.jsonl"}}},
+            "judge": {"model": "j", "trained": False},
+        },
     }
     return SwarmJob.build(tree | fields)
 

@@ -35,8 +35,8 @@ def warm_command(
 ) -> None:
     """Warm-start the job's model by supervised training on chats.
 
-    DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; the assistant's messages are trained. OUT becomes
-    a model folder for policies.X.model. Precision, adapters and other settings come from policies.X.train.
+    DEMONSTRATIONS has a JSON object with "messages" (and "tools"), or "prompt" and "completion", on every line; the assistant's messages,
+    or the completion, are trained. OUT becomes a model folder for policies.X.model. Precision, adapters and other settings come from policies.X.train.
 
     \b
     swarmq warm job.toml chats.jsonl models/warm --epochs 2

@@ -100,6 +100,8 @@ def list_named_files(job: SwarmJob) -> Iterator[tuple[str, str]]:
         models = {"model": policy.model, "train.reference": policy.train.reference}
         if not policy.train.has_served_teacher:
             models["train.teacher"] = policy.train.teacher
+        if policy.train.sft:
+            yield f"policies.{name}.train.sft.demonstrations", policy.train.sft.demonstrations
         for setting, model in models.items():
             if model and (model.startswith((".", "/", "~")) or model.count("/") > 1):
                 yield f"policies.{name}.{setting}", model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarmq.config import SwarmJob, Train, is_own_method
 from swarmq.errors import SetUpError
 from swarmq.learner.checkpoint import discovery
+from swarmq.learner.demonstrations import load_demonstrations
 from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.ranks import check_offload, check_rank_count
 from swarmq.learner.methods import registry
@@ -18,6 +19,7 @@ def check(job: SwarmJob, policy: str, *, ranks: int | None) -> None:
     compares the tokenizers of reference and teacher with the policy's, which needs transformers."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
+    load_demonstrations(model, train)
     if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
         discovery.check_continues(found.path, train.lora)
     for role, source in list_frozen_models(train, model).items():

@@ -23,15 +23,9 @@ from support.tiny_model import tiny_model
 from swarmq.cli import main
 from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError, TaskError
+from swarmq.learner.demonstrations import longest_call, parse_demonstration, read_demonstrations
 from swarmq.learner.train.trainer import Trainer
-from swarmq.learner.warm_start import (
-    WarmStart,
-    WarmStartProgress,
-    longest_call,
-    parse_demonstration,
-    read_demonstrations,
-    warm,
-)
+from swarmq.learner.warm_start import WarmStart, WarmStartProgress, warm
 
 TRAIN = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False, trackers=())
 CHAT = [
@@ -146,7 +140,7 @@ def test_the_loss_that_is_reported_is_in_nats_a_token(normalisation: str, tmp_pa
     [
         ("nonsense", 'line 2: not a JSON object with "messages"'),
         ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: it has no message of the assistant"),
-        ('{"chat": []}', 'line 2: not a JSON object with "messages"'),
+        ('{"chat": []}', 'line 2: it needs "messages"'),
         (
             '{"messages": [{"role": "User", "content": "?"}, {"role": "assistant", "content": "!"}]}',
             "ignores message 0, .*'User'",

@@ -35,6 +35,7 @@ from swarmq.broker import Broker, Delivery, topology
 from swarmq.broker.amqp import AmqpBroker, initial_connect_timeout_s
 from swarmq.config import resolve_amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, MissingExtraError, SetUpError, SwarmqError, UnroutableError
+from swarmq.learner.demonstrations import draw_demonstrations
 from swarmq.learner.feed import frames
 from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.feed.batcher import Batcher
@@ -174,6 +175,7 @@ class BatchFeeder:
         self.log = BatchLog(folder, RunIdentity.of(job, policy), needed=hello.version)
         registry.look_in(job.methods_folder)
         registry.adopt(hello.methods)
+        self.demonstrations = hello.demonstrations
         self.control = ControlState(folder / "control", job, policy)
         self.evaluations = WaitingEvaluations(folder / "evaluations")
         self.offered: float | None = None
@@ -343,11 +345,19 @@ class BatchFeeder:
             elif self.control.state.pace != "paused" and (
                 record := self.intake.take(version=self.version, at=time.time(), settings=self.control.train)
             ):
-                record = msgspec.structs.replace(record, methods=registry.describe_methods(self.control.train))
+                record = self._complete(record)
                 await self._commit(record)
                 await self._hand_over(record, replayed=False)
             else:
                 await self._record_drops()
+
+    def _complete(self, record: BatchRecord) -> BatchRecord:
+        """Add what the step needs besides its episodes: the code of its methods, and its demonstrations."""
+        train = self.control.train
+        drawn = draw_demonstrations(
+            self.demonstrations, train, step=record.index.version, num_episodes=len(record.episodes)
+        )
+        return msgspec.structs.replace(record, methods=registry.describe_methods(train), demonstrations=drawn)
 
     async def _record_drops(self) -> None:
         if drops := self.intake.drops(version=self.version, at=time.time()):

@@ -117,6 +117,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Baselines of the `ema` advantage for this step."""
     methods: tuple[MethodCode, ...] = ()
     """Code of the methods that `settings` name; empty in records of earlier versions."""
+    demonstrations: tuple[Rollout, ...] = ()
+    """Demonstrations that were drawn for this step; their ids name file and line."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -129,6 +131,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_length: int | None = None
     methods: tuple[MethodCode, ...] = ()
     """Code of the own methods that the settings name."""
+    demonstrations: tuple[Rollout, ...] = ()
+    """Demonstrations from which every step draws."""
     again: bool = False
     """Whether this trainer had a batch feeder before; the new one then waits for an unreachable broker instead of failing."""
 

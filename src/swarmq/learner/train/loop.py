@@ -36,6 +36,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import EngineError, LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
+from swarmq.learner.demonstrations import load_demonstrations
 from swarmq.learner.distributed.accelerator import COMMAND_TIMEOUT, make_accelerator
 from swarmq.learner.distributed.processes import is_main
 from swarmq.learner.distributed.rendezvous import join_group
@@ -155,6 +156,7 @@ class Learner:
         train, folder = self.job.train_of(self.policy), self.job.methods_folder
         self._own_methods = broadcast_from_rank0(registry.read_own(train, folder) if is_main() else ())
         registry.adopt(self._own_methods)
+        self._demonstrations = load_demonstrations(settings.model, train) if is_main() else ()
         found = broadcast_from_rank0(discovery.find_newest(self.folder, self.identity) if is_main() else None)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
@@ -179,6 +181,7 @@ class Learner:
             vocab_size=self.trainer.vocab_size,
             max_length=self.trainer.max_length,
             methods=self._own_methods,
+            demonstrations=self._demonstrations,
         )
 
     def run(self, link: FeederLink | None) -> None:

@@ -296,11 +296,14 @@ class Trainer:
         credit = {**nothing, **compute_advantages(group_by_slot(sound), train, record.baselines)}
         parts = split_groups(record.episodes, train.steps_per_batch)
         works = [build_rank_batch(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
+        supervised = [self.build_supervised(record.demonstrations[at :: len(parts)], train) for at in range(len(parts))]
         proximal = [None, *(self.score(work) for work in works[1:])]
         fields, self.token_traces = [], []
-        for part, work, before in zip(parts, works, proximal, strict=True):
+        for part, work, before, shown in zip(parts, works, proximal, supervised, strict=True):
             teacher = self.ask_teacher(part, work, train)
-            metrics, traces = self._optimize(work, train, step=record.index.version, teacher=teacher, proximal=before)
+            metrics, traces = self._optimize(
+                work, train, step=record.index.version, teacher=teacher, proximal=before, supervised=shown
+            )
             fields.append(metrics)
             self.token_traces += traces.build(part) if traces else []
         self.token_traces = gather_on_rank0(self.token_traces)
@@ -310,6 +313,14 @@ class Trainer:
         merged["episodes_left_out"] += len(record.episodes) - len(sound)
         return merged | self._measure_speed(merged, time.perf_counter() - began)
 
+    def build_supervised(self, demonstrations: Sequence[Rollout], train: Train) -> RankBatch | None:
+        """Return this rank's part of an optimizer step's demonstrations; None if there are none."""
+        if not demonstrations or train.sft is None:
+            return None
+        (rank, world), plain = self.share, msgspec.structs.replace(train, normalisation="token")
+        credit = {each.episode_id: [0.0] * len(each.turns) for each in demonstrations}
+        return build_rank_batch(demonstrations, plain, self.traits, rank=rank, world=world, credit=credit)
+
     def settings(self, record: BatchRecord) -> Train:
         """Return the record's settings, but with this learner's layout, micro-batch size and teacher address, which do not
         change the result: a GPU may have been too small for the earlier settings, and a served teacher may have moved."""
@@ -317,7 +328,8 @@ class Trainer:
         teacher = self.train.teacher_url if record.settings.teacher_url else None
         most = self.train.micro_batch_tokens
         if most < record.settings.micro_batch_tokens:
-            most = max(most, *(len(turn) for episode in record.episodes for turn in resolve(episode.turns)))
+            trained = (*record.episodes, *record.demonstrations)
+            most = max(most, *(len(turn) for episode in trained for turn in resolve(episode.turns)))
         return msgspec.structs.replace(
             record.settings,
             micro_batch_tokens=most,
@@ -351,19 +363,23 @@ class Trainer:
         step: int,
         teacher: TeacherScores | None,
         proximal: Sequence[Tensor] | None,
+        supervised: RankBatch | None,
     ) -> tuple[dict[str, Any], TraceBuilder | None]:
         """Take one optimizer step on this rank's part, and return its metrics and token traces. If the gradient is not finite,
         recomputes it without the episodes that cause this."""
-        fields, units_left, tally = self.accumulate(work, train, teacher=teacher, proximal=proximal)
+        fields, units_left, tally = self.accumulate(
+            work, train, teacher=teacher, proximal=proximal, supervised=supervised
+        )
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, spoilt = self._clip(train), list[int]()
         if not np.isfinite(norm) and (spoilt := self._sum(tally.nonfinite).nonzero().flatten().tolist()):
             self.optimizer.zero_grad()
             fields, units_left, tally = self.accumulate(
-                exclude_episodes(work, spoilt), train, teacher=teacher, proximal=proximal
+                exclude_episodes(work, spoilt), train, teacher=teacher, proximal=proximal, supervised=supervised
             )
             norm = self._clip(train)
-        fields = fields | {"episodes_left_out": len(spoilt)} | self._update(norm, train, step, anything=units_left > 0)
+        anything = units_left > 0 or supervised is not None
+        fields = fields | {"episodes_left_out": len(spoilt)} | self._update(norm, train, step, anything=anything)
         return fields, tally.traces
 
     def ask_teacher(self, episodes: Sequence[Rollout], work: RankBatch, train: Train) -> TeacherScores | None:
@@ -383,11 +399,12 @@ class Trainer:
         *,
         teacher: TeacherScores | None = None,
         proximal: Sequence[Tensor] | None = None,
+        supervised: RankBatch | None = None,
     ) -> Accumulated:
         """Accumulate the gradient of the objective in the parameters.
 
         `teacher`: a served teacher's scores. `proximal`: log-probabilities [S] of each micro-batch before the batch's first
-        optimizer step; None in that step.
+        optimizer step; None in that step. `supervised`: this rank's demonstrations.
         """
         work, total = self._reweight_after_filters(work, train), work.totals.of(train.normalisation)
         traced = train.token_log and self.context.is_first
@@ -412,7 +429,23 @@ class Trainer:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(total / left)
+        if supervised and train.sft:
+            fields["sft_loss"] = self._accumulate_cross_entropy(supervised, train.sft.weight)
+            fields["tokens_computed"] += supervised.plan.tokens
+            fields["flops"] += count_model_flops(supervised.plan.layouts, self.traits.cost, self._head_flops)
         return Accumulated(fields, left, tally)
+
+    def _accumulate_cross_entropy(self, work: RankBatch, weight: float) -> float:
+        """Add the gradient of `weight` times the demonstrations' mean cross-entropy per trained token, over all ranks, to the parameters.
+        Returns this mean."""
+        mean = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for index, one in enumerate(work.passes):
+            with self._accumulating(last=index == len(work.passes) - 1):
+                logprobs = self.model(self.place(one), self._to_device(one.temperatures)).logprobs
+                part = torch.where(self._to_device(one.weights) > 0, -logprobs, 0).sum() / max(work.totals.tokens, 1)
+                self.accelerator.backward(weight * part * self.accelerator.num_processes)
+            mean += part.detach()
+        return float(self._sum(mean))
 
     def _reweight_after_filters(self, work: RankBatch, train: Train) -> RankBatch:
         """Return the batch with weights recomputed from the tokens that filters leave of each episode, if the normalisation

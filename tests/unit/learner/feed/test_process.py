@@ -26,7 +26,7 @@ from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.learner.store.records import BatchRecord, Hello, decode_record
 from swarmq.learner.store.report_offsets import ReportOffsets
 from swarmq.learner.store.writer_lock import hold_lock
-from swarmq.messages import Change, Control, Evaluation, StepReport, Ticket, decode
+from swarmq.messages import Change, Control, Evaluation, Rollout, StepReport, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 READY = topology.ready("r", "main")
@@ -78,13 +78,14 @@ async def desk(
     *,
     version: int = 0,
     intervals: FeederIntervals = process.INTERVALS,
+    demonstrations: tuple[Rollout, ...] = (),
     **train: object,
 ) -> AsyncIterator[Trainer]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     their_reader, their_writer = await asyncio.open_connection(sock=theirs)
     the_job = job(folder, **train)
-    hello = Hello(job=the_job, policy="main", version=version, vocab_size=128)
+    hello = Hello(job=the_job, policy="main", version=version, vocab_size=128, demonstrations=demonstrations)
     try:
         the_desk = BatchFeeder(hello, the_job.run_folder.batch_log("main"), broker, their_writer, intervals=intervals)
         running = asyncio.ensure_future(the_desk.run(lambda: frames.read(their_reader)))
@@ -525,3 +526,20 @@ async def test_acknowledging_before_the_log_loses_episodes_and_is_noticed(
             tried.clear()
         left[order.__name__] = unacked(broker)
     assert left == {"_commit": 2, "acknowledge_first": 0}
+
+
+async def test_the_log_has_the_demonstrations_that_seed_and_step_draw(tmp_path: Path) -> None:
+    shown = tuple(make_episode(f"line {number}") for number in range(20))
+    sft = {"demonstrations": "chats.jsonl", "share": 1.25}
+    drawn = []
+    for folder in ("one", "two"):
+        broker = await broker_with(make_group("a"), make_group("b"))
+        async with desk(tmp_path / folder, broker, sft=sft, demonstrations=shown) as trainer:
+            for version in (1, 2):
+                record, _ = await trainer.batch()
+                await trainer.send(records.StepDone(version=version))
+                drawn.append(record.demonstrations)
+        assert [record.demonstrations for record in logged(tmp_path / folder)] == drawn[-2:]
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+    assert all(len({one.episode_id for one in each}) == 3 for each in drawn), "5 / 4 of two episodes, rounded up"
