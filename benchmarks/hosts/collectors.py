@@ -106,6 +106,10 @@ async def collect(folder: Path, run: str, url: str, arguments: argparse.Namespac
 async def feeding(job: SwarmJob, url: str, arguments: argparse.Namespace) -> AsyncIterator[int]:
     """Publish messages while the context is open, and wait for the last ones at its end. Provide the number of episodes."""
     share, turn_queues = arguments.episodes // arguments.feeders, job.collector.turn_queues
+    if share % GROUP_SIZE:
+        raise ValueError(
+            f"{share} episodes of a feeder are not a multiple of the group size, {GROUP_SIZE}: change --episodes"
+        )
     sizes = (share, arguments.turns, arguments.tokens // 2)
     feeders = [
         SPAWN.Process(target=feed, args=(url, job.run, feeder, turn_queues, *sizes))

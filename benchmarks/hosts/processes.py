@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 import tempfile
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a turn, half of them sampled")
     parser.add_argument("--feeders", type=int, default=4, help="processes that publish, before the collector starts")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each number of processes, in turns")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further round after this time")
     arguments = parser.parse_args()
     passes = asyncio.run(measure(arguments))
     rows, figures = [], {}
@@ -55,7 +58,7 @@ def main() -> None:
         figures[f"collector_ms_{num}"] = total.median
         figures[f"collector_first_ms_{num}"] = first.median
     print(report.table(["processes", "", "median", "low", "high"], rows))
-    detail = {**vars(arguments), "out": None, "load": os.getloadavg(), "passes": passes}
+    detail = {**vars(arguments), "out": None, "minutes": None, "load": os.getloadavg(), "passes": passes}
     report.save("hosts_processes", figures, detail=detail, out=arguments.out)
 
 
@@ -67,9 +70,10 @@ class Drained(NamedTuple):
 
 async def measure(arguments: argparse.Namespace) -> dict[int, list[Drained]]:
     passes: dict[int, list[Drained]] = {num: [] for num in PROCESSES}
+    until = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         async with PrivateNode(Path(folder) / "broker") as node:
-            for number in range(arguments.rounds):
+            for number in takewhile(lambda number: not number or time.monotonic() < until, range(arguments.rounds)):
                 for num in PROCESSES if number % 2 == 0 else reversed(PROCESSES):
                     run = f"pass-{number}-{num}"
                     passes[num].append(await drain(Path(folder), run, node.amqp_url, arguments, num))
