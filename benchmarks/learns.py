@@ -1,6 +1,7 @@
 """It learns: a model made from nothing, warmed up by demonstrations, then trained by rewards on two kinds of tasks.
 
     python -m benchmarks.learns --size demo --warm-steps 60 20 --steps 6 --seeds 0 --losses tis_mask --out /tmp/out
+    python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 --losses tis_mask --quantization fp8          # sampled in FP8
     python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 2 --losses tis_mask ppo_clip cispo       # a GPU
 
 The tasks, agent and tool are the demo's (two families of `reasoning-gym`, a calculator to call). The warm start
@@ -19,7 +20,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class Course(Scenario):
 def main() -> None:
     arguments = parse()
     size, cuda = SIZES[arguments.size], arguments.device == "cuda"
-    name = f"learns_{report.place(arguments.device)}"
+    name = f"learns_{report.place(arguments.device)}" + ("_fp8" if arguments.quantization == "fp8" else "")
     planned = set(itertools.product(arguments.seeds, arguments.losses))
     earlier = report.kept(name, out=arguments.out)[1].get("runs", [])
     runs: list[dict[str, Any]] = [one for one in earlier if (one["seed"], one["loss"]) not in planned]
@@ -108,7 +109,16 @@ def main() -> None:
             model = ensure_model(Path(folder) / f"model-{seed}", size, seed, arguments.warm_steps)
             for loss in arguments.losses:
                 print(f"--- seed {seed}, {loss}", flush=True)
-                job = job_of(Path(folder), model, size, seed, loss, arguments.steps, cuda=cuda)
+                job = job_of(
+                    Path(folder),
+                    model,
+                    size,
+                    seed,
+                    loss,
+                    arguments.steps,
+                    cuda=cuda,
+                    quantization=arguments.quantization,
+                )
                 runs.append({"seed": seed, "loss": loss} | asyncio.run(trained(job, arguments.steps)))
                 finished = planned <= {(one["seed"], one["loss"]) for one in runs}
                 figures, out = figures_of(runs), arguments.out
@@ -124,13 +134,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--losses", nargs="+", default=["tis_mask", "ppo_clip", "cispo"])
+    parser.add_argument("--quantization", default="none", choices=("none", "fp8"), help="of the engine")
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
     return parser.parse_args()
 
 
-def ensure_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> Path:
-    """Fresh weights, then copying, which takes longest to learn, then the final mix."""
+def ensure_model(
+    folder: Path,
+    size: Size,
+    seed: int,
+    steps: tuple[int, int],
+    *,
+    report_fresh: Callable[[Path], None] = lambda _: None,
+) -> Path:
+    """Fresh weights, then copying, which takes longest to learn, then the final mix. `report_fresh`: called with the folder of
+    the fresh weights."""
     folder.mkdir()
     dice, recipe = random.Random(seed), DemoRecipe()
     questions = itertools.cycle(problems(seed))
@@ -138,6 +157,7 @@ def ensure_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) ->
     words = build_tokenizer("".join(stretches) for stretches in render_chats(shown, agent.TOOLS))
     model = folder / "fresh"
     save(build_model(words, size.architecture, seed=seed), words, model)
+    report_fresh(model)
     for number, (count, share) in enumerate(zip(steps, (recipe.copying_share, recipe.tool_share), strict=True)):
         chats = folder / f"chats-{number}.jsonl"
         chosen = itertools.islice(questions, count * BATCH)
@@ -174,7 +194,9 @@ def chat(problem: arithmetic.Problem, dice: random.Random, tool_share: float) ->
     return {"messages": demonstrate(problem.question, expression, answer, calls=calls), "tools": agent.TOOLS}
 
 
-def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: int, *, cuda: bool) -> SwarmJob:
+def job_of(
+    folder: Path, model: Path, size: Size, seed: int, loss: str, steps: int, *, cuda: bool, quantization: str
+) -> SwarmJob:
     run = f"{loss.replace('_', '-')}-{seed}"
     tree = msgspec.to_builtins(demo_job(str(model), run=run, seed=seed, size=DemoSize(steps=steps)))
     sets = [
@@ -183,6 +205,7 @@ def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: i
         "policies.main.train.checkpoint_every=1000000",
         "policies.main.train.token_log=false",
         "groups.when_dry=lend",  # one kind is solved before the other
+        f"policies.main.engine.quantization={quantization}",
     ]
     if cuda:
         sets += ["policies.main.train.mixed_precision=bf16", "policies.main.engine.dtype=bfloat16"]

@@ -4,10 +4,17 @@
     python -m benchmarks.loop --model 1.7b,4b --steps 24 --deadline 420              # one H200
 
 Weights are random, so that every answer is as long as it may be and no reward can be learned: only speed is measured.
+    python -m benchmarks.loop --model 1.7b --device cuda --steps 8 --limit             # and what the parts do alone
+    python -m benchmarks.loop --model 1.7b --device cuda --steps 8 --mps learner-low   # both on the GPU at the same time, not in turns
+
 Agents go on while the learner steps; what they sample meanwhile is at most `max_staleness` steps old when it is trained.
 Measured is the time from the end of the warm-up steps to the last step. Results are saved after every model, beside
 those of models measured earlier; one that does not come to its last step before the deadline is measured by those it
 came to.
+
+`--limit` measures in the same run what the parts do alone: first vLLM, asked directly by as many conversations at once; then the
+proxies, while the agents' first episodes go on and nothing can be trained; at the end the learner, from whose batches agents
+and engine are kept away. `loop_over_sum` is the time of a step over the sum of both.
 """
 
 from __future__ import annotations
@@ -16,6 +23,8 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,15 +35,19 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from benchmarks import report
 from benchmarks.gpu_busy import GpuWatch
+from benchmarks.loop.agent import Server
 from benchmarks.loop.model import make_model
+from benchmarks.proxy_h200 import sampled
 from swarmq import SwarmTask
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.data.feed import feed
 from swarmq.config import SwarmJob
+from swarmq.engine.server.launch import EngineProcess
 from swarmq.messages import Event
 from swarmq.observe.monitor import Follower, follow
 from swarmq.runtime.processes import die_with_parent, read_tail, stop_group
@@ -45,6 +58,8 @@ PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
 LEAST_STEPS = 2
 """Without so many there is nothing to measure."""
 PROGRESS_S = 20.0
+LOOK_S = 0.4
+"""Between two looks at the engine's counter."""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +86,18 @@ SIZES = {
     "4b": Size(turns=8, sampled=128, words=64, groups=4, at_once=96, pass_tokens=16384, gpu_share=0.24),
 }
 GROUP_SIZE = 8
+ALONE_S = {"cpu": 4.0, "cuda": 8.0}
+"""For which tokens of the rollout alone are counted: in less than the time of an episode, so that nothing can be trained yet."""
+RAMP_S = 2.0
+"""Between the first call and the first counted token."""
+START_S = 60.0
+"""In which the callers' processes have started."""
+DRAIN_S = 40.0
+"""In which agents have used up their tickets at the latest."""
+ALONE_STEPS, STEP_S = 3, 20.0
+"""Steps of the learner alone, and how long one may take."""
+LOW_PRIORITY = ("env", "CUDA_MPS_CLIENT_PRIORITY=1", sys.executable)
+"""Starts a process whose kernels wait for those of normal priority."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +109,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     placement: str = "auto"
     as_shipped: bool = False
+    limit: bool = False
+    mps: str = "off"
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Asked:
@@ -92,9 +121,21 @@ def main() -> None:
     arguments = parse()
     kind = "loop" if arguments.placement != "split" else "loop_split"
     kind += "_as_shipped" if arguments.as_shipped else ""
+    kind += "_limit" if arguments.limit else ""
+    kind += f"_mps_{arguments.mps.replace('-', '_')}" if arguments.mps != "off" else ""
     name = f"{kind}_{report.place(arguments.device)}"
     figures, detail = report.kept(name, out=arguments.out)
-    models, failed = arguments.model.split(","), 0
+    models = arguments.model.split(",")
+    with multi_process_service(Path(arguments.scratch or tempfile.gettempdir()), wanted=arguments.mps != "off"):
+        failed = measure_all(name, models, arguments, figures, detail)
+    sys.exit(failed)
+
+
+def measure_all(
+    name: str, models: Sequence[str], arguments: argparse.Namespace, figures: dict[str, float], detail: dict[str, Any]
+) -> int:
+    """The number of models that failed."""
+    failed = 0
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
             try:
@@ -104,13 +145,13 @@ def main() -> None:
                 traceback.print_exc()
                 show_logs(Path(folder))
                 continue
-        figures |= {_named(figure, model): value for figure, value in found.items()}
+        figures.update({_named(figure, model): value for figure, value in found.items()})
         print(
             report.table(("figure", "value"), [[figure, float(value)] for figure, value in found.items()]), flush=True
         )
         finished = model == models[-1]
         report.save(name, figures | overall(figures), detail=detail, out=arguments.out, finished=finished)
-    sys.exit(failed)
+    return failed
 
 
 def parse() -> argparse.Namespace:
@@ -125,6 +166,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--as-shipped", action="store_true", help="with checkpoints, token log and trackers, which are off otherwise"
+    )
+    parser.add_argument("--limit", action="store_true", help="measure engine, proxies and learner alone, too")
+    parser.add_argument(
+        "--mps",
+        default="off",
+        choices=("off", "equal", "learner-low"),
+        help="CUDA's multi-process service for engine and learner; learner-low: kernels of the engine go first",
     )
     parser.add_argument("--scratch", help="where model and run folder are written")
     return parser.parse_args()
@@ -141,7 +189,9 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         cuda=asked.device == "cuda",
         placement=asked.placement,
         as_shipped=asked.as_shipped,
+        launcher=LOW_PRIORITY if asked.mps == "learner-low" else (),
     )
+    alone = dict[str, float]()
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=_say))
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
@@ -149,12 +199,20 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (asked.steps + 8) * size.groups)]
         fed = folder / "fed.json"
         await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
-        await stack.enter_async_context(workers(deployment, size, folder))
-        watch = stack.enter_context(GpuWatch())
+        meter = await stack.enter_async_context(TokenMeter.of(deployment))
         _say(f"up after {time.monotonic() - began:.0f} s")
+        if asked.limit:
+            async with workers(deployment, size, folder, direct=True):
+                alone["direct_tokens_per_s"] = await meter.rate(ALONE_S[asked.device])
+            await meter.until_idle()
+        agents = await stack.enter_async_context(workers(deployment, size, folder))
+        watch = stack.enter_context(GpuWatch())
+        if asked.limit:
+            alone["proxy_tokens_per_s"] = await meter.rate(ALONE_S[asked.device])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(asked.deadline - (time.monotonic() - began)):
                 await until_step(follower, asked.steps)
+        alone_from = await let_learner_alone(deployment, meter, agents, follower) if asked.limit else 0.0
         stop_without_checkpoint(deployment)
     events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
     steps = [event for event in events if event.name == "step"][: asked.steps]
@@ -163,13 +221,26 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     if len(steps) < asked.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {asked.deadline:.0f} s are too few to measure")
     figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
+    detail["engine_tokens_per_s"] = engine_rates(steps[asked.warm_up :], meter)
+    if asked.limit:
+        later = [e for e in events if e.name == "step" and training(e)[0] >= alone_from]
+        figures |= limits(figures, measured=steps[asked.warm_up :], alone=later, rates=alone)
+        detail["alone"] = [{phase: event.fields[phase] for phase in (*PHASES, "mfu")} for event in later]
     told = list(read_log(job.run_folder.logs / "learner.main.log"))
     waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
     ways = sorted({fields["method"] for fields in told if fields.get("event") == "push_route"})
     return figures, detail | {"push_ways": ways, "training_waited_for_checkpoints_s": waited}
 
 
-def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto", as_shipped: bool = False) -> SwarmJob:
+def job_of(
+    folder: Path,
+    size: Size,
+    *,
+    cuda: bool,
+    placement: str = "auto",
+    as_shipped: bool = False,
+    launcher: Sequence[str] = (),
+) -> SwarmJob:
     length = 512 + size.turns * 3 * (size.sampled + size.words)
     bare = {"checkpoint_every": 1_000_000, "token_log": False, "trackers": []}
     policy = {
@@ -181,7 +252,11 @@ def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto", as_
             "arguments": ["--max-num-seqs", str(size.at_once)],
         },
         "sampling": {"max_tokens": size.sampled},
-        "train": {"micro_batch_tokens": max(size.pass_tokens, length), **({} if as_shipped else bare)},
+        "train": {
+            "micro_batch_tokens": max(size.pass_tokens, length),
+            "launcher": launcher,
+            **({} if as_shipped else bare),
+        },
     }
     return SwarmJob.build(
         {
@@ -195,11 +270,19 @@ def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto", as_
 
 
 @contextlib.asynccontextmanager
-async def workers(deployment: Deployment, size: Size, folder: Path) -> AsyncIterator[None]:
-    """Processes that share out the agents; killed at the end, in the middle of their episodes."""
+async def workers(
+    deployment: Deployment, size: Size, folder: Path, *, direct: bool = False
+) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """Processes that share out the agents; killed at the end, in the middle of their episodes. `direct`: they ask vLLM itself."""
     arguments = [str(size.at_once // size.workers), str(size.turns), str(size.words)]
+    if direct:
+        engine, model = deployment.engines["main.0"], deployment.job.policies["main"].model
+        sampling = {"max_tokens": size.sampled, "logprobs": True, "temperature": 1.0}
+        server = Server(base_url=f"{engine.url}/v1", api_key=engine.secret, model=model, sampling=sampling)
+        arguments.append(msgspec.json.encode(server).decode())
     environment = {"OMP_NUM_THREADS": "1", "SWARMQ_SPOOL": str(folder / "spool")}
     async with contextlib.AsyncExitStack() as stack:
+        processes = []
         for number in range(size.workers):
             with (deployment.job.run_folder.logs / f"worker.{number}.log").open("ab") as sink:
                 process = await asyncio.create_subprocess_exec(
@@ -210,8 +293,127 @@ async def workers(deployment: Deployment, size: Size, folder: Path) -> AsyncIter
                     stderr=sink,
                     preexec_fn=die_with_parent,
                 )
+            processes.append(process)
             stack.push_async_callback(stop_group, process, grace_s=0.0)
+        yield processes
+
+
+class TokenMeter:
+    """Tokens that the engine has sampled, by vLLM's own counter, looked at often."""
+
+    def __init__(self, http: aiohttp.ClientSession, engine: EngineProcess) -> None:
+        self._http, self._engine = http, engine
+        self.looks: list[tuple[float, float]] = []
+        """Unix time, tokens."""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of(cls, deployment: Deployment) -> AsyncIterator[TokenMeter]:
+        async with aiohttp.ClientSession() as http:
+            meter = cls(http, deployment.engines["main.0"])
+            looking = asyncio.create_task(meter._look())
+            try:
+                yield meter
+            finally:
+                looking.cancel()
+
+    async def _look(self) -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                self.looks.append((time.time(), await sampled(self._http, self._engine)))
+            await asyncio.sleep(LOOK_S)
+
+    async def rate(self, seconds: float) -> float:
+        """Tokens a second from now on, once calls are under way."""
+        async with asyncio.timeout(START_S):
+            while await sampled(self._http, self._engine) == await self._next():
+                pass  # the callers' processes are still starting
+        await asyncio.sleep(RAMP_S)
+        before, began = await sampled(self._http, self._engine), time.monotonic()
+        await asyncio.sleep(seconds)
+        return (await sampled(self._http, self._engine) - before) / (time.monotonic() - began)
+
+    async def _next(self) -> float:
+        await asyncio.sleep(LOOK_S)
+        return await sampled(self._http, self._engine)
+
+    async def until_idle(self) -> None:
+        """Return when nothing was sampled between two looks."""
+        while await sampled(self._http, self._engine) != await self._next():
+            pass
+
+    def between(self, begin: float, end: float) -> float:
+        return _at(self.looks, end) - _at(self.looks, begin)
+
+
+async def let_learner_alone(
+    deployment: Deployment, meter: TokenMeter, agents: Sequence[asyncio.subprocess.Process], follower: Follower
+) -> float:
+    """Stop the learner until agents have sampled all that they may, then stop the agents and let the learner train it. Returns
+    the Unix time from which on it was alone."""
+    learner = deployment.daemons["learner.main"].process
+    assert learner is not None
+    learner.send_signal(signal.SIGSTOP)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            await meter.until_idle()
+    for agent in agents:
+        agent.send_signal(signal.SIGSTOP)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            await meter.until_idle()
+    begin = time.time()
+    learner.send_signal(signal.SIGCONT)
+    version = int(follower.board.steps["main"][-1]["version"])
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STEP_S * (1 + ALONE_STEPS)):
+            await until_step(follower, version + 1 + ALONE_STEPS)  # the first of them had begun before
+    return begin
+
+
+def limits(
+    figures: dict[str, float], *, measured: Sequence[Event], alone: Sequence[Event], rates: dict[str, float]
+) -> dict[str, float]:
+    """The loop over what its parts do alone. `alone`: steps of the learner beside an idle engine."""
+    if not alone:
+        raise RuntimeError("the learner made no step alone")
+    sampled_tokens = statistics.fmean(event.fields["tokens_trained"] for event in measured)
+    rollout_s = sampled_tokens / rates["direct_tokens_per_s"]
+    learner_s = statistics.median(event.fields["train_s"] + event.fields["push_s"] for event in alone)
+    return rates | {
+        "proxy_over_direct": rates["proxy_tokens_per_s"] / rates["direct_tokens_per_s"],
+        "rollout_alone_s": rollout_s,
+        "learner_alone_s": learner_s,
+        "loop_over_sum": figures["step_s"] / (rollout_s + learner_s),
+        "mfu_in_loop": statistics.median(event.fields["mfu"] for event in measured),
+        "mfu_alone": statistics.median(event.fields["mfu"] for event in alone),
+    }
+
+
+def engine_rates(steps: Sequence[Event], meter: TokenMeter) -> dict[str, float]:
+    """Tokens that the engine sampled a second, while the learner computed and while it did not."""
+    spans = [training(step) for step in steps]
+    beside, beside_s = sum(meter.between(*span) for span in spans), sum(end - begin for begin, end in spans)
+    begin, end = spans[0][0], steps[-1].at
+    others, others_s = meter.between(begin, end) - beside, end - begin - beside_s
+    return {"beside_the_learner": beside / beside_s, "without": others / others_s if others_s > 0 else 0.0}
+
+
+@contextlib.contextmanager
+def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
+    """CUDA's multi-process service for all processes that are started within: their kernels run at the same time."""
+    if not wanted:
         yield
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-", dir=folder) as place:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=30)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, timeout=60)
+            for log in Path(place).glob("*.log"):
+                _say(f"{log.name}: {log.read_text()[-1500:]}")
 
 
 async def until_step(follower: Follower, step: int) -> None:
@@ -317,11 +519,13 @@ def _at(points: Sequence[tuple[float, float]], moment: float) -> float:
 
 
 def overall(figures: dict[str, float]) -> dict[str, float]:
-    """The idlest model's idle share, and the rates of the first."""
+    """The idlest model's idle share, and rates and ratios of the first."""
     idle = [value for figure, value in figures.items() if figure.startswith("gpu_idle_share_")]
+    wanted = ("sampled_tokens_per_s", "trained_tokens_per_s", "loop_over_sum", "proxy_over_direct", "mfu_in_loop")
     first = {
-        rate: next(value for figure, value in figures.items() if figure.startswith(f"{rate}_"))
-        for rate in ("sampled_tokens_per_s", "trained_tokens_per_s")
+        name: next(value for figure, value in figures.items() if figure.startswith(f"{name}_"))
+        for name in wanted
+        if any(figure.startswith(f"{name}_") for figure in figures)
     }
     return first | ({"gpu_idle_share": max(idle)} if idle else {})
 

@@ -234,6 +234,14 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     number that the model, the learner's micro-batches and GPU memory allow, which `swarmq up` reports with its cause."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the served weights, as vLLM's `--dtype`."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Precision in which engines multiply matrices: `fp8` quantises the weights of every push (one scale per output channel) and
+    the activations (one scale per token), while the learner's weights stay as they are. Needs a GPU with FP8."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Data type of cached keys and values: `fp8` doubles the number of tokens that the cache holds. Needs a GPU with FP8."""
+    speculation: Literal["none", "ngram"] = "none"
+    """Speculative decoding without a draft model: `ngram` proposes the tokens that followed the newest tokens earlier in the
+    same conversation. Tokens are sampled from the same distribution; text that repeats itself is sampled faster."""
     gpu_memory_utilization: Share | None = None
     """Share of a GPU's memory that one engine takes; None: chosen from the policy's `placement`."""
     sleep: bool | None = None
@@ -242,6 +250,11 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     """Further command-line arguments of the vLLM server."""
     start_timeout_s: Positive = 600.0
     """Seconds within which an engine must have started."""
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether engines compute with FP8 weights or keys and values, so that they differ from the learner by more than BF16."""
+        return self.quantization == "fp8" or self.kv_cache_dtype == "fp8"
 
 
 TEACHER_TEMPERATURE = 1.0

@@ -36,6 +36,7 @@ MIN_CACHED_REQUESTS = 8
 MIN_CONTEXT = 2048
 """Minimum context limit in tokens to choose if the settings name none, unless the model's own maximum is smaller."""
 CONTEXT_STEP = 1024
+FP8_BYTES = 1
 HALF_BYTES = 2
 FULL_BYTES = 4
 SHARE_DIGITS = 3
@@ -154,7 +155,8 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
         weights = HALF_BYTES * model.parameters
         requested = policy.engine.max_model_len or MIN_CONTEXT
         length = min(requested, model.max_length or requested)
-        cache = MIN_CACHED_REQUESTS * length * HALF_BYTES * model.kv_values_per_token
+        entry = HALF_BYTES if policy.engine.kv_cache_dtype == "auto" else FP8_BYTES
+        cache = MIN_CACHED_REQUESTS * length * entry * model.kv_values_per_token
         ways = (
             [(n, full) for n in range(1, num_gpus + 1) for full in _sharding_options(train, n)]
             if policy.trained

@@ -361,6 +361,13 @@ def test_a_gpu_that_does_not_tell_its_memory_is_left_out_aloud_and_the_others_ke
     assert [line["gpu"] for line in told] == ([] if visible == "0" else ["1" if visible in {None, "1"} else "GPU-b"])
 
 
+@pytest.mark.parametrize(("said", "has_fp8"), [("9.0", True), ("8.9", True), ("8.6", False), ("[N/A]", True)])
+def test_a_gpu_tells_whether_it_computes_in_fp8(said: str, has_fp8: bool) -> None:
+    (gpu,) = (gpu for name, gpu in parse_nvidia_smi(f"0, GPU-a, 80000, 80000, {said}", None).items() if name == "0")
+    assert gpu is not None
+    assert gpu.has_fp8 == has_fp8
+
+
 def context_of(
     own: Policy, size: float, gpus: list[GpuCapacity], *, made_for: int | None, host_cache: int = 1 << 40
 ) -> tuple[int, str]:

@@ -14,10 +14,12 @@ from safetensors.numpy import save_file
 
 from support.tiny_model import tiny_model
 from swarmq.config import BrokerSettings, EngineSettings, Lora, Loss, Policy, SwarmJob, Train
+from swarmq.engine.server.gpus import GpuCapacity
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
 from swarmq.learner.checkpoint.discovery import MANIFEST, File, Manifest
 from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, RunIdentity
 from swarmq.up import deploy
+from swarmq.up.job_checks import check_settings
 
 ELSEWHERE = EngineSettings(urls=("http://127.0.0.1:9",))
 
@@ -46,6 +48,29 @@ def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None
     assert isinstance(error, ConfigError)
     assert "--logprobs_mode would" in str(error)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "words"),
+    [
+        ({"quantization": "fp8"}, 8.0, "quantization = 'fp8', but GPU 1 has compute capability 8, and FP8 needs 8.9"),
+        ({"kv_cache_dtype": "fp8"}, 8.6, "kv_cache_dtype = 'fp8', but GPU 1 has compute capability 8.6"),
+        ({"kv_cache_dtype": "fp8"}, None, "kv_cache_dtype = 'fp8', but this host has no GPU"),
+    ],
+)
+def test_fp8_on_a_host_without_it(
+    settings: dict[str, Any], capability: float | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmq.up.job_checks.is_cuda_build", lambda: True)
+    job = SwarmJob(run="r", policies={"main": Policy(model="m", engine=EngineSettings(**settings))})
+
+    def find(*capabilities: float) -> list[GpuCapacity]:
+        return [GpuCapacity(total=80 << 30, free=80 << 30, compute_capability=each) for each in capabilities]
+
+    with pytest.raises(ConfigError) as caught:
+        check_settings(job, find_gpus=lambda: find(9.0, capability) if capability else [])
+    assert f"policies.main.engine.{words}" in str(caught.value)
+    assert len(check_settings(job, find_gpus=lambda: find(9.0, 8.9))) == 2
 
 
 def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

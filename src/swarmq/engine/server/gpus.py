@@ -10,20 +10,29 @@ import msgspec
 
 from swarmq.runtime.logs import log
 
-QUERY = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
+QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
 ORDER_ENV = "CUDA_DEVICE_ORDER"
 NVIDIA_SMI_ORDER = "PCI_BUS_ID"
 """GPU order of nvidia-smi; CUDA's default order begins with the fastest."""
 QUERY_TIMEOUT_S = 30.0
 MIB = 1 << 20
+FP8_CAPABILITY = 8.9
+"""Smallest compute capability with FP8 matrix products (Ada; Hopper has 9.0)."""
 
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Total and free memory of a GPU in bytes."""
+    """Total and free memory of a GPU in bytes, and what it computes."""
 
     total: int
     free: int
+    compute_capability: float | None = None
+    """CUDA compute capability, such as 9.0; None if nvidia-smi does not report it."""
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the GPU multiplies FP8 matrices; True if unknown."""
+        return self.compute_capability is None or self.compute_capability >= FP8_CAPABILITY
 
 
 def find_visible_gpus() -> list[GpuCapacity]:
@@ -55,8 +64,8 @@ def parse_nvidia_smi(output: str, visible: str | None) -> dict[str, GpuCapacity 
     None: all."""
     gpus: dict[str, GpuCapacity | None] = {}
     for line in output.splitlines():
-        index, uuid, *memory = (field.strip() for field in line.split(","))
-        gpus[index] = gpus[uuid] = _parse_memory(*memory)
+        index, uuid, total, free, *capability = (field.strip() for field in line.split(","))
+        gpus[index] = gpus[uuid] = _parse_gpu(total, free, *capability)
     wanted = (
         [name for name in gpus if name.isdecimal()]
         if visible is None
@@ -65,8 +74,9 @@ def parse_nvidia_smi(output: str, visible: str | None) -> dict[str, GpuCapacity 
     return {name: gpus[name] for name in wanted if name in gpus}
 
 
-def _parse_memory(total: str, free: str) -> GpuCapacity | None:
+def _parse_gpu(total: str, free: str, capability: str = "") -> GpuCapacity | None:
     """Return a GPU's capacity, or None if nvidia-smi prints no number (`[N/A]` for shared memory or a faulty GPU)."""
     if not total.isdecimal() or not free.isdecimal():
         return None
-    return GpuCapacity(total=int(total) * MIB, free=int(free) * MIB)
+    known = float(capability) if capability.replace(".", "", 1).isdecimal() else None
+    return GpuCapacity(total=int(total) * MIB, free=int(free) * MIB, compute_capability=known)

@@ -78,6 +78,11 @@ the engine samples nothing and answers no request."""
 CPU_SHARED_PREFILL_TOKENS = 256
 """Maximum number of tokens of one long prompt per step on a CPU: with more, other requests would wait for the whole prompt."""
 
+FP8_WEIGHTS = "fp8_per_channel"
+"""vLLM's name of the quantisation for `engine.quantization = "fp8"`: the finest scales that it multiplies in FP8."""
+NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+"""vLLM's speculative decoding for `engine.speculation = "ngram"`: drafts of at most 5 tokens after a match of 2 to 5."""
+
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
     ("Starting to load model", "loading the weights"),
@@ -311,6 +316,12 @@ def build_command(
         "--middleware": MIDDLEWARE,
         "--uvicorn-log-level": "warning",
     }
+    if engine.quantization == "fp8":
+        options["--quantization"] = FP8_WEIGHTS
+    if engine.kv_cache_dtype != "auto":
+        options["--kv-cache-dtype"] = engine.kv_cache_dtype
+    if engine.speculation == "ngram":
+        options["--speculative-config"] = json.dumps(NGRAM_DRAFTS)
     if tls:
         options |= {"--ssl-certfile": tls.certificate, "--ssl-keyfile": tls.key}
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]

@@ -14,7 +14,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import discovery
 from swarmq.learner.doctor.checks import checks
-from swarmq.learner.doctor.mismatch import compare, explain
+from swarmq.learner.doctor.mismatch import certify_fp8, compare, explain
 from swarmq.learner.health.findings import Finding, judge_value
 from swarmq.learner.memory import plan
 from swarmq.learner.methods import registry
@@ -75,6 +75,8 @@ def _replay_batches(job: SwarmJob, policy: str, folder: RunFolder, batches: int)
         compared.append(compare(trainer, record))
         trainer.step(record)
     yield from explain(compared)
+    if settings.engine.uses_fp8:
+        yield certify_fp8(compared, settings.train.loss.ratio_cap)
 
 
 def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> discovery.Checkpoint | None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
-from swarmq.learner.health.findings import Finding, Level
+from swarmq.learner.health.findings import Finding, Level, judge_value
 from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.train.trainer import Trainer
@@ -27,6 +27,9 @@ SAME_WEIGHTS_LIMIT = 0.01
 """Largest k3 per token under the same weights. BF16 engines and learners that compute the same model stay below it."""
 BROKEN = 0.1
 HELD = "held to a grammar"
+MIN_EFFECTIVE = 0.5
+"""Smallest effective sample size, as a share of the tokens, of the truncated importance ratios under the same weights. Below it,
+fewer than half of the sampled tokens would teach anything."""
 EXPLAINS = 0.25
 """Maximum share of a mismatch that may remain after a correction, for the corrected cause to count as its explanation."""
 
@@ -128,6 +131,29 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
         )
     elif same.k3 > SAME_WEIGHTS_LIMIT:
         yield from _find_suspects(batches, same)
+
+
+def certify_fp8(batches: Sequence[Compared], ratio_cap: float) -> Finding:
+    """Judge whether importance ratios truncated at `ratio_cap` correct an FP8 engine's log-probabilities, by the tokens that were
+    sampled with the learner's own weights."""
+    check = "FP8 rollouts"
+    gaps = [(b.logprobs - b.behavior_logprobs)[(b.lag == 0) & ~b.pushed & ~b.repaired & ~b.held] for b in batches]
+    gap = np.concatenate(gaps)
+    if not len(gap):
+        text = "no stored token was sampled with the weights of a checkpoint, so nothing is certified: train a few more steps"
+        return Finding(level="note", check=check, text=text)
+    k3 = _cause("", gap).k3
+    ratios = np.minimum(np.exp(np.minimum(gap, 20.0)), ratio_cap)
+    effective = float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
+    cut = float(np.mean(ratios >= ratio_cap))
+    measured = f"k3 {k3:.2g} (limit {BROKEN:g}), effective samples {effective:.1%} (limit {MIN_EFFECTIVE:.0%}), {cut:.2%} of ratios cut"
+    return judge_value(
+        check,
+        bad=not (k3 <= BROKEN and effective >= MIN_EFFECTIVE),  # also true for NaN
+        ok=f"certified on {len(gap)} tokens: {measured}",
+        wrong=f"truncated importance sampling does not correct this engine: {measured}; set engine.quantization = 'none' and "
+        "engine.kv_cache_dtype = 'auto'",
+    )
 
 
 def _find_suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ def agreement_limit(policy: Policy, *, cuda: bool) -> float:
         return 0.0
     if train.engine_gap_max is not None:
         return train.engine_gap_max
-    exact = engine.dtype == "float32" or (engine.dtype == "auto" and not cuda)
+    exact = (engine.dtype == "float32" or (engine.dtype == "auto" and not cuda)) and not engine.uses_fp8
     return EXACT if exact and train.precision(cuda=cuda) == "no" else ROUNDED
 
 

@@ -57,6 +57,22 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
     assert "--enable-scale-out" in words
 
 
+@pytest.mark.parametrize(
+    ("settings", "option", "value"),
+    [
+        ({"quantization": "fp8"}, "--quantization", "fp8_per_channel"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype", "fp8"),
+        ({"speculation": "ngram"}, "--speculative-config", '{"method": "ngram", '),
+    ],
+)
+def test_fp8_and_drafts_are_used_when_they_are_set_and_not_before(settings, option, value):
+    for chosen, expected in (({}, False), (settings, True)):
+        policy = Policy(model="m", engine=EngineSettings(**chosen))
+        words = build_command(policy, SMALL, port=81, cuda=True, cores=2)
+        assert (option in words) == expected
+    assert words[words.index(option) + 1].startswith(value)
+
+
 def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
     policy = Policy(model="m")
     cpu, gpu = (build_command(policy, SMALL, port=81, cuda=cuda, cores=16) for cuda in (False, True))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from numpy.typing import NDArray
 
 from support.episodes import make_group
 from swarmq.cli import main
@@ -23,7 +24,7 @@ from swarmq.learner.checkpoint import save_load
 from swarmq.learner.doctor import checks as doctor_checks
 from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
 from swarmq.learner.doctor.examine import examine, head_agrees, layouts_agree
-from swarmq.learner.doctor.mismatch import Compared, compare, explain
+from swarmq.learner.doctor.mismatch import Compared, certify_fp8, compare, explain
 from swarmq.learner.health.findings import Finding, verdict
 from swarmq.learner.health.signs import SIGNS, find_signs
 from swarmq.learner.model import layout_model, logprob_head
@@ -344,6 +345,39 @@ def test_the_command_says_what_it_found_and_its_status_whether_something_is_wron
         assert "[info" not in made.output, "nor is a line of its log"
         assert "log-softmax in chunks and in FP32" in made.output
         assert ("cause: truncated support" in made.output) == bool(status)
+
+
+def differing(gap: NDArray[np.float64], **changed: Any) -> Compared:
+    """Tokens whose log-probabilities in the learner are `gap` above the engine's."""
+    n = len(gap)
+    none = np.zeros(n, np.bool_)
+    whole = Compared(
+        logprobs=np.full(n, -1.0) + gap,
+        at_one=np.full(n, -1.0) + gap,
+        behavior_logprobs=np.full(n, -1.0),
+        lag=np.zeros(n, np.int64),
+        pushed=none,
+        repaired=none,
+        held=none,
+    )
+    return msgspec.structs.replace(whole, **changed)
+
+
+@pytest.mark.parametrize(("size", "level"), [(0.05, "ok"), (0.3, "ok"), (0.6, "error"), (3.0, "error")])
+def test_an_fp8_engine_is_certified_up_to_the_gap_that_ratios_correct(size: float, level: str) -> None:
+    noise = np.random.default_rng(0).normal(0, size, 4000)
+    found = certify_fp8([differing(noise)], ratio_cap=20.0)
+    assert found.level == level
+    assert ("certified on 4000 tokens" in found.text) == (level == "ok")
+    assert ("engine.quantization = 'none'" in found.text) == (level == "error")
+
+
+def test_an_fp8_engine_is_judged_by_tokens_of_the_same_weights_and_by_finite_ones() -> None:
+    far = differing(np.full(100, 3.0))
+    older = msgspec.structs.replace(far, lag=np.ones(100, np.int64))
+    assert certify_fp8([older], ratio_cap=20.0).level == "note"
+    assert certify_fp8([older, differing(np.zeros(100))], ratio_cap=20.0).level == "ok"
+    assert certify_fp8([differing(np.full(100, np.nan))], ratio_cap=20.0).level == "error"
 
 
 def test_turns_that_were_held_to_a_grammar_are_told_apart_and_are_no_alarm() -> None:

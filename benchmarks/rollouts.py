@@ -1,0 +1,357 @@
+"""Rollouts in FP8 and with n-gram drafts beside plain ones: speed, and how far log-probabilities are from the learner's.
+
+    python -m benchmarks.rollouts --size demo --warm-steps 20 5 --random tiny --streams 4 --seconds 2 --ways plain ngram --out /tmp/out
+    python -m benchmarks.rollouts --size 85m --random 1.7b --device cuda          # one H200
+
+Two models. A small one is warmed up by demonstrations and asked in a loop of tool calls, as agents ask: text that repeats itself, and
+probabilities that mean something. A large one has random weights and samples long answers: how fast engines compute. Each way
+is an engine of its own, all on one GPU; they start side by side, get their weights by a push, and are then asked one after the other, forwards
+and backwards; the first round is not counted. Tokens are counted by vLLM's own counter. The small model's answers are compared
+with the log-probabilities of transformers, in the learner's precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import report
+from benchmarks.learns import SIZES, ensure_model, problems
+from benchmarks.loop.model import make_model
+from benchmarks.proxy_h200 import sampled
+from benchmarks.timelines.run import SHAPES
+from swarmq.config import EngineSettings, Policy
+from swarmq.demo import agent
+from swarmq.engine.auth import make_auth_headers
+from swarmq.engine.server.launch import EngineProcess
+from swarmq.runtime.processes import find_free_port
+from swarmq.weights.push.pusher import WeightPusher
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp8": {"quantization": "fp8"},
+    "fp8_cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "ngram": {"speculation": "ngram"},
+}
+"""Settings of `engine`."""
+SMALL, LARGE = "small", "large"
+CACHE_BYTES = {SMALL: 4 << 30, LARGE: 16 << 30}
+PROMPT, ANSWER = 512, 256
+"""Tokens of a call to the large model."""
+RAMP_S = 1.0
+"""Between the first call and the first counted token."""
+COMPARED = 128
+"""Answers whose log-probabilities are compared."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: list[int]
+    ids: list[int]
+    logprobs: list[float]
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine, and who asks it."""
+
+    model: str
+    way: str
+    engine: Any
+    http: Any
+    ask: Any
+    """Asks for one answer after another: a small model's as a dialogue."""
+    answers: list[Answer]
+    """Newest ones, of a small model."""
+    rates: list[float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_{self.way}"
+
+
+def main() -> None:
+    arguments = parse()
+    place = report.place(arguments.device)
+    with tempfile.TemporaryDirectory(prefix="swarmq-rollouts-", dir=arguments.scratch) as folder:
+        served, gaps, pauses = asyncio.run(measure(Path(folder), arguments))
+    rates = {one.name: statistics.median(one.rates) for one in served}
+    detail = {
+        "tokens_per_s": {one.name: one.rates for one in served},
+        "gaps": gaps,
+        "pause_s": pauses,
+        "streams": arguments.streams,
+        "models": {SMALL: arguments.size, LARGE: arguments.random},
+    }
+    rows = [[one.name, rates[one.name], ratio(rates, one), *gaps.get(one.name, {}).values()] for one in served]
+    print(report.table(("engine", "tokens/s", "over plain"), [row[:3] for row in rows]))
+    for name, gap in gaps.items():
+        print(name, gap)
+    figures = {f"tokens_per_s_{name}": rate for name, rate in rates.items()}
+    eights = [one for one in served if one.way.startswith("fp8")]
+    if eights:
+        own = {f"ratio_{one.name}": ratio(rates, one) for one in eights}
+        own |= {f"k3_{name}": gap["k3"] for name, gap in gaps.items()}
+        large = [own[f"ratio_{one.name}"] for one in eights if one.model == LARGE]
+        own |= {"rollout_ratio": max(large)} if large else {}
+        save(
+            f"fp8_{place}",
+            {name: value for name, value in figures.items() if "ngram" not in name} | own,
+            detail,
+            arguments,
+        )
+    drafts = [one for one in served if one.way == "ngram"]
+    if drafts:
+        own = {f"tokens_ratio_{one.model}": ratio(rates, one) for one in drafts}
+        small = next((one for one in drafts if one.model == SMALL), drafts[0])
+        own |= {"tokens_ratio": ratio(rates, small)}
+        if small.name in gaps:
+            own |= {
+                "logprob_max_abs": gaps[small.name]["max_abs"],
+                "logprob_max_abs_plain": gaps[f"{SMALL}_plain"]["max_abs"],
+            }
+        save(
+            f"spec_{place}",
+            {name: value for name, value in figures.items() if "fp8" not in name} | own,
+            detail,
+            arguments,
+        )
+
+
+def save(name: str, figures: dict[str, float], detail: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Beside figures of other scripts that lie there."""
+    before, other = report.kept(name, out=arguments.out)
+    print(report.save(name, before | figures, detail=other | detail, out=arguments.out))
+
+
+def ratio(rates: dict[str, float], one: Served) -> float:
+    return rates[one.name] / rates[f"{one.model}_plain"]
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--size", default="85m", choices=SIZES, help="of the model that is warmed up")
+    parser.add_argument("--random", default="1.7b", choices=sorted(SHAPES), help="of the model of random weights")
+    parser.add_argument("--ways", nargs="+", default=["plain", "fp8", "ngram"], choices=WAYS, help="of the small model")
+    parser.add_argument("--large-ways", nargs="*", default=["plain", "fp8", "fp8_cache"], choices=WAYS)
+    parser.add_argument("--streams", type=int, default=32, help="of the small model")
+    parser.add_argument("--large-streams", type=int, default=192)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for which tokens are counted each time")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
+    parser.add_argument("--scratch", help="where models are written")
+    arguments = parser.parse_args()
+    for ways in (arguments.ways, arguments.large_ways):
+        if ways and "plain" not in ways:
+            parser.error("every way is compared with plain: name it, too")
+    return arguments
+
+
+async def measure(
+    folder: Path, arguments: argparse.Namespace
+) -> tuple[list[Served], dict[str, dict[str, float]], dict[str, float]]:
+    """Engines with their rates, gaps of log-probabilities by engine, and pauses for the push by engine."""
+    fresh: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+    warming = asyncio.create_task(warm_up(folder / SMALL, arguments, fresh))
+    random_model = folder / LARGE
+    random_model.mkdir()
+    await asyncio.to_thread(make_model, random_model, arguments.random, arguments.device)
+    async with contextlib.AsyncExitStack() as stack:
+        began = time.monotonic()
+        wanted = [(SMALL, way, await fresh) for way in arguments.ways]
+        wanted += [(LARGE, way, random_model) for way in arguments.large_ways]
+        starting = [
+            asyncio.create_task(stack.enter_async_context(serve(folder, model, way, place, arguments)))
+            for model, way, place in wanted
+        ]
+        served = [await one for one in starting]
+        print(f"{len(served)} engines after {time.monotonic() - began:.0f} s", flush=True)
+        trained = await warming
+        print(f"warm start after {time.monotonic() - began:.0f} s", flush=True)
+        pauses = {}
+        for one in served:
+            source = trained if one.model == SMALL else random_model
+            pauses[one.name] = await asyncio.to_thread(push, one, source, folder, arguments.device)
+        for number in range(1 + arguments.repeats):
+            for one in reversed(served) if number % 2 else served:
+                rate = await count(one, arguments)
+                print(f"{one.name}: {rate:.0f} tokens/s", flush=True)
+                if number:
+                    one.rates.append(rate)
+    gaps = await asyncio.to_thread(compare, served, trained, arguments.device)
+    return served, gaps, pauses
+
+
+async def warm_up(folder: Path, arguments: argparse.Namespace, fresh: asyncio.Future[Path]) -> Path:
+    """The warmed-up model's folder; that of its first weights is told as soon as it is there."""
+    loop = asyncio.get_running_loop()
+
+    def report_fresh(made: Path) -> None:
+        loop.call_soon_threadsafe(fresh.set_result, made)
+
+    return await asyncio.to_thread(
+        ensure_model, folder, SIZES[arguments.size], 0, arguments.warm_steps, report_fresh=report_fresh
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    folder: Path, model: str, way: str, place: Path, arguments: argparse.Namespace
+) -> AsyncIterator[Served]:
+    streams = arguments.streams if model == SMALL else arguments.large_streams
+    cuda = arguments.device == "cuda"
+    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES[model]), "--api-server-count", "2"] if cuda else []
+    settings = EngineSettings(
+        max_model_len=1024,
+        dtype="bfloat16" if cuda or "quantization" in WAYS[way] else "auto",
+        gpu_memory_utilization=0.1 if cuda else None,
+        arguments=("--max-num-seqs", str(max(streams, 8)), *extra),
+        **WAYS[way],
+    )
+    name = f"{model}_{way}"
+    engine = EngineProcess(
+        Policy(model=str(place), engine=settings),
+        port=find_free_port(),
+        log_path=(arguments.out or folder) / f"engine.{name}.log",
+        progress=lambda stage: print(f"{name}: {stage}", flush=True),
+    )
+    timeout, limits = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
+    async with (
+        engine,
+        aiohttp.ClientSession(
+            engine.url, headers=make_auth_headers(engine.secret), timeout=timeout, connector=limits
+        ) as http,
+    ):
+        answers: list[Answer] = []
+        ask = dialogues(http, str(place), answers) if model == SMALL else completions(http, place)
+        yield Served(model=model, way=way, engine=engine, http=http, ask=ask, answers=answers, rates=[])
+
+
+def push(one: Served, source: Path, folder: Path, device: str) -> float:
+    """Seconds for which the engine paused to take the weights; what it serves is quantised from them."""
+    network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device)
+    pusher = WeightPusher([one.engine.url], folder, secret=one.engine.secret)
+    pause_s: float = pusher.push(network.named_parameters(), 1).pause_s
+    return pause_s
+
+
+async def count(one: Served, arguments: argparse.Namespace) -> float:
+    """Tokens a second with all streams open."""
+    streams = arguments.streams if one.model == SMALL else arguments.large_streams
+    del one.answers[:]
+    asking = [asyncio.create_task(one.ask(number)) for number in range(streams)]
+    await asyncio.sleep(RAMP_S)
+    before, began = await sampled(one.http, one.engine), time.perf_counter()
+    await asyncio.sleep(arguments.seconds)
+    tokens, took_s = await sampled(one.http, one.engine) - before, time.perf_counter() - began
+    if failed := [task.exception() for task in asking if task.done()]:
+        raise RuntimeError(f"{one.name}: {failed[0]!r}")
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    return tokens / took_s
+
+
+def completions(http: aiohttp.ClientSession, place: Path) -> Callable[[int], Awaitable[None]]:
+    """Long answers to random prompts, half to one and a half times as long as `ANSWER`."""
+
+    async def ask(number: int) -> None:
+        dice = random.Random(number)
+        while True:
+            body = {
+                "model": str(place),
+                "token_ids": [dice.randrange(300, 2000) for _ in range(PROMPT)],
+                "sampling_params": {
+                    "max_tokens": dice.randint(ANSWER // 2, ANSWER * 3 // 2),
+                    "logprobs": 0,
+                    "ignore_eos": True,
+                },
+            }
+            await post(http, "/inference/v1/generate", body)
+
+    return ask
+
+
+def dialogues(http: aiohttp.ClientSession, model: str, answers: list[Answer]) -> Callable[[int], Awaitable[None]]:
+    """The demo's agent, one problem after another."""
+
+    async def ask(number: int) -> None:
+        for problem in itertools.islice(problems(1000 + number), None):
+            messages = agent.opening(problem.question)
+            for _ in range(agent.MAX_TURNS):
+                body = {
+                    "model": model,
+                    "messages": messages,
+                    "tools": agent.TOOLS,
+                    "temperature": 1.0,
+                    "max_tokens": agent.MAX_TOKENS,
+                    "logprobs": True,
+                    "return_token_ids": True,
+                }
+                answer = await post(http, "/v1/chat/completions", body)
+                choice = answer["choices"][0]
+                logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                answers.append(Answer(prompt=answer["prompt_token_ids"], ids=choice["token_ids"], logprobs=logprobs))
+                message = choice["message"]
+                if not message.get("tool_calls"):
+                    break
+                kept = ("role", "content", "tool_calls")
+                messages.append({key: message[key] for key in kept if message.get(key) is not None})
+                for call in message["tool_calls"]:
+                    result = agent.run_tool(call["function"]["name"], call["function"]["arguments"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+    return ask
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: Any) -> Any:
+    async with http.post(path, json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{path}: {response.status} {(await response.text())[:500]}")
+        return await response.json()
+
+
+def compare(served: list[Served], trained: Path, device: str) -> dict[str, dict[str, float]]:
+    """Gaps between transformers, with FP32 weights under the learner's precision, and each engine of the small model."""
+    network = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).to(device).eval()
+    found = {}
+    for one in served:
+        if chosen := [answer for answer in one.answers if answer.ids][:COMPARED]:
+            gap = np.concatenate([score(network, answer, device) - np.array(answer.logprobs) for answer in chosen])
+            ratios = np.exp(np.minimum(gap, 20.0))
+            found[one.name] = {
+                "tokens": float(len(gap)),
+                "k3": float(np.mean(ratios - gap - 1)),
+                "mean_abs": float(np.abs(gap).mean()),
+                "max_abs": float(np.abs(gap).max()),
+                "p99": float(np.quantile(np.abs(gap), 0.99)),
+                "effective_samples": float(ratios.sum() ** 2 / (ratios**2).sum() / len(ratios)),
+            }
+    return found
+
+
+@torch.no_grad()
+def score(network: Any, answer: Answer, device: str) -> np.ndarray:
+    ids = torch.tensor([[*answer.prompt, *answer.ids]], device=device)
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits = network(ids).logits[0, len(answer.prompt) - 1 : -1].float()
+    chosen = torch.tensor(answer.ids, device=device)[:, None]
+    return logits.log_softmax(-1).gather(1, chosen)[:, 0].double().cpu().numpy()
+
+
+if __name__ == "__main__":
+    main()
