@@ -11,7 +11,8 @@ TRL's own clients of vLLM, which knows other versions than ours, stay out of it.
 those of a step of its GRPO and RLOO trainers whose reward function gives the rewards. The supervised loss is the one its
 SFT trainer takes from transformers. Distillation is `_compute_iw_opd_loss` of its experimental trainer for sampled tokens, on policy
 and without the weights by which it prefers early tokens (gamma 0); off policy its advantage is the teacher's log-probability less
-the engine's, with no ratio, and ours less the learner's, with one. Left out is what has TRL's name and another formula: scaling by the batch divides by
+the engine's, with no ratio, and ours less the learner's, with one. Distillation over the teacher's likeliest tokens is
+`_add_tail_bucket` and `_jsd_divergence` of its trainer for served teachers. Left out is what has TRL's name and another formula: scaling by the batch divides by
 the deviation of the raw rewards there, by that of the centred ones here (2501.03262).
 """
 
@@ -33,6 +34,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 sys.modules["vllm"] = None  # type: ignore[assignment]
 from trl.experimental.iw_opd import IWOPDTrainer  # noqa: E402
+from trl.experimental.server_distillation import server_distillation_trainer as served  # noqa: E402
 
 import trl  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
@@ -92,6 +94,14 @@ def main(target: Path = TARGET) -> None:
     loss = distilled(learned, reference, mask)
     loss.backward()
     made["distill, token"] = {"loss": loss.item(), "gradient": learned.grad[mask > 0].tolist()}
+    candidates, of_teacher = (3 * torch.randn(16, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    candidates, of_teacher = (each.log_softmax(-1)[:, :5] for each in (candidates, of_teacher))
+    of_teacher[:4, 3:] = -torch.inf
+    for beta in (0.0, 0.5, 1.0):
+        learned = candidates.clone().requires_grad_()
+        loss = over_candidates(learned, of_teacher, beta)
+        loss.backward()
+        made[f"distill, token, {beta}"] = {"loss": loss.item(), "gradient": learned.grad.flatten().tolist()}
     scored = {name: trl_advantages(name) for name in ("grpo", "centered", "rloo")}
     given = {
         "lengths": lengths,
@@ -101,6 +111,8 @@ def main(target: Path = TARGET) -> None:
         "entropies": entropies[mask > 0].tolist(),
         "advantages": advantages.tolist(),
         "constant_length": CONSTANT_LENGTH,
+        "candidates": candidates.tolist(),
+        "teacher_candidates": [[value if value > -torch.inf else None for value in row] for row in of_teacher.tolist()],
     }
     given |= {"rewards": REWARDS}
     golden = {"trl": trl.__version__, "given": given, "computed": made, "advantages": scored}
@@ -186,6 +198,14 @@ def distilled(theta: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) ->
         rollout_logprobs=theta.detach(),
         num_items_in_batch=mask.sum(),
     )
+
+
+def over_candidates(theta: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """Of tokens for which the teacher names candidates [S, K], -inf where it names fewer than K."""
+    there = teacher > -torch.inf
+    student, support = served._add_tail_bucket(theta.masked_fill(~there, -torch.inf), there)  # noqa: SLF001
+    wanted, _ = served._add_tail_bucket(teacher, there)  # noqa: SLF001
+    return served._jsd_divergence(student, wanted, beta, support).sum(-1).mean()  # noqa: SLF001
 
 
 def of_two(theta: torch.Tensor) -> torch.Tensor:

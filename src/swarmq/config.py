@@ -281,6 +281,8 @@ LOSSES_BY_CONSTANT = {
     "clip_low": ("ppo_clip", "gspo"),
     "clip_high": ("ppo_clip", "cispo", "gspo"),
     "dual_clip": ("ppo_clip",),
+    "top_k": ("distill",),
+    "distill_beta": ("distill",),
 }
 """Constant of `Loss` -> names of the losses that use it."""
 
@@ -309,6 +311,12 @@ class Loss(Settings, frozen=True, kw_only=True):
     reward_kl: Weight = 0.0
     """Weight (beta) of the KL divergence from `train.reference` in the reward: each token's advantage is lowered by that of the rest
     of its model call; 0 loads no reference."""
+    top_k: Whole = 0
+    """Number of the teacher's likeliest tokens that `distill` compares at each position, besides the rest as one; 0: only the sampled
+    token. vLLM serves at most 20, or its `--max-logprobs`."""
+    distill_beta: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Divergence that `distill` lowers with `top_k`: 0 is the forward KL from teacher to policy, 1 the reverse KL, in between the generalized
+    Jensen-Shannon divergence."""
     entropy_bonus: Weight = 0.0
     """Weight of the entropy of each token's distribution, which the loss raises."""
 
@@ -491,6 +499,10 @@ class Train(Settings, frozen=True, kw_only=True):
             )
         if self.loss.name != "distill" and not is_own_method(self.loss.name) and self.teacher is not None:
             raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
+        if self.loss.top_k and self.teacher is None:
+            raise ValueError("loss.top_k: only has an effect with a teacher")
+        if self.loss.top_k and self.context_parallel > 1:
+            raise ValueError("loss.top_k: not available with context_parallel > 1")
         if self.schedule in {"linear", "cosine", "wsd"} and not self.last_scheduled_step:
             raise ValueError(f"schedule: {self.schedule!r} needs schedule_steps or max_steps, or it would never end")
         if self.schedule == "wsd" and self.decay_steps is None:

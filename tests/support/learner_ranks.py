@@ -46,6 +46,8 @@ from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
+DEMONSTRATIONS = tuple(make_group("shown", (1.0, 1.0, 1.0), turns=2, length=20))
+"""What settings with `sft` train besides."""
 
 STEPS = 3
 """The first of AdamW's goes by the signs of the gradient alone."""
@@ -83,7 +85,8 @@ def learned(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPIS
     work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
     with gatherings:
-        fields = trainer.accumulate(work, train).fields
+        supervised = trainer.build_supervised(DEMONSTRATIONS, train)
+        fields = trainer.accumulate(work, train, supervised=supervised).fields
     if is_sharded(trainer.model) and not train.lora:
         assert len(work.passes) > 1
         stayed = gathered.call_count == len(parts(trainer))
@@ -120,7 +123,9 @@ def own_work(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPI
 
 
 def batch(version: int, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> BatchRecord:
-    return BatchRecord(index=BatchIndex(record=version, version=version), episodes=episodes, settings=train)
+    index = BatchIndex(record=version, version=version)
+    shown = DEMONSTRATIONS if train.sft else ()
+    return BatchRecord(index=index, episodes=episodes, settings=train, demonstrations=shown)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from support.episodes import make_qwen
 from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
 from support.tiny_model import tiny_experts
-from swarmq.config import Lora, Loss, Train
+from swarmq.config import Lora, Loss, Sft, Train
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.distributed.processes import start_ranks
 from swarmq.learner.store.records import RunIdentity
@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "episode": {"normalisation": "episode"},
     "constant": {"normalisation": "constant"},
     "episode, filtered": {"normalisation": "episode", **FILTERED},
+    "demonstrations beside": {"sft": Sft(demonstrations="in the record", weight=0.5), **FILTERED},
 }
 """A filter leaves some of an episode's tokens, which weigh one by their number, and its calls lie in passes of several ranks."""
 Made = dict[str, dict[str, Any]]
@@ -74,7 +75,7 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
     for name, ours in made.items():
         assert ours["sharded"] == ("sharding" in changed)
         assert_same(ours, alone[name])
-        assert (ours["left_out"] > 0) == (name == "episode, filtered")
+        assert (ours["left_out"] > 0) == ("ratio_band" in SETTINGS[name])
     if "sharding" in changed:
         one_goes_on(tiny_qwen, train, tmp_path)
 

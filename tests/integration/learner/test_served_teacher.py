@@ -23,19 +23,21 @@ pytestmark = pytest.mark.vllm
 BATCH = tuple(make_group(turns=2))
 
 
-def stepped(policy: Path, teacher: str) -> dict[str, Any]:
+def stepped(policy: Path, teacher: str, loss: Loss) -> dict[str, Any]:
     """The figures of a step."""
-    train = Train(gradient_checkpointing=False, warmup_steps=0, loss=Loss(name="distill"), teacher=teacher)
+    train = Train(gradient_checkpointing=False, warmup_steps=0, loss=loss, teacher=teacher)
     index = BatchIndex(record=1, version=1, trained=tuple(episode.episode_id for episode in BATCH))
     return Trainer(str(policy), train).step(BatchRecord(index=index, episodes=BATCH, settings=train))
 
 
+@pytest.mark.parametrize("top_k", [0, 8])
 def test_an_engine_teaches_what_its_model_teaches_in_memory(
-    engine_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    engine_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, top_k: int
 ) -> None:
     policy = make_tiny_model(seed=1)
     monkeypatch.setenv(KEY_ENV, SECRET)
-    served, loaded = (stepped(policy, str(teacher)) for teacher in (engine_url, tiny_model))
+    loss = Loss(name="distill", top_k=top_k)
+    served, loaded = (stepped(policy, str(teacher), loss) for teacher in (engine_url, tiny_model))
     for figure in ("loss", "grad_norm"):
         assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
         assert abs(loaded[figure]) > 0.1, "with the policy as its own teacher it is 0"

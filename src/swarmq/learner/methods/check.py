@@ -86,7 +86,7 @@ def check_method(kind: str, function: Callable[..., Any], train: Train) -> Itera
 
 def _loss_checks(loss: LossFunction, train: Train) -> dict[str, Callable[[], float | None]]:
     def compute(tokens: LossInputs) -> TokenLoss:
-        return loss(tokens, train.loss)
+        return loss(_add_candidates(tokens, train.loss.top_k), train.loss)
 
     return {
         "shape": lambda: _check_loss_shape(compute),
@@ -133,6 +133,15 @@ def draw_tokens(seed: int, *, dtype: torch.dtype = torch.float64, spread: float 
         held=torch.zeros(len(calls), dtype=torch.bool),
         **others,
     )
+
+
+def _add_candidates(tokens: LossInputs, k: int) -> LossInputs:
+    """Return `tokens` with `k` candidates for each, which share the token's probability: 1/2, 1/4, ... of it."""
+    if not k or tokens.teacher is None:
+        return tokens
+    shares = -math.log(2) * torch.arange(1, k + 1, dtype=tokens.logprobs.dtype)
+    candidates, of_teacher = (values[:, None] + shares for values in (tokens.logprobs, tokens.teacher))
+    return tokens._replace(candidates=candidates, teacher_candidates=of_teacher)
 
 
 def _check_loss_shape(compute: Callable[[LossInputs], TokenLoss]) -> None:

@@ -32,7 +32,16 @@ from swarmq.learner.model.attention_check import (
 )
 from swarmq.learner.model.context_parallel import ALONE, ContextGroup, cut_for_rank
 from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, to_device
-from swarmq.learner.model.logprob_head import Scored, get_head, score_hidden, score_logits
+from swarmq.learner.model.logprob_head import (
+    Scored,
+    TopTokens,
+    find_top,
+    find_top_of_logits,
+    get_head,
+    score_candidates,
+    score_hidden,
+    score_logits,
+)
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, make_resolved_turn, unfold
 
 log = structlog.get_logger()
@@ -174,10 +183,18 @@ class LayoutModel(nn.Module):
         for layer in find_decoder_layers(self.model):
             layer.forward = torch.compile(layer.forward, dynamic=True)  # hooks that gather its weights stay outside
 
-    def forward(self, placed: PlacedLayout, temperatures: Tensor | float = 1.0) -> Scored:
+    def forward(
+        self,
+        placed: PlacedLayout,
+        temperatures: Tensor | float = 1.0,
+        *,
+        candidates: Tensor | None = None,
+        top_k: int = 0,
+    ) -> Scored:
         """Return the log-probabilities of the layout's S targets, including those that other ranks score.
 
-        `temperatures`: one for all targets, or [S].
+        `temperatures`: one for all targets, or [S]. `candidates`: further tokens [S, K] to score. `top_k`: number of likeliest tokens to
+        return. Neither is available if ranks share a micro-batch.
         """
         temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)
         shared = placed.sampled
@@ -192,10 +209,26 @@ class LayoutModel(nn.Module):
             scored = score_hidden(chosen, get_head(self.model), placed.targets, temperatures, chunk=self.head_chunk)
         else:
             scored = score_logits(chosen, placed.targets, temperatures)
+        if candidates is not None:
+            scored = scored._replace(candidates=self._score_candidates(chosen, candidates, temperatures))
+        if top_k:
+            scored = scored._replace(top=self._find_top(chosen, temperatures, top_k))
         if shared is None:
             return scored
-        logprobs, entropies = placed.visibility.context.combine_scores(torch.stack(scored), shared, placed.num_sampled)
+        logprobs, entropies = placed.visibility.context.combine_scores(
+            torch.stack(scored[:2]), shared, placed.num_sampled
+        )
         return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns about views
+
+    def _score_candidates(self, chosen: Tensor, candidates: Tensor, temperatures: Tensor) -> Tensor:
+        if self.head_apart:
+            return score_candidates(chosen, get_head(self.model), candidates, temperatures, chunk=self.head_chunk)
+        return (chosen.float() / temperatures[:, None]).log_softmax(-1).gather(1, candidates)
+
+    def _find_top(self, chosen: Tensor, temperatures: Tensor, k: int) -> TopTokens:
+        if self.head_apart:
+            return find_top(chosen, get_head(self.model), temperatures, k, chunk=self.head_chunk)
+        return find_top_of_logits(chosen, temperatures, k)
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
         """Check head and attention against the model's own computation of a small example, and compiled kernels against

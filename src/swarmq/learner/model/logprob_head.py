@@ -47,9 +47,18 @@ class LmHead(NamedTuple):
     form: LogitForm = LogitForm()
 
 
+class TopTokens(NamedTuple):
+    """The likeliest tokens of each position."""
+
+    ids: Tensor  # [S, K] int64
+    logprobs: Tensor  # [S, K] float32; -inf where there are fewer than K
+
+
 class Scored(NamedTuple):
     logprobs: Tensor  # [S] float32, natural log, differentiable
     entropies: Tensor  # [S] float32, nats, without gradient
+    candidates: Tensor | None = None  # [S, K] float32, log-probabilities of further tokens, differentiable
+    top: TopTokens | None = None
 
 
 def get_head(model: PreTrainedModel) -> LmHead:
@@ -80,6 +89,86 @@ def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Score
     return Scored(logprobs, entropies.detach())
 
 
+def score_candidates(
+    hidden: Tensor, head: LmHead, candidates: Tensor, temperatures: Tensor, *, chunk: int | None = None
+) -> Tensor:
+    """Return the log-probabilities [S, K] of `candidates` [S, K] given hidden states [S, H], as `score_hidden` does of one target. Logits
+    are computed anew in the backward pass."""
+    scored: Tensor = _ScoreCandidates.apply(hidden, *head, candidates, temperatures, chunk)  # type: ignore[no-untyped-call]
+    return scored
+
+
+def find_top(hidden: Tensor, head: LmHead, temperatures: Tensor, k: int, *, chunk: int | None = None) -> TopTokens:
+    """Return the `k` likeliest tokens of each position, without gradient."""
+    weight, dtype = head.weight, _get_dtype(head.weight, hidden.device)
+    parts = []
+    with torch.no_grad():
+        for part in _list_chunks(len(hidden), weight, size=chunk):
+            logits = _multiply(hidden[part].to(dtype), weight.to(dtype).t(), head.bias)
+            parts.append(find_top_of_logits(_transform(logits, head.form), temperatures[part], k))
+    return TopTokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def find_top_of_logits(logits: Tensor, temperatures: Tensor, k: int) -> TopTokens:
+    values, ids = (logits.float() / temperatures[:, None]).log_softmax(-1).topk(min(k, logits.shape[-1]))
+    return TopTokens(ids, values)
+
+
+class _ScoreCandidates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: LogitForm,
+        candidates: Tensor,
+        temperatures: Tensor,
+        chunk: int | None,
+    ) -> Tensor:
+        ctx.dtype, ctx.form, ctx.chunk = _get_dtype(weight, hidden.device), form, chunk
+        factor = weight.to(ctx.dtype).t()
+        logprobs = torch.empty(candidates.shape, device=hidden.device)
+        norms = torch.empty(len(candidates), device=hidden.device)
+        for part in _list_chunks(len(candidates), weight, size=chunk):
+            scaled = _transform(_multiply(hidden[part].to(ctx.dtype), factor, bias), form) / temperatures[part, None]
+            norms[part] = scaled.logsumexp(-1)
+            logprobs[part] = scaled.gather(1, candidates[part]) - norms[part, None]
+            del scaled  # freed before the next chunk's logits are computed
+        ctx.save_for_backward(hidden, weight, bias, candidates, temperatures, norms)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, candidates, temperatures, norms = ctx.saved_tensors
+        factor = weight.to(ctx.dtype)
+        hidden_grad = torch.empty_like(hidden)
+        _, learns, bias_learns, *_ = ctx.needs_input_grad
+        weight_grad = torch.zeros_like(weight) if learns and not len(candidates) else None
+        bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias_learns else None
+        above = gradients[0] / temperatures[:, None]
+        for part in _list_chunks(len(candidates), weight, size=ctx.chunk):
+            inputs = hidden[part].to(ctx.dtype)
+            formed = _transform(_multiply(inputs, factor.t(), bias), ctx.form)
+            by_logits = -torch.exp(formed / temperatures[part, None] - norms[part, None])
+            by_logits *= above[part].sum(1, keepdim=True)
+            by_logits.scatter_add_(1, candidates[part], above[part])
+            by_product = _by_product(by_logits, formed, ctx.form)
+            del formed
+            small = by_product.to(ctx.dtype)
+            hidden_grad[part] = _multiply(small, factor).to(hidden.dtype)
+            if learns:
+                weight_grad = _add_product(weight_grad, small.t(), inputs)
+            if bias_grad is not None:
+                bias_grad += by_product.sum(0)
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *[None] * 4,
+        )
+
+
 class _Score(torch.autograd.Function):
     """Log-probabilities with a gradient that is computed while the logits exist: the backward pass only multiplies it by a factor
     per token."""
@@ -97,8 +186,7 @@ class _Score(torch.autograd.Function):
         chunk: int | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device
-        ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-        ctx.form, ctx.chunk = form, chunk
+        ctx.dtype, ctx.form, ctx.chunk = _get_dtype(weight, device), form, chunk
         factor = weight.to(ctx.dtype).t()
         logprobs, entropies, norms = (torch.empty(len(targets), device=device) for _ in range(3))
         room = (chunk or _get_max_kept_gradients(device, ctx.dtype) // len(weight)) if learning else 0
@@ -177,10 +265,20 @@ def _write_gradient(logits: Tensor, chosen: ChunkTargets, form: LogitForm, out: 
     formed = _transform(logits, form)
     gap = -torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
     gap[torch.arange(len(gap)), chosen.targets] += 1
-    gap *= form.multiplier
+    out.copy_(_by_product(gap, formed, form))
+
+
+def _by_product(by_logits: Tensor, formed: Tensor, form: LogitForm) -> Tensor:
+    """Return the gradient by the product W h + b, in place of the gradient by the logits `formed`."""
+    by_logits *= form.multiplier
     if form.softcap is not None:
-        gap *= 1 - (formed / form.softcap) ** 2
-    out.copy_(gap)
+        by_logits *= 1 - (formed / form.softcap) ** 2
+    return by_logits
+
+
+def _get_dtype(weight: Tensor, device: torch.device) -> torch.dtype:
+    """Return the dtype of the factors of matrix products."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
 
 
 def _transform(logits: Tensor, form: LogitForm) -> Tensor:

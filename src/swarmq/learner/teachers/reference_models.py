@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.outline import name_setting_in_errors
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout, evaluation_mode
 from swarmq.learner.model.loading import get_vocab_size, load_lm
+from swarmq.learner.model.logprob_head import Scored, TopTokens
 from swarmq.learner.model.lora import without_adapters
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 
@@ -58,15 +60,24 @@ class FrozenModel:
         )
         self.rows_only = judge.rows_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - accelerate reads it to shard
+        self._vocab = vocab
         self._model: Any = prepare_frozen_model(judge, accelerator)
 
     def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
         """Return the natural log-probabilities [S] float32 of the layout's targets."""
+        return self.score(placed, temperatures).logprobs
+
+    def score(self, placed: PlacedLayout, temperatures: Tensor, *, top_k: int = 0) -> Scored:
+        """Return the scores of the layout's targets, with the `top_k` likeliest tokens among the policy's."""
         with torch.no_grad():
-            scored: Tensor = self._model(placed, temperatures).logprobs
+            scored: Scored = self._model(placed, temperatures, top_k=top_k)
         if is_sharded(self._model):
             self._model.reshard()  # without a backward pass, embeddings and head would stay gathered, and they are large
-        return scored
+        if scored.top is None:
+            return scored
+        known = scored.top.ids < self._vocab
+        top = TopTokens(scored.top.ids.where(known, 0), scored.top.logprobs.where(known, -math.inf))
+        return scored._replace(top=top)
 
 
 class InitialModelUnderAdapters:
@@ -79,8 +90,12 @@ class InitialModelUnderAdapters:
 
     def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
         """Return the natural log-probabilities, as FrozenModel does. The policy is unchanged when this returns or raises."""
+        return self.score(placed, temperatures).logprobs
+
+    def score(self, placed: PlacedLayout, temperatures: Tensor, *, top_k: int = 0) -> Scored:
+        """Return the scores of the layout's targets, as FrozenModel does."""
         with evaluation_mode(self._model), without_adapters(self._model.model):
-            scored: Tensor = self._model(placed, temperatures).logprobs
+            scored: Scored = self._model(placed, temperatures, top_k=top_k)
         return scored
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,6 +22,7 @@ from swarmq.engine.auth import make_auth_headers
 from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch
 from swarmq.learner.model.layout_attention import to_device
+from swarmq.learner.model.logprob_head import TopTokens
 from swarmq.learner.teachers.availability import server_base_url, teacher_key
 from swarmq.learner.teachers.tokenizer_checks import check_served_judge
 from swarmq.messages import Rollout
@@ -62,11 +63,20 @@ MAX_CONCURRENT = 32
 ASK_S = 600.0
 
 
-class ServedTeacher:
-    """Client of the teacher at `url`. `policy`: model of the policy that the teacher teaches."""
+class RowScores(NamedTuple):
+    """Scores of a timeline's tokens under a teacher, each token given those before it. Nothing is known of the first token."""
 
-    def __init__(self, url: str, policy: str) -> None:
-        self._policy = policy
+    logprobs: FloatArray  # [T] float32; 0 for the first token
+    top_ids: NDArray[np.int64]  # [T, K] the likeliest tokens
+    top_logprobs: FloatArray  # [T, K] float32; -inf where the teacher names fewer
+
+
+class ServedTeacher:
+    """Client of the teacher at `url`. `policy`: model of the policy that the teacher teaches. `top_k`: number of likeliest tokens to ask
+    for at each position."""
+
+    def __init__(self, url: str, policy: str, *, top_k: int = 0) -> None:
+        self._policy, self._top_k = policy, top_k
         self._url = server_base_url(url)
 
     def scores(self, episodes: Sequence[Rollout], work: RankBatch) -> TeacherScores:
@@ -88,18 +98,17 @@ class ServedTeacher:
         async with aiohttp.ClientSession(timeout=limits, headers=make_auth_headers(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
 
-            async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:
+            async def ask(index: int, row: Timeline) -> tuple[int, Timeline, RowScores]:
                 async with gate:
                     return index, row, await self._score_row(http, model, row)
 
             rows = [(index, row) for index, episode in episodes.items() for row in fold(resolve(episode.turns))]
             answers = await asyncio.gather(*(ask(index, row) for index, row in rows))
-        return TeacherScores(answers)
+        return TeacherScores(answers, self._top_k)
 
-    async def _score_row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
-        """Return the log-probabilities [T] of the row's tokens; 0 for the first token, which no token predicts."""
+    async def _score_row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> RowScores:
         ids = row.token_ids.tolist()
-        body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k, "temperature": 0.0}
         scored = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
         values = [
             entry[token].logprob for token, entry in zip(ids[1:], scored[1:], strict=False) if entry and token in entry
@@ -109,7 +118,14 @@ class ServedTeacher:
                 f"train.teacher: {self._url} does not return prompt_logprobs for all tokens ({len(values)} of {len(ids)}): "
                 "serve the teacher with a vLLM that supports prompt_logprobs"
             )
-        return np.array([0.0, *values], np.float32)
+        shape = len(ids), self._top_k
+        top_ids, top_logprobs = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
+        for at, entry in enumerate(scored):
+            # besides the likeliest tokens, vLLM names the token of the prompt
+            top = sorted((entry or {}).items(), key=lambda item: (-item[1].logprob, item[0]))[: self._top_k]
+            top_ids[at, : len(top)] = [token for token, _ in top]
+            top_logprobs[at, : len(top)] = [likelihood.logprob for _, likelihood in top]
+        return RowScores(np.array([0.0, *values], np.float32), top_ids, top_logprobs)
 
     async def _call(
         self, http: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None, answer: type[T]
@@ -119,7 +135,8 @@ class ServedTeacher:
                 if response.status != 200:
                     raise LearnerError(
                         f"train.teacher: {self._url}{path} answered {response.status}: {(await response.text())[:300]}; "
-                        "the teacher needs the policy's vocabulary and a context for the longest episode"
+                        "the teacher needs the policy's vocabulary, a context for the longest episode, and --max-logprobs of at least "
+                        "train.loss.top_k"
                     )
                 return msgspec.json.decode(await response.read(), type=answer)
         except msgspec.MsgspecError as error:
@@ -134,18 +151,31 @@ class ServedTeacher:
 class TeacherScores:
     """Log-probabilities of a teacher for several episodes."""
 
-    def __init__(self, rows: Sequence[tuple[int, Timeline, FloatArray]]) -> None:
-        self._turns: dict[tuple[int, int], FloatArray] = {}
-        for episode, row, values in rows:
+    def __init__(self, rows: Sequence[tuple[int, Timeline, RowScores]], top_k: int) -> None:
+        self._top_k = top_k
+        self._turns: dict[tuple[int, int], RowScores] = {}
+        for episode, row, scores in rows:
             for turn in np.unique(row.turns[row.trained]):
-                self._turns[episode, int(turn)] = values[row.turns == turn]
+                self._turns[episode, int(turn)] = RowScores(*(values[row.turns == turn] for values in scores))
 
     def of(self, one: MicroBatch, device: torch.device) -> Tensor:
         """Return the natural log-probabilities [S] float32 of the layout's targets; 0 in a micro-batch that trains nothing."""
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)
+        return to_device(np.concatenate([turn.logprobs for turn in self._list_turns(one)]), device)
+
+    def top_of(self, one: MicroBatch, device: torch.device) -> TopTokens:
+        """Return the teacher's likeliest tokens at the layout's targets; no tokens in a micro-batch that trains nothing."""
+        if one.idle:
+            shape = one.layout.num_trained, self._top_k
+            none = torch.zeros(shape, dtype=torch.int64, device=device)
+            return TopTokens(none, torch.full(shape, -torch.inf, device=device))
+        turns = self._list_turns(one)
+        ids, logprobs = ([getattr(turn, name) for turn in turns] for name in ("top_ids", "top_logprobs"))
+        return TopTokens(to_device(np.concatenate(ids), device), to_device(np.concatenate(logprobs), device))
+
+    def _list_turns(self, one: MicroBatch) -> list[RowScores]:
         layout = one.layout
         first = np.flatnonzero(layout.offsets == 0)  # a micro-batch holds whole turns, one after another
         turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
-        values = np.concatenate([self._turns[turn] for turn in turns])
-        return to_device(values, device)
+        return [self._turns[turn] for turn in turns]

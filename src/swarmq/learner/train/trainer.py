@@ -389,7 +389,11 @@ class Trainer:
         """
         url = train.teacher_url
         return (
-            self.context.run_on_first(lambda: ServedTeacher(url, self._initial).scores(episodes, work)) if url else None
+            self.context.run_on_first(
+                lambda: ServedTeacher(url, self._initial, top_k=train.loss.top_k).scores(episodes, work)
+            )
+            if url
+            else None
         )
 
     def accumulate(
@@ -484,7 +488,14 @@ class Trainer:
             self._to_device(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
         )
         layout = self.place(one)
-        scored = self.model(layout, temperatures)
+        judged = {
+            role: model.score(layout, temperatures, top_k=train.loss.top_k if role == "teacher" else 0)
+            for role, model in self.frozen.of(train).items()
+        }
+        top = judged["teacher"].top if "teacher" in judged else None
+        if teacher and train.loss.top_k:
+            top = teacher.top_of(one, self.accelerator.device)
+        scored = self.model(layout, temperatures, candidates=top.ids if top else None)
         tokens = LossInputs(
             scored.logprobs,
             behavior_logprobs,
@@ -493,8 +504,10 @@ class Trainer:
             one.num_calls,
             proximal=proximal,
             entropies=scored.entropies.detach(),
+            candidates=scored.candidates,
+            teacher_candidates=top.logprobs if top else None,
             held=self._to_device(one.held),
-            **{role: model.logprobs(layout, temperatures) for role, model in self.frozen.of(train).items()},
+            **{role: each.logprobs for role, each in judged.items()},
         )
         if teacher:
             tokens = tokens._replace(teacher=teacher.of(one, self.accelerator.device))

@@ -20,15 +20,17 @@ from swarmq.learner.methods.check import check_method, find_kind
 from swarmq.learner.methods.losses import LossInputs, TokenLoss, compute_ratio
 from swarmq.learner.methods.losses.reinforce import reinforce
 
+OVER_CANDIDATES = Loss(name="distill", top_k=3, distill_beta=0.5)
+
 
 def flaws(kind: str, function: Callable[..., Any], train: Train | None = None) -> dict[str, str]:
     return {check.name: check.flaw for check in check_method(kind, function, train or Train()) if check.flaw}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_built_in_loss_passes_and_its_gradient_is_that_of_its_float64_twin(name: str) -> None:
-    train = Train(loss=Loss(name=name), teacher="t" if name == "distill" else None)
-    made = list(check_method("loss", registry.find_method("loss", name), train))
+@pytest.mark.parametrize("loss", [*(Loss(name=name) for name in LOSSES), OVER_CANDIDATES], ids=lambda loss: loss.name)
+def test_every_built_in_loss_passes_and_its_gradient_is_that_of_its_float64_twin(loss: Loss) -> None:
+    train = Train(loss=loss, teacher="t" if loss.name == "distill" else None)
+    made = list(check_method("loss", registry.find_method("loss", loss.name), train))
     assert [check for check in made if check.flaw] == []
     assert len(made) == 8
     (twin,) = (check.figure for check in made if "float64" in check.name)

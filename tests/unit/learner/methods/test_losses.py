@@ -196,6 +196,59 @@ def test_the_entropy_bonus_has_the_entropys_gradient_in_expectation_over_the_sam
     assert values.tolist() == pytest.approx([-0.3 * float(entropy.detach())] * 5)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation_over_candidates_is_the_divergence_of_both_distributions_with_the_rest_as_one(beta: float) -> None:
+    """By logits of a vocabulary of seven, in float64: of the teacher's three likeliest tokens, and of the four others together."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(6, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    top = teacher.topk(3)
+    candidates = logits.log_softmax(-1).gather(1, top.indices)
+    tokens = LossInputs(
+        *(torch.zeros(6, dtype=torch.float64) for _ in range(3)),
+        torch.tensor(CALLS),
+        3,
+        teacher=torch.zeros(6),
+        candidates=candidates,
+        teacher_candidates=teacher.log_softmax(-1).gather(1, top.indices),
+    )
+    values = policy_loss(tokens, Loss(name="distill", top_k=3, distill_beta=beta)).per_token
+    gradient = torch.autograd.grad(values.sum(), logits, retain_graph=True)[0]
+
+    buckets = torch.stack([torch.bincount(row, minlength=7) for row in top.indices]).bool()
+    p, q = (
+        torch.cat([x.softmax(-1).gather(1, top.indices), (x.softmax(-1) * ~buckets).sum(-1, keepdim=True)], -1)
+        for x in (logits, teacher)
+    )
+    m = (1 - beta) * p + beta * q
+    kl = {
+        0.0: (q * (q / p).log()).sum(-1),
+        1.0: (p * (p / q).log()).sum(-1),
+        0.3: beta * (q * (q / m).log()).sum(-1) + (1 - beta) * (p * (p / m).log()).sum(-1),
+    }[beta]
+    torch.testing.assert_close(values, kl)
+    torch.testing.assert_close(gradient, torch.autograd.grad(kl.sum(), logits)[0])
+
+
+def test_candidates_that_the_teacher_does_not_name_add_nothing() -> None:
+    def loss(names: int) -> tuple[float, list[float]]:
+        candidates = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+        of_teacher = torch.tensor([[-0.5, -1.5, -math.inf]])
+        tokens = LossInputs(
+            *(torch.zeros(1) for _ in range(3)),
+            torch.zeros(1, dtype=torch.int64),
+            1,
+            candidates=candidates[:, :names],
+            teacher_candidates=of_teacher[:, :names],
+        )
+        value = policy_loss(tokens, Loss(name="distill", top_k=3, distill_beta=0.5)).per_token.sum()
+        value.backward()
+        assert candidates.grad is not None
+        return float(value.detach()), candidates.grad[0].tolist()
+
+    assert loss(3) == loss(2)
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str) -> None:
     logprobs = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)

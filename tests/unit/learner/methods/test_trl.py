@@ -23,10 +23,11 @@ from swarmq.learner.methods.policy_loss import policy_loss
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]
+OVER_CANDIDATES = "distill, token, "
 SCRIPT = Path(__file__).parents[4] / "scripts" / "trl_golden.py"
 
 
-@pytest.mark.parametrize("case", GOLDEN["computed"])
+@pytest.mark.parametrize("case", [case for case in GOLDEN["computed"] if not case.startswith(OVER_CANDIDATES)])
 def test_loss_and_gradient_are_trls(case: str) -> None:
     name, normalisation, *more = case.split(", ")
     lengths = GIVEN["lengths"]
@@ -70,6 +71,25 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     if {"corrected", "entropy"} & {*more}:
         return
     assert logprobs.grad.tolist() == pytest.approx(wanted["gradient"], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN["computed"] if case.startswith(OVER_CANDIDATES)])
+def test_distillation_over_candidates_is_trls(case: str) -> None:
+    candidates, of_teacher = (
+        torch.tensor([[-torch.inf if value is None else value for value in row] for row in GIVEN[key]]).double()
+        for key in ("candidates", "teacher_candidates")
+    )
+    candidates.requires_grad_()
+    none = torch.zeros(len(candidates), dtype=torch.float64)
+    tokens = LossInputs(none, none, none, torch.arange(len(none)), len(none))
+    tokens = tokens._replace(candidates=candidates, teacher_candidates=of_teacher)
+    beta = float(case.removeprefix(OVER_CANDIDATES))
+    loss = policy_loss(tokens, Loss(name="distill", top_k=5, distill_beta=beta)).per_token.mean()
+    loss.backward()
+    wanted = GOLDEN["computed"][case]
+    assert loss.item() == pytest.approx(wanted["loss"], rel=1e-5)
+    assert candidates.grad is not None
+    assert candidates.grad.flatten().tolist() == pytest.approx(wanted["gradient"], rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", GOLDEN["advantages"])

@@ -5,7 +5,16 @@ from transformers import AutoConfig
 
 from swarmq.learner.memory.outline import build_outline
 from swarmq.learner.model import logprob_head
-from swarmq.learner.model.logprob_head import CPU_CHUNK, LmHead, LogitForm, get_head, score_hidden, score_logits
+from swarmq.learner.model.logprob_head import (
+    CPU_CHUNK,
+    LmHead,
+    LogitForm,
+    find_top,
+    get_head,
+    score_candidates,
+    score_hidden,
+    score_logits,
+)
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
 SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS = CPU_CHUNK // 8
@@ -46,6 +55,32 @@ def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
     theirs = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() < 2e-4 * b.norm()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS])
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.5, 3.0)])
+def test_several_candidates_of_a_position_have_the_plain_log_probabilities_and_gradient(form, vocab):
+    hidden, weight, bias, _, temperatures = make_inputs(vocab)
+    candidates = torch.randint(vocab, (TOKENS, 5))
+    scored = score_candidates(hidden, LmHead(weight, bias, form), candidates, temperatures)
+    expected = torch.stack(
+        [plainly(hidden, weight, bias, form, of_rank, temperatures)[0] for of_rank in candidates.t()], dim=1
+    )
+    assert torch.allclose(scored, expected, atol=1e-5)
+    upstream = torch.randn(TOKENS, 5)
+    ours = torch.autograd.grad((scored * upstream).sum(), (hidden, weight, bias))
+    theirs = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() < 2e-4 * b.norm()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS])
+def test_the_likeliest_tokens_are_those_of_all_logits(vocab):
+    hidden, weight, bias, _, temperatures = make_inputs(vocab)
+    top = find_top(hidden, LmHead(weight, bias), temperatures, 4)
+    every = ((hidden @ weight.t() + bias) / temperatures[:, None]).log_softmax(-1)
+    assert torch.equal(top.ids, every.topk(4).indices)
+    assert torch.allclose(top.logprobs, every.topk(4).values, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,15 @@ class Vllm(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-    def prompt_logprobs(self, ids: list[int]) -> list[Any]:
+    def prompt_logprobs(self, ids: list[int], top_k: int) -> list[Any]:
+        """The token of the prompt first, then the likeliest ones."""
         with self.lock, torch.no_grad():
             scored = self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-        told = [{str(token): {"logprob": float(scored[at, token])}} for at, token in enumerate(ids[1:])]
-        return [None, *told]
+        named = [
+            dict.fromkeys([token, *row.topk(top_k).indices.tolist()])
+            for row, token in zip(scored, ids[1:], strict=False)
+        ]
+        return [None, *({str(t): {"logprob": float(scored[at, t])} for t in each} for at, each in enumerate(named))]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,13 +73,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert asked["prompt_logprobs"] == 0
         assert asked["model"] == "teacher"
         answers = self.server.answers
-        self._answer(answers[self.path] if self.path in answers else {"choices": [self._choice(asked["prompt"])]})
+        self._answer(answers[self.path] if self.path in answers else {"choices": [self._choice(asked)]})
 
-    def _choice(self, ids: list[int]) -> dict[str, Any]:
-        return {"prompt_logprobs": self.server.prompt_logprobs(ids)}
+    def _choice(self, asked: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt_logprobs": self.server.prompt_logprobs(asked["prompt"], asked["prompt_logprobs"])}
 
     def _answer(self, body: Any) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -100,9 +103,11 @@ def teacher(other_qwen: Path) -> Iterator[Vllm]:
     server.server_close()
 
 
-def stepped(model: Path, teacher: str, batch: tuple[Rollout, ...] = BATCH) -> dict[str, Any]:
+def stepped(
+    model: Path, teacher: str, batch: tuple[Rollout, ...] = BATCH, *, loss: Loss = TRAIN.loss
+) -> dict[str, Any]:
     """The figures of a step."""
-    train = msgspec.structs.replace(TRAIN, teacher=teacher)
+    train = msgspec.structs.replace(TRAIN, teacher=teacher, loss=loss)
     index = BatchIndex(record=1, version=1, trained=tuple(e.episode_id for e in batch))
     return Trainer(str(model), train).step(BatchRecord(index=index, episodes=batch, settings=train))
 
@@ -113,6 +118,20 @@ def test_a_served_teacher_teaches_what_a_loaded_one_does(tiny_qwen: Path, other_
     for figure in ("loss", "grad_norm"):
         assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
         assert served[figure] != pytest.approx(itself[figure], rel=0.1), "this figure shows nothing"
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_the_likeliest_tokens_of_a_served_teacher_teach_what_those_of_a_loaded_one_do(
+    tiny_qwen: Path, other_qwen: Path, teacher: Vllm, beta: float
+) -> None:
+    loss = Loss(name="distill", top_k=4, distill_beta=beta)
+    loaded, served, itself = (
+        stepped(tiny_qwen, str(source), loss=loss) for source in (other_qwen, teacher.url, tiny_qwen)
+    )
+    for figure in ("loss", "grad_norm"):
+        assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
+    assert itself["loss"] == pytest.approx(0, abs=1e-6)
+    assert served["loss"] > 5e-4
 
 
 def test_the_doctor_replays_a_batch_with_a_served_teacher(tiny_qwen: Path, teacher: Vllm) -> None:

@@ -206,6 +206,17 @@ def test_no_layout_changes_any_loss_or_filter(trainer: Trainer, other_qwen: Path
     assert_same_gradient(gradient(trainer, ours), wanted)
 
 
+@pytest.mark.parametrize("layout", ["rows", "tree"])
+def test_no_layout_changes_what_the_likeliest_tokens_of_a_teacher_teach(
+    trainer: Trainer, other_qwen: Path, layout: str
+) -> None:
+    loss = Loss(name="distill", top_k=5, distill_beta=0.5)
+    train = msgspec.structs.replace(PLAIN, loss=loss, teacher=str(other_qwen), ratio_band=(0.3, 3.0))
+    wanted = gradient(trainer, train, unfolded(trainer, train))
+    ours = msgspec.structs.replace(train, layout=layout, micro_batch_tokens=LONGEST)
+    assert_same_gradient(gradient(trainer, ours), wanted)
+
+
 def test_every_rank_has_as_many_passes_and_every_token_is_trained_once(trainer: Trainer) -> None:
     parts = [work(trainer, PLAIN, rank=rank, world=6) for rank in range(6)]
     assert len({len(part.passes) for part in parts}) == 1

@@ -43,7 +43,15 @@ def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResu
     if not (names := list_filters(train)):
         return None
     detached = tokens.logprobs.detach()
-    inputs = tokens._replace(logprobs=detached, proximal=None, reference=None, teacher=None, entropies=None)
+    inputs = tokens._replace(
+        logprobs=detached,
+        proximal=None,
+        reference=None,
+        teacher=None,
+        entropies=None,
+        candidates=None,
+        teacher_candidates=None,
+    )
     kept = of_kept_calls = among
     for name in names:
         keep: FilterFunction = find_method("filter", name)

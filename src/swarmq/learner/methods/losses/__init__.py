@@ -32,6 +32,10 @@ class LossInputs(NamedTuple):
     entropies: Tensor | None = (
         None  # [S] float32, of the learner's distribution of each token, in nats, without gradient
     )
+    candidates: Tensor | None = (
+        None  # [S, K] float32, with gradient: log-probability of each of the teacher's K likeliest tokens
+    )
+    teacher_candidates: Tensor | None = None  # [S, K] float32, the same under the teacher; -inf where it names fewer
     held: Tensor | None = (
         None  # [S] bool, sampled under a grammar: behavior_logprobs is normalised over the tokens that the grammar allowed
     )
