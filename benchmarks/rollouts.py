@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import aiohttp
 import msgspec
@@ -50,10 +50,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Settings of `engine`."""
 SMALL, LARGE = "small", "large"
-CACHE_BYTES = {SMALL: 4 << 30, LARGE: 16 << 30}
+CACHE_BYTES = {SMALL: 4 << 30, LARGE: 20 << 30}
 PROMPT, ANSWER = 512, 256
 """Tokens of a call to the large model."""
-RAMP_S = 1.0
+RAMP_S = 2.0
 """Between the first call and the first counted token."""
 COMPARED = 128
 """Answers whose log-probabilities are compared."""
@@ -89,6 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="swarmq-rollouts-", dir=arguments.scratch) as folder:
         served, gaps, pauses = asyncio.run(measure(Path(folder), arguments))
     rates = {one.name: statistics.median(one.rates) for one in served}
+    served = [one for one in served if f"{one.model}_plain" in rates]  # every way is compared with it
     detail = {
         "tokens_per_s": {one.name: one.rates for one in served},
         "gaps": gaps,
@@ -150,8 +151,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--large-ways", nargs="*", default=["plain", "fp8", "fp8_cache"], choices=WAYS)
     parser.add_argument("--streams", type=int, default=32, help="of the small model")
     parser.add_argument("--large-streams", type=int, default=192)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for which tokens are counted each time")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for which tokens are counted each time")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
     parser.add_argument("--scratch", help="where models are written")
     arguments = parser.parse_args()
@@ -178,7 +179,7 @@ async def measure(
             asyncio.create_task(stack.enter_async_context(serve(folder, model, way, place, arguments)))
             for model, way, place in wanted
         ]
-        served = [await one for one in starting]
+        served = [one for one in await asyncio.gather(*starting, return_exceptions=True) if not failed(one)]
         print(f"{len(served)} engines after {time.monotonic() - began:.0f} s", flush=True)
         trained = await warming
         print(f"warm start after {time.monotonic() - began:.0f} s", flush=True)
@@ -196,6 +197,13 @@ async def measure(
     return served, gaps, pauses
 
 
+def failed(outcome: Served | BaseException) -> TypeGuard[BaseException]:
+    """Whether an engine did not start, which is said; the others are measured all the same."""
+    if isinstance(outcome, BaseException):
+        print(f"an engine did not start: {outcome}", flush=True)
+    return isinstance(outcome, BaseException)
+
+
 async def warm_up(folder: Path, arguments: argparse.Namespace, fresh: asyncio.Future[Path]) -> Path:
     """The warmed-up model's folder; that of its first weights is told as soon as it is there."""
     loop = asyncio.get_running_loop()
@@ -203,9 +211,14 @@ async def warm_up(folder: Path, arguments: argparse.Namespace, fresh: asyncio.Fu
     def report_fresh(made: Path) -> None:
         loop.call_soon_threadsafe(fresh.set_result, made)
 
-    return await asyncio.to_thread(
-        ensure_model, folder, SIZES[arguments.size], 0, arguments.warm_steps, report_fresh=report_fresh
-    )
+    try:
+        return await asyncio.to_thread(
+            ensure_model, folder, SIZES[arguments.size], 0, arguments.warm_steps, report_fresh=report_fresh
+        )
+    except Exception as error:
+        if not fresh.done():
+            fresh.set_exception(error)
+        raise
 
 
 @contextlib.asynccontextmanager

@@ -47,6 +47,7 @@ from swarmq import SwarmTask
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.data.feed import feed
 from swarmq.config import SwarmJob
+from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.messages import Event
 from swarmq.observe.monitor import Follower, follow
@@ -203,7 +204,8 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         _say(f"up after {time.monotonic() - began:.0f} s")
         if asked.limit:
             async with workers(deployment, size, folder, direct=True):
-                alone["direct_tokens_per_s"] = await meter.rate(ALONE_S[asked.device])
+                alone["direct_tokens_per_s"] = rate = await meter.rate(ALONE_S[asked.device])
+                alone["cache_lost_s"] = await meter.cost_of_lost_cache(rate, ALONE_S[asked.device] / 2)
             await meter.until_idle()
         agents = await stack.enter_async_context(workers(deployment, size, folder))
         watch = stack.enter_context(GpuWatch())
@@ -221,10 +223,12 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     if len(steps) < asked.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {asked.deadline:.0f} s are too few to measure")
     figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
-    detail["engine_tokens_per_s"] = engine_rates(steps[asked.warm_up :], meter)
+    measured = steps[asked.warm_up :]
+    detail["engine_tokens_per_s"] = engine_rates(measured, meter)
+    detail["sampled_by_step"] = [meter.between(step.at - step.fields["step_s"], step.at) for step in measured]
     if asked.limit:
         later = [e for e in events if e.name == "step" and training(e)[0] >= alone_from]
-        figures |= limits(figures, measured=steps[asked.warm_up :], alone=later, rates=alone)
+        figures |= limits(figures, measured=measured, alone=later, rates=alone)
         detail["alone"] = [{phase: event.fields[phase] for phase in (*PHASES, "mfu")} for event in later]
     told = list(read_log(job.run_folder.logs / "learner.main.log"))
     waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
@@ -332,6 +336,19 @@ class TokenMeter:
         before, began = await sampled(self._http, self._engine), time.monotonic()
         await asyncio.sleep(seconds)
         return (await sampled(self._http, self._engine) - before) / (time.monotonic() - began)
+
+    async def cost_of_lost_cache(self, rate: float, seconds: float) -> float:
+        """Seconds of sampling at `rate` that are lost in the next `seconds` when the cache is cleared, as at a push: all contexts
+        are computed again."""
+        before, began = await sampled(self._http, self._engine), time.monotonic()
+        for path in ("pause?mode=keep&clear_cache=true", "resume"):
+            async with self._http.post(
+                f"{self._engine.url}/{path}", headers=make_auth_headers(self._engine.secret)
+            ) as response:
+                response.raise_for_status()
+        await asyncio.sleep(seconds)
+        tokens = await sampled(self._http, self._engine) - before
+        return time.monotonic() - began - tokens / rate
 
     async def _next(self) -> float:
         await asyncio.sleep(LOOK_S)

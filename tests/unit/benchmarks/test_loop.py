@@ -8,9 +8,47 @@ import pytest
 from benchmarks.loop import run as loop
 from benchmarks.trl import run as trl
 
+from swarmq.messages import Event
+
 
 @pytest.mark.parametrize("benchmark", [loop, trl])
 def test_a_command_line_says_all_that_a_run_of_the_loop_needs(benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmark", "--device", "cpu", "--steps", "4", "--warm-up", "1"])
     asked = loop.Asked.of(benchmark.parse())
     assert asked == loop.Asked(device="cpu", steps=4, warm_up=1, deadline=420.0)
+
+
+def step(at: float, *, train_s: float = 4.0, mfu: float = 0.25) -> Event:
+    """A step that waited 1 s, trained, and pushed for 1 s."""
+    fields = {
+        "wait_s": 1.0,
+        "train_s": train_s,
+        "push_s": 1.0,
+        "step_s": train_s + 2,
+        "mfu": mfu,
+        "tokens_trained": 600,
+    }
+    return Event(run="r", name="step", source="learner.main", at=at, fields=fields)
+
+
+def test_the_loop_is_compared_with_the_sum_of_what_its_parts_do_alone() -> None:
+    rates = {"direct_tokens_per_s": 200.0, "proxy_tokens_per_s": 190.0}
+    alone = [step(30.0, train_s=each, mfu=0.5) for each in (1.0, 2.0, 9.0)]
+    found = loop.limits({"step_s": 4.5}, measured=[step(6.0), step(12.0)], alone=alone, rates=rates)
+    assert found["proxy_over_direct"] == pytest.approx(0.95)
+    assert found["rollout_alone_s"] == 3.0
+    assert found["learner_alone_s"] == 3.0
+    assert found["loop_over_sum"] == pytest.approx(0.75)
+    assert (found["mfu_in_loop"], found["mfu_alone"]) == (0.25, 0.5)
+
+
+def test_an_engine_has_one_rate_beside_the_learner_and_one_without() -> None:
+    """Steps from 0 to 6 and from 6 to 12 that compute from 1 to 5 and from 7 to 11."""
+    meter = loop.TokenMeter(None, None)
+    tokens, meter.looks = 0.0, []
+    for second in range(14):
+        meter.looks.append((float(second), tokens))
+        tokens += 10.0 if 1 <= second % 6 < 5 else 40.0
+    assert loop.engine_rates([step(6.0), step(12.0)], meter) == pytest.approx(
+        {"beside_the_learner": 10.0, "without": 40.0}
+    )
