@@ -192,21 +192,15 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     with _lock_run_folder(folder.lock, job.run):
         async with contextlib.AsyncExitStack() as stack:
             await wait_for_proxy_ports(job)
-            node, url = await _open_broker(job, stack, report)
-            broker = await stack.enter_async_context(
-                AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else initial_connect_timeout_s())
-            )
-            await stack.enter_async_context(claim_run(url, job.run))
-            await check_run_is_down(
-                broker,
-                job.run,
-                trained_beside_standby=tuple(job.trained) if job.collector.standby else (),
-                forget_s=OLD_CONSUMERS_S if node else 0.0,
-                report=report,
-            )
-            engines = await _start_engines(job, placements, stack, report)
+            found = await _find_broker(job, report)
+            engines = _plan_engines(job, placements, report)
             proxies = assign_proxy_ports(job, engines)
             metrics = assign_metrics_ports(job, engines)
+            # engines take longest, so the broker starts beside them; it is stopped after them
+            broker_end, engines_end = [await stack.enter_async_context(contextlib.AsyncExitStack()) for _ in range(2)]
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_start_engines(job, engines, engines_end, report))
+                node, url, broker = await _claim_broker(job, found, broker_end, report)
             resolved = _resolve_job(msgspec.structs.replace(job, metrics=metrics), url, engines, proxies, placements)
             invite = make_host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
@@ -341,39 +335,57 @@ async def _wait_for_more_steps(job: SwarmJob, policy: str, broker: Broker) -> No
     await asyncio.Event().wait()  # the run continues, but a learner with more steps needs a restart of `swarmq up`
 
 
-async def _open_broker(
-    job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
-) -> tuple[PrivateCluster | None, str]:
+async def _find_broker(job: SwarmJob, report: Callable[[str], None]) -> str | None:
+    """Return the URL of a broker that runs; None if a private one is to be started, for which the disk has room."""
     if url := resolve_amqp_url(job.broker):
         report("broker: as configured (broker.url)")
-        return None, url
+        return url
     if job.broker.nodes == 1 and find_server() is None and (container := await asyncio.to_thread(find_container)):
         report(f"broker: {container.place}")
-        return None, container.amqp_url
+        return container.amqp_url
     check_disk(job.run_folder.path)
-    report(f"broker: starting a private RabbitMQ{f' of {job.broker.nodes} nodes' if job.broker.nodes > 1 else ''}")
-    node = await stack.enter_async_context(PrivateCluster(job.run_folder.broker, job.broker))
-    report(f"broker: ready, management UI at {node.identity.management_url}")
-    return node, node.amqp_url
+    return None
 
 
-async def _start_engines(
-    job: SwarmJob, placements: Mapping[str, Placement], stack: contextlib.AsyncExitStack, report: Callable[[str], None]
+async def _claim_broker(
+    job: SwarmJob, url: str | None, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
+) -> tuple[PrivateCluster | None, str, AmqpBroker]:
+    """Open the broker at the URL, or else a private one, for this run alone; return its node and URL, too. Raises SwarmqError if the run is up elsewhere."""
+    node = None
+    if url is None:
+        report(f"broker: starting a private RabbitMQ{f' of {job.broker.nodes} nodes' if job.broker.nodes > 1 else ''}")
+        node = await stack.enter_async_context(PrivateCluster(job.run_folder.broker, job.broker))
+        report(f"broker: ready, management UI at {node.identity.management_url}")
+        url = node.amqp_url
+    broker = await stack.enter_async_context(
+        AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else initial_connect_timeout_s())
+    )
+    await stack.enter_async_context(claim_run(url, job.run))
+    await check_run_is_down(
+        broker,
+        job.run,
+        trained_beside_standby=tuple(job.trained) if job.collector.standby else (),
+        forget_s=OLD_CONSUMERS_S if node else 0.0,
+        report=report,
+    )
+    return node, url, broker
+
+
+def _plan_engines(
+    job: SwarmJob, placements: Mapping[str, Placement], report: Callable[[str], None]
 ) -> dict[str, EngineProcess]:
-    """Start all engines concurrently, and return them by name."""
-    planned_engines: dict[str, tuple[Policy, tuple[int, ...] | None]] = {}
+    """Return the engines to start, by name, with their ports."""
+    planned: dict[str, tuple[Policy, tuple[int, ...] | None]] = {}
     for name, policy in job.policies.items():
         if policy.engine.urls:
-            report(f"engine {name}: the configured URLs")
-            for line in await find_unprotected_engines(policy.engine.urls, EngineRegistry(job).secret()):
-                report(f"warning: {line}")
-        elif name in placements:
+            continue
+        if name in placements:
             engine_policy, gpus = placements[name].apply_to_engines(policy)
-            planned_engines |= {f"{name}.{index}": (engine_policy, group) for index, group in enumerate(gpus)}
+            planned |= {f"{name}.{index}": (engine_policy, group) for index, group in enumerate(gpus)}
         else:
-            planned_engines |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
-    ports = assign_ports(job, [*planned_engines, *proxy_names(job), *metrics_names(job)])
-    engines = {
+            planned |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
+    ports = assign_ports(job, [*planned, *proxy_names(job), *metrics_names(job)])
+    return {
         name: EngineProcess(
             policy,
             port=ports[name],
@@ -382,15 +394,28 @@ async def _start_engines(
             progress=partial(_report_engine_stage, report, name),
             gpus=gpus,
         )
-        for name, (policy, gpus) in planned_engines.items()
+        for name, (policy, gpus) in planned.items()
     }
+
+
+async def _start_engines(
+    job: SwarmJob,
+    engines: Mapping[str, EngineProcess],
+    stack: contextlib.AsyncExitStack,
+    report: Callable[[str], None],
+) -> None:
+    """Start all engines concurrently."""
     async with asyncio.TaskGroup() as tasks:
         for name, engine in engines.items():
-            report(f"engine {name}: loading {planned_engines[name][0].model}")
+            report(f"engine {name}: loading {job.policies[name.rpartition('.')[0]].model}")
             tasks.create_task(stack.enter_async_context(engine))
+        for name, policy in job.policies.items():
+            if policy.engine.urls:
+                report(f"engine {name}: the configured URLs")
+                for line in await find_unprotected_engines(policy.engine.urls, EngineRegistry(job).secret()):
+                    report(f"warning: {line}")
     for name in engines:
         report(f"engine {name}: serving")
-    return engines
 
 
 def _report_engine_stage(report: Callable[[str], None], name: str, stage: str) -> None:

@@ -52,6 +52,21 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def where_torch_is(pid: int) -> set[str]:
+    """The addresses of torch's library in a process, which differ in each process that loads it by itself."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[0] for line in lines if line.endswith("/libtorch_cpu.so") and "r-xp" in line}
+
+
+def listens(pid: int, url: str) -> bool:
+    """Whether a process holds the listening socket of an address."""
+    port = f":{int(url.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "0A"}
+    assert sockets
+    return bool(sockets & {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()})
+
+
 async def until_gone(session_id: int) -> None:
     async with asyncio.timeout(300):
         while family(session_id):  # noqa: ASYNC110 - they are not our children, nothing tells of their end
@@ -68,6 +83,9 @@ async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_p
         assert "loading the weights" in stages
         first, url = engine.pid, engine.url
         assert len(family(first)) > 1
+        [core] = find_children(first, "VLLM::EngineCore")
+        assert where_torch_is(core) == where_torch_is(first), "forked, so that it imports nothing again"
+        assert [pid for pid in family(first) if listens(pid, url)] == [first], "a port that the server closes is closed"
         waiting = asyncio.create_task(engine.wait())
         os.kill(first, signal.SIGKILL)
         assert await waiting == -signal.SIGKILL

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Register backend and patches in this process; a process that vLLM started also ends with its parent."""
-    from swarmq.weights.vllm_plugin import chunked_prefill, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
+    from swarmq.weights.vllm_plugin import chunked_prefill, forked_core, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
 
     logprob_columns.register()
     unannounced_changes.register()
@@ -33,10 +33,11 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up
         WeightTransferEngineFactory.register_engine(BACKEND, "swarmq.weights.vllm_plugin.receiver", "WeightReceiver")
     if sys.platform == "linux" and os.environ.get(ENGINE_ENV):
-        _end_with_parent()
+        forked_core.register()
+        end_with_parent()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Make the kernel kill this process when the API server dies; vLLM's engine core would otherwise run forever."""
     parent = multiprocessing.parent_process()
     if parent is None:
