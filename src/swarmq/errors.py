@@ -148,6 +148,10 @@ class FencedError(SwarmqError):
     """Another collector leads the run now; this one's last transaction is not valid."""
 
 
+class StudyError(SwarmqError):
+    """A study cannot be run: its file, ledger or folder is unusable, or what it says contradicts what was done."""
+
+
 class LearnerError(SwarmqError):
     """The learner cannot go on: model, batch log, checkpoint or run folder is unusable."""
 

@@ -25,6 +25,7 @@ EVENTS: dict[tuple[str, str], str] = {
     ): "Engines, proxies and removed clients of the run, for other hosts: at each change, on request, and every 5 s.",
     ("members_wanted", "host"): "An engine or proxy on another host asks for the members.",
     ("registration", "collector"): "The collector's answer to an engine or proxy on another host that joins or leaves.",
+    ("lease", "study"): "The answer of a study's leader to a worker that asks for a trial, or whose lease has ended.",
     ("warning", "any"): "Something that a person should see; `swarmq watch` shows it, alerts send it.",
 }
 """(Name of the event, kind of process that emits it) -> its meaning."""
@@ -220,6 +221,11 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "answers": "Ids of the requests that this event answers.",
     },
     ("members_wanted", "host"): {"ask": "Id of the request."},
+    ("lease", "study"): {
+        "claim_id": "Id of the claim; empty for all workers.",
+        "verdict": "`run`, `wait`, `drop`, `stop` or `revoked`.",
+        "fence": "Fencing token of the lease; 0 without one.",
+    },
     ("registration", "collector"): {
         "registration_id": "Id of the registration.",
         "action": "`join` or `leave`.",

@@ -14,6 +14,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     collector --Task-->     eval.<kind>           collector --Evaluation--> <policy>.control
     collector --LogEntry--> log (a stream)        all collectors of a run with standbys
     proxy     --Turn-->     turns.<n>             collector --Fence--> turns.<n>: instead of `in`, if the collector has several processes
+    study     --TrialOffer--> tasks.trials        worker --TrialReport--> in: of a study, which has queues like those of a run
 """
 
 from __future__ import annotations
@@ -426,6 +427,23 @@ class LogEntry(Record, frozen=True, kw_only=True, tag="log"):
     """This entry's part of the transaction's rows (`store.encode_rows`) or of the copy, an SQLite file."""
 
 
+class TrialOffer(Record, frozen=True, kw_only=True, tag="trial_offer"):
+    """leader of a study -> tasks.trials: a trial to run. A worker holds it unacknowledged until the trial has ended."""
+
+    copy_id: str
+    """Id of this message. A leader that cannot know whether a trial was offered offers it again, under another id."""
+    body: bytes
+    """JSON of the trial (studies/records.py), opaque to the broker."""
+
+
+class TrialReport(Record, frozen=True, kw_only=True, tag="trial_report"):
+    """worker of a study -> in: a claim to a trial, a sign of life, or the trial's end."""
+
+    report_id: str
+    body: bytes
+    """JSON of the report (studies/reports.py)."""
+
+
 EventName = Literal[
     "state",
     "step",
@@ -440,6 +458,7 @@ EventName = Literal[
     "members",
     "members_wanted",
     "registration",
+    "lease",
 ]
 
 
@@ -470,6 +489,8 @@ Message = (
     | Control
     | Evaluation
     | LogEntry
+    | TrialOffer
+    | TrialReport
     | Event
 )
 
@@ -621,6 +642,10 @@ def idempotency_key(message: Message) -> str:
             return f"evaluation:{message.began_at}"
         case LogEntry():
             return f"log:{message.term}:{message.number}:{message.part}:{message.join or message.sender}"
+        case TrialOffer():
+            return message.copy_id
+        case TrialReport():
+            return message.report_id
         case Event():
             return f"{message.source}:{message.name}:{message.at}"
 

@@ -71,6 +71,8 @@ EVERY_RECORD = [
         run="r", registration_id="x", action="join", process="engine", url="http://gpu2:8000", policy="main"
     ),
     m.LogEntry(run="r", what="transaction", log="l", term=2, number=3, part=1, num_parts=2, body=b"rows"),
+    m.TrialOffer(run="study-s", copy_id="o", body=b"{}"),
+    m.TrialReport(run="study-s", report_id="r", body=b"{}"),
     m.Evaluation(run="r", version=3, began_at=5.0, results={"version": 3, "kinds": {"math": {"reward": 0.5}}}),
     m.Control(
         run="r",

@@ -14,6 +14,7 @@ SOURCES = {
     "proxy": "`proxy.NUMBER`",
     "dashboard": "`dashboard`",
     "host": "`host.NAME`",
+    "study": "`study`",
     "any": "any process",
 }
 

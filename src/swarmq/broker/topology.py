@@ -16,6 +16,8 @@
     an invited client      ──> [swarmq.clients] <run>.<client>.in                          ──> swarmq.<run>.in
                                           <run>.<client>.tasks.<kind>[.again] | .eval.<kind> ──> swarmq.<run>.returned ──> collector
     an invited host        ──> [swarmq.clients] as a client, and <run>.host:<name>.control ──> swarmq.<run>.control
+    leader of a study      ──> swarmq.study-<name>.tasks.trials ──> workers of the study, competing; each holds one per trial
+    worker of a study      ──> swarmq.study-<name>.in           ──> leader of the study
     undecodable, too often redelivered ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
 Queues are addressed by name through the default exchange, so publishing needs only the right to write, and a message to a wrong

@@ -14,6 +14,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     run,
     slurm,
     stored_runs,
+    studies,
     tasks,
     train,
     up,

@@ -54,8 +54,8 @@ class StudyOpened(Fact, frozen=True, kw_only=True, tag="opened"):
     study: Study
     digest: str
     """Hash of the study file."""
-    parent: str = ""
-    """`NAME@DIGEST` of the study from which this one was forked, with the digest of that study's ledger."""
+    inputs: str
+    """Hash of the code, tasks and models of all arms."""
 
 
 class StudyAmended(Fact, frozen=True, kw_only=True, tag="amended"):
@@ -63,6 +63,7 @@ class StudyAmended(Fact, frozen=True, kw_only=True, tag="amended"):
 
     study: Study
     digest: str
+    inputs: str
     reason: str
 
 
@@ -102,8 +103,9 @@ class TrialFailed(Fact, frozen=True, kw_only=True, tag="failed"):
 
     trial_id: str
     fence: int
-    kind: Literal["failure", "lost", "timeout"]
-    """`failure`: the trial's process broke. `lost`: the worker or its host died. `timeout`: the trial was killed at its time limit."""
+    kind: Literal["failure", "timeout", "lost", "returned"]
+    """`failure`: the trial's process broke. `timeout`: the trial was killed at its time limit. `lost`: the worker or its host died.
+    `returned`: the worker was stopped. The first two count towards the study's `max_failures`."""
     reason: str
     log: str = ""
     """Last lines of the trial's output."""

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from swarmq.config_errors import explain
+from swarmq.errors import ConfigError
+
+KILL_S = 1.0
+"""Seconds in which a trial ends after it was killed at its time limit; reserved with it."""
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 Whole = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -157,3 +169,104 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     planner: Planner = Planner()
     max_failures: Count = 3
     """Number of infrastructure failures after which a trial is parked with its log."""
+    lease_s: Positive = 30.0
+    """Seconds of silence after which a worker has lost its trial, and after which a worker that cannot reach the broker ends it."""
+    parent: str = ""
+    """`NAME@DIGEST` of the study from which this one was forked, with the digest of that study's ledger."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def load_study(path: Path) -> Study:
+    """Read a study file. Raises ConfigError that names the file and the setting."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); write one with `swarmq study new`") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    try:
+        return msgspec.convert(tree, Study)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {explain(str(error), tree, Study)}") from error
+
+
+def hash_study(study: Study) -> str:
+    """Return the hash of what the study file says, whatever its layout and comments."""
+    return hash_json(study)
+
+
+def hash_json(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON with sorted keys."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
+
+
+def check(study: Study) -> None:
+    """Raise ValueError for a study that cannot be run, with the path of the setting in front."""
+    if not NAME.fullmatch(study.name):
+        raise ValueError(f"name: {study.name!r} must be lower-case letters, digits and hyphens, at most 32")
+    trial, design = study.trial, study.design
+    if bool(trial.function) == bool(trial.job):
+        raise ValueError("trial: give either job and agent, or function")
+    if trial.job and not (trial.agent or all(arm.agent for arm in study.arms.values())):
+        raise ValueError(
+            "trial.agent: missing; name the function that attempts the tasks, as for `swarmq train --agent`"
+        )
+    if trial.job and study.metric.name.startswith("held_out") and not trial.held_out:
+        raise ValueError(
+            f"trial.held_out: missing, but the metric is {study.metric.name}; name tasks that are never trained"
+        )
+    if repeated := [seed for seed, times in Counter(study.seeds).items() if times > 1]:
+        raise ValueError(f"seeds: {repeated[0]} is given twice; every seed counts once")
+    if bool(study.arms) == bool(study.space):
+        raise ValueError("arms: give either arms or a search space")
+    if len(study.arms) == 1 and not study.noise_trials:
+        raise ValueError(
+            "arms: there is only one, so nothing is compared; add an arm, or noise_trials for an A/A study"
+        )
+    for path, parameter in study.space.items():
+        _check_parameter(path, parameter, design)
+    _check_design(study)
+    for name, cap, most in (
+        ("gpu_seconds", study.budget.gpu_seconds, (trial.max_seconds + KILL_S) * trial.gpus),
+        ("calls", study.budget.calls, trial.max_calls),
+        ("money", study.budget.money, trial.max_money),
+        ("wall_clock_s", study.budget.wall_clock_s, trial.max_seconds + KILL_S),
+    ):
+        if cap is not None and cap < most:
+            raise ValueError(
+                f"budget.{name}: {cap:g} is less than the {most:g} that one trial may need; raise it, or lower the trial's limit"
+            )
+    if all(cap is None for cap in msgspec.structs.astuple(study.budget)):
+        raise ValueError("budget: no cap is set; set at least one of gpu_seconds, calls, money, wall_clock_s, trials")
+
+
+def _check_parameter(path: str, parameter: Parameter, design: Design) -> None:
+    if bool(parameter.values) == (parameter.low is not None):
+        raise ValueError(f"space.{path}: give either values, or low and high")
+    if parameter.values:
+        return
+    if parameter.high is None or parameter.low is None or parameter.high <= parameter.low:
+        raise ValueError(f"space.{path}: high must be above low")
+    if parameter.log and parameter.low <= 0:
+        raise ValueError(f"space.{path}: low must be above 0 on a logarithmic scale (got {parameter.low:g})")
+    if design.kind in ("grid", "sequential"):
+        raise ValueError(
+            f"space.{path}: design.kind = {design.kind!r} needs values, not a range; list them, or use 'random'"
+        )
+
+
+def _check_design(study: Study) -> None:
+    design = study.design
+    if (design.kind in ("halving", "asha")) != bool(design.rungs):
+        raise ValueError(
+            f"design.rungs: design.kind = {design.kind!r} "
+            + ("has none; leave them out" if design.rungs else "needs them, e.g. [5, 10, 20]")
+        )
+    if list(design.rungs) != sorted(set(design.rungs)):
+        raise ValueError(f"design.rungs: {list(design.rungs)} must ascend")
+    if design.kind in ("random", "optuna") and not study.space:
+        raise ValueError(f"space: missing, but design.kind = {design.kind!r} draws arms from it")
+    if study.stopping.kind == "anytime" and design.kind != "sequential":
+        raise ValueError("stopping.kind: 'anytime' looks after whole seeds, so design.kind must be 'sequential'")

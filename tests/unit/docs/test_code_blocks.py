@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
 from swarmq.cli import main
 from swarmq.config import SwarmJob
+from swarmq.studies.study import Study
 
 ROOT = Path(__file__).parents[3]
 SKILL = ROOT / "skills/swarmq"
@@ -127,9 +129,23 @@ def test_a_command_in_a_sentence_has_the_named_options(page, code):
     assert named <= known, f"{page}: `{code}`"
 
 
+STUDY = {
+    "name": "study",
+    "question": "?",
+    "metric": {"name": "score"},
+    "smallest_effect": 1.0,
+    "trial": {"function": "work:trial", "max_seconds": 1.0},
+    "seeds": [0],
+    "budget": {"trials": 1},
+}
+
+
 @blocks_in("toml")
-def test_a_job_loads(block):
+def test_a_job_or_a_study_loads(block):
     tree = tomllib.loads(block.text)
+    if "question" in tree or "space" in tree:  # a study, or a part of one
+        msgspec.convert(tree if "question" in tree else STUDY | tree, Study)
+        return
     given = {"run": "run", "policies": {"main": {}}, **tree}
     for policy in given["policies"].values():
         policy.setdefault("model", "model")

@@ -1,0 +1,324 @@
+"""`swarmq study`: a study from its file to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from swarmq.cli.common import main, print_table, private_files, run_until_signalled
+from swarmq.errors import BrokerError, ConfigError, LearnerError, StudyError
+from swarmq.runtime.terminal import visible
+
+if TYPE_CHECKING:
+    from swarmq.studies.ledger import StudyFolder
+    from swarmq.studies.study import Study
+
+STUDY = click.argument("study_file", metavar="STUDY", type=click.Path(path_type=Path), default="study.toml")
+AMQP = click.option(
+    "--amqp", metavar="URL", envvar="SWARMQ_AMQP_URL", help="RabbitMQ of the study; the study's own by default."
+)
+STOP_WORKER_S = 60.0
+
+
+@main.group("study")
+def study_group() -> None:
+    """Answer a question by many trials: plan, run, report.
+
+    \b
+    swarmq study new loss               a study file to start from
+    swarmq study check study.toml       what it would run and cost
+    swarmq study run study.toml         run its trials here, also after a crash
+    swarmq study worker study.toml --amqp URL   run its trials on another host
+    """
+
+
+@study_group.command("new")
+@click.argument("name")
+def new(name: str) -> None:
+    """Write a commented study file.
+
+    \b
+    swarmq study new loss
+    """
+    path = Path("study.toml")
+    if path.exists():
+        raise ConfigError(f"{path}: already exists, so nothing was written; go to another folder")
+    path.write_text(files("swarmq").joinpath("starter", "study.toml").read_text().replace("NAME", name))
+    click.echo(f"{path} written. Edit it, then: swarmq study check")
+
+
+@study_group.command("check")
+@STUDY
+def check(study_file: Path) -> None:
+    """Check a study and say what it would run.
+
+    \b
+    swarmq study check study.toml
+    """
+    from swarmq.studies.design import choose_arms
+    from swarmq.studies.state import largest_cost
+
+    study, _ = _load(study_file)
+    most, seeds = largest_cost(study), len(study.seeds)
+    arms = study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
+    count = arms * seeds + study.noise_trials
+    click.echo(f"{study.name}: {study.question}")
+    click.echo(f"{arms} arms, {seeds} seeds each, {study.noise_trials} A/A trials: {count} trials at the first rung")
+    click.echo(f"each may take {study.trial.max_seconds:g} s; all of them {count * most.gpu_seconds:,.0f} GPU seconds")
+    cap = study.budget.gpu_seconds
+    if cap is not None and cap < count * most.gpu_seconds:
+        click.echo(f"the budget of {cap:,.0f} GPU seconds holds {cap // most.gpu_seconds:.0f} trials of full length")
+
+
+@study_group.command("run")
+@STUDY
+@AMQP
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(min=0), help="Workers on this host.")
+@click.option("--amend", metavar="REASON", default="", help="Take over a changed study file, and record why.")
+@click.option("--resume", metavar="REASON", default="", help="Go on with a study that was stopped, and record why.")
+def run(study_file: Path, amqp: str | None, workers: int, amend: str, resume: str) -> None:
+    """Run a study, or continue it where it was interrupted.
+
+    \b
+    swarmq study run study.toml
+    swarmq study run study.toml --workers 4
+    swarmq study run study.toml --amend "arm C added, because A and B do not differ"
+    """
+    study, folder = _load(study_file)
+    with private_files():
+        run_until_signalled(_lead(study, folder, study_file, amqp, workers, amend, resume))
+
+
+@study_group.command("worker")
+@STUDY
+@AMQP
+@click.option("--parallel", type=click.IntRange(min=1), help="Trials at once; by default as many as the GPUs allow.")
+def worker(study_file: Path, amqp: str | None, parallel: int | None) -> None:
+    """Run trials of a study on this host, which has a copy of the study's folder.
+
+    \b
+    swarmq study worker study.toml --amqp amqps://user:password@leader:5671
+    """
+    study, folder = _load(study_file)
+    with private_files():
+        run_until_signalled(_work(study, folder, amqp, parallel))
+
+
+@study_group.command("status")
+@STUDY
+def status(study_file: Path) -> None:
+    """Show trials, costs and failures of a study.
+
+    \b
+    swarmq study status study.toml
+    """
+    from swarmq.studies.ledger import read_ledger
+    from swarmq.studies.state import StudyState
+
+    study, folder = _load(study_file, is_checked=False)
+    state = StudyState(entries := read_ledger(folder.ledger))
+    if state.study is None:
+        raise StudyError(
+            f"{folder.ledger}: the study has not been opened; start it with `swarmq study run {study_file}`"
+        )
+    metric = study.metric.name
+    print_table(
+        ("arm", "seed", "rung", "state", metric, "GPU s", "failures"),
+        (
+            (
+                one.trial.arm + (" (A/A)" if one.trial.purpose == "noise" else ""),
+                str(one.trial.seed),
+                str(one.trial.rung),
+                "done" if one.result else "parked" if one.parked else "running" if one.lease else "waits",
+                f"{one.result.metrics[metric]:g}" if one.result else "",
+                f"{one.result.cost.gpu_seconds:.1f}" if one.result else "",
+                str(one.num_failures or ""),
+            )
+            for one in state.trials.values()
+        ),
+        when_empty="no trial is planned",
+    )
+    budget = study.budget
+    spent = [
+        f"{name} {used:,.1f}{'' if cap is None else f' of {cap:,.1f}'}"
+        for name, used, cap in (
+            ("GPU seconds", state.spent.gpu_seconds, budget.gpu_seconds),
+            ("calls", state.spent.calls, budget.calls),
+            ("money", state.spent.money, budget.money),
+            ("seconds of leaders", entries[-1].elapsed_s, budget.wall_clock_s),
+            ("starts", state.num_starts, budget.trials),
+        )
+        if used or cap is not None
+    ]
+    click.echo(f"spent: {', '.join(spent)}")
+    for one in state.trials.values():
+        if one.parked:
+            click.echo(
+                visible(f"{one.trial.arm}, seed {one.trial.seed} is parked: {one.parked.reason}\n{one.parked.log}")
+            )
+    click.echo(f"stopped: {state.stopped.reason}" if state.stopped else "not stopped")
+
+
+@study_group.command("stop")
+@STUDY
+@AMQP
+@click.option("--reason", required=True, help="Why, for the ledger and the report.")
+def stop(study_file: Path, amqp: str | None, reason: str) -> None:
+    """Start no further trial of a study; running ones end.
+
+    \b
+    swarmq study stop study.toml --reason "the answer is clear"
+    """
+    study, folder = _load(study_file, is_checked=False)
+    asyncio.run(_stop(study, folder, amqp, reason))
+
+
+@study_group.command("fork")
+@STUDY
+@click.argument("name")
+def fork(study_file: Path, name: str) -> None:
+    """Write a new study file that continues from a study, in another folder or under another name.
+
+    \b
+    swarmq study fork study.toml loss-longer
+    """
+    import msgspec
+    import tomli_w
+
+    from swarmq.studies.ledger import hash_ledger
+
+    study, folder = _load(study_file, is_checked=False)
+    target = study_file.with_name(f"{name}.toml")
+    if target.exists():
+        raise ConfigError(f"{target}: already exists, so nothing was written; choose another name")
+    parent = f"{study.name}@{hash_ledger(folder.ledger)}"
+    tree = msgspec.to_builtins(study) | {"name": name, "parent": parent}
+    msgspec.convert(tree, type(study))
+    target.write_text(tomli_w.dumps(_without_none(tree)))
+    click.echo(f"{target} written. Edit it, then: swarmq study check {target}")
+
+
+def _without_none(tree: object) -> dict[str, object]:
+    assert isinstance(tree, dict)
+    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}
+
+
+def _load(study_file: Path, *, is_checked: bool = True) -> tuple[Study, StudyFolder]:
+    from swarmq.studies.identity import TrialMaker
+    from swarmq.studies.ledger import StudyFolder
+    from swarmq.studies.study import load_study
+
+    study = load_study(study_file)
+    folder = StudyFolder(study_file, study.name)
+    if is_checked:
+        os.chdir(folder.root)  # jobs and tasks are named from there
+        TrialMaker(study, folder.root).check()
+    return study, folder
+
+
+async def _lead(
+    study: Study, folder: StudyFolder, study_file: Path, amqp: str | None, workers: int, amend: str, resume: str
+) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.runtime.files import write_atomically
+    from swarmq.studies.leader import open_leader
+
+    with open_leader(study, folder, report=_say) as leader:
+        await leader.open(amend=amend, resume=resume)
+        if leader.state.stopped:
+            _say(f"stopped: {leader.state.stopped.reason}; to go on, give --resume REASON")
+            return
+        async with _open_node(folder, amqp) as url, AmqpBroker.open(url, name=f"study {study.name}") as broker:
+            write_atomically(folder.endpoint, url.encode())
+            async with _keep_workers(folder, study_file.name, workers):
+                await leader.run(broker)
+
+
+async def _work(study: Study, folder: StudyFolder, amqp: str | None, parallel: int | None) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.engine.server.gpus import VISIBLE_ENV, find_visible_gpus
+    from swarmq.studies.worker import Worker
+
+    gpus = [str(number) for number in range(len(find_visible_gpus()))]
+    each = study.trial.gpus
+    if gpus and len(gpus) < each:
+        raise StudyError(f"trial.gpus: a trial needs {each} GPUs, and this host has {len(gpus)}")
+    environments = [{VISIBLE_ENV: ",".join(gpus[n : n + each])} for n in range(0, len(gpus) - each + 1, each)] or [{}]
+    environments = environments[:parallel] if gpus else environments * (parallel or 1)
+    url = amqp or _read_endpoint(folder)
+    async with AmqpBroker.open(url, name=f"study {study.name}", deadline_s=None) as broker:
+        await Worker(broker, study, folder, environments=environments, report=_say).run()
+
+
+async def _stop(study: Study, folder: StudyFolder, amqp: str | None, reason: str) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.studies.leader import open_leader
+    from swarmq.studies.records import StudyStopped
+    from swarmq.studies.reports import inbox, pack
+
+    try:
+        with open_leader(study, folder, report=_say) as leader:
+            await leader.stop(reason)
+    except LearnerError:  # a leader runs
+        async with AmqpBroker.open(amqp or _read_endpoint(folder), name=f"study {study.name}") as broker:
+            stopped = StudyStopped(kind="asked", reason=reason)
+            await broker.publish(inbox(study.name), pack(study.name, stopped), deadline_s=30.0)
+        click.echo("the leader starts no further trial, and ends when the running ones have ended")
+
+
+def _read_endpoint(folder: StudyFolder) -> str:
+    try:
+        return folder.endpoint.read_text()
+    except OSError as error:
+        raise BrokerError(
+            f"{folder.endpoint}: no leader has run on this host; start `swarmq study run`, or give --amqp URL"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def _open_node(folder: StudyFolder, amqp: str | None) -> AsyncIterator[str]:
+    """Yield the URL of the study's RabbitMQ; start its own unless one is given, and restart it when it dies."""
+    if amqp:
+        yield amqp
+        return
+    from swarmq.broker.node.process import PrivateNode
+    from swarmq.up.supervision import keep_broker
+
+    async with PrivateNode(folder.broker) as node, asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(keep_broker(node, _say))
+        yield node.amqp_url
+        keeping.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _keep_workers(folder: StudyFolder, study_file: str, workers: int) -> AsyncIterator[None]:
+    """Run workers on this host, and restart those that die."""
+    from swarmq.up.supervision import Daemon
+
+    command = [sys.executable, "-m", "swarmq", "study", "worker", str(folder.root / study_file), "--parallel", "1"]
+    daemons = [
+        Daemon(name=f"worker {n}", argv=command, log_path=folder.logs / f"worker-{n}.log")
+        for n in range(1, workers + 1)
+    ]
+    async with asyncio.TaskGroup() as tasks:
+        try:
+            for daemon in daemons:
+                await daemon.start()
+            keeping = [tasks.create_task(daemon.keep_running(_say)) for daemon in daemons]
+            yield
+            for task in keeping:
+                task.cancel()
+        finally:
+            await asyncio.gather(*(daemon.stop(STOP_WORKER_S) for daemon in daemons))
+
+
+def _say(text: str) -> None:
+    click.echo(visible(text))

@@ -1,0 +1,192 @@
+"""What a trial is: all that its result depends on, hashed. Two trials with equal hashes are one trial.
+
+Settings of a job are compared as they take effect, so an arm that sets a default is the same as an arm that leaves it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from swarmq.config import SwarmJob
+from swarmq.environments import is_environment
+from swarmq.errors import ConfigError, StudyError
+from swarmq.studies.records import Trial
+from swarmq.studies.study import Arm, Study, hash_json
+from swarmq.whole_run.plan import read_data
+
+
+class TrialMaker:
+    """Maker of a study's trials, from the files beside the study file as they are now."""
+
+    def __init__(self, study: Study, root: Path) -> None:
+        self._study, self._root = study, root
+
+    def make(
+        self,
+        arm: str,
+        plan: Arm,
+        seed: int,
+        *,
+        rung: int = 0,
+        purpose: Literal["compare", "noise"] = "compare",
+    ) -> Trial:
+        """Return the trial of an arm and seed. Raises ConfigError for settings that a job refuses, and for missing files."""
+        study = self._study
+        settings, agent = study.settings | plan.settings, plan.agent or study.trial.agent
+        tasks = plan.tasks or study.trial.tasks
+        effective, model = self._resolve(settings)
+        code, data = self._hash_code(agent), self._hash_data(tasks)
+        lineage = hash_json([effective, code, data, model, seed])
+        steps = study.design.rungs[rung] if study.design.rungs else 0
+        return Trial(
+            id=hash_json([lineage, steps]),
+            arm=arm,
+            seed=seed,
+            settings=settings,
+            agent=agent,
+            tasks=tasks,
+            steps=steps,
+            rung=rung,
+            lineage=lineage,
+            purpose=purpose,
+            code=code,
+            data=data,
+            model=model,
+        )
+
+    def is_same(self, trial: Trial) -> bool:
+        """Return whether the files beside the study file are those that the trial was planned with."""
+        _, model = self._resolve(trial.settings)
+        return (trial.code, trial.data, trial.model) == (
+            self._hash_code(trial.agent),
+            self._hash_data(trial.tasks),
+            model,
+        )
+
+    def hash_inputs(self) -> str:
+        """Return the hash of the code, tasks and models of all arms."""
+        arms = self._study.arms or {"": Arm()}
+        trials = [self.make(name, arm, 0) for name, arm in arms.items()]
+        return hash_json([(one.arm, one.code, one.data, one.model) for one in trials])
+
+    def check(self) -> None:
+        """Raise StudyError for arms that cannot be told apart, and for held-out tasks that are trained on."""
+        seen: dict[str, str] = {}
+        for name, arm in self._study.arms.items():
+            trial = self.make(name, arm, self._study.seeds[0])
+            if other := seen.get(trial.id):
+                raise StudyError(
+                    f"arms.{name}: cannot be told apart from arms.{other}: settings, code, tasks and model are the same"
+                )
+            seen[trial.id] = name
+            self._check_leaks(trial.tasks)
+
+    def _check_leaks(self, tasks: str) -> None:
+        held_out = self._study.trial.held_out
+        if not (held_out and tasks):
+            return
+        trained = _hash_tasks(self._root, tasks, "train")
+        if leaked := [
+            one for one, digest in _hash_tasks(self._root, held_out, "eval").items() if digest in trained.values()
+        ]:
+            raise StudyError(
+                f"trial.held_out: {len(leaked)} of its tasks are also in {tasks}, e.g. {leaked[0]!r}; hold them out of training"
+            )
+
+    def _resolve(self, settings: Mapping[str, Any]) -> tuple[Any, str]:
+        """Return the settings as they take effect, and the hash of the models."""
+        plan = self._study.trial
+        if plan.function:
+            return [plan.function, settings], ""
+        job = SwarmJob.load(self._root / plan.job, sets=to_sets(settings))
+        tree = msgspec.to_builtins(job)
+        for name in ("run", "folder"):
+            del tree[name]
+        models = {name: _hash_model(self._root, policy.model) for name, policy in job.policies.items()}
+        return tree, hash_json(models)
+
+    def _hash_code(self, agent: str) -> str:
+        plan = self._study.trial
+        targets = [plan.function] if plan.function else [] if is_environment(agent) else [agent]
+        files = [_find_module(self._root, target) for target in targets]
+        return _hash_files([*files, *(self._root / name for name in plan.code)])
+
+    def _hash_data(self, tasks: str) -> str:
+        named = [(tasks, "train"), (self._study.trial.held_out, "eval")]
+        return hash_json([sorted(_hash_tasks(self._root, name, split).values()) for name, split in named if name])
+
+
+def to_sets(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings by path as arguments of `--set`. TOML reads JSON's numbers, texts, booleans and lists."""
+    return [f"{path}={json.dumps(value)}" for path, value in settings.items()]
+
+
+@cache
+def _hash_tasks(root: Path, name: str, split: Literal["train", "eval"]) -> dict[str, str]:
+    """Return id -> hash of the payload, without its id, for each task."""
+    path = root / name
+    data = read_data(str(path) if path.exists() else name, split)
+    return {task.id: hash_json(_without_id(msgspec.to_builtins(task.payload))) for task in data.tasks}
+
+
+def _without_id(payload: Any) -> Any:
+    return {k: v for k, v in payload.items() if k not in ("id", "task_id")} if isinstance(payload, dict) else payload
+
+
+def _find_module(root: Path, target: str) -> Path:
+    """Return the source file of the module in `module:function`."""
+    module = target.partition(":")[0]
+    own = root.joinpath(*module.split("."))
+    for path in (own.with_suffix(".py"), own / "__init__.py"):
+        if path.exists():
+            return path
+    sys.path.insert(0, str(root))
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    finally:
+        sys.path.remove(str(root))
+    if found is None or not found.origin:
+        raise ConfigError(f"{target}: there is no module {module!r} in {root} or on PYTHONPATH")
+    return Path(found.origin)
+
+
+def _hash_model(root: Path, model: str) -> str:
+    path = root / model
+    return _hash_files([path]) if path.is_dir() else model
+
+
+def _hash_files(paths: Sequence[Path]) -> str:
+    files = [file for path in paths for file in _walk(path)]
+    return hash_json([(file.name, _hash_file(file, *_stamp(file))) for file in files]) if files else ""
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such file")
+    if path.is_dir():
+        yield from (one for one in sorted(path.rglob("*")) if one.is_file() and "__pycache__" not in one.parts)
+    else:
+        yield path
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = os.stat(path)  # noqa: PTH116 - as in runtime/files.py
+    return found.st_mtime_ns, found.st_size
+
+
+@cache
+def _hash_file(path: Path, _modified_ns: int, _size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

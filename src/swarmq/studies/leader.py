@@ -1,0 +1,269 @@
+"""`swarmq study run`: the leader plans trials, leases them to workers, and writes the ledger. It can die at any moment: all it knows
+is in the ledger, and the next leader continues from there.
+
+    ledger ──> state ──> design ──> new facts ──> ledger ──> offers ──> workers
+                 ^                                               │ reports (one queue, in order, acknowledged once the ledger has them)
+                 └── facts ── decide ──────── the leader <───────┘ ──> event "lease"
+
+A report that arrives again, because the leader died before it acknowledged it, decides nothing new. A leader that cannot know which
+trials were offered offers them again; the claims of superfluous offers are answered with `drop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from swarmq.broker import Broker
+from swarmq.errors import BrokerLostError, MessageError, StudyError
+from swarmq.learner.store.writer_lock import hold_lock
+from swarmq.messages import Event, TrialOffer, TrialReport, new_id
+from swarmq.runtime.logs import log
+from swarmq.studies.decide import on_claim, on_end, on_loss
+from swarmq.studies.design import plan_next
+from swarmq.studies.identity import TrialMaker
+from swarmq.studies.ledger import LedgerFile, StudyFolder
+from swarmq.studies.records import (
+    AnyFact,
+    Cost,
+    Promoted,
+    StudyAmended,
+    StudyOpened,
+    StudyResumed,
+    StudyStopped,
+    TrialFailed,
+    TrialParked,
+    TrialResult,
+)
+from swarmq.studies.reports import KIND, LEASE_EVENT, SOURCE, Beat, Claim, Verdict, inbox, offers, run_of, unpack
+from swarmq.studies.state import StudyState, TrialState
+from swarmq.studies.study import Study, hash_study
+
+MAX_OFFERS = 16
+"""Number of trials that are offered at once, so that a design may still decide which come next."""
+VANISHED_LEASES = 10
+"""Number of lease times without a sign of life after which a trial is offered again even if nobody else has claimed it: its offer
+must have vanished with the broker's files."""
+RETRY_S = 1.0
+"""Seconds between two attempts to write to a full disk."""
+
+
+class Heard(msgspec.Struct):
+    """The last sign of life of a lease's holder. Times are of the monotonic clock."""
+
+    at: float
+    used_s: float | None = None
+    """Seconds of the trial at that time; None: unknown since the leader started."""
+    contested_at: float | None = None
+    """Time since which another worker claims the trial and the holder has been silent."""
+
+
+@contextlib.contextmanager
+def open_leader(
+    study: Study, folder: StudyFolder, *, report: Callable[[str], None] = lambda _: None
+) -> Iterator[Leader]:
+    """Open the ledger for writing. Raises LearnerError if another process leads the study, StudyError for a damaged ledger."""
+    with hold_lock(folder.lock):
+        ledger = LedgerFile(folder.ledger)
+        try:
+            yield Leader(study, folder, ledger, report=report)
+        finally:
+            ledger.close()
+
+
+class Leader:
+    """The leader of a study, whose ledger nobody else writes."""
+
+    _broker: Broker
+
+    def __init__(
+        self, study: Study, folder: StudyFolder, ledger: LedgerFile, *, report: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._study, self._ledger, self._report = study, ledger, report
+        self._maker = TrialMaker(study, folder.root)
+        self.state = StudyState(ledger.entries)
+        self._offered: set[str] = set()
+        self._heard: dict[str, Heard] = {}
+
+    async def run(self, broker: Broker) -> None:
+        """Lead the study until it has ended and no trial runs."""
+        self._broker = broker
+        run = run_of(self._study.name)
+        await self._broker.declare(run, policies=[], kinds=[KIND])
+        await self._advance()
+        async with self._broker.consume(inbox(self._study.name), prefetch=64) as deliveries:
+            while not (self.state.stopped and not self.state.leased):
+                try:
+                    async with asyncio.timeout(self._study.lease_s):
+                        delivery = await anext(deliveries)
+                except TimeoutError:
+                    await self._end_vanished()
+                    continue
+                if isinstance(delivery.message, TrialReport):
+                    await self._hear(delivery.message)
+                with contextlib.suppress(BrokerLostError):  # it comes again, and decides nothing new
+                    await delivery.ack()
+        await self._tell("", "stop", 0)
+
+    async def open(self, *, amend: str = "", resume: str = "") -> None:
+        """Open the study, or check that it is the one that was opened. `amend`: reason of a change. Raises StudyError."""
+        digest, inputs = hash_study(self._study), self._maker.hash_inputs()
+        if self.state.study is None:
+            await self._append([StudyOpened(study=self._study, digest=digest, inputs=inputs)])
+        elif (self.state.digest, self.state.inputs) != (digest, inputs):
+            if not amend:
+                what = "the study file" if self.state.digest != digest else "the code, tasks or model of an arm"
+                raise StudyError(
+                    f"{what} has changed since the study {self._study.name} was opened; say why with --amend REASON, or fork the study"
+                )
+            await self._append([StudyAmended(study=self._study, digest=digest, inputs=inputs, reason=amend)])
+        if self.state.stopped and (amend or resume):
+            await self._append([StudyResumed(reason=amend or resume)])
+
+    async def stop(self, reason: str) -> None:
+        """Record that no further trial starts."""
+        if self.state.study is None:
+            raise StudyError("the study has not been opened, so there is nothing to stop")
+        if not self.state.stopped:
+            await self._append([StudyStopped(kind="asked", reason=reason)])
+
+    async def _hear(self, message: TrialReport) -> None:
+        try:
+            report = unpack(message)
+        except MessageError as error:
+            log.warning("report_refused", reason=str(error))
+            return
+        match report:
+            case Claim():
+                await self._end_if_lost(report)
+                decision = on_claim(self.state, report, elapsed_s=self._ledger.elapsed_s)
+                await self._append(decision.facts)
+                self._offered.add(report.trial_id)
+                one = self.state.trials.get(report.trial_id)
+                if decision.verdict == "run" and one is not None:
+                    self._heard.setdefault(report.claim_id, Heard(time.monotonic()))
+                if decision.verdict == "stop":
+                    self._offered.discard(report.trial_id)
+                await self._tell(report.claim_id, decision.verdict or "drop", one.fence if one else 0)
+            case Beat():
+                one = self.state.trials.get(report.trial_id)
+                if one is None or one.lease is None or one.fence != report.fence:
+                    await self._tell(report.claim_id, "revoked", report.fence)
+                else:
+                    self._heard[report.claim_id] = Heard(time.monotonic(), report.used_s)
+            case TrialResult() | TrialFailed():
+                await self._append(on_end(self.state, report).facts)
+                one = self.state.trials.get(report.trial_id)
+                if isinstance(report, TrialFailed) and one is not None and one.lease is None:
+                    self._offered.discard(report.trial_id)
+                await self._advance()
+            case StudyStopped():
+                if not self.state.stopped:
+                    await self._append([report])
+
+    async def _end_if_lost(self, claim: Claim) -> None:
+        """End the lease of a trial whose offer has come to another worker, if the holder has been silent for `lease_s` since."""
+        one = self.state.trials.get(claim.trial_id)
+        if (
+            one is None
+            or one.lease is None
+            or one.lease.claim_id == claim.claim_id
+            or one.lease.copy_id != claim.copy_id
+        ):
+            return
+        heard, now = self._heard.setdefault(one.lease.claim_id, Heard(time.monotonic())), time.monotonic()
+        if heard.contested_at is None:
+            heard.contested_at = now
+        if now - heard.contested_at >= self._study.lease_s:
+            await self._append(on_loss(one, self._bound_loss(one, heard)))
+
+    async def _end_vanished(self) -> None:
+        """End leases whose holders have been silent for very long, and offer their trials again."""
+        for one in self.state.leased:
+            assert one.lease is not None
+            heard = self._heard.setdefault(one.lease.claim_id, Heard(time.monotonic()))
+            if time.monotonic() - heard.at >= VANISHED_LEASES * self._study.lease_s:
+                await self._append(on_loss(one, self._bound_loss(one, heard)))
+                self._offered.discard(one.trial.id)
+        await self._advance()
+
+    def _bound_loss(self, one: TrialState, heard: Heard) -> Cost:
+        """Return the most that a silent worker can have spent: it ends its trial `lease_s` after the last beat that was confirmed."""
+        assert one.lease is not None
+        if heard.used_s is None:
+            return one.lease.reserved
+        seconds = heard.used_s + self._study.lease_s
+        bound = min(seconds * self._study.trial.gpus, one.lease.reserved.gpu_seconds)
+        return msgspec.structs.replace(one.lease.reserved, gpu_seconds=round(bound, 3))
+
+    async def _advance(self) -> None:
+        """Plan what comes next, offer it, and end a study that is complete."""
+        if not self.state.stopped:
+            await self._append(plan_next(self.state, self._maker.make))
+            if all(one.is_settled for one in self.state.trials.values()):
+                await self._append([StudyStopped(kind="complete", reason="all planned trials are settled")])
+        if self.state.stopped:
+            return
+        room = MAX_OFFERS - sum(one.trial.id in self._offered for one in self.state.open)
+        for one in [one for one in self.state.open if one.trial.id not in self._offered][: max(room, 0)]:
+            self._offered.add(one.trial.id)
+            offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(one.trial))
+            await self._broker.publish(offers(self._study.name), offer)
+
+    async def _append(self, facts: Sequence[AnyFact]) -> None:
+        """Write facts to the ledger, then act as they say. Waits while the disk is full."""
+        if not facts:
+            return
+        is_reported = False
+        while True:
+            try:
+                entries = self._ledger.append(facts)
+                break
+            except OSError as error:
+                if not is_reported:
+                    self._report(f"the ledger cannot be written ({error.strerror}); waiting, nothing is lost")
+                is_reported = True
+                await asyncio.sleep(RETRY_S)
+        for entry in entries:
+            self.state.apply(entry)
+            if line := describe(entry.fact, self.state):
+                self._report(line)
+
+    async def _tell(self, claim_id: str, verdict: Verdict, fence: int) -> None:
+        fields = {"claim_id": claim_id, "verdict": verdict, "fence": fence}
+        await self._broker.emit(
+            Event(run=run_of(self._study.name), source=SOURCE, name=LEASE_EVENT, at=time.time(), fields=fields)
+        )
+
+
+def describe(fact: AnyFact, state: StudyState) -> str:
+    """Return the line by which a fact is shown, or "" for one that is not."""
+
+    def trial(trial_id: str) -> str:
+        one = state.trials[trial_id].trial
+        return f"{one.arm}, seed {one.seed}" + (f", rung {one.rung}" if one.rung else "")
+
+    match fact:
+        case TrialResult(metrics=metrics):
+            value = metrics[state.study.metric.name] if state.study else 0.0
+            done = sum(one.result is not None for one in state.trials.values())
+            return f"{trial(fact.trial_id)}: {value:g} ({done} of {len(state.trials)} trials)"
+        case TrialFailed():
+            return f"{trial(fact.trial_id)}: {fact.kind}, {fact.reason}"
+        case TrialParked():
+            return f"{trial(fact.trial_id)}: parked, {fact.reason}"
+        case Promoted():
+            return f"{fact.arm} goes on to rung {fact.rung} (place {fact.rank} of {fact.of})"
+        case StudyOpened():
+            return f"opened {fact.study.name}, {fact.digest[:12]}"
+        case StudyAmended():
+            return f"amended: {fact.reason}"
+        case StudyResumed():
+            return f"resumed: {fact.reason}"
+        case StudyStopped():
+            return f"stopped: {fact.reason}"
+    return ""

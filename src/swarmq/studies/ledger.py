@@ -1,0 +1,145 @@
+"""The ledger of a study: an append-only file of JSON lines, each durable before anybody acts on it, and each with the hash of the
+line before it.
+
+A line is written and synced whole. What a full disk or a crash leaves of a line is removed before the next one is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from swarmq.errors import StudyError
+from swarmq.runtime.files import fsync_folder, read_if_exists
+from swarmq.studies.records import AnyFact, Entry
+
+
+class StudyFolder:
+    """Paths of a study's files, in `studies/NAME` beside its study file."""
+
+    def __init__(self, study_file: Path, name: str) -> None:
+        self.root = study_file.absolute().parent
+        """Folder of the study file, in which trials run."""
+        self.path = self.root / "studies" / name
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that writes the ledger."""
+        return self.path / "lock"
+
+    @property
+    def broker(self) -> Path:
+        """Folder of the study's own RabbitMQ."""
+        return self.path / "broker"
+
+    @property
+    def endpoint(self) -> Path:
+        """File with the broker's URL, for workers and commands on this host; readable by its owner alone."""
+        return self.path / "endpoint"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def trial(self, lineage: str) -> Path:
+        return self.path / "trials" / lineage[:16]
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """Return all entries; none if there is no file. A torn last line is left out. Raises StudyError if a line was changed or lost."""
+    return _parse(path, read_if_exists(path))[0]
+
+
+def _parse(path: Path, content: bytes) -> tuple[list[Entry], int]:
+    """Return the entries, and the number of bytes that hold them."""
+    entries: list[Entry] = []
+    previous, size = "", 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            entry = msgspec.json.decode(line, type=Entry)
+        except msgspec.MsgspecError as error:
+            raise StudyError(
+                f"{path}: line {len(entries) + 1} cannot be read ({error}); restore the file from a copy"
+            ) from error
+        if (entry.number, entry.previous) != (len(entries) + 1, previous):
+            raise StudyError(
+                f"{path}: line {len(entries) + 1} does not follow the line before: a line was changed or removed"
+            )
+        entries.append(entry)
+        previous, size = _hash(line), size + len(line)
+    return entries, size
+
+
+def hash_ledger(path: Path) -> str:
+    """Return the hash of the last line, which depends on all lines."""
+    content = read_if_exists(path)
+    return _hash(content.splitlines(keepends=True)[-1]) if content else ""
+
+
+def _hash(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+class LedgerFile:
+    """The ledger of the process that holds its lock. `entries`: what it holds."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and remove a torn last line. Raises StudyError for a damaged one, OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        content = read_if_exists(path)
+        self.entries, self._size = _parse(path, content)
+        self._previous = _hash(content[: self._size].splitlines(keepends=True)[-1]) if self._size else ""
+        self._began, self._base_s = time.monotonic(), self.entries[-1].elapsed_s if self.entries else 0.0
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fsync_folder(path.parent)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds for which leaders have run, this one included."""
+        return self._base_s + time.monotonic() - self._began
+
+    def append(self, facts: Sequence[AnyFact]) -> list[Entry]:
+        """Append facts durably, all or none, and return their entries. Raises OSError, and leaves the file as it was, if the disk does
+        not take them."""
+        entries, lines, previous = [], [], self._previous
+        for number, fact in enumerate(facts, len(self.entries) + 1):
+            entry = Entry(
+                number=number,
+                at=round(time.time(), 3),
+                elapsed_s=round(self.elapsed_s, 3),
+                previous=previous,
+                fact=fact,
+            )
+            line = msgspec.json.encode(entry) + b"\n"
+            previous = _hash(line)
+            entries.append(entry)
+            lines.append(line)
+        whole = b"".join(lines)
+        os.ftruncate(self._file, self._size)
+        try:
+            written = os.pwrite(self._file, whole, self._size)
+            if written != len(whole):
+                raise OSError(28, os.strerror(28), str(self._path))
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(whole)
+        self._previous = previous
+        self.entries += entries
+        return entries
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,76 @@
+"""What workers tell the leader, in the body of a `TrialReport`, and how the leader answers.
+
+leader --TrialOffer--> trials: held unacknowledged by one worker until the trial has ended
+worker --Claim-->   reports    leader --event "lease"--> run, wait, drop or stop
+worker --Beat-->    reports    ... while the trial runs
+worker --TrialResult, TrialFailed--> reports; then the worker acknowledges the offer
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from swarmq.broker import topology
+from swarmq.errors import MessageError
+from swarmq.messages import TrialReport, new_id
+from swarmq.studies.records import StudyStopped, TrialFailed, TrialResult
+
+KIND = "trials"
+LEASE_EVENT: Literal["lease"] = "lease"
+SOURCE = "study"
+
+Verdict = Literal["run", "wait", "drop", "stop", "revoked"]
+"""`run`: the trial is leased to this worker. `wait`: ask again later. `drop`: the trial needs no further start; forget the offer.
+`stop`: no further trial starts. `revoked`: the lease has ended, so the trial must."""
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="claim"):
+    """A worker holds the offer of a trial and asks for the lease. A repeated claim keeps its id."""
+
+    claim_id: str
+    trial_id: str
+    copy_id: str
+    worker: str
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="beat"):
+    """A trial runs."""
+
+    claim_id: str
+    trial_id: str
+    fence: int
+    used_s: float
+    """Seconds since the trial's start, by the worker's monotonic clock."""
+
+
+Report = Claim | Beat | TrialResult | TrialFailed | StudyStopped
+
+
+def run_of(name: str) -> str:
+    """Return the name under which a study has its queues."""
+    return f"study-{name}"
+
+
+def offers(name: str) -> str:
+    """Return the queue of trials."""
+    return topology.tasks(run_of(name), KIND)
+
+
+def inbox(name: str) -> str:
+    """Return the queue of reports to the leader."""
+    return topology.inbox(run_of(name))
+
+
+def pack(name: str, report: Report) -> TrialReport:
+    return TrialReport(run=run_of(name), report_id=new_id(), body=msgspec.json.encode(report))
+
+
+def unpack(message: TrialReport) -> Report:
+    """Return the report. Raises MessageError."""
+    try:
+        report: Report = msgspec.json.decode(message.body, type=Report)
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"report {message.report_id} of {message.run}: {error}") from error
+    return report

@@ -1,0 +1,144 @@
+"""What a ledger says about a study now: its trials, leases and costs. Pure: the same entries give the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from swarmq.studies.records import (
+    Cost,
+    Entry,
+    Looked,
+    Promoted,
+    StudyAmended,
+    StudyOpened,
+    StudyResumed,
+    StudyStopped,
+    Trial,
+    TrialFailed,
+    TrialParked,
+    TrialPlanned,
+    TrialResult,
+    TrialStarted,
+)
+from swarmq.studies.study import KILL_S, Study
+
+COUNTED = ("failure", "timeout")
+"""Kinds of failures that count towards `max_failures`."""
+
+
+class TrialState(msgspec.Struct, kw_only=True):
+    """What became of a trial so far."""
+
+    trial: Trial
+    lease: TrialStarted | None = None
+    fence: int = 0
+    """Fencing token of the newest lease."""
+    result: TrialResult | None = None
+    num_failures: int = 0
+    num_lost: int = 0
+    parked: TrialParked | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the trial has a result or will have none."""
+        return self.result is not None or self.parked is not None
+
+
+class StudyState:
+    """The fold of a ledger's entries."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.study: Study | None = None
+        self.digest = self.inputs = ""
+        self.trials: dict[str, TrialState] = {}
+        """Trials by id, in the order in which they were planned."""
+        self.promoted: list[Promoted] = []
+        self.looks: list[Looked] = []
+        self.spent = Cost()
+        """Costs of all starts that have ended."""
+        self.num_starts = 0
+        self.stopped: StudyStopped | None = None
+        for entry in entries:
+            self.apply(entry)
+
+    def apply(self, entry: Entry) -> None:
+        match entry.fact:
+            case StudyOpened() | StudyAmended():
+                self.study, self.digest, self.inputs = entry.fact.study, entry.fact.digest, entry.fact.inputs
+            case TrialPlanned(trial=trial):
+                self.trials[trial.id] = TrialState(trial=trial)
+            case TrialStarted():
+                one = self.trials[entry.fact.trial_id]
+                one.lease, one.fence = entry.fact, entry.number
+                self.num_starts += 1
+            case TrialResult():
+                one = self.trials[entry.fact.trial_id]
+                one.lease, one.result = None, entry.fact
+                self.spent = add(self.spent, entry.fact.cost)
+            case TrialFailed():
+                one = self.trials[entry.fact.trial_id]
+                one.lease = None
+                one.num_failures += entry.fact.kind in COUNTED
+                one.num_lost += entry.fact.kind == "lost"
+                self.spent = add(self.spent, entry.fact.cost)
+            case TrialParked():
+                self.trials[entry.fact.trial_id].parked = entry.fact
+            case Promoted():
+                self.promoted.append(entry.fact)
+            case Looked():
+                self.looks.append(entry.fact)
+            case StudyStopped():
+                self.stopped = entry.fact
+            case StudyResumed():
+                self.stopped = None
+            case _:
+                pass
+
+    @property
+    def leased(self) -> list[TrialState]:
+        return [one for one in self.trials.values() if one.lease is not None]
+
+    @property
+    def open(self) -> list[TrialState]:
+        """Trials that wait for a worker."""
+        return [one for one in self.trials.values() if one.lease is None and not one.is_settled]
+
+    @property
+    def reserved(self) -> Cost:
+        """What the running trials may still spend."""
+        total = Cost()
+        for one in self.leased:
+            assert one.lease is not None
+            total = add(total, one.lease.reserved)
+        return total
+
+
+def add(one: Cost, other: Cost) -> Cost:
+    return Cost(
+        gpu_seconds=one.gpu_seconds + other.gpu_seconds, calls=one.calls + other.calls, money=one.money + other.money
+    )
+
+
+def largest_cost(study: Study) -> Cost:
+    """Return what one start of a trial may spend."""
+    plan = study.trial
+    return Cost(gpu_seconds=(plan.max_seconds + KILL_S) * plan.gpus, calls=plan.max_calls, money=plan.max_money)
+
+
+def find_exceeded(state: StudyState, *, elapsed_s: float) -> str:
+    """Return which cap might not hold if one more trial started, or "" if all hold."""
+    assert state.study is not None
+    budget, need = state.study.budget, largest_cost(state.study)
+    total = add(add(state.spent, state.reserved), need)
+    for name, cap, most in (
+        ("gpu_seconds", budget.gpu_seconds, total.gpu_seconds),
+        ("calls", budget.calls, total.calls),
+        ("money", budget.money, total.money),
+        ("wall_clock_s", budget.wall_clock_s, elapsed_s + state.study.trial.max_seconds + KILL_S),
+        ("trials", budget.trials, state.num_starts + 1),
+    ):
+        if cap is not None and most > cap:
+            return f"budget.{name}: another trial may bring it to {most:g}, and the cap is {cap:g}"
+    return ""

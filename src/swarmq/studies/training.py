@@ -1,0 +1,70 @@
+"""A trial that is a training: one `swarmq train` in the trial's folder, and what its run folder says afterwards."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+from swarmq.client.runners.report import EvalReport
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.errors import StudyError
+from swarmq.observe.run import Run
+from swarmq.runtime.processes import die_with_parent
+from swarmq.studies.identity import to_sets
+from swarmq.studies.trial import Order, Outcome
+from swarmq.whole_run.report import END_STEPS, TrainingRecord
+
+RUN = "trial"
+"""Name of the run that a training trial has in its folder."""
+CURVES = ("reward", "loss", "staleness")
+
+
+def train(order: Order) -> Outcome:
+    """Run `swarmq train`, or continue it, and return its result. Raises StudyError if it fails."""
+    plan, attempt = order.plan, order.attempt
+    sets = [*to_sets(attempt.settings), f"run={RUN}", f"folder={attempt.folder}"]
+    for policy in SwarmJob.load(plan.job, sets=sets).trained:
+        sets.append(f"policies.{policy}.train.seed={attempt.seed}")
+        if attempt.steps:
+            sets.append(f"policies.{policy}.train.max_steps={attempt.steps}")
+    command = [sys.executable, "-m", "swarmq", "train", plan.job, "--plain", "--agent", order.agent]
+    for option, value in (("--tasks", order.tasks), ("--held-out", plan.held_out)):
+        command += [option, value] if value else []
+    command += [part for one in sets for part in ("--set", one)]
+    process = subprocess.Popen(command, preexec_fn=_die_at_once)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # so that it stops in order
+    if status := process.wait():
+        raise StudyError(f"`swarmq train` has ended with status {status}; its output is above")
+    return read_training(RunFolder(Path(attempt.folder) / RUN))
+
+
+def _die_at_once() -> None:
+    die_with_parent(signal.SIGKILL)
+
+
+def read_training(folder: RunFolder) -> Outcome:
+    """Return the result of a run of `swarmq train` that has made its last step."""
+    record, run = TrainingRecord.load(folder.training), Run(folder.path, cache=folder.path)
+    steps = [*run.steps()]
+    curves = {
+        name: tuple(float(step.values[name]) for step in steps if step.values.get(name) is not None) for name in CURVES
+    }
+    curves = {name: values for name, values in curves.items() if values}
+    metrics = {"seconds": record.seconds, "steps": float(len(steps))}
+    if rewards := curves.get("reward"):
+        metrics["reward"] = fmean(rewards[-END_STEPS:])
+    held_out = {version: _mean(reports) for version, reports in sorted(record.held_out.items())}
+    known = {version: mean for version, mean in held_out.items() if mean is not None}
+    if known:
+        metrics["held_out_before"], metrics["held_out"] = known[min(known)], known[max(known)]
+    return Outcome(metrics=metrics, curves=curves)
+
+
+def _mean(reports: Mapping[str, EvalReport]) -> float | None:
+    """Return the mean reward over the kinds of tasks, weighted by tasks."""
+    found = [(one.mean_reward, one.tasks) for one in reports.values() if one.mean_reward is not None]
+    return sum(mean * tasks for mean, tasks in found) / sum(tasks for _, tasks in found) if found else None

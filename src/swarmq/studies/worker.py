@@ -1,0 +1,344 @@
+"""`swarmq study worker`: runs trials of a study on this host, one at a time in each lane.
+
+    trials --prefetch 1--> offer held ─> claim ─> lease ─> trial's process, beats ─> end confirmed ─> ack
+                              ├── this worker dies: RabbitMQ gives the offer to another one, whose claim waits until this one's beats
+                              │   have been missing for `lease_s`
+                              └── the broker is away for `lease_s`: the trial is ended here, because another worker may get it
+
+The process group of a trial dies with its worker. What a killed one leaves behind (an engine, a broker) is found by an environment
+variable, and ended before the trial is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from swarmq.broker import Broker, Delivery
+from swarmq.errors import BrokerLostError, MessageError, StudyError, UnconfirmedError
+from swarmq.messages import TrialOffer, new_id
+from swarmq.runtime.files import write_atomically
+from swarmq.runtime.logs import log
+from swarmq.runtime.processes import die_with_parent, read_tail
+from swarmq.studies.identity import TrialMaker
+from swarmq.studies.ledger import StudyFolder
+from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
+from swarmq.studies.reports import SOURCE, Beat, Claim, Report, Verdict, inbox, offers, pack, run_of
+from swarmq.studies.study import Study
+from swarmq.studies.trial import Attempt, Order, log_path, order_path, read_outcome, result_path
+
+FOLDER_ENV = "SWARMQ_TRIAL_FOLDER"
+"""Environment variable of all processes of a trial: the trial's folder."""
+BEATS_PER_LEASE = 6
+TIMEOUT = "timeout"
+ASK_S = 2.0
+"""Seconds after which an unanswered or waiting claim is repeated."""
+LOG_LINES = 40
+STOP_S = 30.0
+"""Seconds in which a trial stops in order when its worker is stopped."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    verdict: Verdict
+    fence: int
+
+
+class Answers:
+    """The leader's newest answers to the claims of this worker, and whether the study has ended."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._newest: dict[str, Answer | None] = {}
+        self.stopped = asyncio.Event()
+
+    async def follow(self, broker: Broker, run: str, *, ready: asyncio.Event) -> None:
+        async with broker.events(run, senders=[SOURCE]) as events:
+            ready.set()
+            async for event in events:
+                claim_id = event.fields["claim_id"]
+                if not claim_id:
+                    self.stopped.set()
+                elif claim_id in self._newest:
+                    self._newest[claim_id] = Answer(event.fields["verdict"], event.fields["fence"])
+                    self._changed.set()
+
+    @contextlib.contextmanager
+    def expect(self, claim_id: str) -> Iterator[None]:
+        """Keep the answers to a claim inside the block."""
+        self._newest[claim_id] = None
+        try:
+            yield
+        finally:
+            del self._newest[claim_id]
+
+    async def wait(self, claim_id: str, seconds: float) -> Answer | None:
+        """Return the next answer to a claim; None if there is none within `seconds`."""
+        self._newest[claim_id] = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._newest[claim_id] is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._newest[claim_id]
+
+    def is_revoked(self, claim_id: str) -> bool:
+        answer = self._newest[claim_id]
+        return answer is not None and answer.verdict == "revoked"
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a trial under a lease."""
+
+    trial: Trial
+    claim: Claim
+    fence: int
+    folder: Path
+    began: float
+    """Time of the monotonic clock."""
+
+    def __str__(self) -> str:
+        return f"{self.trial.arm}, seed {self.trial.seed}" + (f", rung {self.trial.rung}" if self.trial.rung else "")
+
+    def fail(self, kind: Literal["failure", "timeout", "returned"], reason: str, cost: Cost) -> TrialFailed:
+        return TrialFailed(
+            trial_id=self.trial.id,
+            fence=self.fence,
+            kind=kind,
+            reason=reason,
+            log=read_tail(log_path(self.folder), LOG_LINES),
+            cost=cost,
+        )
+
+
+class Worker:
+    """A worker of a study. `environments`: environment variables of the trials of each lane."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        study: Study,
+        folder: StudyFolder,
+        *,
+        environments: Sequence[Mapping[str, str]],
+        ask_s: float = ASK_S,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._broker, self._study, self._folder = broker, study, folder
+        self._environments, self._ask_s, self._report = environments, ask_s, report
+        self._name = f"{socket.gethostname().split('.')[0]}:{os.getpid()}"
+        self._maker = TrialMaker(study, folder.root)
+        self._answers = Answers()
+
+    async def run(self) -> None:
+        """Run trials until the study has ended, or until cancelled. Raises StudyError if the files here are not those of the study."""
+        ready = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(self._answers.follow(self._broker, run_of(self._study.name), ready=ready))
+            await ready.wait()
+            lanes = [tasks.create_task(self._serve(environment)) for environment in self._environments]
+            ended = tasks.create_task(self._answers.stopped.wait())
+            await asyncio.wait([ended, *lanes], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(lanes)
+            ended.cancel()
+            following.cancel()
+
+    async def _serve(self, environment: Mapping[str, str]) -> None:
+        """Run one trial after the other."""
+        async with self._broker.consume(offers(self._study.name), prefetch=1) as deliveries:
+            while (delivery := await self._next(deliveries)) is not None:
+                await self._take(delivery, environment)
+
+    async def _next(self, deliveries: AsyncIterator[Delivery]) -> Delivery | None:
+        """Return the next offer; None once the study has ended."""
+        offered = asyncio.ensure_future(anext(deliveries))
+        ended = asyncio.ensure_future(self._answers.stopped.wait())
+        try:
+            await asyncio.wait([offered, ended], return_when=asyncio.FIRST_COMPLETED)
+            return offered.result() if offered.done() else None
+        finally:
+            offered.cancel()
+            ended.cancel()
+
+    async def _take(self, delivery: Delivery, environment: Mapping[str, str]) -> None:
+        """Run the offered trial until the leader knows its end, and acknowledge the offer."""
+        offer = delivery.message
+        assert isinstance(offer, TrialOffer)
+        trial = msgspec.json.decode(offer.body, type=Trial)
+        if not self._maker.is_same(trial):
+            raise StudyError(
+                f"trial {trial.id[:12]} of {trial.arm}: the code, tasks or model in {self._folder.root} are not those of the study; copy "
+                "them from the leader's host, or amend the study there"
+            )
+        is_settled = False
+        while not is_settled:
+            claim = Claim(claim_id=new_id(), trial_id=trial.id, copy_id=offer.copy_id, worker=self._name)
+            with self._answers.expect(claim.claim_id):
+                fence = await self._claim(claim)
+                is_settled = fence is None or await self._run(trial, claim, fence, environment)
+        with contextlib.suppress(BrokerLostError):  # it comes back, and the leader says that it is settled
+            await delivery.ack()
+
+    async def _claim(self, claim: Claim) -> int | None:
+        """Ask the leader until it decides; return the fencing token of the lease, or None if there is nothing to run."""
+        while True:
+            await self._send(claim)
+            answer = await self._answers.wait(claim.claim_id, self._ask_s)
+            match answer.verdict if answer else None:
+                case "run" if answer:
+                    return answer.fence
+                case "wait":
+                    await asyncio.sleep(self._ask_s)
+                case None:
+                    pass
+                case _:
+                    return None
+
+    async def _run(self, trial: Trial, claim: Claim, fence: int, environment: Mapping[str, str]) -> bool:
+        """Run a trial under a lease, and report its end; return False if the lease was lost."""
+        folder = self._folder.trial(trial.lineage)
+        process = await self._start(trial, folder, environment)
+        start = Start(trial=trial, claim=claim, fence=fence, folder=folder, began=time.monotonic())
+        self._report(f"{start}: started")
+        try:
+            why = await self._watch(process, start)
+        except asyncio.CancelledError:
+            await _stop(process)
+            returned = start.fail("returned", "the worker was stopped", self._measure(start))
+            await self._send(returned, deadline_s=self._ask_s)
+            raise
+        await _kill(process)
+        cost = self._measure(start)
+        if why == TIMEOUT:
+            limit_s = self._study.trial.max_seconds
+            await self._send(start.fail("timeout", f"killed after {limit_s:g} s, its trial.max_seconds", cost))
+        elif why:
+            self._report(f"{start}: ended, because {why}")
+            return False
+        elif process.returncode:
+            status = f"the trial's process has ended with status {process.returncode}"
+            await self._send(start.fail("failure", status, cost))
+        else:
+            await self._send_result(start, cost)
+        return True
+
+    def _measure(self, start: Start) -> Cost:
+        return Cost(gpu_seconds=round((time.monotonic() - start.began) * self._study.trial.gpus, 3))
+
+    async def _send_result(self, start: Start, cost: Cost) -> None:
+        """Report the trial's result, or a failure if there is none, or if the trial has spent more than it may."""
+        plan, metric = self._study.trial, self._study.metric.name
+        try:
+            outcome = read_outcome(start.folder)
+            cost = msgspec.structs.replace(cost, calls=outcome.calls, money=outcome.money)
+            if metric not in outcome.metrics:
+                raise StudyError(f"the trial has returned no {metric!r}, only {', '.join(outcome.metrics)}")
+            for name, spent, most in (("calls", cost.calls, plan.max_calls), ("money", cost.money, plan.max_money)):
+                if spent > most:
+                    raise StudyError(f"the trial has spent {spent:g} {name}, and trial.max_{name} is {most:g}")
+            await self._send(
+                TrialResult(
+                    trial_id=start.trial.id,
+                    fence=start.fence,
+                    metrics=outcome.metrics,
+                    curves=outcome.curves,
+                    scores=outcome.scores,
+                    cost=cost,
+                )
+            )
+        except (StudyError, MessageError) as error:  # no result, or one that is larger than a message may be
+            await self._send(start.fail("failure", str(error), cost))
+
+    async def _start(self, trial: Trial, folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        attempt = Attempt(settings=trial.settings, seed=trial.seed, steps=trial.steps, folder=str(folder))
+        order = Order(plan=self._study.trial, agent=trial.agent, tasks=trial.tasks, attempt=attempt)
+        await asyncio.to_thread(_prepare, folder, order)
+        with log_path(folder).open("ab") as sink:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "swarmq.studies.trial",
+                str(folder),
+                cwd=self._folder.root,
+                env=os.environ | environment | {FOLDER_ENV: str(folder)},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=_die_at_once,
+            )
+
+    async def _watch(self, process: asyncio.subprocess.Process, start: Start) -> str:
+        """Send beats until the process ends; return why it must be killed, or "" if it has ended by itself."""
+        lease_s, claim_id = self._study.lease_s, start.claim.claim_id
+        confirmed, ends_at = start.began, start.began + self._study.trial.max_seconds
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                if (now := time.monotonic()) >= ends_at:
+                    return TIMEOUT
+                if now - confirmed >= lease_s:
+                    return f"the broker was away for {lease_s:g} s"
+                if self._answers.is_revoked(claim_id):
+                    return "another worker has its lease"
+                used_s = round(now - start.began, 3)
+                beat = Beat(claim_id=claim_id, trial_id=start.trial.id, fence=start.fence, used_s=used_s)
+                if await self._send(beat, deadline_s=min(lease_s / BEATS_PER_LEASE, ends_at - now)):
+                    confirmed = now
+                await asyncio.wait([ended], timeout=max(min(lease_s / BEATS_PER_LEASE, ends_at - time.monotonic()), 0))
+            return ""
+        finally:
+            ended.cancel()
+
+    async def _send(self, report: Report, *, deadline_s: float | None = None) -> bool:
+        """Return whether the broker has confirmed the report."""
+        try:
+            await self._broker.publish(inbox(self._study.name), pack(self._study.name, report), deadline_s=deadline_s)
+        except UnconfirmedError:
+            return False
+        return True
+
+
+def _die_at_once() -> None:
+    die_with_parent(signal.SIGKILL)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    await _kill(process)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _prepare(folder: Path, order: Order) -> None:
+    """Make the folder of a trial ready for its next start."""
+    end_leftovers(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    result_path(folder).unlink(missing_ok=True)
+    write_atomically(order_path(folder), msgspec.json.encode(order))
+
+
+def end_leftovers(folder: Path) -> None:
+    """Kill processes of earlier starts of the trial on this host."""
+    mark = f"{FOLDER_ENV}={folder}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                log.warning("leftover_killed", pid=int(entry.name), folder=str(folder))
+                os.kill(int(entry.name), signal.SIGKILL)

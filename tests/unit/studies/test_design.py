@@ -1,0 +1,120 @@
+"""A design plans each trial once, from the ledger alone, and its rungs promote the best arms."""
+
+import pytest
+
+from support.studies import Story, make_trial, study_of
+from swarmq.studies.design import choose_arms, plan_next
+from swarmq.studies.records import Promoted, TrialParked, TrialPlanned
+
+FOUR = {name: {"settings": {"arm": number}} for number, name in enumerate("abcd")}
+RUNGS = [2, 4, 8]
+
+
+def advance(story):
+    """Let the design go on, and return (arm, seed, steps) of the trials that it adds."""
+    facts = plan_next(story.state, make_trial(story.study))
+    story.add(*facts)
+    return [(f.trial.arm, f.trial.seed, f.trial.steps) for f in facts if isinstance(f, TrialPlanned)]
+
+
+def finish(story, arm, value, *, rung=0):
+    for one in list(story.state.trials.values()):
+        if (one.trial.arm, one.trial.rung, one.is_settled) == (arm, rung, False):
+            story.finish(one.trial, value)
+
+
+def test_a_grid_plans_every_arm_with_every_seed_once():
+    story = Story(study_of())
+    assert len(advance(story)) == 6
+    assert advance(story) == []
+
+
+def test_the_combinations_of_a_space_are_arms():
+    space = {"x": {"values": [1, 2]}, "y": {"values": ["u", "v"]}}
+    arms = choose_arms(study_of(arms={}, space=space))
+    assert [arm.settings for arm in arms.values()] == [{"x": x, "y": y} for x in (1, 2) for y in ("u", "v")]
+
+
+def test_random_draws_are_within_the_space_and_the_same_every_time():
+    space = {"x": {"low": 1e-4, "high": 1e-1, "log": True}, "n": {"low": 1, "high": 9, "whole": True}}
+    study = study_of(arms={}, space=space, design={"kind": "random", "num_arms": 20})
+    arms = choose_arms(study)
+    assert arms == choose_arms(study)
+    assert len({arm.settings["x"] for arm in arms.values()}) == 20
+    for arm in arms.values():
+        assert 1e-4 <= arm.settings["x"] <= 1e-1
+        assert arm.settings["n"] in range(1, 10)
+
+
+def test_a_sequential_design_waits_for_each_seed():
+    story = Story(study_of(design={"kind": "sequential"}))
+    assert [seed for _, seed, _ in advance(story)] == [0, 0]
+    finish(story, "a", 1.0)
+    assert advance(story) == []
+    finish(story, "b", 1.0)
+    assert [seed for _, seed, _ in advance(story)] == [1, 1]
+
+
+def test_the_baseline_runs_against_itself_with_seeds_that_no_arm_has():
+    story = Story(study_of(noise_trials=2))
+    advance(story)
+    noise = [one.trial for one in story.state.trials.values() if one.trial.purpose == "noise"]
+    assert [(trial.arm, trial.seed) for trial in noise] == [("a", 3), ("a", 4)]
+
+
+def test_halving_promotes_the_best_half_of_a_complete_rung_in_the_same_folder():
+    story = Story(study_of(arms=FOUR, seeds=[0], design={"kind": "halving", "rungs": RUNGS}))
+    assert {steps for _, _, steps in advance(story)} == {2}
+    for arm, value in zip("abc", (1.0, 4.0, 3.0), strict=True):
+        finish(story, arm, value)
+        assert advance(story) == []
+    finish(story, "d", 2.0)
+    assert advance(story) == [("b", 0, 4), ("c", 0, 4)]
+    first, second = (one.trial for one in story.state.trials.values() if one.trial.arm == "b")
+    assert first.lineage == second.lineage
+    assert first.id != second.id
+    finish(story, "b", 1.0, rung=1)
+    finish(story, "c", 5.0, rung=1)
+    assert advance(story) == [("c", 0, 8)]
+    finish(story, "c", 6.0, rung=2)
+    assert advance(story) == []
+    assert [(p.arm, p.rung) for p in story.state.promoted] == [("b", 1), ("c", 1), ("c", 2)]
+
+
+def test_a_metric_to_minimize_promotes_the_smallest_and_a_parked_arm_comes_last():
+    design = {"kind": "halving", "rungs": [2, 4]}
+    story = Story(study_of(arms=FOUR, seeds=[0], metric={"name": "score", "direction": "minimize"}, design=design))
+    advance(story)
+    for arm, value in zip("abc", (1.0, 4.0, 3.0), strict=True):
+        finish(story, arm, value)
+    story.add(TrialParked(trial_id=next(one.trial.id for one in story.state.open), reason="broken"))
+    assert [arm for arm, _, _ in advance(story)] == ["a", "c"]
+
+
+def test_asha_promotes_without_waiting_for_the_whole_rung():
+    story = Story(study_of(arms=FOUR, seeds=[0], design={"kind": "asha", "rungs": RUNGS}))
+    advance(story)
+    finish(story, "a", 1.0)
+    assert advance(story) == []
+    finish(story, "b", 2.0)
+    assert advance(story) == [("b", 0, 4)]
+    finish(story, "c", 1.5)
+    assert advance(story) == []
+    finish(story, "d", 4.0)
+    assert advance(story) == [("d", 0, 4)]
+    assert all(isinstance(fact, Promoted) for fact in story.state.promoted)
+
+
+def test_a_sampler_gets_all_results_and_proposes_the_same_again():
+    pytest.importorskip("optuna")
+    design = {"kind": "optuna", "num_arms": 12}
+    space = {"x": {"low": -1.0, "high": 1.0}}
+    stories = [Story(study_of(arms={}, space=space, seeds=[0, 1], design=design)) for _ in range(2)]
+    for story in stories:
+        while advance(story):
+            for one in story.state.open:
+                story.finish(one.trial, 1 - (one.trial.settings["x"] - 0.5) ** 2)
+    found = [[one.trial.settings["x"] for one in story.state.trials.values()] for story in stories]
+    assert len(found[0]) == 24
+    assert found[0] == found[1]
+    assert max(one.result.metrics["score"] for one in stories[0].state.trials.values()) > 0.95

@@ -1,0 +1,72 @@
+"""The ledger keeps every line that it has confirmed, removes what a crash or a full disk left of one, and notices changes."""
+
+import os
+
+import pytest
+
+from support.disk import Disk
+from swarmq.errors import StudyError
+from swarmq.studies.ledger import LedgerFile, read_ledger
+from swarmq.studies.records import NoteWritten
+
+
+def note(text):
+    return NoteWritten(by="me", text=text)
+
+
+def texts(path):
+    return [entry.fact.text for entry in read_ledger(path)]
+
+
+def test_lines_are_durable_before_append_returns_and_are_read_again(tmp_path, monkeypatch):
+    disk, path = Disk(monkeypatch), tmp_path / "ledger.jsonl"
+    ledger = LedgerFile(path)
+    ledger.append([note("one"), note("two")])
+    assert disk.keeps(path)
+    again = LedgerFile(path)
+    again.append([note("three")])
+    assert texts(path) == ["one", "two", "three"]
+    assert [entry.number for entry in again.entries] == [1, 2, 3]
+
+
+def test_a_torn_last_line_is_left_out_and_overwritten(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    LedgerFile(path).append([note("one"), note("two")])
+    path.write_bytes(path.read_bytes()[:-5])
+    assert texts(path) == ["one"]
+    LedgerFile(path).append([note("three")])
+    assert texts(path) == ["one", "three"]
+
+
+def test_a_full_disk_changes_nothing_and_the_line_can_be_written_later(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    ledger = LedgerFile(path)
+    ledger.append([note("one")])
+    real = os.pwrite
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", lambda file, data, at: real(file, data[:7], at))
+        with pytest.raises(OSError, match="No space left"):
+            ledger.append([note("two")])
+    assert texts(path) == ["one"]
+    ledger.append([note("two")])
+    assert texts(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("spoil", [lambda lines: lines[1:], lambda lines: [lines[0].replace("one", "ten"), *lines[1:]]])
+def test_a_changed_or_removed_line_is_noticed(tmp_path, spoil):
+    path = tmp_path / "ledger.jsonl"
+    LedgerFile(path).append([note("one"), note("two"), note("three")])
+    path.write_text("".join(spoil(path.read_text().splitlines(keepends=True))))
+    with pytest.raises(StudyError, match="does not follow the line before"):
+        read_ledger(path)
+
+
+def test_the_time_of_leaders_goes_on_whatever_the_wall_clock_does(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    ledger = LedgerFile(path)
+    for wall in (2e9, 1e9, 3e9):
+        monkeypatch.setattr("swarmq.studies.ledger.time.time", lambda wall=wall: wall)
+        ledger.append([note(str(wall))])
+    elapsed = [entry.elapsed_s for entry in read_ledger(path)]
+    assert elapsed == sorted(elapsed)
+    assert elapsed[-1] < 60

@@ -1,0 +1,112 @@
+"""A study that cannot answer its question is refused before anything runs, with the setting that is wrong."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.studies import FIRST, study_of
+from swarmq.errors import ConfigError, StudyError
+from swarmq.studies.identity import TrialMaker
+from swarmq.studies.study import hash_study, load_study
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metric": {}}, "metric"),
+        ({"seeds": [0, 1, 0]}, "seeds: 0 is given twice"),
+        ({"seeds": []}, "length >= 1"),
+        ({"arms": {}}, "arms: give either arms or a search space"),
+        ({"arms": {"a": {}}}, "arms: there is only one"),
+        ({"budget": {}}, "budget: no cap is set"),
+        ({"budget": {"gpu_seconds": 5}}, "budget.gpu_seconds: 5 is less than the 10 that one trial may need"),
+        ({"budget": {"wall_clock_s": 5}}, "budget.wall_clock_s: 5 is less than"),
+        ({"trial": {"max_seconds": 9}}, "trial: give either job and agent, or function"),
+        ({"trial": {"job": "job.toml", "max_seconds": 9}}, "trial.agent: missing"),
+        (
+            {"trial": {"job": "j", "agent": "a:b", "max_seconds": 9}, "metric": {"name": "held_out"}},
+            "trial.held_out: missing",
+        ),
+        ({"design": {"kind": "halving"}}, "design.rungs: design.kind = 'halving' needs them"),
+        ({"design": {"kind": "asha", "rungs": [4, 2]}}, "must ascend"),
+        ({"design": {"kind": "random"}}, "space: missing"),
+        ({"stopping": {"kind": "anytime"}}, "design.kind must be 'sequential'"),
+        ({"arms": {}, "space": {"x": {"low": 1.0, "high": 2.0}}}, "space.x: design.kind = 'grid' needs values"),
+        ({"name": "No Spaces"}, "name: 'No Spaces'"),
+        ({"metrics": 1}, "unknown field"),
+    ],
+)
+def test_what_a_study_cannot_be(changes, words):
+    with pytest.raises(msgspec.ValidationError) as refused:
+        study_of(**changes)
+    assert words in str(refused.value)
+
+
+def test_the_file_that_study_new_writes_and_the_one_of_the_page_are_studies(tmp_path):
+    root = Path(__file__).parents[3]
+    page = (root / "docs/how-to/studies.md").read_text().split("```toml\n")
+    for text in (
+        (root / "src/swarmq/starter/study.toml").read_text().replace("NAME", "x"),
+        page[1].partition("```")[0],
+    ):
+        (tmp_path / "study.toml").write_text(text)
+        assert load_study(tmp_path / "study.toml").metric.name == "held_out"
+
+
+def test_the_error_of_a_file_names_file_and_setting(tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text('name = "x"\nmetrik = 1\n')
+    with pytest.raises(ConfigError, match=r"study.toml: metrik: unknown field"):
+        load_study(path)
+
+
+def write_function(folder, text="def trial(attempt): return {}\n"):
+    (folder / "work.py").write_text(text)
+    return folder
+
+
+def test_arms_that_cannot_be_told_apart_are_refused(tmp_path):
+    study = study_of(arms={"a": {"settings": {"x": 1}}, "b": {"settings": {"x": 1}}})
+    with pytest.raises(StudyError, match="arms.b: cannot be told apart from arms.a"):
+        TrialMaker(study, write_function(tmp_path)).check()
+
+
+def test_an_arm_that_sets_a_default_is_the_arm_that_leaves_it_out(tmp_path):
+    (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "hub/model"\n')
+    (tmp_path / "agent.py").write_text("def attempt(ep): return 1.0\n")
+    trial = {"job": "job.toml", "agent": "agent:attempt", "max_seconds": 9}
+    default = {"settings": {"policies.main.train.loss.name": "tis_mask"}}
+    study = study_of(trial=trial, metric={"name": "reward"}, arms={"plain": {}, "named": default})
+    with pytest.raises(StudyError, match="arms.named: cannot be told apart from arms.plain"):
+        TrialMaker(study, tmp_path).check()
+    other = study_of(
+        trial=trial,
+        metric={"name": "reward"},
+        arms={"plain": {}, "cispo": {"settings": {"policies.main.train.loss.name": "cispo"}}},
+    )
+    TrialMaker(other, tmp_path).check()
+
+
+def test_a_held_out_task_that_is_trained_on_is_found_by_its_content_whatever_its_id(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t1", "q": "6 * 7?"}\n{"id": "t2", "q": "1 + 1?"}\n')
+    (tmp_path / "held.jsonl").write_text('{"id": "h1", "q": "2 + 2?"}\n{"id": "h2", "q": "6 * 7?"}\n')
+    trial = FIRST["trial"] | {"tasks": "tasks.jsonl", "held_out": "held.jsonl"}
+    with pytest.raises(StudyError, match="1 of its tasks are also in tasks.jsonl, e.g. 'h2'"):
+        TrialMaker(study_of(trial=trial), write_function(tmp_path)).check()
+
+
+def test_a_trial_is_another_one_when_its_code_settings_or_seed_change_and_the_same_otherwise(tmp_path):
+    study = study_of()
+    first = TrialMaker(study, write_function(tmp_path)).make("a", study.arms["a"], 0)
+    assert TrialMaker(study, tmp_path).make("a", study.arms["a"], 0) == first
+    assert TrialMaker(study, tmp_path).make("a", study.arms["a"], 1).id != first.id
+    assert TrialMaker(study, tmp_path).make("b", study.arms["b"], 0).id != first.id
+    maker = TrialMaker(study, write_function(tmp_path, "def trial(attempt): return {'score': 1.0}\n"))
+    assert maker.make("a", study.arms["a"], 0).id != first.id
+    assert not maker.is_same(first)
+
+
+def test_the_hash_of_a_study_ignores_layout_and_notices_everything_else():
+    assert hash_study(study_of()) == hash_study(study_of(name="first"))
+    assert hash_study(study_of(question="Other?")) != hash_study(study_of())
