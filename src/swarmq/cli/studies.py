@@ -73,6 +73,10 @@ def check(study_file: Path) -> None:
     click.echo(f"{study.name}: {study.question}")
     click.echo(f"{arms} arms, {seeds} seeds each, {study.noise_trials} A/A trials: {count} trials at the first rung")
     click.echo(f"each may take {study.trial.max_seconds:g} s; all of them {count * most.gpu_seconds:,.0f} GPU seconds")
+    with contextlib.suppress(ModuleNotFoundError):  # the extra `studies`
+        from swarmq.studies.analysis import announce_power
+
+        click.echo(announce_power(study))
     cap = study.budget.gpu_seconds
     if cap is not None and cap < count * most.gpu_seconds:
         click.echo(f"the budget of {cap:,.0f} GPU seconds holds {cap // most.gpu_seconds:.0f} trials of full length")

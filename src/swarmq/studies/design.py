@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
-from swarmq.studies.records import AnyFact, Promoted, Trial, TrialPlanned
+from swarmq.studies.records import AnyFact, Looked, Promoted, StudyStopped, Trial, TrialPlanned
 from swarmq.studies.state import StudyState, TrialState
 from swarmq.studies.study import Arm, Parameter, Study
 
@@ -43,6 +43,34 @@ def plan_next(state: StudyState, make: MakeTrial) -> list[AnyFact]:
         case "optuna":
             facts += _plan_sampled(state, make)
     return facts
+
+
+def look_next(state: StudyState) -> list[AnyFact]:
+    """Return a look at the results, and the stop that it leads to, if the stopping rule asks for one now."""
+    study = state.study
+    assert study is not None
+    whole = _count_whole_seeds(state)
+    if study.stopping.kind == "fixed" or whole < (len(state.looks) + 1) * study.stopping.look_every:
+        return []
+    from swarmq.studies.analysis import look  # noqa: PLC0415 - an extra
+
+    results = [(one.trial, one.result) for one in state.trials.values() if one.result is not None]
+    figures, decision, reason = look(study, results)
+    looked = Looked(
+        look=len(state.looks) + 1,
+        num_results=len(results),
+        figures=figures,
+        decision="stop" if decision == "stop" else "continue",
+        reason=reason,
+    )
+    return [looked, StudyStopped(kind="rule", reason=reason)] if decision == "stop" else [looked]
+
+
+def _count_whole_seeds(state: StudyState) -> int:
+    assert state.study is not None
+    compared = [one for one in state.trials.values() if one.trial.purpose == "compare"]
+    open_seeds = {one.trial.seed for one in compared if not one.is_settled}
+    return len({one.trial.seed for one in compared} - open_seeds)
 
 
 def choose_arms(study: Study) -> dict[str, Arm]:

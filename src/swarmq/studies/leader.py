@@ -24,12 +24,13 @@ from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.messages import Event, TrialOffer, TrialReport, new_id
 from swarmq.runtime.logs import log
 from swarmq.studies.decide import on_claim, on_end, on_loss
-from swarmq.studies.design import plan_next
+from swarmq.studies.design import look_next, plan_next
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import LedgerFile, StudyFolder
 from swarmq.studies.records import (
     AnyFact,
     Cost,
+    Looked,
     Promoted,
     StudyAmended,
     StudyOpened,
@@ -203,6 +204,8 @@ class Leader:
     async def _advance(self) -> None:
         """Plan what comes next, offer it, and end a study that is complete."""
         if not self.state.stopped:
+            await self._append(look_next(self.state))
+        if not self.state.stopped:
             await self._append(plan_next(self.state, self._maker.make))
             if all(one.is_settled for one in self.state.trials.values()):
                 await self._append([StudyStopped(kind="complete", reason="all planned trials are settled")])
@@ -258,6 +261,8 @@ def describe(fact: AnyFact, state: StudyState) -> str:
             return f"{trial(fact.trial_id)}: parked, {fact.reason}"
         case Promoted():
             return f"{fact.arm} goes on to rung {fact.rung} (place {fact.rank} of {fact.of})"
+        case Looked():
+            return f"look {fact.look}: {fact.decision}, {fact.reason}"
         case StudyOpened():
             return f"opened {fact.study.name}, {fact.digest[:12]}"
         case StudyAmended():

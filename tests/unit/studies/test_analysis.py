@@ -50,16 +50,20 @@ def test_power_is_announced_again_after_the_noise_is_known():
     assert announce_power(study(), AA).startswith("8 seeds find an effect of 0.1 with probability 1.00; enough.")
     noisy = results({"gspo": 0.0}, range(100, 106), sd=0.3, purpose="noise")
     assert "would be enough" in announce_power(study(), noisy)
-    assert "with probability 0.99" in announce_power(study(stopping={"kind": "anytime"}), AA)
+    assert "with probability 0.99" in announce_power(
+        study(stopping={"kind": "anytime"}, design={"kind": "sequential"}), AA
+    )
 
 
 def test_a_look_stops_when_every_arm_is_decided():
     found = results({"gspo": 0.0, "cispo": 0.3})
-    figures, decision, reason = look(study(stopping={"kind": "anytime"}), found)
+    figures, decision, reason = look(study(stopping={"kind": "anytime"}, design={"kind": "sequential"}), found)
     assert (decision, reason) == ("stop", "cispo: better")
     assert figures["cispo.low"] > 0.1
     assert figures["cispo.seeds"] == 8
-    _, decision, reason = look(study(stopping={"kind": "anytime"}), [pair for pair in found if pair[0].seed < 3])
+    _, decision, reason = look(
+        study(stopping={"kind": "anytime"}, design={"kind": "sequential"}), [pair for pair in found if pair[0].seed < 3]
+    )
     assert (decision, reason) == ("continue", "undecided: cispo")
     assert look(study(), [])[1] == "continue"
 

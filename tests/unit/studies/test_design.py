@@ -3,7 +3,7 @@
 import pytest
 
 from support.studies import Story, make_trial, study_of
-from swarmq.studies.design import choose_arms, plan_next
+from swarmq.studies.design import choose_arms, look_next, plan_next
 from swarmq.studies.records import Promoted, TrialParked, TrialPlanned
 
 FOUR = {name: {"settings": {"arm": number}} for number, name in enumerate("abcd")}
@@ -118,3 +118,18 @@ def test_a_sampler_gets_all_results_and_proposes_the_same_again():
     assert len(found[0]) == 24
     assert found[0] == found[1]
     assert max(one.result.metrics["score"] for one in stories[0].state.trials.values()) > 0.95
+
+
+def test_an_anytime_study_looks_after_each_whole_seed_and_stops_when_all_is_decided():
+    pytest.importorskip("scipy")
+    changes = {"stopping": {"kind": "anytime", "look_every": 2}, "seeds": list(range(40))}
+    story = Story(study_of(design={"kind": "sequential"}, **changes))
+    while not story.state.stopped and advance(story):
+        for one in story.state.open:
+            story.finish(one.trial, 5.0 * (one.trial.arm == "b") + one.trial.seed / 100)
+        story.add(*look_next(story.state))
+        assert look_next(story.state) == []
+    assert story.state.stopped.kind == "rule"
+    assert [look.decision for look in story.state.looks][-1] == "stop"
+    assert [look.num_results for look in story.state.looks] == [4 * (n + 1) for n in range(len(story.state.looks))]
+    assert len(story.state.trials) < 80
