@@ -134,3 +134,32 @@ def test_a_rank_waits_for_a_start_of_rank_0_not_as_long_as_for_its_verdict(launc
         threading.Timer(1.5, store.set, ["now/verdict", "its flaw"]).start()  # after more than half of the time to meet
         with pytest.raises(SetUpError, match="its flaw"):
             second.result()
+
+
+def test_a_rank_whose_launcher_has_not_joined_the_store_ends_soon(
+    launched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joined the launcher on rank 0's host that ended a moment later, and the next one waits for it."""
+    launched(1)
+    joined = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run", "GROUP_RANK": "1"}
+    for name, value in joined.items():
+        monkeypatch.setenv(name, value)
+    store: Any = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(LearnerError, match="start torchrun on this host again"):
+        rendezvous.exchange_facts(store, 1, None, 6.0)
+    store.set("run/torchelastic/role_info/1", "")
+    with pytest.raises(LearnerError, match="rank 0 did not answer"):
+        rendezvous.exchange_facts(store, 1, None, 0.2)
+
+
+def test_a_rank_that_loses_the_store_while_it_waits_says_where(launched: Callable[..., None]) -> None:
+    launched(1)
+
+    class LostStore:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError(f"Failed to recv {keys}")
+
+    with pytest.raises(
+        LearnerError, match=rf"lost the store at 127\.0\.0\.1:{os.environ['MASTER_PORT']} \(Failed to recv"
+    ):
+        rendezvous.exchange_facts(LostStore(), 1, None, 6.0)
