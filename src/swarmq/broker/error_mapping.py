@@ -33,7 +33,10 @@ def map_error(error: Exception, where: str) -> BrokerError:
                 f"RabbitMQ at {where}: {text}; check the run's name, or start the run on this broker"
             )
         case amqp.ChannelClosed() if text.startswith("ACCESS_REFUSED"):
-            return BrokerError(f"RabbitMQ at {where}: {text}; the user in the broker's url lacks this right")
+            return BrokerError(
+                f"RabbitMQ at {where}: {text}; the user in the broker's url lacks this right. Rights that an older "
+                "version gave to a client or host are renewed by the next `swarmq up`, or by inviting it again under another name"
+            )
         case amqp.ChannelClosed() if text.startswith(("PRECONDITION_FAILED", "RESOURCE_LOCKED")):
             return BrokerError(f"RabbitMQ at {where}: {text}")
         case ConnectionInternalError():

@@ -27,7 +27,7 @@ import msgspec
 
 from swarmq import keys, live_settings
 from swarmq.broker import Broker, declare_run, topology
-from swarmq.broker.admin.invitations import make_host_invite, renew_clients
+from swarmq.broker.admin.invitations import make_host_invite, renew_rights
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker, initial_connect_timeout_s
 from swarmq.broker.node.cluster import PrivateCluster
@@ -206,7 +206,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_run_files(requested, deployment)
             await declare_run(broker, job)
-            await asyncio.to_thread(_renew_clients, folder, url, node, report)
+            await asyncio.to_thread(_renew_rights, folder, url, node, report)
             await _start_daemons(deployment, proxies, stack, report)
             write_atomically(folder.invite, deployment.invite.encode().encode() + b"\n")
             deployment.write_endpoints()
@@ -254,15 +254,15 @@ async def _supervise(deployment: Deployment, broker: AmqpBroker, report: Callabl
                 watcher.cancel()
 
 
-def _renew_clients(folder: RunFolder, url: str, node: PrivateCluster | None, report: Callable[[str], None]) -> None:
-    """Update the RabbitMQ rights of clients that an older version invited; with outdated rights their messages would be refused
-    later."""
+def _renew_rights(folder: RunFolder, url: str, node: PrivateCluster | None, report: Callable[[str], None]) -> None:
+    """Update the RabbitMQ rights of clients and hosts that an older version invited; with outdated rights their messages would be
+    refused later."""
     try:
-        renew_clients(
+        renew_rights(
             folder, ManagementApi.of(url, node.management_login if node else os.environ.get("SWARMQ_MANAGEMENT_URL"))
         )
     except BrokerError as error:
-        report(f"warning: the rights of invited clients in RabbitMQ were not renewed: {error}")
+        report(f"warning: the rights of invited clients and hosts in RabbitMQ were not renewed: {error}")
 
 
 async def check_run_is_down(

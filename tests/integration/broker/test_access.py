@@ -14,7 +14,7 @@ from support.tls import self_signed
 from swarmq import cli, keys
 from swarmq.broker import topology
 from swarmq.broker.admin.dead_letters import list_letters, requeue_letters
-from swarmq.broker.admin.invitations import ClientAddresses, add_client, remove_client, renew_clients
+from swarmq.broker.admin.invitations import ClientAddresses, add_client, remove_client, renew_rights
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.files import render_tls_listener
@@ -321,7 +321,7 @@ async def test_the_right_to_park_is_taken_from_clients_that_were_invited_before(
         alice, user = w.invite("alice"), topology.client_user(w.run, "alice")
         await open_dead_letters_to_clients(w, user)
         await w.broker.declare(w.run, policies=["main"], kinds=KINDS)
-        renew_clients(w.folder, w.management)
+        renew_rights(w.folder, w.management)
         with pytest.raises(aio_pika.exceptions.ChannelClosed, match="ACCESS_REFUSED"):
             await put(alice.amqp_url, topology.CLIENTS, f"{user}.dead", w.begin("alice@x"))
         own = w.begin("alice@laptop")

@@ -1,6 +1,7 @@
 """What RabbitMQ lets an invited host do: everything that engines and proxies of its run need, and nothing in another run."""
 
 import asyncio
+import re
 
 import aio_pika
 import msgspec
@@ -10,7 +11,7 @@ from support.broker import is_refused
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.broker.admin.hosts import add_host, remove_host
-from swarmq.broker.admin.invitations import ClientAddresses
+from swarmq.broker.admin.invitations import ClientAddresses, renew_rights
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
@@ -71,6 +72,30 @@ async def test_a_host_publishes_consumes_and_hears_what_its_parts_need(job, mana
         async with remote.events(run) as events:
             assert await remote.emit(event)
             assert await anext(events) == event
+
+
+async def test_a_host_that_was_invited_before_there_were_queues_of_turns_gets_the_right_to_them(
+    job, management, broker
+):
+    run, made, turns = job.run, invite(job, management), topology.turns(job.run, 1)
+    end = EpisodeEnd(run=run, episode_id="e", status="finished", rewards={"main": 1.0}, client_id="alice@there")
+    async with AmqpBroker.open(job.broker.url, name="admin") as admin:
+        await admin.declare(
+            run, policies=job.policies, kinds=job.mix, turn_queues=2
+        )  # another process since the invite
+    async with AmqpBroker.open(made.broker_url, name="gpu2", user=made.user) as remote:
+        await remote.publish(topology.turns(run, 2), end)
+        assert (await arrived(broker, topology.turns(run, 2)))[0] == end
+    management._topic_rights(
+        made.user, topology.CLIENTS, write=rf"^{re.escape(made.user)}\.(in|control)$"
+    )  # as of an older version
+    async with AmqpBroker.open(made.broker_url, name="gpu2", user=made.user) as remote:
+        with pytest.raises(BrokerError, match=r"turns\.1.* lacks this right.*renewed by the next `swarmq up`"):
+            await remote.publish(turns, end)
+    renew_rights(job.run_folder, management)
+    async with AmqpBroker.open(made.broker_url, name="gpu2", user=made.user) as remote:
+        await remote.publish(turns, end)
+        assert (await arrived(broker, turns))[0] == end
 
 
 async def test_without_a_collector_a_host_is_told_where_it_has_asked(job, management, broker):

@@ -15,6 +15,7 @@ from swarmq.config import RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.registries.clients import ClientRegistry, InvitedClient, read_clients
+from swarmq.registries.hosts import read_hosts
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.amqp_urls import map_nodes, split_nodes
 from swarmq.runtime.files import write_atomically
@@ -150,11 +151,14 @@ def remove_user(management: ManagementApi, user: str, whose: str) -> None:
         ) from error
 
 
-def renew_clients(folder: RunFolder, management: ManagementApi) -> None:
-    """Update the RabbitMQ rights of clients that an older version invited. Raises BrokerError."""
+def renew_rights(folder: RunFolder, management: ManagementApi) -> None:
+    """Update the RabbitMQ rights of clients and hosts that an older version invited. Raises BrokerError."""
     for member in read_clients(folder.clients).values():
         if member.broker_user and member.removed_at is None:
             management.grant(member.broker_user)
+    for host in read_hosts(folder.hosts).values():
+        if host.removed_at is None:
+            management.grant_host(host.broker_user)
 
 
 def check_amqp_url(url: str) -> None:

@@ -130,16 +130,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         """Create the user of a host that runs engines or proxies of this run, and return the user's name."""
         user = topology.host_user(run, host)
         self._put(f"users/{quote(user)}", DISABLED_USER)
-        events = re.escape(topology.EVENTS)
-        self._rights(
-            user,
-            configure=OWN_QUEUES,
-            write=rf"{OWN_QUEUES}|^({re.escape(topology.CLIENTS)}|{events})$",
-            read=rf"{OWN_QUEUES}|^{events}$|^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$",
-        )
-        own_keys, of_run = rf"^{re.escape(user)}\.(in|control|turns\.\d+|(tasks|eval)\..+)$", rf"^{re.escape(run)}\."
-        self._topic_rights(user, topology.CLIENTS, write=own_keys)
-        self._topic_rights(user, topology.EVENTS, write=of_run, read=of_run)
+        self.grant_host(user)
         self._enable(user, password, max_connections=MAX_CONNECTIONS, max_channels=MAX_CHANNELS)
         return user
 
@@ -155,6 +146,19 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
             user, write=_exact_pattern(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
         )
         self._topic_rights(user, topology.CLIENTS, write=rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$")
+
+    def grant_host(self, user: str) -> None:
+        """Set a host's permissions on its user, and remove any others."""
+        run, events = user.partition(".")[0], re.escape(topology.EVENTS)
+        self._rights(
+            user,
+            configure=OWN_QUEUES,
+            write=rf"{OWN_QUEUES}|^({re.escape(topology.CLIENTS)}|{events})$",
+            read=rf"{OWN_QUEUES}|^{events}$|^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$",
+        )
+        own_keys, of_run = rf"^{re.escape(user)}\.(in|control|turns\.\d+|(tasks|eval)\..+)$", rf"^{re.escape(run)}\."
+        self._topic_rights(user, topology.CLIENTS, write=own_keys)
+        self._topic_rights(user, topology.EVENTS, write=of_run, read=of_run)
 
     def add_viewer(self, name: str, password: str) -> None:
         """Create a user who sees queue depths in the management UI, but no messages."""
