@@ -212,6 +212,13 @@ async def io_stopped(nemesis: Nemesis) -> str | None:
     return f"learner's I/O process for {seconds:.1f} s"
 
 
+async def worker_killed(nemesis: Nemesis) -> str | None:
+    if not (pids := nemesis.world.worker_pids()):
+        return None
+    _kill(nemesis.rng.choice(pids))
+    return "a worker of the collector"
+
+
 async def broker_killed(nemesis: Nemesis) -> str | None:
     async def restart() -> None:
         async with nemesis.alone("broker"):
@@ -728,6 +735,8 @@ CLUSTER_FAULTS: dict[str, Fault] = {
     "broker node stopped": node_stopped,
 }
 """Only with several nodes."""
+WORKER_FAULTS: dict[str, Fault] = {"collector's worker killed": worker_killed}
+"""Only with several processes of the collector."""
 
 FAULTS: dict[str, Fault] = {
     "client killed": killed(*CLIENTS),
@@ -739,6 +748,7 @@ FAULTS: dict[str, Fault] = {
     "collector killed": killed("collector"),
     "collector killed around a commit": killed_while_committing,
     "collector stopped": stopped("collector"),
+    **WORKER_FAULTS,
     "learner killed": killed("learner"),
     "learner killed in a checkpoint": killed_while_checkpointing,
     "learner killed in a weight push": killed_while_pushing("learner"),
@@ -785,6 +795,7 @@ SHARES = {
     "collector killed": 60,
     "collector killed around a commit": 80,
     "collector stopped": 30,
+    "collector's worker killed": 60,
     "learner killed": 20,
     "learner killed in a checkpoint": 15,
     "learner killed in a weight push": 20,
@@ -831,6 +842,8 @@ def possible(world: World) -> tuple[str, ...]:
     impossible = set() if world.disk else {DISK_FULL}
     if len(world.cluster.nodes) == 1:
         impossible |= CLUSTER_FAULTS.keys()
+    if world.job.collector.processes == 1:
+        impossible |= WORKER_FAULTS.keys()
     return tuple(name for name in FAULTS if name not in impossible)
 
 

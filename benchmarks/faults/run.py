@@ -3,6 +3,7 @@
     python -m benchmarks.faults --injections 1000 --seed 7
     python -m benchmarks.faults --injections 1000 --seed 7 --keep DIR              goes on in DIR if it was cut short
     python -m benchmarks.faults --injections 100 --nodes 3                         on a RabbitMQ cluster of three nodes
+    python -m benchmarks.faults --injections 40 --collectors 2                     with two processes of the collector
     python -m benchmarks.faults --injections 60 --break acknowledge-before-log     a negative control: must be caught
 
 The processes are the real ones, with a small model that really trains and, unless `--engine vllm`, an engine that
@@ -85,13 +86,15 @@ async def play(
     vllm: bool = False,
     only: tuple[str, ...] = (),
     nodes: int = 1,
+    collectors: int = 1,
 ) -> Result:
     """One run in `folder`: up, break, drain, stop in order, judge. What was interrupted there before goes on.
 
     SIGTERM and SIGINT end the injections early, and what there is by then is judged.
     """
     hangs: list[str] = []
-    async with World.open(folder, nursery, model=model, broken=broken, vllm=vllm, nodes=nodes) as world:
+    opened = World.open(folder, nursery, model=model, broken=broken, vllm=vllm, nodes=nodes, collectors=collectors)
+    async with opened as world:
         nemesis = Nemesis(world, seed=seed)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, nemesis.stop.set)
@@ -312,6 +315,7 @@ def main() -> None:
     )
     options.add_argument("--only", action="append", default=[], choices=FAULTS, help="only this fault; repeatable")
     options.add_argument("--nodes", type=int, default=1, help="RabbitMQ nodes; several form a cluster")
+    options.add_argument("--collectors", type=int, default=1, help="processes of the collector")
     options.add_argument("--name", default="faults", help="name of the result")
     options.add_argument("--keep", type=Path, help="run in this folder and keep it; what was cut short there goes on")
     given = options.parse_args()
@@ -331,6 +335,7 @@ def main() -> None:
                 vllm=given.engine == "vllm",
                 only=tuple(given.only),
                 nodes=given.nodes,
+                collectors=given.collectors,
             )
         )
     print(report(result))

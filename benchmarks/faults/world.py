@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -34,13 +35,14 @@ from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
 from swarmq.broker.node import probe
 from swarmq.broker.node.cluster import PrivateCluster
 from swarmq.broker.node.process import PrivateNode
+from swarmq.broker.protocol import declare_run
 from swarmq.config import BrokerSettings, RunFolder, SwarmJob
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import BrokerError
 from swarmq.learner.feed.ipc import COMMAND
 from swarmq.messages import Slot, Task
 from swarmq.registries.engines import EngineRegistry
-from swarmq.runtime.processes import find_free_port, read_tail
+from swarmq.runtime.processes import find_children, find_free_port, read_tail
 from swarmq.testing.relay import TcpRelay
 
 RUN, KIND, POLICY = "faults", "default", "main"
@@ -179,11 +181,20 @@ class World:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, folder: Path, nursery: Nursery, *, model: Path, broken: str = "", vllm: bool = False, nodes: int = 1
+        cls,
+        folder: Path,
+        nursery: Nursery,
+        *,
+        model: Path,
+        broken: str = "",
+        vllm: bool = False,
+        nodes: int = 1,
+        collectors: int = 1,
     ) -> AsyncIterator[World]:
-        """`broken` names the rules that parts are to break, with commas between; `nodes` is the number of RabbitMQ nodes."""
+        """`broken` names the rules that parts are to break, with commas between; `nodes` is the number of RabbitMQ nodes, `collectors`
+        that of the collector's processes."""
         async with contextlib.AsyncExitStack() as stack:
-            job = _job(folder, model, proxy_port=find_free_port())
+            job = _job(folder, model, proxy_port=find_free_port(), collectors=collectors)
             cluster = PrivateCluster(folder / "broker", BrokerSettings(nodes=nodes))
             await stack.enter_async_context(cluster)
             world = cls(folder, job, cluster, nursery, broken=broken)
@@ -218,7 +229,7 @@ class World:
         self.broker = await stack.enter_async_context(
             AmqpBroker.open(self.cluster.amqp_url, name="faults", deadline_s=None)
         )
-        await self.broker.declare(RUN, policies=[POLICY], kinds=[KIND])
+        await declare_run(self.broker, self.job)
         if vllm:
             policy = self.job.policies[POLICY]
             self.engine = EngineProcess(
@@ -297,6 +308,11 @@ class World:
                 if COMMAND[-1].encode() in Path(f"/proc/{child}/cmdline").read_bytes() or self.broken:
                     return int(child)
         return None
+
+    def worker_pids(self) -> list[int]:
+        """The collector's processes beside the first."""
+        pid = self.parts["collector"].pid
+        return sorted(find_children(pid, sys.executable)) if pid else []
 
     def segment(self) -> Path | None:
         """The batch log's last segment."""
@@ -428,12 +444,13 @@ def make_model(folder: Path) -> Path:
     return folder if folder.exists() else make_qwen(folder)
 
 
-def _job(folder: Path, model: Path, *, proxy_port: int) -> SwarmJob:
+def _job(folder: Path, model: Path, *, proxy_port: int, collectors: int) -> SwarmJob:
     job = SwarmJob.build(
         {
             "run": RUN,
             "folder": str(folder / "runs"),
             "proxy": {"port": proxy_port},
+            "collector": {"processes": collectors},
             "groups": {
                 "group_size": GROUP_SIZE,
                 "groups_per_batch": GROUPS_PER_BATCH,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.faults.broken import RULES
-from benchmarks.faults.inject import CLUSTER_FAULTS, DISK_FULL, FAULTS
+from benchmarks.faults.inject import CLUSTER_FAULTS, DISK_FULL, FAULTS, WORKER_FAULTS
 from benchmarks.faults.run import play, report
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -24,12 +24,11 @@ CLUSTER_RULES = {"take-lost-for-confirmed": "received turns lost", "no-dedup-aft
 
 
 async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_path, nursery, model):
-    result = await play(tmp_path, nursery, injections=len(FAULTS) - len(CLUSTER_FAULTS), seed=3, gap_s=0.2, model=model)
+    possible = FAULTS.keys() - CLUSTER_FAULTS.keys() - WORKER_FAULTS.keys()
+    result = await play(tmp_path, nursery, injections=len(possible), seed=3, gap_s=0.2, model=model)
     assert result.passed, report(result)
     injected = {row.fault for row in result.verdict.rows if row.injections}
-    assert FAULTS.keys() - CLUSTER_FAULTS.keys() - injected <= {DISK_FULL}, (
-        "the full disk only where one may be mounted"
-    )
+    assert possible - injected <= {DISK_FULL}, "the full disk only where one may be mounted"
     assert result.dead_letters == 0
     assert result.verdict.account.trained > 50
     assert result.weights.pushes > 0
@@ -39,6 +38,15 @@ async def test_nothing_is_lost_when_the_nodes_of_a_cluster_die_or_lose_each_othe
     """The other faults of a cluster take longer: `python -m benchmarks.faults --nodes 3`."""
     faults = ("broker's leader killed", "broker's leader cut off")
     result = await play(tmp_path, nursery, injections=len(faults), seed=1, gap_s=1.0, model=model, only=faults, nodes=3)
+    assert result.passed, report(result)
+    assert {row.fault for row in result.verdict.rows if row.injections} == set(faults)
+    assert result.verdict.account.trained > 20
+    assert result.dead_letters == 0
+
+
+async def test_nothing_is_lost_when_each_process_of_a_collector_is_killed(tmp_path, nursery, model):
+    faults = ("collector killed", "collector killed around a commit", *WORKER_FAULTS)
+    result = await play(tmp_path, nursery, injections=6, seed=1, gap_s=1.0, model=model, only=faults, collectors=2)
     assert result.passed, report(result)
     assert {row.fault for row in result.verdict.rows if row.injections} == set(faults)
     assert result.verdict.account.trained > 20
