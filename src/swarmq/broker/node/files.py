@@ -228,11 +228,13 @@ def list_node_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("node[0-9]*") if path.is_dir())
 
 
-def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advanced: str, cookie: bytes = b"") -> None:
+def write_node_files(
+    folder: Path, identity: NodeIdentity, *, config: str, advanced: str, cookie: bytes = b"", host: str = HOST
+) -> None:
     """Write all files that the node reads when it starts, and empty the log of the last start. `cookie`: the Erlang
-    cookie of the cluster that the node joins; b"" keeps the node's own."""
+    cookie of the cluster that the node joins; b"" keeps the node's own. `host`: address at which the node listens."""
     home, logs = folder / "home", folder / "log"
-    home.mkdir(mode=0o700, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
     (logs / "start.log").write_bytes(b"")
     path = home / COOKIE
@@ -240,7 +242,7 @@ def write_node_files(folder: Path, identity: NodeIdentity, *, config: str, advan
         write_atomically(path, cookie or secrets.token_hex(20).encode())
         path.chmod(0o400)
     settings = CONFIG.format(
-        host=HOST,
+        host=host,
         disk_limit=DISK_LIMIT_BYTES,
         ack_timeout_ms=ACK_TIMEOUT_MS,
         **msgspec.structs.asdict(identity),
