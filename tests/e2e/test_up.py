@@ -18,6 +18,7 @@ from openai import OpenAI
 
 from support.tiny_model import tiny_model
 from swarmq import SwarmClient, keys
+from swarmq.broker import topology
 from swarmq.collector.ledger import read_fates
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.learner.store.batch_log import read_records
@@ -30,6 +31,8 @@ run = "e2e"
 folder = "{folder}"
 [proxy]
 count = 2
+[collector]
+processes = 2
 [groups]
 group_size = 4
 groups_per_batch = 2
@@ -128,6 +131,7 @@ def check_recording(folder: RunFolder) -> None:
     assert engine["kv"] is not None
     inbox = board["queue_details"]["swarmq.e2e.in"]
     assert inbox["oldest_s"] is not None, "RabbitMQ's management API tells it"
+    assert board["queue_details"][topology.turns("e2e", 1)]["consumers"] == 1, "the collector's second process"
     sample = msgspec.json.decode(folder.samples.read_bytes().splitlines()[-1])
     assert sample["counts"]["begun"] > 0
 
