@@ -83,7 +83,7 @@ class HastyPublisher(Publisher):
         session = await self._link.session()
         await asyncio.sleep(DAWDLE_S)
         with contextlib.suppress(BrokerLostError, DeliveryError):
-            await session.call(send_once(session.channel, queue, body, kind=kind, headers=headers))
+            await session.call(send_once(session, queue, body, kind=kind, headers=headers))
         return True
 
 

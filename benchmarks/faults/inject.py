@@ -93,7 +93,15 @@ class Nemesis:
         return self.log.found
 
     async def run(self, plan: list[str], *, gap_s: float) -> None:
-        """What is left of the plan. Raises HangError."""
+        """What is left of the plan. Raises HangError. Whoever cancels it ends the faults that last, too."""
+        try:
+            await self._inject(plan, gap_s=gap_s)
+        finally:
+            for task in self._lasting:
+                task.cancel()
+            await asyncio.gather(*self._lasting, return_exceptions=True)
+
+    async def _inject(self, plan: list[str], *, gap_s: float) -> None:
         for number, name in list(enumerate(plan, 1))[len(self.injections) :]:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.rng.expovariate(1 / gap_s)):

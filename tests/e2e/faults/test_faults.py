@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from benchmarks.faults.broken import RULES
 from benchmarks.faults.inject import CLUSTER_FAULTS, DISK_FULL, FAULTS, WORKER_FAULTS
@@ -21,6 +23,8 @@ REVEALED_BY = {
 """Rule -> faults that show what it is for."""
 CLUSTER_RULES = {"take-lost-for-confirmed": "received turns lost", "no-dedup-after-failover": "twice"}
 """Rule that a RabbitMQ cluster needs -> what is found when it is broken."""
+CLUSTER_LIMIT_S = 850.0
+"""Seconds after which a run with broken rules is ended with all that it has started."""
 
 
 async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_path, nursery, model):
@@ -54,8 +58,24 @@ async def test_nothing_is_lost_when_each_process_of_a_collector_is_killed(tmp_pa
 
 
 def test_every_rule_that_can_be_broken_has_its_control() -> None:
-    """Those of a cluster take long and need luck: `python -m benchmarks.faults --nodes 3 --broken RULE`."""
     assert RULES.keys() == REVEALED_BY.keys() | CLUSTER_RULES.keys()
+
+
+async def test_rules_that_a_cluster_needs_are_caught_when_they_are_broken(tmp_path, nursery, model):
+    """Two negative controls in one run, as a cluster takes long to start: each is found out by another difference."""
+    found: set[str] = set()
+    for seed in (5, 6):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        async with asyncio.timeout(CLUSTER_LIMIT_S):
+            result = await play(
+                folder, nursery, injections=1, seed=seed, gap_s=1.0, model=model, broken=",".join(CLUSTER_RULES),
+                only=("broker's majority killed",), nodes=3,
+            )  # fmt: skip
+        found |= result.verdict.faults.keys()
+        if found >= set(CLUSTER_RULES.values()):
+            return
+    pytest.fail(f"only {found} were found:\n{report(result)}")
 
 
 @pytest.mark.parametrize("rule", REVEALED_BY)
