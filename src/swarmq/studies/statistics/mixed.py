@@ -38,14 +38,15 @@ def mixed_effect(differences: ArrayLike, *, alpha: float = 0.05) -> MixedEffect 
     flat = values[seeds, tasks]
     if min(len(set(seeds)), len(set(tasks))) < 2 or np.ptp(flat) == 0:
         return None
-    frame = pd.DataFrame({"difference": flat, "seed": seeds, "task": tasks, "study": 0})
+    scale = float(flat.std())  # the optimizer's tolerance is absolute
+    frame = pd.DataFrame({"difference": flat / scale, "seed": seeds, "task": tasks, "study": 0})
     parts = {"seed": "0 + C(seed)", "task": "0 + C(task)"}
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
         )  # a variance of 0 is an answer here; `converged` says whether it can be believed
         fit = MixedLM.from_formula("difference ~ 1", frame, groups="study", vc_formula=parts).fit(reml=True)
-    mean, error = float(fit.fe_params.iloc[0]), float(fit.bse_fe.iloc[0])
+    mean, error = (scale * float(found.iloc[0]) for found in (fit.fe_params, fit.bse_fe))
     dof = min(len(set(seeds)), len(set(tasks))) - 1
     half = float(stats.t.ppf(1 - alpha / 2, dof)) * error
     by_name = dict(zip(fit.model.exog_vc.names, map(float, fit.vcomp), strict=True))
@@ -53,8 +54,8 @@ def mixed_effect(differences: ArrayLike, *, alpha: float = 0.05) -> MixedEffect 
         mean=mean,
         interval=Interval(mean - half, mean + half),
         p=float(2 * stats.t.sf(abs(mean / error), dof)) if error > 0 else 0.0,
-        sd_seed=math.sqrt(by_name["seed"]),
-        sd_task=math.sqrt(by_name["task"]),
-        sd_residual=math.sqrt(float(fit.scale)),
+        sd_seed=scale * math.sqrt(by_name["seed"]),
+        sd_task=scale * math.sqrt(by_name["task"]),
+        sd_residual=scale * math.sqrt(float(fit.scale)),
         converged=bool(fit.converged),
     )
