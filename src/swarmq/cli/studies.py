@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarmq.cli.common import main, print_table, private_files, run_until_signalled
-from swarmq.errors import BrokerError, ConfigError, LearnerError, StudyError
+from swarmq.errors import BrokerError, ConfigError, LearnerError, MissingExtraError, StudyError
 from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
@@ -183,6 +183,29 @@ def stop(study_file: Path, amqp: str | None, reason: str) -> None:
     """
     study, folder = _load(study_file, is_checked=False)
     asyncio.run(_stop(study, folder, amqp, reason))
+
+
+@study_group.command("report")
+@STUDY
+@click.option(
+    "--out", metavar="DIR", type=click.Path(path_type=Path), help="Folder; by default `report` in the study's."
+)
+def report(study_file: Path, out: Path | None) -> None:
+    """Write the report of a study as Markdown, HTML and PDF, from its ledger.
+
+    \b
+    swarmq study report study.toml
+    """
+    from swarmq.studies.ledger import read_ledger
+
+    try:
+        from swarmq.studies.report import write_report
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"a report needs {error.name}: pip install 'swarmq[studies]'") from error
+
+    _, folder = _load(study_file, is_checked=False)
+    for path in write_report(read_ledger(folder.ledger), out or folder.path / "report"):
+        click.echo(path)
 
 
 @study_group.command("fork")

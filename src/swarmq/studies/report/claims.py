@@ -15,7 +15,10 @@ MAX_PLAIN = 1_000
 
 
 def find_unknown_numbers(text: str, results: Results, comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the numbers of a text that are no metric, setting or comparison of the ledger, at the precision of the text."""
+    """Return the numbers of a text that are no metric, setting or comparison of the ledger, at the precision of the text.
+
+    Values of curves and of single tasks do not count: there are so many that most numbers are near one.
+    """
     known = [*_known(results, comparisons)]
     return [shown for shown in dict.fromkeys(NUMBER.findall(text)) if not _is_known(shown, known)]
 
@@ -40,8 +43,6 @@ def _is_known(shown: str, known: list[float]) -> bool:
 def _known(results: Results, comparisons: Sequence[Comparison]) -> Iterator[float]:
     for trial, result in results:
         yield from result.metrics.values()
-        yield from result.scores.values()
-        yield from (value for values in result.curves.values() for value in values)
         yield from (float(v) for v in trial.settings.values() if isinstance(v, int | float))
     for found in comparisons:
         yield from found.differences

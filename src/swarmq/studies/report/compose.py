@@ -149,6 +149,7 @@ def _design(ledger: Ledger) -> Iterator[Block]:
             ["level, power", f"{stopping.alpha:g}, {stopping.power:g}"],
             ["budget", ", ".join(budget)],
             ["planner", study.planner.kind],
+            *([["continues from", study.parent]] if study.parent else []),
         ],
     )
     if study.arms:
@@ -384,27 +385,28 @@ def _failures(ledger: Ledger) -> Iterator[Block]:
 
 def _costs(ledger: Ledger) -> Iterator[Block]:
     yield Heading("Costs")
-    rows = []
+    rows = [
+        [
+            name,
+            str(len(results)),
+            str(sum(result.cost.calls for result in results)),
+            number(math.fsum(result.cost.money for result in results)),
+        ]
+        for name, results in _cost_groups(ledger).items()
+    ]
+    yield Table(
+        ["arm", "results", "calls", "money"],
+        rows,
+        f"Costs of the trials that have a result. GPU seconds: last chapter. {_command()}",
+    )
+
+
+def _cost_groups(ledger: Ledger) -> dict[str, list[TrialResult]]:
     groups: dict[str, list[TrialResult]] = defaultdict(list)
     for trial, result in ledger.results:
         groups["A/A trials" if trial.purpose == "noise" else trial.arm].append(result)
     groups["all"] = [result for _, result in ledger.results]
-    for name, results in groups.items():
-        costs = [result.cost for result in results]
-        rows.append(
-            [
-                name,
-                str(len(results)),
-                number(math.fsum(cost.gpu_seconds for cost in costs)),
-                str(sum(cost.calls for cost in costs)),
-                number(math.fsum(cost.money for cost in costs)),
-            ]
-        )
-    yield Table(
-        ["arm", "trials", "GPU seconds", "calls", "money"],
-        rows,
-        f"Costs of the trials that have a result. {_command()}",
-    )
+    return groups
 
 
 def _negative(ledger: Ledger) -> Iterator[Block]:
@@ -488,6 +490,15 @@ def _operation(ledger: Ledger) -> Iterator[Block]:
             ["GPU seconds of failed starts", number(math.fsum(fact.cost.gpu_seconds for fact in failures))],
         ],
         "When, where and after which failures the trials ran. This chapter alone depends on time.",
+    )
+    yield Table(
+        ["arm", "results", "GPU seconds", "of which the longest"],
+        [
+            [name, str(len(results)), number(math.fsum(seconds)), number(max(seconds, default=0.0))]
+            for name, results in _cost_groups(ledger).items()
+            for seconds in [[result.cost.gpu_seconds for result in results]]
+        ],
+        f"GPU seconds of the trials that have a result. {_command()}",
     )
     for entry in entries:
         if isinstance(entry.fact, StudyAmended):

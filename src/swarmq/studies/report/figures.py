@@ -31,7 +31,10 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         rows = len(figure.chart.estimates) if isinstance(figure.chart, Forest) else 0
         canvas = Canvas(figsize=(WIDTH_INCHES, 0.9 + 0.42 * rows if rows else 3.1), layout="constrained")
         axes = canvas.subplots()
-        (_draw_forest if isinstance(figure.chart, Forest) else _draw_curves)(axes, figure.chart)
+        if isinstance(figure.chart, Forest):
+            _draw_forest(axes, figure.chart)
+        else:
+            _draw_curves(axes, figure.chart)
         out = io.BytesIO()
         metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
         canvas.savefig(out, format=kind, dpi=DPI, metadata=metadata)

@@ -70,3 +70,9 @@ def test_looks_cost_power_and_save_seeds():
     assert power == pytest.approx(0.78, abs=0.05)
     assert power < paired_power(0.1, 0.08, 12)
     assert spent < 11
+
+
+def test_no_number_of_seeds_breaks_the_search():
+    """scipy's noncentral t is NaN for some of these."""
+    assert paired_power(0.05, 0.06068, 505, alpha=0.05 / 3, dof=5) > 0.999
+    assert seeds_needed(0.05, 0.06068, alpha=0.05 / 3, dof=5) == 26
