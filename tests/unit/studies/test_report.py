@@ -123,10 +123,10 @@ def test_amendments_and_what_they_changed_are_deviations(story):
 def test_a_number_that_the_ledger_does_not_hold_is_marked(story):
     story = told()
     exact = story.state.trials[next(iter(story.state.trials))].result.metrics["score"]
-    story.add(NoteWritten(by="planner", text=f"a has {exact:.3f} with 6 seeds, b 7.31 and 93 %, lr 2"))
+    story.add(NoteWritten(by="planner", text=f"a has {exact:.3f} with 6 seeds, b 7.31 and 57 %, lr 2"))
     text = render_markdown(compose(story.entries))
     assert (
-        f"a has {exact:.3f} with 6 seeds, b 7.31 \\[not in the ledger\\] and 93 % \\[not in the ledger\\], lr 2" in text
+        f"a has {exact:.3f} with 6 seeds, b 7.31 \\[not in the ledger\\] and 57 % \\[not in the ledger\\], lr 2" in text
     )
     assert find_unknown_numbers("step-3 v1.2.3 at 10:30, 1e-9", [], []) == ["1e-9"]
 
