@@ -1,0 +1,89 @@
+"""Children that run in a peer's environment: started with a log, watched step by step, ended with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+POLL_S = 0.01
+GRACE_S = 10.0
+KEPT_LINES = 200
+PR_SET_CHILD_SUBREAPER = 36
+"""Of Linux's prctl.h."""
+
+
+class PeerError(RuntimeError):
+    """A peer's process that ended too early or took too long; the message ends with the last lines of its log."""
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a process group of its own until the block ends, with which all of its descendants end."""
+    before = psutil.Process().children(recursive=True)
+    _adopt_orphans(True)
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _end(process, before)
+            _adopt_orphans(False)
+
+
+def wait_for_lines(
+    process: subprocess.Popen[bytes], steps: Path, count: int, deadline: float, log: Path
+) -> list[float]:
+    """Return when each of the first `count` lines of `steps` appeared, in seconds of time.monotonic.
+
+    Raises PeerError when the process ends or the deadline (in the same clock) passes before that.
+    """
+    appeared: list[float] = []
+    while len(appeared) < count:
+        running = process.poll() is None
+        lines = steps.read_bytes().count(b"\n") if steps.exists() else 0
+        appeared += [time.monotonic()] * (lines - len(appeared))
+        if len(appeared) < count and not running:
+            raise PeerError(
+                f"ended with code {process.returncode} after {len(appeared)} of {count} steps; {tail(log, 40)}"
+            )
+        if len(appeared) < count and time.monotonic() > deadline:
+            raise PeerError(f"{len(appeared)} of {count} steps at the deadline; {tail(log, 40)}")
+        time.sleep(POLL_S)
+    return appeared[:count]
+
+
+def tail(log: Path, lines: int = KEPT_LINES) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _adopt_orphans(adopted: bool) -> None:
+    """Become the parent of descendants whose own parent ends, so that they can be found, or no longer."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopted))
+
+
+def _end(process: subprocess.Popen[bytes], before: Sequence[psutil.Process]) -> None:
+    """End a process politely, and all that began after it by force: servers of Ray and vLLM outlive who started them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(left, GRACE_S)
