@@ -50,10 +50,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Settings of `engine`."""
 SMALL, LARGE = "small", "large"
-CACHE_BYTES = {SMALL: 4 << 30, LARGE: 20 << 30}
+CACHE_BYTES = {SMALL: 2 << 30, LARGE: 15 << 30}
 PROMPT, ANSWER = 512, 256
 """Tokens of a call to the large model."""
-RAMP_S = 2.0
+RAMP_S = 1.5
 """Between the first call and the first counted token."""
 COMPARED = 128
 """Answers whose log-probabilities are compared."""
@@ -147,11 +147,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--size", default="85m", choices=SIZES, help="of the model that is warmed up")
     parser.add_argument("--random", default="1.7b", choices=sorted(SHAPES), help="of the model of random weights")
-    parser.add_argument("--ways", nargs="+", default=["plain", "fp8", "ngram"], choices=WAYS, help="of the small model")
-    parser.add_argument("--large-ways", nargs="*", default=["plain", "fp8", "fp8_cache"], choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="of the small model")
+    parser.add_argument("--large-ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--streams", type=int, default=32, help="of the small model")
     parser.add_argument("--large-streams", type=int, default=192)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for which tokens are counted each time")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for which tokens are counted each time")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
     parser.add_argument("--scratch", help="where models are written")

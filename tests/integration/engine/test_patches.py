@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own
@@ -15,7 +16,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     from swarmq.weights.format.conventions import UNANNOUNCED
-    from swarmq.weights.vllm_plugin import chunked_prefill, unannounced_changes
+    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, unannounced_changes
 
 pytestmark = pytest.mark.vllm
 
@@ -74,3 +75,11 @@ def test_a_call_whose_prompt_goes_on_keeps_its_generator_untouched(monkeypatch):
     assert seen == {0: "whole", 3: "whole too"}
     assert runner.input_batch.generators is generators
     assert generators == {0: "whole", 1: "goes on", 3: "whole too"}
+
+
+def test_every_draft_is_judged_at_its_requests_temperature():
+    temperatures, drafts = torch.tensor([0.2, 0.0, 0.7]), torch.tensor([2, 3, 5], dtype=torch.int32)
+    assert cpu_drafts.expand(temperatures, drafts, 5, replace_from=0, replace_to=1).tolist() == pytest.approx(
+        [0.2, 0.2, 1.0, 0.7, 0.7]
+    )
+    assert cpu_drafts.expand(torch.tensor([3, 4]), torch.tensor([0, 2]), 2).tolist() == [4, 4]

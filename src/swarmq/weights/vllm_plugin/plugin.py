@@ -23,11 +23,12 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Register backend and patches in this process; a process that vLLM started also ends with its parent."""
-    from swarmq.weights.vllm_plugin import chunked_prefill, forked_core, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
+    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, forked_core, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
 
     logprob_columns.register()
     unannounced_changes.register()
     chunked_prefill.register()
+    cpu_drafts.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up
