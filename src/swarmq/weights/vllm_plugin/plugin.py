@@ -23,7 +23,13 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Register backend and patches in this process; a process that vLLM started also ends with its parent."""
-    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, forked_core, logprob_columns, unannounced_changes  # noqa: PLC0415 - they import vLLM, as the line below does
+    from swarmq.weights.vllm_plugin import (  # noqa: PLC0415 - they import vLLM, as the line below does
+        chunked_prefill,
+        cpu_drafts,
+        forked_core,
+        logprob_columns,
+        unannounced_changes,
+    )
 
     logprob_columns.register()
     unannounced_changes.register()
