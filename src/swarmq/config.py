@@ -50,9 +50,9 @@ LOSSES = ("tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"
 LOSSES_WITHOUT_RATIO = {"sft"}
 """Losses without importance ratios."""
 LOSSES_WITHOUT_REWARD = {"sft", "distill"}
-ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "reinforce_plus_plus", "ema")
-ADVANTAGES_WITHOUT_GROUP = {"ema", "reinforce_plus_plus"}
-"""Advantage estimators that compare with more than the group, so that groups of one and of equal rewards are trained."""
+ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "reinforce_plus_plus", "ema", "gae")
+ADVANTAGES_WITHOUT_GROUP = {"ema", "reinforce_plus_plus", "gae"}
+"""Advantage estimators that do not compare within the group alone, so that groups of one and of equal rewards are trained."""
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 OPTIMIZERS = ("adamw", "muon")
 OWN_METHOD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -378,6 +378,27 @@ class Sft(Settings, frozen=True, kw_only=True):
     """Weight of the cross-entropy in the loss, as its mean over the trained tokens of the step's demonstrations."""
 
 
+class Critic(Settings, frozen=True, kw_only=True):
+    """The critic of the advantage `gae`: adapters and a linear head on a frozen model, trained beside the policy."""
+
+    model: str | None = None
+    """Model folder or name, which must have the policy's vocabulary; None: the policy's initial model."""
+    lora: Lora = field(default_factory=Lora)
+    """Low-rank adapters, which are trained."""
+    discount: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Discount (gamma) of what follows a sampled token."""
+    gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Lambda of generalized advantage estimation, for each sampled token. 1 compares what an episode got with the values; less
+    relies more on the values of later tokens, which lowers the variance and adds the critic's bias."""
+    learning_rate: Factor = 1e-4
+    """Learning rate of the critic, which is constant. Its optimizer is AdamW with `betas` and without weight decay."""
+    value_clip: Positive = 0.2
+    """Change of a value within a batch beyond which a further change does not lower the loss. It matters with `steps_per_batch`
+    above 1; `inf`: no clipping."""
+    warmup_steps: Whole = 0
+    """Number of steps, from the critic's first one on, in which only the critic is trained."""
+
+
 class Train(Settings, frozen=True, kw_only=True):
     """Training settings of one policy."""
 
@@ -389,6 +410,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Task kind -> advantage estimator, for kinds that use another one; filled in from `kinds.X.advantage`."""
     ema_decay: Decay = 0.95
     """Decay (alpha) of the `ema` baseline b at every reward R: b <- alpha b + (1 - alpha) R."""
+    critic: Critic = field(default_factory=Critic)
+    """The critic of the advantage `gae`."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Discount (gamma) of the rewards of model calls: call k is credited with the return G_k = r_k + gamma G_(k+1); None: with
     its own reward r_k."""
@@ -515,6 +538,9 @@ class Train(Settings, frozen=True, kw_only=True):
         if self.reference is not None and not self.loss.needs_reference:
             raise ValueError("reference: has no effect while loss.kl and loss.reward_kl are 0")
 
+        if self.needs_critic and self.call_discount is not None:
+            raise ValueError("call_discount: the advantage 'gae' discounts by critic.discount; set that one")
+
     def of_kind(self, kind: str) -> Train:
         """Return the settings that apply to tasks of a kind."""
         own = self.advantages.get(kind, self.advantage)
@@ -553,6 +579,11 @@ class Train(Settings, frozen=True, kw_only=True):
     def last_scheduled_step(self) -> int:
         """Step at which the schedule of the learning rate ends; 0 if it has no end."""
         return self.schedule_steps or self.max_steps
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the values of a critic are in the advantages of at least one kind."""
+        return "gae" in (self.advantage, *self.advantages.values()) and self.loss.name not in LOSSES_WITHOUT_REWARD
 
     @property
     def needs_baseline(self) -> bool:

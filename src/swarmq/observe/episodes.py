@@ -379,13 +379,16 @@ def _read_record(index: RunIndex, policy: str, segment: str, at: int, size: int)
 
 
 def _advantages(record: BatchRecord) -> dict[str, list[float | None]]:
-    """Return episode id -> advantage of each turn, computed as the learner did."""
+    """Return episode id -> advantage of each turn, computed as the learner did; None for those that a critic estimated for each
+    token."""
     if record.settings is None:
         return {}
     try:  # an own method's code, which the record keeps, is not executed to show an episode
-        return compute_advantages(group_by_slot(record.episodes), record.settings, record.baselines)
+        found = compute_advantages(group_by_slot(record.episodes), record.settings, record.baselines)
     except (ArithmeticError, ValueError, KeyError, SetUpError):
         return {}
+    by_critic = {each.episode_id for each in record.episodes if record.settings.of_kind(each.kind).advantage == "gae"}
+    return {episode: [None] * len(values) if episode in by_critic else values for episode, values in found.items()}
 
 
 def _trained_turns(index: RunIndex, known: Indexed, found: Conversation, policy: str) -> TrainedTurns:

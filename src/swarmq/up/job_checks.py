@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from swarmq.config import BrokerSettings, EngineSettings, SwarmJob, Train, resolve_amqp_url
+from swarmq.config import BrokerSettings, Critic, EngineSettings, SwarmJob, Train, resolve_amqp_url
 from swarmq.engine.server.gpus import FP8_CAPABILITY, GpuCapacity, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
@@ -175,6 +175,8 @@ def find_ineffective_settings(
             )
         if policy.train.options and not job.own_methods - {policy.train.loss.name}:
             yield f"{whose}.train.options has no effect: the job names no method of your own that would read it"
+        if policy.train.critic != Critic() and not job.train_of(name).needs_critic:
+            yield f"{whose}.train.critic has no effect: only the advantage 'gae' with a loss that uses rewards has a critic"
         decays = {"schedule_steps": None, "schedule_end": 0.0, "decay_steps": None}
         used = {
             "constant": (),

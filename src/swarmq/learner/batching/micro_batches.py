@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from swarmq.config import Train
 from swarmq.learner.batching.sampling_checks import is_comparable
+from swarmq.learner.methods.advantages.gae import Estimates
 from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
 from swarmq.learner.methods.loss_weights import normalization_units, token_weight
 from swarmq.messages import Rollout
@@ -49,6 +50,16 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens that keep the device busy, if larger micro-batches of packed rows are slower; None if they are not."""
 
 
+class ValueTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """What the critic learns from the S sampled tokens of a micro-batch."""
+
+    values: FloatArray  # [S] the critic's, before the batch is trained
+    returns: FloatArray  # [S]
+    known: NDArray[np.bool_]  # [S] whether the token has a return
+    total: int
+    """Number of tokens with which the critic is trained in this optimizer step, on all ranks."""
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One forward and backward pass, with the weights of its S sampled tokens."""
 
@@ -60,6 +71,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     num_calls: int
     held: NDArray[np.bool_]  # [S] sampled under a grammar
     plain: NDArray[np.bool_]  # [S] whether engine and learner must agree under equal weights (`is_comparable`)
+    places: NDArray[np.int64]  # [S] index among all sampled tokens of the episodes, counted turn by turn
+    value_targets: ValueTargets | None = None
 
     @property
     def idle(self) -> bool:
@@ -139,6 +152,7 @@ def make_idle_micro_batch() -> MicroBatch:
         num_calls=1,
         held=np.zeros(1, np.bool_),
         plain=np.zeros(1, np.bool_),
+        places=np.zeros(1, np.int64),
     )
 
 
@@ -158,6 +172,24 @@ def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
             for one in work.passes
         ],
     )
+
+
+def set_estimates(work: RankBatch, found: Estimates) -> RankBatch:
+    """Return the batch with the advantages, and the critic's targets, that were estimated for its N sampled tokens."""
+    total = int(found.known.sum())
+
+    def estimated(one: MicroBatch) -> MicroBatch:
+        values, advantages, returns = (
+            array[one.places].astype(np.float32) for array in (found.values, found.advantages, found.returns)
+        )
+        known = found.known[one.places]
+        return msgspec.structs.replace(
+            one,
+            advantages=np.where(known, advantages, one.advantages),
+            value_targets=ValueTargets(values=values, returns=returns, known=known, total=total),
+        )
+
+    return msgspec.structs.replace(work, passes=[estimated(one) for one in work.passes])
 
 
 def exclude_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
@@ -194,6 +226,8 @@ class MicroBatchBuilder:
         self.weights = np.where([a is None for a in given], 0.0, np.repeat(weights, turns)).astype(np.float32)
         self.advantages = np.array([a or 0.0 for a in given], np.float32)
         every = [turn for episode in episodes for turn in episode.turns]
+        self.starts = np.cumsum([0, *(turn.num_sampled for turn in every)])[:-1]
+        """Turn -> number of tokens that were sampled in the turns before it."""
         self.temperatures = np.array([turn.sampling.temperature for turn in every], np.float32)
         self.held = np.array([bool(turn.sampling.grammar) for turn in every], np.bool_)
         self.plain = np.array([is_comparable(turn) for turn in every], np.bool_)
@@ -210,6 +244,7 @@ class MicroBatchBuilder:
             num_calls=len(which),
             held=self.held[turn],
             plain=self.plain[turn],
+            places=(self.starts[turn] + layout.offsets).astype(np.int64),
         )
 
 

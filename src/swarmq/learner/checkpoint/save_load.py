@@ -1,7 +1,7 @@
 """Writes and restores checkpoints: folders that `from_pretrained` loads, with the state from which a run continues exactly.
 
   <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
-                            state/   optimizer.bin: its whole state, even if ranks shard it
+                            state/   optimizer.bin: its whole state, even if ranks shard it; critic.bin, if there is a critic
                             manifest.json   schema, identity, version, size and SHA-256 of every file
 
   draft_checkpoint ──> draft ──> training goes on
@@ -47,6 +47,7 @@ from swarmq.learner.distributed.sharding import gather_optimizer_state, is_shard
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, WHOLE_BYTES
 from swarmq.learner.memory.model_copies import copy_tokenizer
+from swarmq.learner.model.attention_check import broadcast_from_rank0
 from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, map_os_errors, sha256
 from swarmq.learner.store.records import SCHEMA, RunIdentity
 from swarmq.runtime.files import fsync_folder
@@ -57,6 +58,8 @@ log = structlog.get_logger()
 
 STATE = "state"
 OPTIMIZER = "optimizer.bin"
+CRITIC = "critic.bin"
+"""File of what is trained of the critic, which is small, and of its optimizer."""
 DRAFT = ".draft-"
 OLD = f"{DRAFT}old-"
 """Prefix of a checkpoint that is being removed."""
@@ -74,6 +77,14 @@ class TrainerState(Protocol):
     version: int
     """Weight version."""
     num_parameters: int
+
+    def critic_state(self) -> dict[str, Any] | None:
+        """Return what is trained of the critic, with tensors on rank 0 alone; None without critic. Every rank calls it."""
+        ...
+
+    def load_critic(self, saved: Mapping[str, Any]) -> None:
+        """Load what `critic_state` returned on rank 0. Every rank calls it."""
+        ...
 
     def files(self, copies: HostCopies | None = None) -> ModelFiles | None:
         """Return the model's files on rank 0, None elsewhere; every rank calls it."""
@@ -127,6 +138,9 @@ def draft_checkpoint(
         state = _optimizer_state(trainer)
         if accelerator.is_main_process:
             writing += _write_or_defer_optimizer(state, draft.path / STATE / OPTIMIZER, trainer, copies)
+        critic = trainer.critic_state()
+        if critic and accelerator.is_main_process:
+            torch.save(critic, draft.path / STATE / CRITIC)
         del state
     with _fail_together(accelerator, draft):
         writing += _write_or_defer_model(draft.path, trainer, copies, before=writing)
@@ -239,12 +253,17 @@ def _write(draft: CheckpointDraft, check: Callable[[], None]) -> None:
 
 
 def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
-    """Restore the optimizer on every rank from the file that rank 0 reads. The trainer's weights were already loaded from
+    """Restore optimizer and critic on every rank from the files that rank 0 reads. The trainer's weights were already loaded from
     `checkpoint.path`. Every rank calls it."""
     saved = _read_optimizer(checkpoint.path / STATE) if trainer.accelerator.is_main_process else None
     if saved is not None:
         _check_same_optimizer(saved, trainer, checkpoint)
     send_optimizer_state(trainer.optimizer, saved, trainer.accelerator.device)
+    critic = broadcast_from_rank0(
+        _read_critic(checkpoint.path / STATE) if trainer.accelerator.is_main_process else None
+    )
+    if critic is not None:
+        trainer.load_critic(critic)
     trainer.version = checkpoint.version
 
 
@@ -267,6 +286,14 @@ def _read_optimizer(state: Path) -> dict[str, Any]:
             "or begin another run from the weights: policies.<name>.model = this checkpoint's folder"
         )
     saved: dict[str, Any] = torch.load(state / OPTIMIZER, map_location="cpu", weights_only=True)
+    return saved
+
+
+def _read_critic(state: Path) -> dict[str, Any] | None:
+    """Return the critic's state, or None for a checkpoint of a policy without critic."""
+    if not (state / CRITIC).is_file():
+        return None
+    saved: dict[str, Any] = torch.load(state / CRITIC, map_location="cpu", weights_only=True)
     return saved
 
 

@@ -9,6 +9,7 @@ keeps them: for engines after every step, in the compute dtype; for checkpoints 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -101,14 +102,32 @@ def is_sharding(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
+def accumulate_gradients(
+    model: Any, accelerator: Accelerator, *, last: bool, held: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a pass, in which ranks exchange gradients only if it is the `last` one. `held` as for
+    `set_gradient_sync`."""
+    if is_sharded(model):
+        set_gradient_sync(model, last=last, held=held)
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if last else accelerator.no_sync(model)
+
+
 def prepare_model(
-    model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+    model: nn.Module,
+    accelerator: Accelerator,
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer],
+    *,
+    further: bool = False,
 ) -> Any:
     """Return the model to train, distributed over the ranks, and its optimizer.
 
-    `optimizer`: creates the optimizer for given parameters, each with its name.
+    `optimizer`: creates the optimizer for given parameters, each with its name. `further`: whether it is another model than the
+    policy, which was prepared first.
     """
     if is_sharding(accelerator):
+        if further:
+            _plan_anew(accelerator)
         sharded = shard_from_rank0(model, accelerator)
         return sharded, accelerator.prepare_optimizer(optimizer(_trained(sharded)))
     send_model(model, accelerator.device)
@@ -122,12 +141,17 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def prepare_frozen_model(model: nn.Module, accelerator: Accelerator) -> Any:
     """Return a model that is never trained, on the accelerator's device, sharded if the policy is."""
     if is_sharding(accelerator):
-        plan = accelerator.state.fsdp_plugin  # it names the policy's layers, because the policy was prepared first
-        plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
-        plan.reshard_after_forward = True
+        _plan_anew(accelerator)
         return shard_from_rank0(model, accelerator).eval()
     send_model(model, accelerator.device)
     return accelerator.prepare_model(model, evaluation_mode=True).eval()
+
+
+def _plan_anew(accelerator: Accelerator) -> None:
+    """Let the plan of sharding fit any model. It names the policy's layers, because the policy was prepared first."""
+    plan = accelerator.state.fsdp_plugin
+    plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
+    plan.reshard_after_forward = True
 
 
 def is_sharded(model: nn.Module) -> bool:

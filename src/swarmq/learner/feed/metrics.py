@@ -18,6 +18,11 @@ LEVELS = {
     "grad_norm": ("grad_norm", "Gradient norm of the newest step."),
     "entropy": ("entropy", "Mean entropy of the newest step, in nats."),
     "kl": ("kl_k3", "KL divergence between sampling and training weights in the newest step."),
+    "value_loss": ("value_loss", "Loss of the critic in the newest step."),
+    "explained_variance": (
+        "explained_variance",
+        "Share of the variance of returns that the critic's values explained in the newest step.",
+    ),
     "learning_rate": ("learning_rate", "Learning rate of the newest step."),
 }
 """Metric name -> field of the step event, and help text."""

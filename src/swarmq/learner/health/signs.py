@@ -160,9 +160,20 @@ SIGNS = (
         advice="the gradient norm grew tenfold: lower the learning rate or grad_clip",
     ),
     Sign(
+        name="misleading critic", measured="explained variance of the critic", word="misleading",
+        measure=last("explained_variance"), limit=-0.5, below=True,
+        advice="the critic's values are further from the returns than their mean is, so advantages are noisier than without it: lower "
+        "critic.learning_rate, or let it learn alone first (critic.warmup_steps)",
+    ),
+    Sign(
+        name="diverging critic", measured="value loss over that of the first 10 steps", word="diverging",
+        measure=over_first("value_loss"), limit=10.0,
+        advice="the value loss grew tenfold: lower critic.learning_rate, and look whether the scale of the rewards changed",
+    ),
+    Sign(
         name="steps skipped", measured="share of steps skipped", word="wrong",
         measure=skipped, limit=0.0, level="error",
-        advice="steps changed nothing (`skipped` in their events says why): a filter leaves nothing, or gradients overflow",
+        advice="steps changed nothing (`skipped` in their events says why): a filter leaves nothing, or gradients of policy or critic overflow",
     ),
 )  # fmt: skip
 

@@ -53,11 +53,13 @@ def suggest_less(train: Train) -> str:
 
 
 def list_frozen_models(train: Train, initial: str) -> dict[str, str]:
-    """Return the frozen models that the learner holds, by role: `reference` (by default the initial model) and `teacher`, if
-    `train` uses them. The initial model under adapters and a served teacher are not among them."""
+    """Return the frozen models that the learner holds, by role: `reference`, `teacher`, and `critic`, the model under the critic's
+    adapters, if `train` uses them; reference and critic are by default the initial model. The initial model under the policy's adapters
+    and a served teacher are not among them."""
     loads = train.loss.needs_reference and (train.reference or not train.lora)
     reference = {"reference": train.reference or initial} if loads else {}
-    return reference | ({"teacher": train.teacher} if train.teacher and not train.has_served_teacher else {})
+    critic = {"critic": train.critic.model or initial} if train.needs_critic else {}
+    return reference | critic | ({"teacher": train.teacher} if train.teacher and not train.has_served_teacher else {})
 
 
 def learner_bytes(

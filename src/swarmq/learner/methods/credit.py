@@ -136,13 +136,13 @@ def _discount_returns(episode: Rollout, agent: str | None, train: Train) -> Iter
         episode.agent_rewards.get(agent or "", transform_reward(episode, train)),
         0.0,
     )
-    for choices in reversed(_group_by_request(episode, agent)):
+    for choices in reversed(group_by_request(episode, agent)):
         returns = {turn.call_id: episode.call_rewards.get(turn.call_id, unrated) + later for turn in choices}
         yield from returns.items()
         unrated, later = 0.0, (train.call_discount or 0.0) * statistics.fmean(returns.values())
 
 
-def _group_by_request(episode: Rollout, agent: str | None) -> list[list[Turn]]:
+def group_by_request(episode: Rollout, agent: str | None) -> list[list[Turn]]:
     """Return the agent's requests in the order in which they began, each with its choices. Turns are recorded in the order in
     which they ended."""
     requests: dict[str, list[Turn]] = {}

@@ -201,10 +201,7 @@ class LayoutModel(nn.Module):
         if shared is not None and temperatures.ndim:
             temperatures = temperatures[shared]
         temperatures = temperatures.expand(len(placed.targets))
-        run = _run_row_by_row if self.rows_only else _run_whole
-        outputs = run(self.model.get_decoder() if self.head_apart else self.model, placed)
-        # At a fork one token predicts several tokens. An embedding sums their gradients in a fixed order.
-        chosen = F.embedding(placed.predictors, outputs)
+        chosen = self._compute(placed, self.model.get_decoder() if self.head_apart else self.model)
         if self.head_apart:
             scored = score_hidden(chosen, get_head(self.model), placed.targets, temperatures, chunk=self.head_chunk)
         else:
@@ -229,6 +226,16 @@ class LayoutModel(nn.Module):
         if self.head_apart:
             return find_top(chosen, get_head(self.model), temperatures, k, chunk=self.head_chunk)
         return find_top_of_logits(chosen, temperatures, k)
+
+    def hidden_states(self, placed: PlacedLayout) -> Tensor:
+        """Return the last hidden states, of which each predicts one of the layout's targets, [S, H], or this rank's part of them."""
+        return self._compute(placed, self.model.get_decoder())
+
+    def _compute(self, placed: PlacedLayout, network: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+        """Return the outputs of `network` that predict the layout's targets."""
+        outputs = (_run_row_by_row if self.rows_only else _run_whole)(network, placed)
+        # At a fork one token predicts several tokens. An embedding sums their gradients in a fixed order.
+        return F.embedding(placed.predictors, outputs)
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
         """Check head and attention against the model's own computation of a small example, and compiled kernels against

@@ -116,7 +116,11 @@ class ReferenceModels:
         train = msgspec.structs.replace(train, lora=self._lora)
         wanted = list_frozen_models(train, self._initial)
         under = {"reference": self._under} if train.loss.needs_reference and "reference" not in wanted else {}
-        return under | {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}
+        return under | {
+            role: self._load(role, source, train.micro_batch_tokens)
+            for role, source in wanted.items()
+            if role != "critic"
+        }
 
     def _load(self, role: str, source: str, pass_tokens: int) -> FrozenModel:
         if (role, source) not in self._loaded:

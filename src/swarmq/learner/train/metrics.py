@@ -14,7 +14,7 @@ from swarmq.learner.methods.losses import MAX_LOG_RATIO, LossInputs, TokenLoss
 NAMES = (
     "tokens", "compared", "loss", "k3", "ratio", "ratio_squared", "entropy", "logprobs", "positive", "negative",
     "masked_positive", "masked_negative", "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
-    "filtered_positive", "filtered_negative", "divergence", "same_tokens", "same_gap",
+    "filtered_positive", "filtered_negative", "divergence", "same_tokens", "same_gap", "value_loss", "valued",
 )  # fmt: skip
 GAP_BINS = 160
 GAP_LOW, GAP_HIGH = -12.0, 4.0
@@ -110,6 +110,7 @@ class MetricSums:
             "kl_reference": total["divergence"] / count,
             "calls_left_out": int(total["calls_left_out"]),
             "tokens_left_out": int(total["tokens_left_out"]),
+            **({"value_loss": total["value_loss"]} if total["valued"] else {}),
         }
 
 

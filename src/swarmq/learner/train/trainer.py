@@ -9,10 +9,9 @@ tokens, the weights stay unchanged, but the version rises.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +31,11 @@ from swarmq.learner.batching.micro_batches import (
     MicroBatch,
     ModelProfile,
     RankBatch,
+    ValueTargets,
     build_rank_batch,
     exclude_episodes,
     reweight,
+    set_estimates,
 )
 from swarmq.learner.batching.token_trace_builder import TraceBuilder
 from swarmq.learner.checkpoint.discovery import Checkpoint, check_continues
@@ -44,15 +45,16 @@ from swarmq.learner.distributed.accelerator import can_stay_gathered, make_accel
 from swarmq.learner.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from swarmq.learner.distributed.send_from_rank0 import gather_on_rank0, send_model_files
 from swarmq.learner.distributed.sharding import (
+    accumulate_gradients,
     compute_dtype,
     gather_compute_weights,
     gather_tensors,
     is_sharded,
     keep_layers_gathered,
     prepare_model,
-    set_gradient_sync,
 )
 from swarmq.learner.methods import registry
+from swarmq.learner.methods.advantages.gae import Estimates, estimate
 from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
 from swarmq.learner.methods.filters import apply_filters, list_filters
 from swarmq.learner.methods.loss_weights import normalization_units
@@ -72,6 +74,7 @@ from swarmq.learner.store.token_trace import EpisodeTrace
 from swarmq.learner.teachers.reference_models import ReferenceModels
 from swarmq.learner.teachers.served_teacher import ServedTeacher, TeacherScores
 from swarmq.learner.train import engine_agreement
+from swarmq.learner.train.critic import Critic, value_loss
 from swarmq.learner.train.gpu_errors import map_gpu_errors
 from swarmq.learner.train.metrics import MetricSums
 from swarmq.learner.train.throughput import count_head_flops, count_model_flops, measure_matrix_rate
@@ -179,12 +182,47 @@ class Trainer:
             rows_only=next(filter(None, limits), None),
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
         )
+        self.critic: Critic | None = None
+        """The critic, while steps need it."""
+        if train.needs_critic:
+            self.make_critic(train)
         self._head_flops = count_head_flops(policy.model.get_output_embeddings().weight)
         self.token_traces: list[EpisodeTrace] = []
         """Token traces of the newest step, if `train.token_log`; all of them on rank 0, none on other ranks."""
         self._whole: dict[str, Weight] = {}
         """On rank 0 of a sharded policy: weights for engines, gathered after the newest step."""
         self.gather()
+
+    def critic_state(self) -> dict[str, Any] | None:
+        """Return what checkpoints keep of the critic, with tensors on rank 0 alone; None without critic. Every rank calls it."""
+        return self.critic.state() if self.critic else None
+
+    def load_critic(self, saved: Mapping[str, Any]) -> None:
+        """Load the critic of a checkpoint, also if only batches that are in the log need it. Raises LearnerError if `train` names
+        another one."""
+        own = (
+            self.train.critic
+            if self.train.needs_critic
+            else msgspec.convert(saved["settings"], type(self.train.critic))
+        )
+        self.make_critic(msgspec.structs.replace(self.train, critic=own)).load(saved)
+
+    def make_critic(self, train: Train) -> Critic:
+        """Return the critic; a new one if there is none. Raises LearnerError if its model cannot be loaded."""
+        if self.critic is None:
+            policy: LayoutModel = self.accelerator.unwrap_model(self.model)
+            self.critic = Critic(
+                self._initial,
+                train,
+                self.accelerator,
+                vocab=self.vocab_size,
+                ranks=policy.ranks,
+                max_model_len=policy.max_model_len,
+            )
+            if self.context.ranks > 1:
+                _check_cut({"the critic": self.critic.rows_only})
+            self.traits = msgspec.structs.replace(self.traits, rows_only=self.traits.rows_only or self.critic.rows_only)
+        return self.critic
 
     @property
     def lm(self) -> Any:
@@ -294,10 +332,14 @@ class Trainer:
         sound = [episode for episode in record.episodes if _is_sound(episode)]
         nothing: TurnAdvantages = {episode.episode_id: [None] * len(episode.turns) for episode in record.episodes}
         credit = {**nothing, **compute_advantages(group_by_slot(sound), train, record.baselines)}
+        critic = self.critic = self.make_critic(train) if train.needs_critic else None
         parts = split_groups(record.episodes, train.steps_per_batch)
         works = [build_rank_batch(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
         supervised = [self.build_supervised(record.demonstrations[at :: len(parts)], train) for at in range(len(parts))]
         proximal = [None, *(self.score(work) for work in works[1:])]
+        found = self.estimate(parts, works, train, among={episode.episode_id for episode in sound}) if critic else None
+        if found:
+            works = [set_estimates(work, part) for work, part in zip(works, found.split(parts), strict=True)]
         fields, self.token_traces = [], []
         for part, work, before, shown in zip(parts, works, proximal, supervised, strict=True):
             teacher = self.ask_teacher(part, work, train)
@@ -306,11 +348,15 @@ class Trainer:
             )
             fields.append(metrics)
             self.token_traces += traces.build(part) if traces else []
+        if critic:
+            critic.batches += 1
         self.token_traces = gather_on_rank0(self.token_traces)
         self.gather()
         self.version = record.index.version
         merged = merge_metrics(fields)
         merged["episodes_left_out"] += len(record.episodes) - len(sound)
+        if found and (explained := found.explained_variance()) is not None:
+            merged["explained_variance"] = explained
         return merged | self._measure_speed(merged, time.perf_counter() - began)
 
     def build_supervised(self, demonstrations: Sequence[Rollout], train: Train) -> RankBatch | None:
@@ -351,6 +397,23 @@ class Trainer:
         with torch.no_grad():
             return [self.model(self.place(one), self._to_device(one.temperatures)).logprobs for one in work.passes]
 
+    def estimate(
+        self, parts: Sequence[Sequence[Rollout]], works: Sequence[RankBatch], train: Train, *, among: Collection[str]
+    ) -> Estimates:
+        """Return the estimates of the advantage `gae` for the episodes `among`, by the critic's present values, on every rank.
+        `works`: built from `parts`."""
+        critic, every = self.make_critic(train), []
+        for part, work in zip(parts, works, strict=True):
+            count = sum(turn.num_sampled for episode in part for turn in episode.turns)
+            values = torch.zeros(count, device=self.accelerator.device)
+            for one in work.passes:
+                scored = critic.score(self.place(one))
+                if not one.idle:
+                    values[self._to_device(one.places)] = scored
+            every.append(self._sum(values))
+        episodes = [episode for part in parts for episode in part]
+        return estimate(episodes, torch.cat(every).double().cpu().numpy(), train, among=among)
+
     def place(self, one: MicroBatch) -> PlacedLayout:
         """Return this rank's inputs for a micro-batch on its device."""
         return PlacedLayout.of(one.layout, self.accelerator.device, context=self.context)
@@ -373,7 +436,7 @@ class Trainer:
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, spoilt = self._clip(train), list[int]()
         if not np.isfinite(norm) and (spoilt := self._sum(tally.nonfinite).nonzero().flatten().tolist()):
-            self.optimizer.zero_grad()
+            self._zero_grad()
             fields, units_left, tally = self.accumulate(
                 exclude_episodes(work, spoilt), train, teacher=teacher, proximal=proximal, supervised=supervised
             )
@@ -414,9 +477,13 @@ class Trainer:
         traced = train.token_log and self.context.is_first
         tally = GradientTally.start(work.num_episodes, self.accelerator.device, traced=traced)
         for index, one in enumerate(work.passes):
-            with self._accumulating(last=index == len(work.passes) - 1):
+            last = index == len(work.passes) - 1
+            with accumulate_gradients(self.model, self.accelerator, last=last, held=self._held):
                 before = proximal[index] if proximal else None
                 self._backward(one, train, total, tally, teacher=teacher, proximal=before)
+            if self.critic and one.value_targets:
+                with self.critic.accumulating(last=last):
+                    self._backward_critic(self.critic, one, one.value_targets, train, tally.sums)
         fields = tally.sums.reduce(self._sum) | {
             "layout": work.plan.way,
             "layout_reason": work.plan.reason,
@@ -444,7 +511,8 @@ class Trainer:
         Returns this mean."""
         mean = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for index, one in enumerate(work.passes):
-            with self._accumulating(last=index == len(work.passes) - 1):
+            last = index == len(work.passes) - 1
+            with accumulate_gradients(self.model, self.accelerator, last=last, held=self._held):
                 logprobs = self.model(self.place(one), self._to_device(one.temperatures)).logprobs
                 part = torch.where(self._to_device(one.weights) > 0, -logprobs, 0).sum() / max(work.totals.tokens, 1)
                 self.accelerator.backward(weight * part * self.accelerator.num_processes)
@@ -539,6 +607,18 @@ class Trainer:
         if tally.traces:
             tally.traces.add(one, tokens.logprobs, scored.entropies, result, left_out)
 
+    def _backward_critic(
+        self, critic: Critic, one: MicroBatch, targets: ValueTargets, train: Train, sums: MetricSums
+    ) -> None:
+        """Add the gradient of the micro-batch's value loss to the critic's parameters."""
+        before, returns, known = (
+            self._to_device(x) for x in (targets.values, targets.returns, targets.known & (one.weights > 0))
+        )
+        per_token = value_loss(critic.model(self.place(one)), before, returns, train.critic.value_clip)
+        objective = torch.where(known, per_token, 0).sum() / max(targets.total, 1)
+        sums.add(value_loss=objective.detach(), valued=known.sum())
+        self.accelerator.backward(objective * self.accelerator.num_processes)
+
     def _to_device(self, values: np.ndarray) -> Tensor:
         return to_device(values, self.accelerator.device)
 
@@ -547,24 +627,38 @@ class Trainer:
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
 
     def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
-        """Step the optimizer, unless no token is left (`anything` is false) or the gradient is not finite. Returns metrics.
+        """Step the optimizers of policy and critic, unless no token is left (`anything` is false) or a gradient is not finite. While
+        the critic is trained alone, the policy's learning rate is 0. Returns metrics.
 
         `step`: weight version after the batch, which sets the learning rate.
         """
         schedule: ScheduleFunction = registry.find_method("schedule", train.schedule)
         rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1)) * schedule(step, train)
+        critic, of_critic = self.critic, dict[str, float]()
+        waits = critic is not None and critic.batches < train.critic.warmup_steps
+        if critic:
+            of_critic = {"value_grad_norm": critic.clip(train)}
         skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
-        if not skipped:
+        if not np.isfinite([*of_critic.values()]).all():
+            skipped = "value_gradient_not_finite"
+        if not skipped and not waits:
             for group in self.optimizer.param_groups:
                 group.update(lr=rate, betas=train.betas, weight_decay=train.weight_decay)
             self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"grad_norm": norm, "learning_rate": rate, **({"skipped": skipped} if skipped else {})}
+        if not skipped and critic:
+            critic.step(train)
+        self._zero_grad()
+        return {
+            "grad_norm": norm,
+            "learning_rate": 0.0 if waits else rate,
+            **of_critic,
+            **({"skipped": skipped} if skipped else {}),
+        }
 
-    def _accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        if is_sharded(self.model):
-            set_gradient_sync(self.model, last=last, held=self._held)
-        return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.critic:
+            self.critic.optimizer.zero_grad()
 
     def _sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks. Ranks that compute one micro-batch together hold equal values, and only the first of
