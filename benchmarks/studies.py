@@ -186,11 +186,11 @@ class Nursery:
             await asyncio.sleep(0.05)
 
 
-async def wait_for_progress(outside: Path) -> None:
-    """Return when a trial has done a part from now on."""
+async def wait_for_progress(outside: Path, leading: asyncio.Task[None]) -> None:
+    """Return when a trial has done a part from now on, or the study has ended."""
     before = size_of(outside)
     async with asyncio.timeout(TOO_LONG_S):
-        while size_of(outside) == before:  # noqa: ASYNC110 - other processes write it
+        while size_of(outside) == before and not leading.done():  # noqa: ASYNC110 - other processes write it
             await asyncio.sleep(0.02)
 
 
@@ -223,11 +223,12 @@ async def run_study(
         async with nursery.run() as leading:
             for _ in range(kills):
                 if chance.random() > AT_ONCE:
-                    await wait_for_progress(folder / "outside.jsonl")
+                    await wait_for_progress(folder / "outside.jsonl", leading)
                 await asyncio.sleep(chance.uniform(*PAUSE_S))
                 if leading.done():
                     break
                 await nursery.kill_one(chance)
+                print(f"{folder.name}: {time.monotonic() - began:.0f} s, {dict(nursery.kills)}", flush=True)
             (folder / "release").touch()
             async with asyncio.timeout(TOO_LONG_S):
                 await leading
@@ -277,7 +278,7 @@ def evidence(state: StudyState) -> str:
 
 async def measure(folder: Path, *, kills: int) -> tuple[dict[str, float], dict[str, Any]]:
     """Return figures and details of all three studies."""
-    arms, seeds = max(4, kills // 10), 3
+    arms, seeds = max(4, kills // 16), 3
     quiet = await run_study(folder / "quiet", arms=arms, seeds=seeds, kills=0, gpu_seconds=1e6)
     killed = await run_study(folder / "killed", arms=arms, seeds=seeds, kills=kills, gpu_seconds=1e6)
     few = max(kills // 10, 3)

@@ -46,7 +46,7 @@ class TrialMaker:
         tasks = plan.tasks or study.trial.tasks
         effective, model = self._resolve(settings)
         code, data = self._hash_code(agent), self._hash_data(tasks)
-        lineage = hash_json([effective, code, data, model, seed])
+        lineage = hash_json([effective, agent, code, data, model, seed])
         steps = study.design.rungs[rung] if study.design.rungs else 0
         return Trial(
             id=hash_json([lineage, steps]),

@@ -29,8 +29,9 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The primary metric, by which arms are compared."""
 
     name: str
-    """Name of a metric that every trial returns. Trials of `swarmq train` return `held_out` and `held_out_before` (mean reward on
-    the held-out tasks after and before training), `reward` (mean training reward of the last steps) and `seconds`."""
+    """Name of a metric that every trial returns. Trials of `swarmq train` return `held_out` (mean reward on the held-out tasks
+    after training), `held_out_success` (share of successes there), both also with `_before`, `reward` (mean training reward of the last
+    steps), `steps` and `seconds`."""
     direction: Literal["maximize", "minimize"] = "maximize"
 
 

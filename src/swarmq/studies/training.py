@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from swarmq.client.runners.report import EvalReport
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import StudyError
 from swarmq.observe.run import Run
@@ -57,14 +56,19 @@ def read_training(folder: RunFolder) -> Outcome:
     metrics = {"seconds": record.seconds, "steps": float(len(steps))}
     if rewards := curves.get("reward"):
         metrics["reward"] = fmean(rewards[-END_STEPS:])
-    held_out = {version: _mean(reports) for version, reports in sorted(record.held_out.items())}
-    known = {version: mean for version, mean in held_out.items() if mean is not None}
-    if known:
-        metrics["held_out_before"], metrics["held_out"] = known[min(known)], known[max(known)]
+    versions = [version for version, reports in sorted(record.held_out.items()) if reports]
+    for suffix, version in zip(("_before", ""), versions[:1] + versions[-1:], strict=False):
+        reports = record.held_out[version].values()
+        for name, mean in (
+            ("held_out", _mean((one.mean_reward, one.tasks) for one in reports)),
+            ("held_out_success", _mean((one.success_rate, one.tasks) for one in reports)),
+        ):
+            if mean is not None:
+                metrics[name + suffix] = mean
     return Outcome(metrics=metrics, curves=curves)
 
 
-def _mean(reports: Mapping[str, EvalReport]) -> float | None:
-    """Return the mean reward over the kinds of tasks, weighted by tasks."""
-    found = [(one.mean_reward, one.tasks) for one in reports.values() if one.mean_reward is not None]
-    return sum(mean * tasks for mean, tasks in found) / sum(tasks for _, tasks in found) if found else None
+def _mean(measured: Iterable[tuple[float | None, int]]) -> float | None:
+    """Return the mean over the kinds of tasks, weighted by their numbers of tasks."""
+    known = [(mean, tasks) for mean, tasks in measured if mean is not None]
+    return sum(mean * tasks for mean, tasks in known) / sum(tasks for _, tasks in known) if known else None

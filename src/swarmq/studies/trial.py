@@ -95,4 +95,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from swarmq.studies import trial  # functions import its records from there, not from __main__
+
+    trial.main()

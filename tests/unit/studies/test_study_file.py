@@ -110,3 +110,11 @@ def test_a_trial_is_another_one_when_its_code_settings_or_seed_change_and_the_sa
 def test_the_hash_of_a_study_ignores_layout_and_notices_everything_else():
     assert hash_study(study_of()) == hash_study(study_of(name="first"))
     assert hash_study(study_of(question="Other?")) != hash_study(study_of())
+
+
+def test_arms_may_differ_in_nothing_but_the_function_that_is_the_agent(tmp_path):
+    (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "hub/model"\n')
+    (tmp_path / "agent.py").write_text("def plain(ep): return 1.0\ndef shaped(ep): return 1.0\n")
+    trial = {"job": "job.toml", "agent": "agent:plain", "max_seconds": 9}
+    arms = {"plain": {}, "shaped": {"agent": "agent:shaped"}}
+    TrialMaker(study_of(trial=trial, metric={"name": "reward"}, arms=arms), tmp_path).check()

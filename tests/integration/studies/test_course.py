@@ -1,0 +1,224 @@
+"""The course of a study with real processes of trials, on a broker in memory: ends, failures, limits, stops, and a leader that dies."""
+
+import asyncio
+import contextlib
+import os
+
+import msgspec
+import pytest
+
+from support.studies import FIRST
+from swarmq.errors import LearnerError, StudyError
+from swarmq.studies.leader import open_leader
+from swarmq.studies.ledger import StudyFolder, read_ledger
+from swarmq.studies.records import StudyStopped, TrialFailed, TrialParked, TrialResult, TrialStarted
+from swarmq.studies.reports import inbox, pack
+from swarmq.studies.state import StudyState
+from swarmq.studies.study import Study
+from swarmq.studies.worker import Worker, end_leftovers
+from swarmq.testing import MemoryBroker
+
+pytestmark = pytest.mark.timeout(300)
+
+SCORE = "def trial(attempt): return {'score': attempt.settings['arm'] + attempt.seed / 10}\n"
+SLOW = """
+import time
+from pathlib import Path
+
+def trial(attempt):
+    Path(attempt.folder, "runs").touch()
+    time.sleep(600)
+"""
+TWO_ARMS = {"seeds": [0], "lease_s": 60.0}
+
+
+class Lab:
+    """A study in a folder of the test, with its leader and workers in this process."""
+
+    def __init__(self, folder, code, **changes):
+        self.study = msgspec.convert(FIRST | TWO_ARMS | changes, Study)
+        self.folder = StudyFolder(folder / "study.toml", self.study.name)
+        (folder / "work.py").write_text(code)
+        self.broker = MemoryBroker()
+
+    async def lead(self, **how):
+        with open_leader(self.study, self.folder) as leader:
+            await leader.open(**how)
+            await leader.run(self.broker)
+
+    @contextlib.asynccontextmanager
+    async def at_work(self):
+        worker = Worker(self.broker, self.study, self.folder, environments=[{}, {}], ask_s=0.2)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(worker.run())
+            yield task
+            task.cancel()
+
+    async def run(self):
+        async with asyncio.TaskGroup() as tasks:
+            leading = tasks.create_task(self.lead())
+            await asyncio.sleep(0)
+            async with self.at_work():
+                await leading
+        return self.facts()
+
+    def facts(self, *kinds):
+        return [entry.fact for entry in read_ledger(self.folder.ledger) if isinstance(entry.fact, kinds or object)]
+
+    async def until(self, condition):
+        async with asyncio.timeout(120):
+            while not condition():  # noqa: ASYNC110 - a file
+                await asyncio.sleep(0.02)
+
+
+async def test_every_trial_has_one_result_and_the_study_ends(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    await lab.run()
+    assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0]
+    assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
+
+
+async def test_a_trial_that_always_breaks_is_parked_with_its_log_and_the_rest_goes_on(tmp_path):
+    lab = Lab(tmp_path, SCORE.replace("return", "return 1 / (attempt.settings['arm'] - 1) and"))
+    await lab.run()
+    assert [fact.kind for fact in lab.facts(TrialFailed)] == ["failure"] * 3
+    (parked,) = lab.facts(TrialParked)
+    assert "ZeroDivisionError" in parked.log
+    assert [fact.metrics["score"] for fact in lab.facts(TrialResult)] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def trial(attempt): return {'other': 1.0}\n", "returned no 'score', only other"),
+        ("def trial(attempt): return {'score': float('nan')}\n", "ended without a result"),
+        (
+            "from swarmq.studies.trial import Outcome\n\ndef trial(attempt): return Outcome(metrics={'score': 1.0}, calls=9)\n",
+            "has spent 9 calls, and trial.max_calls is 0",
+        ),
+    ],
+)
+async def test_what_is_no_result_is_a_failure(tmp_path, code, why):
+    lab = Lab(tmp_path, code, max_failures=1)
+    await lab.run()
+    assert not lab.facts(TrialResult)
+    assert all(why in fact.reason for fact in lab.facts(TrialParked))
+    assert len(lab.facts(TrialParked)) == 2
+
+
+async def test_a_trial_is_killed_at_its_time_limit_and_charged(tmp_path):
+    lab = Lab(tmp_path, SLOW, trial=FIRST["trial"] | {"max_seconds": 0.5}, max_failures=1)
+    await lab.run()
+    assert [fact.kind for fact in lab.facts(TrialFailed)] == ["timeout"] * 2
+    assert all(fact.cost.gpu_seconds >= 0.5 for fact in lab.facts(TrialFailed))
+
+
+async def test_a_leader_that_dies_is_replaced_while_trials_run_and_nothing_is_run_again(tmp_path):
+    lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
+            first.cancel()
+            await asyncio.wait([first])
+            await lab.lead()
+    assert len(lab.facts(TrialStarted)) == 2
+    assert len(lab.facts(TrialResult)) == 2
+
+
+async def test_a_worker_that_is_stopped_gives_its_trial_back(tmp_path):
+    lab = Lab(tmp_path, SLOW)
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await lab.until(lambda: len([*lab.folder.path.glob("trials/*/runs")]) == 2)
+        await lab.until(lambda: len(lab.facts(TrialFailed)) == 2)
+        assert {fact.kind for fact in lab.facts(TrialFailed)} == {"returned"}
+        leading.cancel()
+
+
+async def test_a_stop_lets_running_trials_end_and_a_resumed_study_runs_the_rest(tmp_path):
+    lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"), seeds=[0, 1, 2])
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
+            stop = StudyStopped(kind="asked", reason="enough")
+            await lab.broker.publish(inbox(lab.study.name), pack(lab.study.name, stop))
+            await leading
+            assert len(lab.facts(TrialResult)) == 2
+    async with asyncio.TaskGroup() as tasks:
+        resumed = tasks.create_task(lab.lead(resume="more is needed"))
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await resumed
+    assert len(lab.facts(TrialResult)) == 6
+    assert [fact.kind for fact in lab.facts(StudyStopped)] == ["asked", "complete"]
+
+
+async def test_a_full_disk_holds_the_study_up_and_loses_nothing(tmp_path, monkeypatch):
+    lab, real, full = Lab(tmp_path, SCORE), os.pwrite, asyncio.Event()
+    times = iter(range(3))
+
+    def write(file, data, at):
+        if b"result" in data and next(times, None) is not None:
+            full.set()
+            return real(file, data[:5], at)
+        return real(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr("swarmq.studies.leader.RETRY_S", 0.01)
+    await lab.run()
+    assert full.is_set()
+    assert len(lab.facts(TrialResult)) == 2
+
+
+async def test_files_that_are_not_those_of_the_study_end_a_worker_before_it_runs_anything(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead())
+        await lab.until(lambda: lab.folder.ledger.exists() and len(lab.facts()) == 3)
+        (tmp_path / "work.py").write_text("def trial(attempt): return {'score': 100.0}\n")
+        with pytest.RaisesGroup(StudyError, allow_unwrapped=False, flatten_subgroups=True):
+            await Worker(lab.broker, lab.study, lab.folder, environments=[{}]).run()
+        leading.cancel()
+    assert not lab.facts(TrialStarted)
+
+
+async def test_a_changed_study_needs_a_reason_and_keeps_its_results(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    await lab.run()
+    arms = lab.study.arms | {"c": {"settings": {"arm": 3}}}
+    lab.study = msgspec.convert(FIRST | TWO_ARMS | {"arms": msgspec.to_builtins(arms)}, Study)
+    with open_leader(lab.study, lab.folder) as leader:
+        with pytest.raises(StudyError, match="the study file has changed since .* --amend REASON"):
+            await leader.open()
+        await leader.open(amend="c is worth a try")
+        assert not leader.state.stopped
+    await lab.run()
+    state = StudyState(read_ledger(lab.folder.ledger))
+    assert [one.trial.arm for one in state.trials.values()] == ["a", "b", "c"]
+    assert len(lab.facts(TrialResult)) == 3
+
+
+def test_a_second_leader_is_refused(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    with (
+        open_leader(lab.study, lab.folder),
+        pytest.raises(LearnerError, match="is in use by process"),
+        open_leader(lab.study, lab.folder),
+    ):
+        pass
+
+
+async def test_what_a_killed_start_of_a_trial_left_behind_is_ended(tmp_path):
+    sleeper = await asyncio.create_subprocess_exec(
+        "sleep", "600", env=os.environ | {"SWARMQ_TRIAL_FOLDER": str(tmp_path / "one")}
+    )
+    end_leftovers(tmp_path / "other")
+    assert sleeper.returncode is None
+    end_leftovers(tmp_path / "one")
+    assert await sleeper.wait() == -9
