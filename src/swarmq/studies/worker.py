@@ -266,7 +266,7 @@ class Worker:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "swarmq.studies.trial",
+                "swarmq.studies.trial_process",
                 str(folder),
                 cwd=self._folder.root,
                 env=os.environ | environment | {FOLDER_ENV: str(folder)},
