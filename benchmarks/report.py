@@ -154,7 +154,8 @@ def place(device: str) -> str:
         return device
     import torch  # noqa: PLC0415 - slow, and most benchmarks do without
 
-    return str(torch.cuda.get_device_name()).split()[-1].lower()
+    words = str(torch.cuda.get_device_name()).lower().split()
+    return next((word for word in words if any(letter.isdigit() for letter in word)), words[-1])
 
 
 def hardware() -> str:
