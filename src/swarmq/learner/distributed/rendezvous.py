@@ -161,7 +161,7 @@ def exchange_facts(
         flaw = _find_missing(ours, keys, meet_s) or find_difference(_read_facts(ours, keys))
         ours.set(VERDICT, flaw)
     else:
-        ours = _answer(store, own, join_s=meet_s / 60, begin_s=meet_s / 2, wait_s=2 * meet_s)
+        ours = _answer(store, own, begin_s=meet_s / 2, wait_s=2 * meet_s)
         flaw = ours.get(VERDICT).decode()
         ours.set(f"{READ}/{rank}", "")
     if flaw:
@@ -178,12 +178,12 @@ def exchange_facts(
     return ours, facts
 
 
-def _answer(store: Store, own: RankFacts, *, join_s: float, begin_s: float, wait_s: float) -> Store:
+def _answer(store: Store, own: RankFacts, *, begin_s: float, wait_s: float) -> Store:
     """Give rank 0 the facts of this rank, and return the store of this start, which has rank 0's verdict. A start that another
     process of this rank has answered is an earlier one, and is ignored.
 
-    Raises LearnerError if no start comes within `begin_s` seconds, or no verdict within `wait_s`, or if after `join_s` seconds there is
-    neither a start nor this rank's launcher in the store.
+    Raises LearnerError if no start comes within `begin_s` seconds, or no verdict within `wait_s`, or at once if this rank's launcher
+    has joined a store that has ended.
     """
     facts, began, seen = msgspec.json.encode(own).decode(), time.monotonic(), b""
     ours: Store = None
@@ -195,7 +195,7 @@ def _answer(store: Store, own: RankFacts, *, join_s: float, begin_s: float, wait
                     ours = None
             if ours and ours.check([VERDICT]):
                 return ours
-            if not seen and time.monotonic() > began + join_s and not _has_launcher_joined(store):
+            if not seen and has_lost_store(os.getppid(), int(os.environ["MASTER_PORT"])):
                 raise LearnerError(
                     f"{own}: its torchrun joined one on rank 0's host that has ended since, and the new one at {_address()} waits for it: "
                     "start torchrun on this host again"
@@ -212,19 +212,18 @@ def _answer(store: Store, own: RankFacts, *, join_s: float, begin_s: float, wait
     )
 
 
-def _has_launcher_joined(store: Store) -> bool:
-    """Return whether the torchrun that started this rank has joined the store of rank 0's torchrun, or True without torchrun.
+def has_lost_store(launcher: int, port: int) -> bool:
+    """Return whether the process `launcher` was connected to a store at this port that has ended.
 
     When a host is lost and comes back at once, its torchrun can join one on rank 0's host that is about to end with its rank. The next
-    torchrun there starts no rank until this host's joins it, which happens only when this rank ends.
+    torchrun there starts no rank until this host's joins it, which happens only when this host's rank ends.
     """
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
-    ):
-        return True
-    key = f"{os.environ['TORCHELASTIC_RUN_ID']}/torchelastic/role_info/{os.environ['GROUP_RANK']}"  # written at each rendezvous
-    return bool(store.check([key]))
+    try:
+        connections = psutil.Process(launcher).net_connections("tcp")
+    except psutil.Error:
+        return False
+    states = {each.status for each in connections if each.raddr and each.raddr.port == port}
+    return psutil.CONN_CLOSE_WAIT in states and psutil.CONN_ESTABLISHED not in states
 
 
 def _find_missing(store: Store, keys: Sequence[str], meet_s: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -136,20 +137,19 @@ def test_a_rank_waits_for_a_start_of_rank_0_not_as_long_as_for_its_verdict(launc
             second.result()
 
 
-def test_a_rank_whose_launcher_has_not_joined_the_store_ends_soon(
-    launched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It joined the launcher on rank 0's host that ended a moment later, and the next one waits for it."""
-    launched(1)
-    joined = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run", "GROUP_RANK": "1"}
-    for name, value in joined.items():
-        monkeypatch.setenv(name, value)
-    store: Any = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(LearnerError, match="start torchrun on this host again"):
-        rendezvous.exchange_facts(store, 1, None, 6.0)
-    store.set("run/torchelastic/role_info/1", "")
-    with pytest.raises(LearnerError, match="rank 0 did not answer"):
-        rendezvous.exchange_facts(store, 1, None, 0.2)
+def test_a_launcher_has_lost_the_store_once_that_has_ended_and_until_it_joins_the_next() -> None:
+    own = os.getpid()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not rendezvous.has_lost_store(own, port)
+        with socket.create_connection(("127.0.0.1", port)):
+            store = server.accept()[0]
+            assert not rendezvous.has_lost_store(own, port)
+            store.close()
+            assert rendezvous.has_lost_store(own, port)
+            with socket.create_connection(("127.0.0.1", port)):
+                assert not rendezvous.has_lost_store(own, port)
+        assert not rendezvous.has_lost_store(own, port)
 
 
 def test_a_rank_that_loses_the_store_while_it_waits_says_where(launched: Callable[..., None]) -> None:
