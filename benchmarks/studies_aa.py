@@ -5,7 +5,7 @@
 Each study has a baseline and three arms, A/A trials first, then as many seeds as these ask for. False discoveries are counted
 by study: one arm of three is enough. `naive` looks after every seed by t-tests, as is common, and shows what the shipped ways avoid.
 Decides by the functions that decide in a study's report (swarmq.studies.statistics). Writes its figures beside those of
-benchmarks/studies_kills.py into results/studies.json.
+benchmarks/studies.py into results/studies.json.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def make_trial(study: Study):
 
     def make(arm: str, plan: Arm, seed: int, *, rung: int = 0, purpose: str = "compare") -> Trial:
         steps = study.design.rungs[rung] if study.design.rungs else 0
-        lineage = hash_json([plan.settings, seed])
+        lineage = hash_json([plan.settings, plan.files, seed])
         return Trial(
             id=hash_json([lineage, steps]),
             arm=arm,

@@ -19,6 +19,7 @@ from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from swarmq.studies.ledger import StudyFolder
+    from swarmq.studies.records import PlannerDecided
     from swarmq.studies.study import Study
 
 STUDY = click.argument("study_file", metavar="STUDY", type=click.Path(path_type=Path), default="study.toml")
@@ -185,6 +186,33 @@ def stop(study_file: Path, amqp: str | None, reason: str) -> None:
     asyncio.run(_stop(study, folder, amqp, reason))
 
 
+@study_group.command("approve")
+@STUDY
+@click.argument("arm")
+@AMQP
+@click.option("--refuse", is_flag=True, help="Refuse the arm instead.")
+@click.option("--by", required=True, help="Your name, for the ledger.")
+@click.option("--reason", default="", help="Why, for the ledger and the report.")
+def approve(study_file: Path, arm: str, amqp: str | None, refuse: bool, by: str, reason: str) -> None:
+    """Approve or refuse an arm that the planner has proposed.
+
+    \b
+    swarmq study approve study.toml higher-clip --by ada
+    """
+    from swarmq.studies.ledger import read_ledger
+    from swarmq.studies.records import PlannerDecided
+    from swarmq.studies.state import StudyState
+
+    study, folder = _load(study_file, is_checked=False)
+    waiting = StudyState(read_ledger(folder.ledger)).waiting
+    if arm not in waiting:
+        raise StudyError(f"{arm!r} does not wait for a decision; waiting: {', '.join(waiting) or 'none'}")
+    if by == "rule":
+        raise ConfigError("--by: give the name of a person")
+    decided = PlannerDecided(arm=arm, decision="refused" if refuse else "accepted", reason=reason, by=by)
+    asyncio.run(_decide(study, folder, amqp, decided))
+
+
 @study_group.command("report")
 @STUDY
 @click.option(
@@ -299,6 +327,19 @@ async def _stop(study: Study, folder: StudyFolder, amqp: str | None, reason: str
             stopped = StudyStopped(kind="asked", reason=reason)
             await broker.publish(inbox(study.name), pack(study.name, stopped), deadline_s=30.0)
         click.echo("the leader starts no further trial, and ends when the running ones have ended")
+
+
+async def _decide(study: Study, folder: StudyFolder, amqp: str | None, decided: PlannerDecided) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.studies.leader import open_leader
+    from swarmq.studies.reports import inbox, pack
+
+    try:
+        with open_leader(study, folder, report=_say) as leader:
+            await leader.decide(decided)
+    except LearnerError:  # a leader runs
+        async with AmqpBroker.open(amqp or _read_endpoint(folder), name=f"study {study.name}") as broker:
+            await broker.publish(inbox(study.name), pack(study.name, decided), deadline_s=30.0)
 
 
 def _read_endpoint(folder: StudyFolder) -> str:

@@ -35,7 +35,7 @@ def plan_next(state: StudyState, make: MakeTrial) -> list[AnyFact]:
         facts += _plan_noise(study, make)
     match study.design.kind:
         case "grid" | "random":
-            facts += _plan_seeds(state, choose_arms(study), study.seeds, make)
+            facts += _plan_seeds(state, choose_arms(study) | state.added_arms, study.seeds, make)
         case "sequential":
             facts += _plan_seed_by_seed(state, make)
         case "halving" | "asha":
@@ -121,7 +121,7 @@ def _plan_seeds(state: StudyState, arms: dict[str, Arm], seeds: tuple[int, ...],
 def _plan_seed_by_seed(state: StudyState, make: MakeTrial) -> Iterator[AnyFact]:
     assert state.study is not None
     for seed in state.study.seeds:
-        if new := [*_plan_seeds(state, choose_arms(state.study), (seed,), make)]:
+        if new := [*_plan_seeds(state, choose_arms(state.study) | state.added_arms, (seed,), make)]:
             yield from new
             return
         if not all(one.is_settled for one in state.trials.values() if one.trial.seed == seed):

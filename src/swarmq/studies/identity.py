@@ -45,7 +45,7 @@ class TrialMaker:
         settings, agent = study.settings | plan.settings, plan.agent or study.trial.agent
         tasks = plan.tasks or study.trial.tasks
         effective, model = self._resolve(settings)
-        code, data = self._hash_code(agent), self._hash_data(tasks)
+        code, data = self._hash_code(agent, plan.files), self._hash_data(tasks)
         lineage = hash_json([effective, agent, code, data, model, seed])
         steps = study.design.rungs[rung] if study.design.rungs else 0
         return Trial(
@@ -62,13 +62,14 @@ class TrialMaker:
             code=code,
             data=data,
             model=model,
+            files=plan.files,
         )
 
     def is_same(self, trial: Trial) -> bool:
         """Return whether the files beside the study file are those that the trial was planned with."""
         _, model = self._resolve(trial.settings)
         return (trial.code, trial.data, trial.model) == (
-            self._hash_code(trial.agent),
+            self._hash_code(trial.agent, trial.files),
             self._hash_data(trial.tasks),
             model,
         )
@@ -115,11 +116,12 @@ class TrialMaker:
         models = {name: _hash_model(self._root, policy.model) for name, policy in job.policies.items()}
         return tree, hash_json(models)
 
-    def _hash_code(self, agent: str) -> str:
+    def _hash_code(self, agent: str, changed: Mapping[str, str]) -> str:
         plan = self._study.trial
         targets = [plan.function] if plan.function else [] if is_environment(agent) else [agent]
         files = [_find_module(self._root, target) for target in targets]
-        return _hash_files([*files, *(self._root / name for name in plan.code)])
+        own = _hash_files([*files, *(self._root / name for name in plan.code)])
+        return hash_json([own, changed]) if changed else own
 
     def _hash_data(self, tasks: str) -> str:
         named = [(tasks, "train"), (self._study.trial.held_out, "eval")]

@@ -31,6 +31,8 @@ from swarmq.studies.records import (
     AnyFact,
     Cost,
     Looked,
+    PlannerAsked,
+    PlannerDecided,
     Promoted,
     StudyAmended,
     StudyOpened,
@@ -85,7 +87,7 @@ class Leader:
         self, study: Study, folder: StudyFolder, ledger: LedgerFile, *, report: Callable[[str], None] = lambda _: None
     ) -> None:
         self._study, self._ledger, self._report = study, ledger, report
-        self._maker = TrialMaker(study, folder.root)
+        self._maker, self._root = TrialMaker(study, folder.root), folder.root
         self.state = StudyState(ledger.entries)
         self._offered: set[str] = set()
         self._heard: dict[str, Heard] = {}
@@ -165,6 +167,10 @@ class Leader:
             case StudyStopped():
                 if not self.state.stopped:
                     await self._append([report])
+            case PlannerDecided():
+                with contextlib.suppress(StudyError):  # the command has checked it; it was decided since
+                    await self.decide(report)
+                await self._advance()
 
     async def _end_if_lost(self, claim: Claim) -> None:
         """End the lease of a trial whose offer has come to another worker, if the holder has been silent for `lease_s` since."""
@@ -207,7 +213,9 @@ class Leader:
             await self._append(look_next(self.state))
         if not self.state.stopped:
             await self._append(plan_next(self.state, self._maker.make))
-            if all(one.is_settled for one in self.state.trials.values()):
+            if self._is_settled():
+                await self._ask_planner()
+            if self._is_settled() and not self.state.waiting:
                 await self._append([StudyStopped(kind="complete", reason="all planned trials are settled")])
         if self.state.stopped:
             return
@@ -216,6 +224,42 @@ class Leader:
             self._offered.add(one.trial.id)
             offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(one.trial))
             await self._broker.publish(offers(self._study.name), offer)
+
+    def _is_settled(self) -> bool:
+        return all(one.is_settled for one in self.state.trials.values())
+
+    async def _ask_planner(self) -> None:
+        """Ask the planner until it has added an arm, or one waits for a person, or it may not be asked again."""
+        if self._study.planner.kind != "endpoint":
+            return
+        from swarmq.studies import planner  # noqa: PLC0415 - an extra
+
+        while (
+            self._is_settled()
+            and not self.state.waiting
+            and (self.state.answer is not None or planner.may_ask(self.state))
+        ):
+            if self.state.answer is None:
+                asked = PlannerAsked(prompt=planner.make_prompt(self.state, self._root))
+                await self._append([asked])
+                await self._append([await asyncio.to_thread(planner.ask, self.state, asked.prompt)])
+            await self._append(await asyncio.to_thread(planner.judge, self.state, self._maker.make, self._root))
+            await self._append(plan_next(self.state, self._maker.make))
+
+    async def decide(self, decided: PlannerDecided) -> None:
+        """Record a person's decision on an arm that waits. Raises StudyError if it does not wait."""
+        if decided.arm not in self.state.waiting:
+            raise StudyError(
+                f"{decided.arm!r} does not wait for a decision; waiting: {', '.join(self.state.waiting) or 'none'}"
+            )
+        proposal = self.state.proposed[decided.arm]
+        await self._append(
+            [
+                msgspec.structs.replace(
+                    proposal, decision=decided.decision, by=decided.by, reason=decided.reason or proposal.reason
+                )
+            ]
+        )
 
     async def _append(self, facts: Sequence[AnyFact]) -> None:
         """Write facts to the ledger, then act as they say. Waits while the disk is full."""
@@ -263,6 +307,8 @@ def describe(fact: AnyFact, state: StudyState) -> str:
             return f"{fact.arm} goes on to rung {fact.rung} (place {fact.rank} of {fact.of})"
         case Looked():
             return f"look {fact.look}: {fact.decision}, {fact.reason}"
+        case PlannerDecided():
+            return f"planner: {fact.arm or 'answer'} {fact.decision} by {fact.by}, {fact.reason}"
         case StudyOpened():
             return f"opened {fact.study.name}, {fact.digest[:12]}"
         case StudyAmended():

@@ -42,6 +42,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Hash of the tasks, held-out ones included."""
     model: str = ""
     """Hash of the model's files, or its name on a hub."""
+    files: dict[str, str] = {}
+    """Files beside the study file that have another content for this trial."""
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", omit_defaults=True):
@@ -173,7 +175,9 @@ class PlannerDecided(Fact, frozen=True, kw_only=True, tag="planner_decided"):
     arm: str
     settings: dict[str, Any] = {}
     diff: str = ""
-    """Change of files that the planner may change."""
+    """Change of files that the planner may change, for people."""
+    files: dict[str, str] = {}
+    """The changed files, whole."""
     decision: Literal["accepted", "refused", "waiting"]
     reason: str
     """Why it was refused; for an accepted one the hypothesis."""

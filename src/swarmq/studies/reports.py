@@ -15,7 +15,7 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.errors import MessageError
 from swarmq.messages import TrialReport, new_id
-from swarmq.studies.records import StudyStopped, TrialFailed, TrialResult
+from swarmq.studies.records import PlannerDecided, StudyStopped, TrialFailed, TrialResult
 
 KIND = "trials"
 LEASE_EVENT: Literal["lease"] = "lease"
@@ -45,7 +45,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="bea
     """Seconds since the trial's start, by the worker's monotonic clock."""
 
 
-Report = Claim | Beat | TrialResult | TrialFailed | StudyStopped
+Report = Claim | Beat | TrialResult | TrialFailed | StudyStopped | PlannerDecided
 
 
 def run_of(name: str) -> str:

@@ -10,6 +10,8 @@ from swarmq.studies.records import (
     Cost,
     Entry,
     Looked,
+    PlannerAnswered,
+    PlannerDecided,
     Promoted,
     StudyAmended,
     StudyOpened,
@@ -22,7 +24,7 @@ from swarmq.studies.records import (
     TrialResult,
     TrialStarted,
 )
-from swarmq.studies.study import KILL_S, Study
+from swarmq.studies.study import KILL_S, Arm, Study
 
 COUNTED = ("failure", "timeout")
 """Kinds of failures that count towards `max_failures`."""
@@ -60,6 +62,12 @@ class StudyState:
         """Costs of all starts that have ended."""
         self.num_starts = 0
         self.stopped: StudyStopped | None = None
+        self.proposed: dict[str, PlannerDecided] = {}
+        """Newest decision on each arm of the planner, refused ones included."""
+        self.answer: str | None = None
+        """Answer of the planner that was not judged yet."""
+        self.idle_rounds = 0
+        """Answers in a row of which nothing was accepted."""
         for entry in entries:
             self.apply(entry)
 
@@ -89,12 +97,37 @@ class StudyState:
                 self.promoted.append(entry.fact)
             case Looked():
                 self.looks.append(entry.fact)
+            case PlannerAnswered(answer=answer, cost=cost):
+                self.answer = answer
+                self.idle_rounds += 1
+                self.spent = add(self.spent, cost)
+            case PlannerDecided():
+                self.answer = None
+                known = self.proposed.get(entry.fact.arm)
+                if known is None or known.decision == "refused" or entry.fact.by != "rule":
+                    self.proposed[entry.fact.arm] = entry.fact  # a name that is proposed again takes nothing back
+                if entry.fact.decision != "refused":
+                    self.idle_rounds = 0
             case StudyStopped():
                 self.stopped = entry.fact
             case StudyResumed():
                 self.stopped = None
             case _:
                 pass
+
+    @property
+    def added_arms(self) -> dict[str, Arm]:
+        """Arms of the planner that were accepted."""
+        return {
+            name: Arm(settings=fact.settings, files=fact.files)
+            for name, fact in self.proposed.items()
+            if fact.decision == "accepted"
+        }
+
+    @property
+    def waiting(self) -> list[str]:
+        """Arms of the planner that a person has to approve."""
+        return [name for name, fact in self.proposed.items() if fact.decision == "waiting"]
 
     @property
     def leased(self) -> list[TrialState]:

@@ -6,7 +6,7 @@ import hashlib
 import re
 import tomllib
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -67,6 +67,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Settings of the job by path, e.g. `{"policies.main.train.loss.name" = "cispo"}`; of a function, its arguments."""
     agent: str = ""
     tasks: str = ""
+    files: dict[str, str] = {}
+    """Files beside the study file that have another content for this arm, by path. A planner's changes are such files."""
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,7 +141,12 @@ class Planner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     approval: Literal["none", "arm", "budget"] = "none"
     """What a person approves: nothing, each arm, or each step of the budget."""
     files: tuple[str, ...] = ()
-    """Files that the planner may change, by a diff."""
+    """Files beside the study file that the planner may change. Their content is in its prompts."""
+    tests: tuple[str, ...] = ()
+    """Python programs beside the study file that must exit with 0 before a changed file is tried. They run in a sandbox, beside
+    `files` and `trial.code`, without installed packages."""
+    budget_step: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Share of the budget that accepted arms may use with `approval = "budget"` before a person approves another one."""
     max_arms: Whole = 0
     """Number of arms that the planner may add."""
 
@@ -269,5 +276,27 @@ def _check_design(study: Study) -> None:
         raise ValueError(f"design.rungs: {list(design.rungs)} must ascend")
     if design.kind in ("random", "optuna") and not study.space:
         raise ValueError(f"space: missing, but design.kind = {design.kind!r} draws arms from it")
+    planner = study.planner
+    if planner.kind == "endpoint" and not (planner.model and planner.max_arms):
+        raise ValueError("planner: kind = 'endpoint' needs model and max_arms")
+    if planner.kind == "endpoint" and design.kind not in ("grid", "sequential"):
+        raise ValueError(
+            f"planner.kind: 'endpoint' adds arms, so design.kind must be 'grid' or 'sequential' (got {design.kind!r})"
+        )
+    if planner.kind == "endpoint" and study.stopping.kind == "anytime":
+        raise ValueError(
+            "stopping.kind: 'anytime' ends before a planner has seen results; use 'fixed' with planner.kind = 'endpoint'"
+        )
+    for arm in study.arms.values():
+        for name in arm.files:
+            if not _is_below(name):
+                raise ValueError(f"arms.files: {name!r} must be a path below the study's folder")
+    if bad := [name for name in (*planner.files, *planner.tests) if not _is_below(name)]:
+        raise ValueError(f"planner.files: {bad[0]!r} must be a path below the study's folder")
     if study.stopping.kind == "anytime" and design.kind != "sequential":
         raise ValueError("stopping.kind: 'anytime' looks after whole seeds, so design.kind must be 'sequential'")
+
+
+def _is_below(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and path.parts[0] != "studies"

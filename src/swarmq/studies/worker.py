@@ -30,6 +30,7 @@ from swarmq.messages import TrialOffer, new_id
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
 from swarmq.runtime.processes import die_with_parent, read_tail
+from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import StudyFolder
 from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
@@ -262,13 +263,14 @@ class Worker:
         attempt = Attempt(settings=trial.settings, seed=trial.seed, steps=trial.steps, folder=str(folder))
         order = Order(plan=self._study.trial, agent=trial.agent, tasks=trial.tasks, attempt=attempt)
         await asyncio.to_thread(_prepare, folder, order)
+        root = await asyncio.to_thread(lay_over, self._folder, trial.files)
         with log_path(folder).open("ab") as sink:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "swarmq.studies.trial_process",
                 str(folder),
-                cwd=self._folder.root,
+                cwd=root,
                 env=os.environ | environment | {FOLDER_ENV: str(folder)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
