@@ -143,8 +143,9 @@ STUDY = {
 @blocks_in("toml")
 def test_a_job_or_a_study_loads(block):
     tree = tomllib.loads(block.text)
-    if "question" in tree or "space" in tree:  # a study, or a part of one
-        msgspec.convert(tree if "question" in tree else STUDY | tree, Study)
+    if {"question", "space", "planner"} & tree.keys():  # a study, or a part of one
+        arms = {} if "space" in tree else {"arms": {"a": {}, "b": {"settings": {"x": 1}}}}
+        msgspec.convert(tree if "question" in tree else STUDY | arms | tree, Study)
         return
     given = {"run": "run", "policies": {"main": {}}, **tree}
     for policy in given["policies"].values():

@@ -12,7 +12,7 @@ from swarmq.studies.statistics.looks import e_values
 from swarmq.studies.statistics.noise import Noise
 
 MAX_SEEDS = 1_000
-QUANTILES = 200
+QUANTILES = 60
 """Points of the distribution of the true SD over which power is averaged."""
 
 
