@@ -43,7 +43,9 @@ WORKERS = 2
 RUNGS = [3, 6, 9]
 PART_S = 0.1
 """Seconds of one step of a trial."""
-VICTIMS = {"leader": 3, "worker": 3, "trial": 3, "broker": 1}
+AT_MOST = 3
+"""Largest number of parts that are killed at one time."""
+VICTIMS = {"leader": 5, "worker": 5, "trial": 5, "broker": 1}
 """Part -> how often it is killed, relative to the others."""
 PAUSE_S = (0.0, 0.3)
 AT_ONCE = 0.2
@@ -166,7 +168,8 @@ class Nursery:
 
     async def kill_one(self, chance: random.Random) -> None:
         """Kill one part that is alive, as SIGKILL does it."""
-        while True:
+        until = time.monotonic() + 30.0
+        while time.monotonic() < until:  # there may be nothing left to kill
             (victim,) = chance.choices([*VICTIMS], [*VICTIMS.values()])
             killed = False
             match victim:
@@ -221,13 +224,14 @@ async def run_study(
     async with PrivateNode(folder / "rabbitmq") as node:
         nursery = Nursery(folder, node, WORKERS)
         async with nursery.run() as leading:
-            for _ in range(kills):
+            while (left := kills - nursery.kills.total()) > 0:
                 if chance.random() > AT_ONCE:
                     await wait_for_progress(folder / "outside.jsonl", leading)
                 await asyncio.sleep(chance.uniform(*PAUSE_S))
                 if leading.done():
                     break
-                await nursery.kill_one(chance)
+                for _ in range(min(chance.randint(1, AT_MOST), left)):
+                    await nursery.kill_one(chance)
                 print(f"{folder.name}: {time.monotonic() - began:.0f} s, {dict(nursery.kills)}", flush=True)
             (folder / "release").touch()
             async with asyncio.timeout(TOO_LONG_S):
