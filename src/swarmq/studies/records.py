@@ -151,7 +151,7 @@ class StudyStopped(Fact, frozen=True, kw_only=True, tag="stopped"):
 
 
 class StudyResumed(Fact, frozen=True, kw_only=True, tag="resumed"):
-    """A stopped study goes on, after an amendment or on request."""
+    """A stopped study goes on, after an amendment or on request. Parked trials are started again."""
 
     reason: str
 

@@ -112,6 +112,9 @@ class StudyState:
                 self.stopped = entry.fact
             case StudyResumed():
                 self.stopped = None
+                for one in self.trials.values():
+                    if one.parked:
+                        one.parked, one.num_failures, one.num_lost = None, 0, 0
             case _:
                 pass
 

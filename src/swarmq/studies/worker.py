@@ -207,8 +207,13 @@ class Worker:
     async def _run(self, trial: Trial, claim: Claim, fence: int, environment: Mapping[str, str]) -> bool:
         """Run a trial under a lease, and report its end; return False if the lease was lost."""
         folder = self._folder.trial(trial.lineage)
-        process = await self._start(trial, folder, environment)
         start = Start(trial=trial, claim=claim, fence=fence, folder=folder, began=time.monotonic())
+        try:
+            process = await self._start(trial, folder, environment)
+        except OSError as error:  # a full disk, or no memory for a process
+            await asyncio.sleep(self._ask_s)
+            await self._send(start.fail("failure", f"the trial cannot be started: {error}", Cost()))
+            return True
         self._report(f"{start}: started")
         try:
             why = await self._watch(process, start)

@@ -176,6 +176,15 @@ async def test_a_full_disk_holds_the_study_up_and_loses_nothing(tmp_path, monkey
     assert len(lab.facts(TrialResult)) == 2
 
 
+async def test_a_worker_without_room_for_a_trial_fails_it_and_lives_on(tmp_path):
+    lab = Lab(tmp_path, SCORE, max_failures=1)
+    lab.folder.path.mkdir(parents=True)
+    (lab.folder.path / "trials").write_text("a file where the folders of trials belong")
+    await lab.run()
+    assert len(lab.facts(TrialParked)) == 2
+    assert all("cannot be started" in fact.reason for fact in lab.facts(TrialFailed))
+
+
 async def test_files_that_are_not_those_of_the_study_end_a_worker_before_it_runs_anything(tmp_path):
     lab = Lab(tmp_path, SCORE)
     async with asyncio.TaskGroup() as tasks:

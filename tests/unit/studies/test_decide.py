@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from support.studies import Story, study_of
 from swarmq.studies.decide import MAX_LOST, on_claim, on_end, on_loss
-from swarmq.studies.records import Cost, StudyStopped, TrialFailed, TrialParked, TrialResult, TrialStarted
+from swarmq.studies.records import Cost, StudyResumed, StudyStopped, TrialFailed, TrialParked, TrialResult, TrialStarted
 from swarmq.studies.reports import Claim
 from swarmq.studies.state import add
 
@@ -80,6 +80,17 @@ def test_the_third_failure_parks_a_trial_with_its_log_and_is_no_result():
     one = story.state.trials[trial.id]
     assert (one.result, one.parked) == (None, TrialParked(trial_id=trial.id, reason="broke", log="the log"))
     assert decide(story, claim(trial, "c9")) == "drop"
+
+
+def test_a_resumed_study_starts_parked_trials_again():
+    story = Story(study_of(max_failures=1))
+    trial = story.plan()
+    decide(story, claim(trial))
+    end(story, failure(trial, story.state.trials[trial.id].fence))
+    assert story.state.trials[trial.id].is_settled
+    story.add(StudyStopped(kind="complete", reason="done"), StudyResumed(reason="the disk has room again"))
+    assert story.state.open == [story.state.trials[trial.id]]
+    assert decide(story, claim(trial, "again")) == "run"
 
 
 def test_lost_and_stopped_workers_park_nothing_until_there_are_very_many():
