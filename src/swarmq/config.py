@@ -54,7 +54,9 @@ ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "reinforce_plus_plus", "
 ADVANTAGES_WITHOUT_GROUP = {"ema", "reinforce_plus_plus", "gae"}
 """Advantage estimators that do not compare within the group alone, so that groups of one and of equal rewards are trained."""
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
+OPTIMIZERS_OF_WHOLE_PARAMETERS = {"adamw_8bit": "quantises", "muon": "orthogonalises"}
+"""Optimizers that cannot work on shards -> what they do with whole parameters."""
 OWN_METHOD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
@@ -452,7 +454,8 @@ class Train(Settings, frozen=True, kw_only=True):
     it, the learner stops before it trains. None: 0.005 if both compute in FP32, else 0.1. 0 never stops."""
     optimizer: OptimizerName = "adamw"
     """Name of the optimizer, or `module:function` for one of your own. `muon` is Muon for the matrices inside the layers and AdamW
-    for all other parameters, and needs ranks that hold the whole model."""
+    for all other parameters; `adamw_8bit` is AdamW with moments of eight bits, and needs `pip install 'swarmq[optimizers]'`. Both need ranks
+    that hold the whole model."""
     learning_rate: Factor = 1e-6
     """Learning rate of the optimizer, after warm-up and before the schedule."""
     warmup_steps: Whole = 10
@@ -516,6 +519,10 @@ class Train(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.cpu_offload and self.sharding not in ("full", "hybrid"):
             raise ValueError("cpu_offload: only has an effect with sharding = 'full' or 'hybrid'")
+        if (what := OPTIMIZERS_OF_WHOLE_PARAMETERS.get(self.optimizer)) and self.sharding in ("full", "hybrid"):
+            raise ValueError(
+                f"optimizer: {self.optimizer!r} {what} whole parameters, which sharding = {self.sharding!r} divides"
+            )
         if self.loss.name == "distill" and self.teacher is None:
             raise ValueError(
                 "teacher: loss.name = 'distill' needs a teacher: a model folder or name, the url of a server, or policies.X"

@@ -39,6 +39,7 @@ from swarmq.learner.distributed import sharding
 from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import full_tensor, is_sharded
 from swarmq.learner.memory import plan
+from swarmq.learner.methods import registry
 from swarmq.learner.model import attention_check, layout_model
 from swarmq.learner.model.layout_model import PlacedLayout, find_decoder_layers
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
@@ -58,6 +59,7 @@ def main(model: str, trains: Sequence[Train], target: Path) -> None:
     for number, train in enumerate(trains):
         if number:
             forget()
+        registry.read_own(train, str(target.parent))
         with loading() as (held, read):
             trainer = Trainer(model, train)
         if is_sharded(trainer.model):
@@ -89,7 +91,7 @@ def learned(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPIS
         fields = trainer.accumulate(work, train, supervised=supervised).fields
     if is_sharded(trainer.model) and not train.lora:
         assert len(work.passes) > 1
-        stayed = gathered.call_count == len(parts(trainer))
+        stayed = gathered.call_count == len(parts(trainer)) * (2 if train.sft else 1)
         assert stayed != train.cpu_offload, (
             "layers stay together from pass to pass, but not of parameters that lie elsewhere"
         )

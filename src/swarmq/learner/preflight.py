@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from swarmq.config import SwarmJob, Train, is_own_method
 from swarmq.errors import SetUpError
 from swarmq.learner.checkpoint import discovery
@@ -46,6 +48,8 @@ def check_methods(job: SwarmJob, policy: str) -> None:
 def check_settings(train: Train, ranks: int | None) -> None:
     """Raise LearnerError for settings that are wrong for any model."""
     check_trackers(train.trackers)
+    if train.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise SetUpError("train.optimizer: 'adamw_8bit' needs bitsandbytes: pip install 'swarmq[optimizers]'")
     if ranks is not None:
         check_rank_count(train, ranks)
         check_offload(train, ranks)

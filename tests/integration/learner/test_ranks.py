@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from support import checkpoint_ranks, expert_ranks, hybrid_ranks, learner_ranks, leaving, listening_ranks, lora_ranks
 from support.episodes import make_qwen
 from support.launch import launch
+from support.own_methods import OPTIMIZER, write_own_methods
 from support.same_gradient import assert_same, assert_same_way
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Sft, Train
@@ -78,6 +79,19 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
         assert (ours["left_out"] > 0) == ("ratio_band" in SETTINGS[name])
     if "sharding" in changed:
         one_goes_on(tiny_qwen, train, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_steps_of_one_with_every_optimizer_and_an_own_one(tiny_qwen: Path, tmp_path: Path) -> None:
+    names = ["muon", "adamw_8bit", OPTIMIZER]
+    write_own_methods(tmp_path)
+    plain = msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), **ROWS)
+    trains = msgspec.json.encode([msgspec.structs.replace(plain, optimizer=name) for name in names]).decode()
+    for count in (1, 2):
+        launch(count, learner_ranks.__file__, str(tiny_qwen), trains, str(tmp_path / str(count)))
+    alone, two = (torch.load(tmp_path / str(count)) for count in (1, 2))
+    for made, wanted in zip(two, alone, strict=True):
+        assert_same(made, wanted)
 
 
 @pytest.mark.slow

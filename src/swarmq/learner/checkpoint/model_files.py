@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,9 +67,12 @@ class HostCopies:
         return self._kept[name].copy_(tensor)
 
     def of_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of every tensor in an `Optimizer.state_dict`."""
+        """Return copies of everything in an `Optimizer.state_dict`."""
         own = {
-            index: {name: self.of(_moment_name(index, name), each) for name, each in values.items()}
+            index: {
+                name: self.of(_moment_name(index, name), each) if isinstance(each, Tensor) else copy.deepcopy(each)
+                for name, each in values.items()
+            }
             for index, values in state["state"].items()
         }
         return {**state, "state": own}
@@ -97,7 +101,10 @@ class HostCopies:
 def outline_copies(weights: NamedTensors, state: Mapping[str, Any]) -> list[CopyOutline]:
     """Return outlines of a model's weights and an `Optimizer.state_dict`, named as in `HostCopies`."""
     moments = [
-        (_moment_name(index, name), each) for index, values in state["state"].items() for name, each in values.items()
+        (_moment_name(index, name), each)
+        for index, values in state["state"].items()
+        for name, each in values.items()
+        if isinstance(each, Tensor)
     ]
     return [(name, each.shape, each.dtype) for name, each in (*weights, *moments)]
 

@@ -253,6 +253,8 @@ def gather_optimizer_state(optimizer: Any, *, keep: bool) -> dict[str, Any]:
     saved: dict[str, Any] = optimizer.state_dict()
     whole_state: dict[int, dict[str, Any]] = {}
     for index, values in saved["state"].items():
-        full = {name: full_tensor(value) for name, value in values.items()}
-        whole_state[index] = {name: value.to("cpu", copy=True) for name, value in full.items()} if keep else {}
+        full = {name: full_tensor(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        whole_state[index] = (
+            {name: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for name, v in full.items()} if keep else {}
+        )
     return {**saved, "state": whole_state}

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from swarmq.config import LOSSES_WITHOUT_RATIO, Policy, Train
+from swarmq.config import LOSSES_WITHOUT_RATIO, OPTIMIZERS_OF_WHOLE_PARAMETERS, Policy, Train
 from swarmq.errors import MessageError, SetUpError
 from swarmq.learner.batching.batch_split import merge_metrics, split_groups
 from swarmq.learner.batching.micro_batches import (
@@ -161,9 +161,9 @@ class Trainer:
         self.model, self.optimizer = prepare_model(policy, self.accelerator, lambda named: make_optimizer(named, train))
         for group in self.optimizer.param_groups:
             group["method"] = train.optimizer  # checkpoints keep it
-        if train.optimizer == "muon" and is_sharded(self.model):
+        if (what := OPTIMIZERS_OF_WHOLE_PARAMETERS.get(train.optimizer)) and is_sharded(self.model):
             raise SetUpError(
-                "train.optimizer: 'muon' computes with whole matrices, but the ranks shard the model: set it to 'adamw', or "
+                f"train.optimizer: {train.optimizer!r} {what} whole parameters, but the ranks shard the model: set it to 'adamw', or "
                 "train.sharding to 'none' if a GPU holds the model"
             )
         if is_sharded(self.model):

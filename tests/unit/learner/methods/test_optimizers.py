@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from swarmq.config import OPTIMIZERS, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.checkpoint.discovery import Checkpoint
+from swarmq.learner.checkpoint.model_files import HostCopies
 from swarmq.learner.methods.check import check_method
 from swarmq.learner.methods.registry import find_method
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
@@ -56,24 +58,51 @@ def test_muon_moves_a_matrix_along_its_orthogonalised_momentum_by_the_size_of_ad
         torch.testing.assert_close(moved[name], -1e-2 * gradients[name].sign(), rtol=1e-3, atol=1e-6)
 
 
-def batch(version: int) -> BatchRecord:
+def test_adamw_with_moments_of_eight_bits_stays_near_adamw_in_a_quarter_of_the_bytes() -> None:
+    def steps(name: str) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(0)
+        model = nn.Linear(128, 128)
+        optimizer = find_method("optimizer", name)(list(model.named_parameters()), Train(learning_rate=1e-2))
+        start = model.weight.detach().clone()
+        for _ in range(20):
+            model(torch.randn(64, 128)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moments = [value for value in optimizer.state[model.weight].values() if isinstance(value, torch.Tensor)]
+        return model.weight.detach() - start, sum(value.nbytes for value in moments if value.shape == start.shape)
+
+    (exact, exact_bytes), (quantised, bytes_) = steps("adamw"), steps("adamw_8bit")
+    assert float((quantised - exact).norm() / exact.norm()) < 0.05
+    assert not torch.equal(quantised, exact)
+    assert exact_bytes == 4 * bytes_ == 8 * exact.numel()
+
+
+def batch(version: int, train: Train = TRAIN) -> BatchRecord:
     episodes = tuple(make_group("a", (0.0, 1.0), turns=2))
-    return BatchRecord(index=BatchIndex(record=version, version=version), episodes=episodes, settings=TRAIN)
+    return BatchRecord(index=BatchIndex(record=version, version=version), episodes=episodes, settings=train)
 
 
-def test_a_checkpoint_continues_muon_exactly_and_refuses_another_optimizer(tiny_qwen: Path, tmp_path: Path) -> None:
-    trainer = Trainer(str(tiny_qwen), TRAIN)
-    trainer.step(batch(1))
-    save_load.save_checkpoint(tmp_path, trainer, IDENTITY, model=str(tiny_qwen), keep=1)
-    trainer.step(batch(2))
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+def test_a_checkpoint_continues_an_optimizer_exactly_and_refuses_another(
+    tiny_qwen: Path, tmp_path: Path, name: str
+) -> None:
+    """Copied for a checkpoint that is written while the next step is taken."""
+    train = msgspec.structs.replace(TRAIN, optimizer=name)
+    trainer = Trainer(str(tiny_qwen), train)
+    trainer.step(batch(1, train))
+    save_load.reserve_copies(trainer, copies := HostCopies())()
+    draft = save_load.draft_checkpoint(tmp_path, trainer, IDENTITY, model=str(tiny_qwen), copies=copies)
+    assert draft
+    trainer.step(batch(2, train))
+    save_load.finish_checkpoint(draft, keep=1)
     found = Checkpoint(path=tmp_path / "step-00000001", version=1)
-    again = Trainer(str(found.path), TRAIN, initial=str(tiny_qwen))
+    again = Trainer(str(found.path), train, initial=str(tiny_qwen))
     save_load.restore(again, found)
-    again.step(batch(2))
+    again.step(batch(2, train))
     assert all(torch.equal(a, b) for a, b in zip(trainer.lm.parameters(), again.lm.parameters(), strict=True))
     other = Trainer(str(found.path), Train(), initial=str(tiny_qwen))
     with pytest.raises(
-        SetUpError, match="train.optimizer is 'adamw', but the checkpoint .*step-00000001 continues 'muon'"
+        SetUpError, match=f"train.optimizer is 'adamw', but the checkpoint .*step-00000001 continues '{name}'"
     ):
         save_load.restore(other, found)
 
