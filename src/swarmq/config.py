@@ -54,6 +54,7 @@ ADVANTAGES = ("rloo", "centered", "grpo", "batch_norm", "reinforce_plus_plus", "
 ADVANTAGES_WITHOUT_GROUP = {"ema", "reinforce_plus_plus", "gae"}
 """Advantage estimators that do not compare within the group alone, so that groups of one and of equal rewards are trained."""
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
+GROUPINGS = ("slot",)
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 OPTIMIZERS_OF_WHOLE_PARAMETERS = {"adamw_8bit": "quantises", "muon": "orthogonalises"}
 """Optimizers that cannot work on shards -> what they do with whole parameters."""
@@ -68,6 +69,7 @@ def _method(names: Sequence[str]) -> Meta:
 LossName = Annotated[str, _method(LOSSES)]
 AdvantageName = Annotated[str, _method(ADVANTAGES)]
 ScheduleName = Annotated[str, _method(SCHEDULES)]
+GroupingName = Annotated[str, _method(GROUPINGS)]
 OwnMethodName = Annotated[str, _method(())]
 OptimizerName = Annotated[str, _method(OPTIMIZERS)]
 
@@ -406,6 +408,9 @@ class Train(Settings, frozen=True, kw_only=True):
 
     advantage: AdvantageName = "rloo"
     """Name of the advantage estimator, or `module:function` for one of your own."""
+    grouping: GroupingName = "slot"
+    """Which episodes of a batch the advantage compares: `slot`, the attempts at one task that the collector put into a group, or
+    `module:function` for groups of your own, which may join slots; then slots with equal rewards are trained, too."""
     options: dict[str, Any] = field(default_factory=dict)
     """Constants of methods of your own, except for the loss, which has `loss.options`."""
     advantages: dict[str, AdvantageName] = field(default_factory=dict)
@@ -579,7 +584,14 @@ class Train(Settings, frozen=True, kw_only=True):
     @property
     def methods(self) -> tuple[str, ...]:
         """Names of all methods, built-in ones and own ones."""
-        named = (self.loss.name, self.advantage, *self.advantages.values(), self.schedule, self.optimizer)
+        named = (
+            self.loss.name,
+            self.advantage,
+            *self.advantages.values(),
+            self.grouping,
+            self.schedule,
+            self.optimizer,
+        )
         return (*named, *filter(None, (self.token_filter, self.reward_transform)))
 
     @property
@@ -591,6 +603,11 @@ class Train(Settings, frozen=True, kw_only=True):
     def needs_critic(self) -> bool:
         """Whether the values of a critic are in the advantages of at least one kind."""
         return "gae" in (self.advantage, *self.advantages.values()) and self.loss.name not in LOSSES_WITHOUT_REWARD
+
+    @property
+    def compares_slots(self) -> bool:
+        """Whether a slot alone shows that its episodes give no gradient, by equal rewards or too few attempts."""
+        return self.needs_baseline and not is_own_method(self.grouping)
 
     @property
     def needs_baseline(self) -> bool:

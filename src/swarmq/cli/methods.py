@@ -16,7 +16,7 @@ from swarmq.errors import ConfigError
 @click.argument("name", metavar="MODULE:FUNCTION")
 @click.option(
     "--kind",
-    help="Kind of the method, if its first parameter does not tell it: loss, advantage, schedule, optimizer, filter or reward.",
+    help="Kind of the method, if its first parameter does not tell it: loss, advantage, grouping, schedule, optimizer, filter or reward.",
 )
 @click.option(
     "--set",

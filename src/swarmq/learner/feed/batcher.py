@@ -221,7 +221,7 @@ class Batcher:
 
     def _make_ready(self, kind: str, usable: list[Rollout], dropped: dict[str, str]) -> None:
         train = self.limits.train.of_kind(kind)
-        if not usable or (len(usable) < self._min_members(usable) and train.needs_baseline):
+        if not usable or (len(usable) < self._min_members(usable) and train.compares_slots):
             self._drop(dropped | _with_reason(usable, "group_too_small"))
             if not dropped:
                 why = (

@@ -8,6 +8,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from swarmq.config import Train
 from swarmq.errors import SetUpError
 from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, list_values
 from swarmq.learner.methods.filters import FilterFunction
+from swarmq.learner.methods.groupings import GroupingFunction, find_grouping_flaw
 from swarmq.learner.methods.losses import LossFunction, LossInputs, TokenLoss
 from swarmq.learner.methods.optimizers import OptimizerFunction
 from swarmq.learner.methods.rewards import RewardFunction
@@ -41,6 +43,7 @@ KINDS_BY_PARAMETER = {
     "step": "schedule",
     "parameters": "optimizer",
     "episode": "reward",
+    "episodes": "grouping",
 }
 """Name of a method's first parameter -> kind of the method."""
 
@@ -619,6 +622,60 @@ def draw_episodes(seed: int, count: int = 8) -> list[Rollout]:
     return episodes
 
 
+def _grouping_checks(grouping: GroupingFunction, train: Train) -> dict[str, Callable[[], float | None]]:
+    def compute(seed: int) -> list[float]:
+        groups = grouping(draw_batch(seed), train)
+        return [float(episode.episode_id) for group in groups for episode in (*group, *group[:1])]
+
+    return {
+        "shape": lambda: _check_partition(grouping, train),
+        "no state": lambda: _check_no_state(compute),
+        "order of slots": lambda: _check_order_of_slots(grouping, train),
+    }
+
+
+def draw_batch(seed: int) -> list[Rollout]:
+    """Return the episodes of a random batch: slots of several sizes, tasks and kinds, one after another."""
+    rng = random.Random(seed)
+    episodes: list[Rollout] = []
+    for number in range(8):
+        members = draw_episodes(rng.randrange(2**32), rng.randint(2, 5))
+        kind, task = rng.choice(("default", "code")), f"task-{rng.randrange(4)}"
+        episodes += [
+            msgspec.structs.replace(
+                each,
+                episode_id=str(len(episodes) + place),
+                kind=kind,
+                slot=Slot(task_id=f"{kind}-{task}", repeat=number),
+                group_id=f"{kind}-{task}/{number}",
+            )
+            for place, each in enumerate(members)
+        ]
+    return episodes
+
+
+def _check_partition(grouping: GroupingFunction, train: Train) -> None:
+    episodes = draw_batch(0)
+    groups: Any = grouping(episodes, train)
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(group, Sequence) and all(isinstance(each, Rollout) for each in group) for group in groups
+    ):
+        raise MethodError(f"returned {_describe(groups)}, not groups of episodes")
+    if flaw := find_grouping_flaw(episodes, groups):
+        raise MethodError(flaw)
+
+
+def _check_order_of_slots(grouping: GroupingFunction, train: Train) -> None:
+    slots = [list(group) for _, group in groupby(draw_batch(5), key=lambda episode: episode.group_id)]
+
+    def compute(slots: Sequence[Sequence[Rollout]]) -> set[frozenset[str]]:
+        groups = grouping([episode for each in slots for episode in each], train)
+        return {frozenset(each.episode_id for each in group) for group in groups}
+
+    if compute(slots) != compute(slots[::-1]):
+        raise MethodError("episodes are grouped otherwise if the slots come in another order")
+
+
 def _check_rewards(rewards: Sequence[Any]) -> None:
     for reward in rewards:
         if not isinstance(reward, float) or not math.isfinite(reward):
@@ -632,6 +689,7 @@ CHECKS: dict[str, Callable[[Any, Train], dict[str, Callable[[], float | None]]]]
     "optimizer": _optimizer_checks,
     "filter": _filter_checks,
     "reward": _reward_checks,
+    "grouping": _grouping_checks,
 }
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Literal
 
 import msgspec
 
 from swarmq.config import Train
 from swarmq.learner.methods.advantages import AdvantageFunction, EpisodeValues, RewardSet, center, compare, ema
+from swarmq.learner.methods.groupings import form_groups
+from swarmq.learner.methods.groupings.slot import slot
 from swarmq.learner.methods.registry import find_method
 from swarmq.learner.methods.rewards import transform_reward
 from swarmq.messages import Rollout, Turn
@@ -34,8 +35,10 @@ def compute_advantages(
 ) -> dict[str, list[float | None]]:
     """Return episode id -> one advantage per turn, by the estimator of each group's kind; None for a turn that is not trained.
 
-    `baselines`: `ema` baselines before this batch.
+    `groups`: the batch's episodes by slot, which `train.grouping` may compare otherwise. `baselines`: `ema` baselines before this
+    batch. Raises LearnerError if the grouping is no partition of the episodes.
     """
+    groups = form_groups([episode for group in groups for episode in group], train)
     methods = [train.of_kind(group[0].kind).advantage for group in groups]
     return {
         episode_id: values
@@ -74,14 +77,14 @@ def update_baselines(
 
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
-    """Return whether any turn of the group would be trained: with an advantage other than 0, or by a loss that needs no
-    baseline."""
-    return not train.needs_baseline or any(compare(of, center) for of in _collect_rewards(group, train).values())
+    """Return whether any turn of the slot's group can be trained: with an advantage other than 0, by a loss that needs no
+    baseline, or in a group with other slots."""
+    return not train.compares_slots or any(compare(of, center) for of in _collect_rewards(group, train).values())
 
 
 def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
     """Split a batch into its groups; members of a group are adjacent in `episodes`."""
-    return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
+    return slot(episodes, Train())
 
 
 def find_credit_levels(group: Sequence[Rollout], train: Train) -> list[str]:

@@ -24,6 +24,7 @@ from swarmq.learner.store.records import MethodCode
 PACKAGES = {
     "loss": "losses",
     "advantage": "advantages",
+    "grouping": "groupings",
     "schedule": "schedules",
     "optimizer": "optimizers",
     "filter": "filters",
@@ -33,6 +34,7 @@ PACKAGES = {
 SETTINGS = {
     "loss": "loss.name",
     "advantage": "advantage",
+    "grouping": "grouping",
     "schedule": "schedule",
     "optimizer": "optimizer",
     "filter": "token_filter",
@@ -86,6 +88,7 @@ def list_methods(train: Train) -> Iterator[NamedMethod]:
     yield NamedMethod(SETTINGS["advantage"], "advantage", train.advantage)
     for kind, name in train.advantages.items():
         yield NamedMethod(f"advantages.{kind}", "advantage", name)
+    yield NamedMethod(SETTINGS["grouping"], "grouping", train.grouping)
     yield NamedMethod(SETTINGS["schedule"], "schedule", train.schedule)
     yield NamedMethod(SETTINGS["optimizer"], "optimizer", train.optimizer)
     if train.token_filter:

@@ -97,7 +97,7 @@ class MethodCode(msgspec.Struct, frozen=True, kw_only=True):
     """Code of a method of training."""
 
     kind: str
-    """`loss`, `advantage`, `schedule`, `optimizer`, `filter` or `reward`."""
+    """`loss`, `advantage`, `grouping`, `schedule`, `optimizer`, `filter` or `reward`."""
     name: str
     sha256: str
     """Hash of the source of its module."""

@@ -144,6 +144,7 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
         assert [(code.kind, code.name) for code in record.methods] == [
             ("loss", "tis_mask"),
             ("advantage", "rloo"),
+            ("grouping", "slot"),
             ("schedule", "constant"),
             ("optimizer", "adamw"),
         ]

@@ -10,7 +10,7 @@ import pytest
 
 from support.episodes import make_group
 from support.own_methods import ADVANTAGE, LOSS, write_own_methods
-from swarmq.config import ADVANTAGES, LOSSES, OPTIMIZERS, SCHEDULES, Loss, SwarmJob, Train
+from swarmq.config import ADVANTAGES, GROUPINGS, LOSSES, OPTIMIZERS, SCHEDULES, Loss, SwarmJob, Train
 from swarmq.errors import ConfigError, SetUpError
 from swarmq.learner import preflight
 from swarmq.learner.methods import registry
@@ -28,7 +28,7 @@ def write_job(folder: Path, train: str) -> Path:
 
 def test_every_name_of_the_settings_is_a_method_in_a_file_of_its_own() -> None:
     every = {"loss": LOSSES, "advantage": ADVANTAGES, "schedule": SCHEDULES, "optimizer": OPTIMIZERS}
-    every["filter"] = ("row_k3_max", "ratio_band")
+    every |= {"filter": ("row_k3_max", "ratio_band"), "grouping": GROUPINGS}
     assert every.keys() | {"reward"} == registry.PACKAGES.keys() == registry.SETTINGS.keys()
     for kind, names in every.items():
         folder = Path(registry.__file__).parent / registry.PACKAGES[kind]
@@ -55,7 +55,7 @@ def test_the_log_has_the_hash_of_every_method_and_the_source_of_own_ones(tmp_pat
     loss, advantage, *_ = registry.describe_methods(TRAIN)
     assert loss.source == advantage.source == path.read_text()
     built_in = registry.describe_methods(Train(advantages={"code": "ema"}))
-    assert [code.name for code in built_in] == ["tis_mask", "rloo", "ema", "constant", "adamw"]
+    assert [code.name for code in built_in] == ["tis_mask", "rloo", "ema", "slot", "constant", "adamw"]
     assert {code.source for code in built_in} == {""}
     assert len({code.sha256 for code in built_in}) == 5
 
