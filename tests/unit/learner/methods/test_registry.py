@@ -57,7 +57,7 @@ def test_the_log_has_the_hash_of_every_method_and_the_source_of_own_ones(tmp_pat
     built_in = registry.describe_methods(Train(advantages={"code": "ema"}))
     assert [code.name for code in built_in] == ["tis_mask", "rloo", "ema", "slot", "constant", "adamw"]
     assert {code.source for code in built_in} == {""}
-    assert len({code.sha256 for code in built_in}) == 5
+    assert len({code.sha256 for code in built_in}) == 6
 
 
 def test_what_trained_is_used_again_although_the_file_has_changed_or_gone(tmp_path: Path) -> None:
