@@ -7,8 +7,7 @@
     trials ──append───> outside.jsonl: every part of a trial that was really done
 
 Two studies by successive halving run under kills: one whose budget suffices, and one whose budget does not. In the first, each trial must have
-exactly one result, all rungs must be promoted as without kills, and what the ledger says of trials, results and promotions must be equal to the
-byte to what the undisturbed study says. In both, the budget must hold at every line of the ledger, and the time that trials were seen to take
+exactly one result, and the report, its chapter on operation left out, must be equal to the byte to that of the undisturbed study. In both, the budget must hold at every line of the ledger, and the time that trials were seen to take
 outside must be within what the ledger charged.
 """
 
@@ -28,13 +27,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks import report
 from swarmq.broker.node.process import PrivateNode
 from swarmq.runtime.processes import die_with_parent
 from swarmq.studies.ledger import StudyFolder, read_ledger
-from swarmq.studies.records import Promoted, TrialFailed, TrialResult
+from swarmq.studies.records import TrialFailed, TrialResult
+from swarmq.studies.report import compose, render_markdown
 from swarmq.studies.state import StudyState, add
 from swarmq.studies.worker import FOLDER_ENV
 
@@ -266,18 +264,8 @@ def check(folder: Path) -> dict[str, Any]:
         "outside_s": round(used_s, 1),
         "charged_s": round(state.spent.gpu_seconds, 1),
         "entries": len(entries),
-        "evidence": evidence(state),
+        "report": render_markdown(compose(entries, operation=False)),
     }
-
-
-def evidence(state: StudyState) -> str:
-    """Return what the ledger says of trials, results and promotions, whatever happened in between, as text."""
-    trials = sorted(
-        (one.trial.arm, one.trial.seed, one.trial.rung, one.trial.id, one.result.metrics if one.result else None)
-        for one in state.trials.values()
-    )
-    promoted = sorted((one.rung, one.rank, one.of, one.arm) for one in state.promoted if isinstance(one, Promoted))
-    return msgspec.json.format(msgspec.json.encode([trials, promoted])).decode()
 
 
 async def measure(folder: Path, *, kills: int) -> tuple[dict[str, float], dict[str, Any]]:
@@ -292,10 +280,10 @@ async def measure(folder: Path, *, kills: int) -> tuple[dict[str, float], dict[s
         "results_lost": float(quiet["lost"] + killed["lost"]),
         "results_twice": float(quiet["twice"] + killed["twice"] + tight["twice"]),
         "budget_overrun": float(max(one["overrun"] for one in (quiet, killed, tight))),
-        "reports_differ": float(quiet["evidence"] != killed["evidence"]),
+        "reports_differ": float(quiet["report"] != killed["report"]),
     }
     detail = {"undisturbed": quiet, "killed": killed, "small_budget": tight}
-    return figures, {name: {k: v for k, v in one.items() if k != "evidence"} for name, one in detail.items()}
+    return figures, {name: {k: v for k, v in one.items() if k != "report"} for name, one in detail.items()}
 
 
 def main() -> None:

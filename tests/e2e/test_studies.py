@@ -1,4 +1,4 @@
-"""Whatever is killed of a study: no result is lost or counted twice, no budget exceeded, and the evidence is that of an undisturbed study."""
+"""Whatever is killed of a study: no result is lost or counted twice, no budget exceeded, and the report is that of an undisturbed study."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ def test_thirty_kills_change_nothing_that_a_report_is_made_of(tmp_path):
     assert killed["starts"] > quiet["starts"] == quiet["trials"]
     for one in (quiet, killed):
         assert (one["stopped"], one["lost"], one["twice"], one["overrun"]) == ("complete", 0, 0, 0.0)
-    assert killed["evidence"] == quiet["evidence"]
+    assert killed["report"] == quiet["report"]
 
 
 def test_a_budget_holds_while_workers_are_killed(tmp_path):

@@ -2,7 +2,7 @@
 
 grid, random     every arm with every seed, at once
 sequential       one seed of every arm, then the next
-halving          all arms at the first rung; when a rung is complete, its best arms go on
+halving          all arms at the first rung; when a rung is complete, its best arms go on, and the baseline
 asha             an arm goes on as soon as it is among the best of those that have come as far
 optuna           one arm after the other, proposed by a sampler that is told all results
 """
@@ -142,7 +142,8 @@ def _plan_rungs(state: StudyState, make: MakeTrial) -> Iterator[AnyFact]:
             best = ranked[: math.ceil(len(ranked) * study.design.keep)]
         else:
             best = ranked[: math.floor(len(ranked) * study.design.keep)]
-        for name in best:
+        # The baseline goes along, so that the arms that are left are compared with it.
+        for name in [*best, *(name for name in ranked if study.arms and name == next(iter(arms)) and name not in best)]:
             if not any(_at(state, name, rung + 1)):
                 yield Promoted(arm=name, rung=rung + 1, rank=ranked.index(name) + 1, of=len(ranked))
                 for seed in study.seeds:

@@ -102,7 +102,7 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kind: Literal["grid", "random", "sequential", "halving", "asha", "optuna"] = "grid"
     """`grid`: every arm, or every combination of the space's values, with every seed. `random`: `num_arms` draws from the space.
     `sequential`: as grid, seed by seed, so that a study may stop after any number of whole seeds. `halving`: all arms at the first
-    rung; after each rung the best share goes on. `asha`: the same without waiting for a whole rung. `optuna`: arms proposed by one
+    rung; after each rung the best share goes on, and the baseline. `asha`: the same without waiting for a whole rung. `optuna`: arms proposed by one
     of Optuna's samplers."""
     num_arms: Count = 16
     """Number of arms that `random` and `optuna` draw, and `halving` and `asha` if there is a search space."""

@@ -69,16 +69,23 @@ def test_halving_promotes_the_best_half_of_a_complete_rung_in_the_same_folder():
         finish(story, arm, value)
         assert advance(story) == []
     finish(story, "d", 2.0)
-    assert advance(story) == [("b", 0, 4), ("c", 0, 4)]
+    assert advance(story) == [("b", 0, 4), ("c", 0, 4), ("a", 0, 4)], "the baseline goes along"
     first, second = (one.trial for one in story.state.trials.values() if one.trial.arm == "b")
     assert first.lineage == second.lineage
     assert first.id != second.id
     finish(story, "b", 1.0, rung=1)
     finish(story, "c", 5.0, rung=1)
-    assert advance(story) == [("c", 0, 8)]
-    finish(story, "c", 6.0, rung=2)
+    finish(story, "a", 0.0, rung=1)
+    assert advance(story) == [("c", 0, 8), ("b", 0, 8), ("a", 0, 8)]
+    for arm in "abc":
+        finish(story, arm, 6.0, rung=2)
     assert advance(story) == []
-    assert [(p.arm, p.rung) for p in story.state.promoted] == [("b", 1), ("c", 1), ("c", 2)]
+    assert [(p.arm, p.rung, p.rank) for p in story.state.promoted if p.arm != "a"] == [
+        ("b", 1, 1),
+        ("c", 1, 2),
+        ("c", 2, 1),
+        ("b", 2, 2),
+    ]
 
 
 def test_a_metric_to_minimize_promotes_the_smallest_and_a_parked_arm_comes_last():
@@ -95,7 +102,7 @@ def test_asha_promotes_without_waiting_for_the_whole_rung():
     story = Story(study_of(arms=FOUR, seeds=[0], design={"kind": "asha", "rungs": RUNGS}))
     advance(story)
     finish(story, "a", 1.0)
-    assert advance(story) == []
+    assert advance(story) == [("a", 0, 4)], "the baseline goes along"
     finish(story, "b", 2.0)
     assert advance(story) == [("b", 0, 4)]
     finish(story, "c", 1.5)
