@@ -11,27 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny_model import tiny_model
+from support.small_job import small_job
 from swarmq.config import RunFolder
 from swarmq.learner.checkpoint.discovery import list_checkpoints, verify
 from swarmq.learner.store.batch_log import read_records
 
 pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-JOB = """
-run = "small"
-[groups]
-group_size = 4
-groups_per_batch = 2
-[policies.main]
-model = "{model}"
-[policies.main.engine]
-dtype = "float32"
-[policies.main.sampling]
-max_tokens = 8
-[policies.main.train]
-learning_rate = 1e-3
-"""
 AGENT = """
 from swarmq import ask
 
@@ -50,7 +36,7 @@ class Train:
         self.folder = folder
         self.log = folder / "train.log"
         self.run = RunFolder(folder / "runs" / "small")
-        (folder / "job.toml").write_text(JOB.format(model=tiny_model()))
+        (folder / "job.toml").write_text(small_job("small", train={"learning_rate": 1e-3}))
         (folder / "small_agent.py").write_text(AGENT)
         for name, numbers in (("tasks", range(8)), ("held-out", range(8, 10))):
             rows = (json.dumps({"id": f"{name}-{n}", "n": n}) for n in numbers)

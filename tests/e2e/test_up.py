@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from openai import OpenAI
 
-from support.tiny_model import tiny_model
+from support.small_job import small_job
 from swarmq import SwarmClient, keys
 from swarmq.broker import topology
 from swarmq.collector.ledger import read_fates
@@ -26,26 +26,6 @@ from swarmq.up import Endpoints
 
 pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-JOB = """
-run = "e2e"
-folder = "{folder}"
-[proxy]
-count = 2
-[collector]
-processes = 2
-[groups]
-group_size = 4
-groups_per_batch = 2
-[policies.main]
-model = "{model}"
-[policies.main.engine]
-dtype = "float32"
-[policies.main.sampling]
-max_tokens = 8
-[policies.main.train]
-checkpoint_every = 2
-"""
-
 
 class Up:
     """A `swarmq up` process of a test."""
@@ -54,7 +34,8 @@ class Up:
         self.folder = RunFolder(folder / "runs" / "e2e")
         self._job = folder / "job.toml"
         self._log = folder / "up.log"
-        self._job.write_text(JOB.format(folder=folder / "runs", model=tiny_model()))
+        settings = {"folder": str(folder / "runs"), "proxy": {"count": 2}, "collector": {"processes": 2}}
+        self._job.write_text(small_job("e2e", train={"checkpoint_every": 2}, **settings))
 
     def start(self) -> None:
         command = [sys.executable, "-m", "swarmq", "up", str(self._job)]

@@ -63,6 +63,7 @@ from swarmq.observe.episodes import (
 )
 from swarmq.observe.index import EpisodeFilter, Histogram, parse_filter
 from swarmq.observe.run import Run
+from swarmq.proxy.http.authorization import read_bearer
 
 READERS = 4
 """Maximum number of requests that read files at the same time; further requests wait."""
@@ -217,9 +218,7 @@ class DashboardPages:
 
     def require_reader(self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
         """Store the reader in the request's state. Raises KeyRefusedError or ForbiddenError."""
-        scheme, _space, token = connection.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            token = connection.cookies.get(self._access.cookie, "")
+        token = read_bearer(connection) or connection.cookies.get(self._access.cookie, "")
         if not token:
             raise KeyRefusedError("log in first: open the dashboard's link, or send a token with the role read")
         connection.state[READER] = self._access.identify(token.strip())
