@@ -20,6 +20,7 @@ from swarmq.cli.common import (
     run_until_signalled,
 )
 from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
 from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ if TYPE_CHECKING:
     help="Tasks that are never trained; their reward is measured before and after.",
 )
 @click.option(
+    "--curriculum",
+    "curricula",
+    multiple=True,
+    metavar="[KIND=]MODULE:FUNCTION",
+    help="Function that orders the tasks of each epoch, as for `swarmq feed`; they are shuffled by default.",
+)
+@click.option(
     "--concurrency", default=16, show_default=True, type=click.IntRange(min=1), help="Concurrent episodes per kind."
 )
 @click.option(
@@ -63,6 +71,7 @@ def train_command(
     agents: tuple[str, ...],
     tasks: tuple[str, ...],
     held_out: tuple[str, ...],
+    curricula: tuple[str, ...],
     concurrency: int,
     offline: str | None,
     plain: bool,
@@ -77,11 +86,14 @@ def train_command(
     \b
     swarmq train job.toml --agent agent:attempt
     swarmq train job.toml --agent agent:attempt --tasks train.jsonl --held-out test.jsonl
+    swarmq train job.toml --agent agent:attempt --curriculum my_tasks:easy_first
     swarmq train job.toml --agent "gymnasium:FrozenLake-v1" --held-out "gymnasium:FrozenLake-v1"
     swarmq train job.toml --agent agent:attempt --offline answers.jsonl     debug agent and reward, without a GPU
     """
     settings = SwarmJob.load(job, sets=sets)
     if offline:
+        if curricula:
+            raise ConfigError("--curriculum cannot be combined with --offline, which attempts each task once")
         _train_offline(settings, agents, tasks, offline, beside=job.parent / "tasks.jsonl")
         return
     require_extras(*HOST)
@@ -90,7 +102,9 @@ def train_command(
     from swarmq.whole_run.plan import make_plan
     from swarmq.whole_run.run import train
 
-    plan = make_plan(settings, agents, tasks, held_out, beside=job.parent / "tasks.jsonl", concurrency=concurrency)
+    plan = make_plan(
+        settings, agents, tasks, held_out, curricula, beside=job.parent / "tasks.jsonl", concurrency=concurrency
+    )
     console = Console(force_terminal=False if plain else None)
     with private_files():
         run_until_signalled(train(plan, console))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from swarmq.client.data.curriculum import order_epochs
 from swarmq.client.data.readers import read_tasks
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.client.runners.attempts import AgentFunction
@@ -23,6 +24,8 @@ class DataSet(msgspec.Struct, frozen=True):
 
     name: str
     tasks: list[SwarmTask]
+    curriculum: str | None = None
+    """Function `module:function` that orders the tasks of each epoch; None: each is shuffled."""
 
 
 class TrainPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,20 +44,25 @@ def make_plan(
     agents: Sequence[str],
     tasks: Sequence[str],
     held_out: Sequence[str],
+    curricula: Sequence[str] = (),
     *,
     beside: Path,
     concurrency: int,
 ) -> TrainPlan:
-    """Load agents and tasks, each given as TEXT or KIND=TEXT. `beside`: file with the tasks of kinds for which none are
+    """Load agents, tasks and curricula, each given as TEXT or KIND=TEXT. `beside`: file with the tasks of kinds for which none are
     given; environments have tasks of their own.
 
-    Raises ConfigError for a kind without agent, TaskError for an agent or data that cannot be loaded.
+    Raises ConfigError for a kind without agent, TaskError for an agent, data or curriculum that cannot be used.
     """
     targets = choose_agents(job, agents)
+    data = choose_tasks(job, targets, tasks, beside=beside)
+    for kind, target in assign_kinds(job, "--curriculum", curricula).items():
+        order_epochs(target, data[kind].tasks, 1)  # a wrong one is refused here
+        data[kind] = msgspec.structs.replace(data[kind], curriculum=target)
     return TrainPlan(
         job=job,
         agents=load_agents(targets),
-        tasks=choose_tasks(job, targets, tasks, beside=beside),
+        tasks=data,
         held_out={kind: read_data(name, "eval") for kind, name in assign_kinds(job, "--held-out", held_out).items()},
         concurrency=concurrency,
     )

@@ -40,6 +40,7 @@ class FeedOptions(TypedDict):
     seed: int
     progress_file: Path
     source: str
+    curriculum: str | None
 
 
 async def train(plan: TrainPlan, console: Console) -> None:
@@ -145,6 +146,7 @@ def _feed_options(job: SwarmJob, kind: str, data: DataSet) -> FeedOptions:
         "seed": 0,
         "progress_file": default_progress_file(job.run_folder.path, job.run, kind, source),
         "source": source,
+        "curriculum": data.curriculum,
     }
 
 

@@ -16,13 +16,16 @@ def job(*kinds):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan_agent.py").write_text("def attempt(ep): return 1.0\ndef other(ep): return 0.0\n")
+    (tmp_path / "plan_order.py").write_text(
+        "def back(tasks, epoch): return range(len(tasks))[::-1]\ndef few(*_): return []\n"
+    )
     for name in ("tasks", "more"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"id": "{name}"}}\n')
     return tmp_path
 
 
-def plan(folder, *kinds, agents=("plan_agent:attempt",), tasks=(), held_out=()):
-    return make_plan(job(*kinds), agents, tasks, held_out, beside=folder / "tasks.jsonl", concurrency=4)
+def plan(folder, *kinds, agents=("plan_agent:attempt",), tasks=(), held_out=(), curricula=()):
+    return make_plan(job(*kinds), agents, tasks, held_out, curricula, beside=folder / "tasks.jsonl", concurrency=4)
 
 
 def names(data):
@@ -44,6 +47,15 @@ def test_each_kind_may_have_its_own(folder):
     assert {kind: function(None) for kind, function in found.agents.items()} == {"math": 1.0, "code": 0.0}
     assert names(found.tasks) == {"math": ["tasks"], "code": ["more"]}
     assert names(found.held_out) == {"math": ["more"]}
+
+
+def test_a_curriculum_orders_the_tasks_of_a_kind_and_a_wrong_one_is_refused(folder):
+    found = plan(folder, "math", "code", curricula=("code=plan_order:back",))
+    assert {kind: data.curriculum for kind, data in found.tasks.items()} == {"math": None, "code": "plan_order:back"}
+    with pytest.raises(TaskError, match=r"--curriculum plan_order:few: epoch 0 leaves out 1 tasks, such as 'tasks'"):
+        plan(folder, "math", curricula=("plan_order:few",))
+    with pytest.raises(ConfigError, match="--curriculum maths=plan_order:back: no such kind"):
+        plan(folder, "math", "code", curricula=("maths=plan_order:back",))
 
 
 @pytest.mark.parametrize(

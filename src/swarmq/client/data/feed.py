@@ -94,10 +94,19 @@ async def feed(
 
 
 def count_fed(
-    tasks: Iterable[SwarmTask], kind: str, *, repeats: int, seed: int | None, progress_file: Path, source: str = ""
+    tasks: Iterable[SwarmTask],
+    kind: str,
+    *,
+    repeats: int,
+    seed: int | None,
+    curriculum: str | None,
+    progress_file: Path,
+    source: str = "",
 ) -> int:
     """Return how many tasks an earlier `feed` with these arguments has confirmed. Raises TaskError if it had others."""
-    return _read_progress(progress_file, _hash_feed(_encode_tasks(tasks, kind, source), kind, repeats, seed))
+    tasks = list(tasks)
+    orders = order_epochs(curriculum, tasks, 1) if curriculum else None
+    return _read_progress(progress_file, _hash_feed(_encode_tasks(tasks, kind, source), kind, repeats, seed, orders))
 
 
 def plan_tasks(

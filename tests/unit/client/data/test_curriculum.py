@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.data.feed import default_progress_file, feed
+from swarmq.client.data.feed import count_fed, default_progress_file, feed
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.errors import TaskError
 
@@ -59,6 +59,14 @@ async def fed(swarm, folder, curriculum, **how):
 async def test_each_epoch_has_its_order_and_a_feed_goes_on_in_it(swarm, tmp_path):
     assert await fed(swarm, tmp_path, "curricula:by_turns") == ["0", "1", "2"]
     assert await fed(swarm, tmp_path, "curricula:by_turns", epochs=2) == ["0", "1", "2", "2", "1", "0"]
+
+
+async def test_what_was_fed_with_a_curriculum_is_counted_under_it_alone(swarm, tmp_path):
+    path, how = default_progress_file(tmp_path, "r1", "math", ""), {"repeats": 2, "seed": 0}
+    await feed(swarm.broker, "r1", TASKS, "math", epochs=2, curriculum="curricula:by_turns", progress_file=path, **how)
+    assert count_fed(TASKS, "math", curriculum="curricula:by_turns", progress_file=path, **how) == 12
+    with pytest.raises(TaskError, match="belongs to a feed of other data, kind, repeats, seed or curriculum"):
+        count_fed(TASKS, "math", curriculum=None, progress_file=path, **how)
 
 
 async def test_the_curriculum_of_the_page_feeds_easy_tasks_first(swarm, tmp_path, monkeypatch):
