@@ -158,7 +158,7 @@ def compare(
     """Train the stored episodes from step `first` (by default the first one after the checkpoint) to `last` (the end of the log)
     twice, as they were trained and with the settings `sets` (`train.X=VALUE`). Writes a checkpoint of the latter.
 
-    Needs memory for two trainers. Raises ConfigError for settings that cannot be changed, LearnerError as `replay`, and
+    Needs memory for two trainers. Raises ConfigError for settings that cannot be changed and for steps that are not there, LearnerError as `replay`, and
     SetUpError if the changed method fails.
     """
     source = _open(job, policy, folder, to_folder, from_checkpoint)
@@ -166,7 +166,9 @@ def compare(
     first = begin + 1 if first is None else first
     _check_steps(source.log, first, last)
     if first <= begin:
-        raise SetUpError(f"step {first} lies before the checkpoint, which is of version {begin}; name an earlier one")
+        raise ConfigError(
+            f"--steps: step {first} lies before the checkpoint, which is of version {begin}; name an earlier one"
+        )
     chosen = [place for place in source.after(begin) if last is None or place.index.version <= last]
     changed = [place for place in chosen if place.index.version >= first]
     recorded, change = _Records(job), _Change(job, policy, sets)
@@ -202,7 +204,7 @@ def compare(
 
 
 def find_start(job: SwarmJob, policy: str, folder: RunFolder, first: int, last: int | None) -> Path | None:
-    """Return the newest valid checkpoint before step `first`; None if that is the initial model. Raises SetUpError if the batch
+    """Return the newest valid checkpoint before step `first`; None if that is the initial model. Raises ConfigError if the batch
     log lacks one of the steps."""
     _check_steps(batch_log.scan_log(folder.batch_log(policy), RunIdentity.of(job, policy)), first, last)
     for path in reversed(discovery.list_checkpoints(folder.checkpoints(policy))):
@@ -301,7 +303,7 @@ class _WeightMeter:
     def __init__(self, original: Trainer, replayed: Trainer) -> None:
         self._original, self._replayed = _trained_weights(original), _trained_weights(replayed)
         if self._original.keys() != self._replayed.keys():
-            raise SetUpError("train.lora: a replay cannot change which weights are trained")
+            raise ConfigError("train.lora: a replay cannot change which weights are trained")
         self._start = {name: weight.detach().cpu().clone() for name, weight in self._original.items()}
 
     def measure(self, version: int, original: StepDiagnostics, replayed: StepDiagnostics) -> ReplayedStep:
@@ -345,7 +347,7 @@ def _check_steps(places: Sequence[RecordPlace], first: int, last: int | None) ->
     versions = [place.index.version for place in places if place.index.trained]
     if missing := [step for step in (first, last) if step is not None and step not in versions]:
         there = f"the batch log has steps {versions[0]} to {versions[-1]}" if versions else "no batch was trained yet"
-        raise SetUpError(f"step {missing[0]} cannot be replayed: {there}")
+        raise ConfigError(f"--steps: step {missing[0]} cannot be replayed: {there}")
 
 
 def _load(source: _Source, job: SwarmJob, policy: str, changed: BatchRecord | None = None) -> Trainer:

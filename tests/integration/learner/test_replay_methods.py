@@ -99,15 +99,15 @@ def test_what_cannot_be_replayed_is_one_line_and_leaves_nothing(stored):
         (["train.loss.name=replayed_methods:gone"], SetUpError, "has no function 'gone'"),
         (["train.loss.name=nope"], ConfigError, "loss.name"),
         (["groups.group_size=2"], ConfigError, "settings of train alone"),
-        (["train.lora={}"], SetUpError, "lora"),
+        (["train.lora={}"], ConfigError, "lora"),
     ):
         with pytest.raises(error, match=flaw):
             train_again(stored, "out", *sets)
         assert not Path("out").exists()
-    with pytest.raises(SetUpError, match="step 18 cannot be replayed: the batch log has steps 1 to 17"):
+    with pytest.raises(ConfigError, match="step 18 cannot be replayed: the batch log has steps 1 to 17"):
         find_start(job, "main", folder, 12, 18)
     start = folder.checkpoints("main") / "step-00000010"
-    with pytest.raises(SetUpError, match="step 5 lies before the checkpoint, which is of version 10"):
+    with pytest.raises(ConfigError, match="step 5 lies before the checkpoint, which is of version 10"):
         compare(
             job, "main", folder, sets=["train.loss.name=gspo"], to_folder=Path("out"), from_checkpoint=start, first=5
         )
