@@ -997,6 +997,11 @@ class RunFolder:
     def trackers(self, policy: str) -> Path:
         return self.path / policy / "trackers"
 
+    @property
+    def replays(self) -> Path:
+        """Folders of replays that a host's clients have asked for."""
+        return self.path / "replays"
+
     def checkpoints(self, policy: str) -> Path:
         return self.path / policy / "checkpoints"
 

@@ -1,10 +1,12 @@
 """The process of a command that a client runs on this host: `python -m swarmq.cli.on_host CALL`, started by the host's daemon.
 
-Parameters are converted and checked as on a command line. Paths of files on this host are refused; a run is given by its name.
+Parameters are converted and checked as on a command line. A run is given by its name, a folder of it by its path in the run folder, and a
+file that the command writes is sent to the client; paths of other files are refused.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ from swarmq.cli.remote import find_command
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 from swarmq.messages import NAME
-from swarmq.remote.commands import Call
+from swarmq.remote.commands import WRITES, Call
 
 
 def run(call: Call) -> None:
     """Run the command. Raises SwarmqError, and click's exceptions for wrong parameters."""
     command = find_command(main, call.request.command)
+    if call.request.command in WRITES:
+        os.chdir(call.written)
     context = click.Context(command, info_name=" ".join(["swarmq", *call.request.command]))
     given = call.request.params
     with context:
@@ -31,24 +35,51 @@ def run(call: Call) -> None:
             if not param.name or not param.expose_value:
                 continue
             value = param.type_cast_value(context, given.get(param.name)) if given.get(param.name) is not None else None
-            context.params[param.name] = _place(param, value, Path(call.folder))
+            context.params[param.name] = _Places(call).find(param, value)
         command.invoke(context)
 
 
-def _place(param: click.Parameter, value: Any, folder: Path) -> Any:
-    """Return the value of a parameter on this host: the folder of a run for its name. Raises ConfigError for the path of a file."""
-    if not isinstance(param.type, click.Path):
-        return () if value is None and (param.multiple or param.nargs == -1) else value
-    if param.name == "run":
-        name = str(value or "")
-        if not NAME.fullmatch(name) or not RunFolder(folder / name).path.is_dir():
-            raise ConfigError(f"{name or '--run'}: name a run of the host; `swarmq runs --host URL` lists them")
-        return folder / name
-    if value is not None:
+class _Places:
+    """Where paths of a command lead on this host."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._folder = call, Path(call.folder)
+
+    def find(self, param: click.Parameter, value: Any) -> Any:
+        """Return the value of a parameter on this host. Raises ConfigError for the path of a file that does not belong there."""
+        is_repeated = param.multiple or param.nargs == -1
+        if not isinstance(param.type, click.Path):
+            return () if value is None and is_repeated else value
+        if param.name in {"run", "runs"}:
+            return tuple(map(self._find_run, value)) if is_repeated else self._find_run(value)
+        if value is None:
+            return None
+        if param.name == WRITES.get(self._call.request.command):
+            return Path(value.name)
+        if self._call.request.command == ("replay",):
+            return self._find_inside(param, value)
         raise ConfigError(
             f"{param.opts[0]} names a file of this machine, and the command runs on the host: leave it out"
         )
-    return None
+
+    def _find_run(self, given: Any) -> Path:
+        name = str(given or "")
+        if not NAME.fullmatch(name) or not RunFolder(self._folder / name).path.is_dir():
+            raise ConfigError(f"{name or '--run'}: name a run of the host; `swarmq runs --host URL` lists them")
+        return self._folder / name
+
+    def _find_inside(self, param: click.Parameter, value: Path) -> Path:
+        """Return a checkpoint of the run, or the new folder of a replay in it."""
+        folder = RunFolder(self._find_run(self._call.request.params.get("run")))
+        if param.name == "start":
+            if value.is_absolute() or ".." in value.parts:
+                raise ConfigError(f"--from {value}: name a folder in the run's, such as main/checkpoints/step-00000010")
+            return folder.path / value
+        if not NAME.fullmatch(str(value)):
+            raise ConfigError(
+                f"{value}: give a name; with --host the replay is written to {folder.path.name}/replays/NAME on the host"
+            )
+        return folder.replays / value
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`--host URL`: the same command for a run of another host, where `swarmq host serve` takes it.
 
-Most commands run there as they are, and print here. Those that concern a run as a whole ask the daemon itself: `up`, `stop`, `resume`
-and `runs`.
+Most commands run there as they are, and print here. Those that concern a run as a whole, or need files of this machine, ask the daemon
+itself: `up`, `stop`, `resume`, `runs` and `feed`. All others run here only, and say so.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import msgspec
 from swarmq.cli.common import print_table
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.remote.commands import ROLES, CommandRequest, Output, Terminal
+from swarmq.remote.commands import ROLES, WRITES, CommandRequest, Output, Terminal
 from swarmq.remote.records import RunView
+from swarmq.runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from swarmq.remote.client import HostClient
@@ -34,14 +35,39 @@ TOKEN_HELP = "With --host: operator token of the host, which ssh does not need; 
 
 def add_host_options(group: click.Group) -> None:
     """Give the commands that can run on another host their options `--host` and `--token`."""
-    for words in [*ROLES, *INSTEAD]:
-        command = find_command(group, words)
+    for words, command in list_commands(group):
         assert command.callback
-        command.callback = _run_here_or_there(command.callback, words)
-        command.params += [
-            click.Option(["--host", "elsewhere"], metavar="URL", help=HOST_HELP),
-            click.Option(["--token", "host_token"], help=TOKEN_HELP),
-        ]
+        if words in ROLES or words in INSTEAD:
+            command.callback = _run_here_or_there(command.callback, words)
+            command.params += [
+                click.Option(["--host", "elsewhere"], metavar="URL", help=HOST_HELP),
+                click.Option(["--token", "host_token"], help=TOKEN_HELP),
+            ]
+        elif own := next((param for param in command.params if "--host" in param.opts), None):
+            own.callback = functools.partial(_refuse_host, words)
+        else:
+            refused = functools.partial(_refuse_host, words)
+            command.params.append(click.Option(["--host"], hidden=True, expose_value=False, callback=refused))
+
+
+def list_commands(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield the words of every command below a group, and the command."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from list_commands(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+def _refuse_host(words: tuple[str, ...], _: click.Context, option: click.Option, value: str | None) -> str | None:
+    """Refuse the URL of a host. Some commands have a `--host` of their own, which is an address to listen on."""
+    if value is None or not (option.hidden or "://" in value):
+        return value
+    name = " ".join(words)
+    raise ConfigError(
+        f"--host {value}: `swarmq {name}` works on this machine only; "
+        + HERE_ONLY.get(name, "docs/how-to/laptop.md lists the commands for runs of another host")
+    )
 
 
 def find_command(group: click.Group, words: Sequence[str]) -> click.Command:
@@ -70,15 +96,26 @@ def _run_here_or_there(here: Callable[..., Any], words: tuple[str, ...]) -> Call
 
 
 def _run_there(host: HostClient, words: tuple[str, ...], params: Mapping[str, Any]) -> None:
-    """Run a command on the host, print its output, and exit with its status."""
+    """Run a command on the host, print its output, write its file, and exit with its status."""
     size = shutil.get_terminal_size()
     terminal = Terminal(columns=size.columns, lines=size.lines, is_interactive=sys.stdout.isatty())
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in params.items()}
+    plain = msgspec.to_builtins(params, enc_hook=str)
     request = CommandRequest(command=words, params=plain, terminal=terminal)
+    file = b""
     for output in _read_lines(host.stream("/v1/commands", body=request, timeout_s=None)):
         if output.status:
             sys.exit(output.status)
+        file += output.file
         click.echo(output.text, nl=False, err=output.stream == "err", color=terminal.is_interactive or None)
+    if file:
+        _write(params[WRITES[words]], file)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _read_lines(pieces: Iterator[bytes]) -> Iterator[Output]:
@@ -143,6 +180,40 @@ def _runs(host: HostClient, *, folder: Path, as_json: bool) -> None:
     print_table(("run", "state", "step", "reward", "owner", "launched"), rows, when_empty="no runs")
 
 
+def _feed(
+    host: HostClient,
+    *,
+    run: Path,
+    data: str,
+    kind: str | None,
+    repeats: int | None,
+    curriculum: str | None,
+    for_eval: bool,
+    restart: bool,
+    **more: Any,
+) -> None:
+    """Read the data set here, and send its tasks."""
+    from swarmq.cli.tasks import plan_feed
+    from swarmq.client.data.tasks import hash_source_name
+    from swarmq.remote.run import RemoteRun
+
+    if curriculum:
+        raise ConfigError("--curriculum cannot be combined with --host: put the tasks of DATA in order instead")
+    plan = plan_feed(data, kind, curriculum=None, for_eval=for_eval, restart=restart, **more)
+    answer = RemoteRun(host, str(run)).feed(
+        plan.read(),
+        source=hash_source_name(plan.data),
+        kind=plan.kind,
+        repeats=repeats,
+        epochs=more["epochs"],
+        seed=more["seed"],
+        restart=restart,
+        for_eval=for_eval,
+    )
+    what = f"stored {answer.fed} tasks for evaluation of {answer.kind}" if for_eval else f"published {answer.fed} slots"
+    click.echo(what)
+
+
 def _say(view: RunView) -> None:
     click.echo(f"{view.run}: {_describe(view)}")
 
@@ -156,10 +227,21 @@ def _describe(view: RunView) -> str:
     return ", ".join([view.state, *filter(None, more)])
 
 
+JOIN = (
+    "join the run with `swarmq client add NAME --http --run RUN --host URL`, which prints an invite for $SWARMQ_INVITE"
+)
+HERE_ONLY = {
+    "worker": JOIN,
+    "run": JOIN,
+    "train": "start the run with `swarmq up JOB --host URL`, and " + JOIN,
+    "dashboard": "each proxy of a run serves a dashboard; `swarmq token --role read --run RUN --host URL` prints a token for it",
+}
+"""Words of commands that other ones replace for a run of another host -> how."""
 INSTEAD: dict[tuple[str, ...], Callable[..., None]] = {
     ("up",): _up,
     ("stop",): _stop,
     ("resume",): _resume,
     ("runs",): _runs,
+    ("feed",): _feed,
 }
 """Words of each command that asks the daemon itself -> function to call instead."""

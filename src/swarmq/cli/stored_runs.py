@@ -310,18 +310,22 @@ POLICY = click.option("--policy", help="Policy; required if the run trains sever
 Ends = tuple[int | None, int | None]
 
 
-def _parse_steps(_context: click.Context, _option: click.Parameter, text: str | None) -> Ends:
-    """Return the first and the last step of `A:B`, `A:`, `:B` or `A`."""
-    if text is None:
-        return None, None
-    first, colon, last = text.partition(":")
-    ends = first, last if colon else first
-    if not any(ends) or not all(end.isdecimal() for end in ends if end):
-        raise click.BadParameter(f"{text!r}: write A:B with the first and the last step, e.g. 10:20, 10: or :20")
-    begin, end = (int(one) if one else None for one in ends)
-    if begin == 0 or (begin is not None and end is not None and end < begin):
-        raise click.BadParameter(f"{text!r}: steps begin with 1, and the last one does not come before the first")
-    return begin, end
+class StepRange(click.ParamType):  # type: ignore[type-arg] # click 8.1 has no argument
+    """The first and the last step of `A:B`, `A:`, `:B` or `A`."""
+
+    name = "A:B"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Ends:
+        if not isinstance(value, str):  # from another machine, which converted it already
+            value = ":".join("" if end is None else str(end) for end in value)
+        first, colon, last = value.partition(":")
+        ends = first, last if colon else first
+        if not any(ends) or not all(end.isdecimal() for end in ends if end):
+            self.fail(f"{value!r}: write A:B with the first and the last step, e.g. 10:20, 10: or :20", param, context)
+        begin, end = (int(one) if one else None for one in ends)
+        if begin == 0 or (begin is not None and end is not None and end < begin):
+            self.fail(f"{value!r}: steps begin with 1, and the last one does not come before the first", param, context)
+        return begin, end
 
 
 @main.command()
@@ -336,7 +340,7 @@ def _parse_steps(_context: click.Context, _option: click.Parameter, text: str | 
     help="Checkpoint folder to start from; by default the newest one before --steps, else the initial model.",
 )
 @click.option("--until", type=click.IntRange(min=0), help="Last weight version to train.")
-@click.option("--steps", metavar="A:B", callback=_parse_steps, help="First and last step to train.")
+@click.option("--steps", type=StepRange(), metavar="A:B", help="First and last step to train.")
 @click.option("--loss", metavar="NAME", help="Train under another loss; the same as --set train.loss.name=NAME.")
 @click.option("--advantage", metavar="NAME", help="Train with other advantages; --set train.advantage=NAME.")
 @click.option("--set", "sets", multiple=True, metavar="train.KEY=VALUE", help="Train with another setting of train.")
@@ -348,7 +352,7 @@ def replay(
     policy: str | None,
     start: Path | None,
     until: int | None,
-    steps: Ends,
+    steps: Ends | None,
     loss: str | None,
     advantage: str | None,
     sets: tuple[str, ...],
@@ -377,7 +381,7 @@ def replay(
     from swarmq.observe.comparison import describe_step, explain, write_comparison
 
     job, folder = load_stored_run(run), RunFolder(run)
-    name, (first, last) = choose_policy(job, policy), steps
+    name, (first, last) = choose_policy(job, policy), steps or (None, None)
     last = until if last is None else last
     if first is not None:
         found = find_start(job, name, folder, first, last)

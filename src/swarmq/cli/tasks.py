@@ -6,12 +6,11 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from swarmq import keys, live_settings
-from swarmq.cli.common import RUN, load_live_run, main, open_broker, run_until_signalled
+from swarmq.cli.common import RUN, load_live_run, main, run_until_signalled
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 
@@ -64,26 +63,20 @@ def feed(
     swarmq feed runs/demo problems.jsonl --epochs 3 --curriculum my_tasks:easy_first
     swarmq feed runs/demo held-out.jsonl --kind math --eval --repeats 4
     """
-    from swarmq.client.runners.worker_processes import split_kind
-    from swarmq.environments import is_environment
-
-    named, target = split_kind(data)
-    if named and is_environment(target):
-        if kind not in (None, named):
-            raise ConfigError(f"{data} names kind {named!r}, and --kind names {kind!r}: give one of them")
-        kind, data = named, target
-    tasks = functools.partial(_read_tasks, data, limit=limit, require=require, for_eval=for_eval)
+    kind, data, tasks = plan_feed(
+        data,
+        kind,
+        epochs=epochs,
+        seed=seed,
+        curriculum=curriculum,
+        limit=limit,
+        require=require,
+        restart=restart,
+        for_eval=for_eval,
+    )
     if for_eval:
-        unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--curriculum": curriculum, "--restart": restart}
-        if given := [name for name, used in unused.items() if used]:
-            raise ConfigError(
-                f"{', '.join(given)}: cannot be combined with --eval, whose tasks are stored and attempted in every round; "
-                "a task that is fed again replaces its earlier version"
-            )
         run_until_signalled(_feed_eval(run, data, tasks, kind=kind, repeats=repeats))
         return
-    if curriculum and seed is not None:
-        raise ConfigError("--seed shuffles the tasks and --curriculum orders them: give one of them")
     feeding = _feed(
         run,
         data,
@@ -98,6 +91,45 @@ def feed(
     run_until_signalled(feeding)
 
 
+class FeedPlan(NamedTuple):
+    kind: str | None
+    data: str
+    read: Callable[[], Iterator[Any]]
+    """Reads the tasks of the data set."""
+
+
+def plan_feed(
+    data: str,
+    kind: str | None,
+    *,
+    epochs: int,
+    seed: int | None,
+    curriculum: str | None,
+    limit: int | None,
+    require: tuple[str, ...],
+    restart: bool,
+    for_eval: bool,
+) -> FeedPlan:
+    """Return what the options of `swarmq feed` ask for. Raises ConfigError if they contradict each other."""
+    from swarmq.client.runners.worker_processes import split_kind
+    from swarmq.environments import is_environment
+
+    named, target = split_kind(data)
+    if named and is_environment(target):
+        if kind not in (None, named):
+            raise ConfigError(f"{data} names kind {named!r}, and --kind names {kind!r}: give one of them")
+        kind, data = named, target
+    unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--curriculum": curriculum, "--restart": restart}
+    if for_eval and (given := [name for name, used in unused.items() if used]):
+        raise ConfigError(
+            f"{', '.join(given)}: cannot be combined with --eval, whose tasks are stored and attempted in every round; "
+            "a task that is fed again replaces its earlier version"
+        )
+    if curriculum and seed is not None:
+        raise ConfigError("--seed shuffles the tasks and --curriculum orders them: give one of them")
+    return FeedPlan(kind, data, functools.partial(_read_tasks, data, limit=limit, require=require, for_eval=for_eval))
+
+
 def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...], for_eval: bool) -> Iterator[Any]:
     from swarmq.client.data.readers import read_tasks
     from swarmq.environments import is_environment, load_environment
@@ -110,26 +142,18 @@ async def _feed_eval(
     run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
 ) -> None:
     from swarmq.client.data.tasks import hash_source_name
-    from swarmq.observe.control_requests import send_eval_tasks
+    from swarmq.observe.feeding import choose_kind, feed_evaluation
 
     job = load_live_run(run)
-    chosen = _one_kind(job, kind)
-    async with open_broker(job, "swarmq feed --eval") as broker:
-        count = await send_eval_tasks(
-            broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=hash_source_name(data)
-        )
-    click.echo(f"stored {count} tasks for evaluation of {chosen}")
+    chosen = choose_kind(job, kind, option="--kind")
+    count = await feed_evaluation(RunFolder(run), read(), chosen, repeats=repeats, source=hash_source_name(data))
+    say_stored(job, run, chosen, count)
+
+
+def say_stored(job: SwarmJob, run: Path | str, kind: str, count: int) -> None:
+    click.echo(f"stored {count} tasks for evaluation of {kind}")
     if not job.eval.every:
         click.echo(f"evaluation is off; to evaluate every 10 steps: swarmq set {run} eval.every=10")
-
-
-def _one_kind(job: SwarmJob, kind: str | None) -> str:
-    """Return the kind named by --kind, or the only one there is. Raises ConfigError if the choice is ambiguous or wrong."""
-    chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
-    if chosen not in job.task_kinds:
-        problem = f"--kind {kind}: unknown kind" if kind else "--kind: this job has several kinds"
-        raise ConfigError(f"{problem}; choose one of {', '.join(job.task_kinds)}")
-    return chosen
 
 
 async def _feed(
@@ -146,31 +170,24 @@ async def _feed(
 ) -> None:
     from rich.progress import Progress
 
-    from swarmq.client.data.feed import default_progress_file, feed
     from swarmq.client.data.tasks import hash_source_name
-    from swarmq.collector.ledger import read_changes
+    from swarmq.observe.feeding import choose_kind, feed_training
 
-    folder = RunFolder(run)
-    job = live_settings.apply_changes(load_live_run(run), read_changes(folder.inbox))
-    chosen = _one_kind(job, kind)
-    async with open_broker(job, "swarmq feed") as broker:
-        with Progress(disable=not sys.stdout.isatty()) as progress:
-            bar = progress.add_task(f"feeding {chosen}", total=None, visible=False)
-            fed = await feed(
-                broker,
-                job.run,
-                read(),
-                chosen,
-                repeats=repeats or job.group_size(chosen),
-                epochs=epochs,
-                seed=seed,
-                curriculum=curriculum,
-                progress_file=default_progress_file(folder.path, job.run, chosen, hash_source_name(data)),
-                source=hash_source_name(data),
-                secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),
-                resume=resume,
-                report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
-            )
+    chosen = choose_kind(load_live_run(run), kind, option="--kind")
+    with Progress(disable=not sys.stdout.isatty()) as progress:
+        bar = progress.add_task(f"feeding {chosen}", total=None, visible=False)
+        fed = await feed_training(
+            RunFolder(run),
+            read(),
+            chosen,
+            source=hash_source_name(data),
+            repeats=repeats,
+            epochs=epochs,
+            seed=seed,
+            curriculum=curriculum,
+            resume=resume,
+            report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
+        )
     click.echo(f"published {fed} slots")
 
 

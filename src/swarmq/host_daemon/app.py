@@ -48,6 +48,8 @@ from swarmq.remote.records import (
     RunState,
     RunView,
     StopRequest,
+    TasksAnswer,
+    TasksRequest,
 )
 from swarmq.version import __version__
 
@@ -56,6 +58,8 @@ RUNS = f"{PATH}/runs"
 RUN = f"{RUNS}/{{run:str}}"
 MAX_BODY = 1024 * 1024
 """Size of the largest job in bytes."""
+MAX_TASKS = 256 * 1024 * 1024
+"""Size of the largest data set in bytes."""
 MAX_WAIT_S = 60.0
 MAX_LINES = 100_000
 MOST_COMMANDS = 16
@@ -166,6 +170,14 @@ class HostRoutes:
             post(f"{RUN}/actions", operation_id="changeRun", responses=changed | CUT_OFF, status_code=200, **operate)(
                 self.act
             ),
+            post(
+                f"{RUN}/tasks",
+                operation_id="feedTasks",
+                responses=changed | CUT_OFF,
+                request_max_body_size=MAX_TASKS,
+                status_code=200,
+                **operate,
+            )(self.feed),
             post(f"{RUN}/clients", operation_id="inviteClient", responses=changed, status_code=200, **operate)(
                 self.invite
             ),
@@ -238,6 +250,10 @@ class HostRoutes:
     async def invite(self, run: FromPath[str], data: Annotated[InviteRequest, Body()]) -> InviteAnswer:
         """Invite a client, which runs episodes over HTTP at the run's proxies. A name is used once."""
         return InviteAnswer(invite=await asyncio.to_thread(self._service.invite, run, data.name))
+
+    async def feed(self, run: FromPath[str], data: Annotated[TasksRequest, Body()]) -> TasksAnswer:
+        """Put tasks on the queue of a kind, for the workers of a run that is up, or store them for its evaluation. Repeatable."""
+        return await self._service.feed(run, data)
 
     async def run_command(self, data: Annotated[CommandRequest, Body()], request: Request[Any, Any, Any]) -> Stream:
         """Run a command of `swarmq` on this host, and send its output as JSON lines. Each command needs a role of its own."""

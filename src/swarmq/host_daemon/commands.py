@@ -6,7 +6,8 @@ import asyncio
 import codecs
 import os
 import sys
-from collections.abc import AsyncGenerator
+import tempfile
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -38,9 +39,10 @@ async def run_command(folder: Path, request: CommandRequest, *, sender: str) -> 
     shown = {"COLUMNS": str(terminal.columns), "LINES": str(terminal.lines)}
     if terminal.is_interactive:
         shown |= {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    written = tempfile.TemporaryDirectory(prefix="swarmq-command-")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "swarmq.cli.on_host"),
-        msgspec.json.encode(Call(folder=str(folder), request=request)).decode(),
+        msgspec.json.encode(Call(folder=str(folder), written=written.name, request=request)).decode(),
         env=os.environ | shown | {"LOGNAME": sender},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -58,11 +60,23 @@ async def run_command(folder: Path, request: CommandRequest, *, sender: str) -> 
             for _ in readers:
                 while (piece := await pieces.get()) is not None:
                     yield msgspec.json.encode(piece) + b"\n"
-        yield msgspec.json.encode(Output(status=await process.wait())) + b"\n"
+        status = await process.wait()
+        for part in _read_files(Path(written.name)) if status == 0 else ():
+            yield msgspec.json.encode(Output(file=part)) + b"\n"
+        yield msgspec.json.encode(Output(status=status)) + b"\n"
     finally:
+        written.cleanup()
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def _read_files(folder: Path) -> Iterator[bytes]:
+    """Yield the content of the file that a command has written, if it wrote one."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
 
 
 async def _read(

@@ -75,7 +75,7 @@ def _read_from(path: Path, position: int, lines: int) -> tuple[bytes, int]:
 
 
 def _list_readable(folder: RunFolder, policies: Iterable[str]) -> Iterator[Path]:
-    yield from (folder.events, folder.board, folder.samples, folder.logs, folder.transcripts)
+    yield from (folder.events, folder.board, folder.samples, folder.logs, folder.transcripts, folder.replays)
     for policy in policies:
         yield from (
             folder.batch_log(policy),

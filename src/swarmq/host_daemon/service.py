@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ import structlog
 
 from swarmq import live_settings
 from swarmq.broker.admin.invitations import ClientAddresses, add_client
+from swarmq.client.data.tasks import SwarmTask
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.collector import ledger as collector_ledger
 from swarmq.config import RunFolder, SwarmJob, make_folder
@@ -35,6 +37,7 @@ from swarmq.host_daemon.check import CheckedJob, JobCheck
 from swarmq.host_daemon.ledger import HostFolder, Ledger, RunRecord
 from swarmq.host_daemon.processes import Launcher, RunProcess
 from swarmq.host_daemon.queue import choose_startable, list_queued
+from swarmq.observe.feeding import choose_kind, feed_evaluation, feed_training
 from swarmq.observe.live_runs import find_management_api, load_live_run
 from swarmq.observe.runs import PolicyProgress, ProgressCache, RunRow, read_row
 from swarmq.proxy.http_errors import RefusedError
@@ -46,6 +49,8 @@ from swarmq.remote.records import (
     ResumeRequest,
     RunState,
     RunView,
+    TasksAnswer,
+    TasksRequest,
 )
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.processes import DeathCounter, is_locked, read_final_message, read_tail
@@ -87,6 +92,7 @@ class HostService:
         self._keepers: set[asyncio.Task[None]] = set()
         self._deaths: dict[str, DeathCounter] = {}
         self._changed = asyncio.Event()
+        self._feeding: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -279,6 +285,29 @@ class HostService:
         folder = self.folder.run(run)
         management = find_management_api(load_live_run(folder.path), folder)
         return add_client(folder, find_invite(folder.path), name, management, ClientAddresses(http=True)).encode()
+
+    async def feed(self, run: str, request: TasksRequest) -> TasksAnswer:
+        """Feed tasks to a run that is up. Raises SwarmqError, before any task is fed, for a wrong kind or task."""
+        if (state := self._state(self.find(run))) != "up":
+            raise _wrong_state(f"run {run!r} is {state}: tasks need a run that is up")
+        folder = self.folder.run(run)
+        kind = choose_kind(load_live_run(folder.path), request.kind, option="kind")
+        tasks = [SwarmTask(one.id, one.kind, one.payload) for one in request.tasks]
+        async with self._feeding[run]:  # a request that is repeated waits for the first one, and continues after it
+            if request.for_eval:
+                fed = await feed_evaluation(folder, tasks, kind, source=request.source, repeats=request.repeats)
+            else:
+                fed = await feed_training(
+                    folder,
+                    tasks,
+                    kind,
+                    source=request.source,
+                    repeats=request.repeats,
+                    epochs=request.epochs,
+                    seed=request.seed,
+                    resume=not request.restart,
+                )
+        return TasksAnswer(kind=kind, fed=fed)
 
     async def delete(self, run: str) -> None:
         """Remove a run that has no process, with its folder."""

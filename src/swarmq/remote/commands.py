@@ -4,7 +4,8 @@
       └── POST /v1/commands {"command": ["inspect"], "params": {"run": "math", "kind": "code"}}
             └── host: the same command on the run folder; its output comes back as it is written
 
-A command gets parameters that were parsed already; the host checks them again. Paths of files are not among them.
+A command gets parameters that were parsed already; the host checks them again. A path among them is a name on the host: a run, a folder
+of the run, or a file that the command writes and that comes back with the output. Other files of the client do not get there.
 """
 
 from __future__ import annotations
@@ -20,25 +21,33 @@ ROLES: dict[tuple[str, ...], Role] = {
     ("status",): "read",
     ("watch",): "read",
     ("inspect",): "read",
+    ("plot",): "read",
     ("client", "list"): "read",
     ("dead", "list"): "read",
     ("dead", "show"): "read",
     ("engine", "list"): "read",
+    ("host", "list"): "read",
     ("set",): "operate",
     ("pause",): "operate",
     ("drain",): "operate",
     ("checkpoint",): "operate",
     ("doctor",): "operate",
+    ("replay",): "operate",
     ("client", "add"): "operate",
     ("client", "remove"): "operate",
     ("dead", "requeue"): "operate",
     ("dead", "purge"): "operate",
     ("engine", "add"): "admin",
     ("engine", "remove"): "admin",
+    ("engine", "secret"): "admin",
+    ("host", "add"): "admin",
+    ("host", "remove"): "admin",
     ("token",): "admin",
     ("viewer",): "admin",
 }
 """Words of a command -> role that it needs."""
+WRITES: dict[tuple[str, ...], str] = {("inspect",): "html", ("plot",): "out"}
+"""Words of a command -> parameter with the file that it writes for the client."""
 
 
 class Terminal(Request, frozen=True, kw_only=True):
@@ -65,6 +74,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     text: str = ""
     stream: Literal["out", "err"] = "out"
+    file: bytes = b""
+    """Next bytes of the file that the command has written."""
     status: int | None = None
 
 
@@ -73,4 +84,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     """Folder that the daemon serves."""
+    written: str
+    """Empty folder for the file that the command writes for the client."""
     request: CommandRequest

@@ -79,6 +79,41 @@ class InviteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One line of text, as `swarmq client add` prints it."""
 
 
+class SentTask(Request, frozen=True, kw_only=True):
+    """A task to attempt."""
+
+    id: str
+    kind: str | None = None
+    payload: Any = None
+
+
+class TasksRequest(Request, frozen=True, kw_only=True):
+    """Tasks of a data set, for the queue of a kind. The same tasks are fed once, however often they are sent, until `restart`."""
+
+    tasks: tuple[SentTask, ...]
+    kind: str | None = None
+    """None: the only kind of the job."""
+    source: Annotated[str, Meta(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
+    """Mark of the data set, which distinguishes its ids from those of other data sets."""
+    repeats: Annotated[int, Meta(ge=1)] | None = None
+    """Attempts per task and epoch; None: the group size of the kind."""
+    epochs: Annotated[int, Meta(ge=1)] = 1
+    seed: int | None = None
+    """Seed by which each epoch is shuffled; None: in the order of `tasks`."""
+    restart: bool = False
+    """Begin again instead of continuing after what was fed before."""
+    for_eval: bool = False
+    """Use the tasks for evaluation rounds, never for training; they replace those of the same `source`."""
+
+
+class TasksAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was fed."""
+
+    kind: str
+    fed: int
+    """Number of published attempts; for evaluation, number of tasks."""
+
+
 class FileView(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a run."""
 

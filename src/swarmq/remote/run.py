@@ -12,20 +12,35 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from swarmq.client.data.tasks import SwarmTask
 from swarmq.config import SwarmJob
-from swarmq.errors import HostError
+from swarmq.errors import HostError, TaskError
 from swarmq.keys import Invite
 from swarmq.messages import new_id
 from swarmq.remote.client import HostClient
-from swarmq.remote.records import FINAL, UP_LOG, ActionAnswer, FileView, InviteAnswer, LiveAction, RunState, RunView
+from swarmq.remote.records import (
+    FINAL,
+    UP_LOG,
+    ActionAnswer,
+    FileView,
+    InviteAnswer,
+    LiveAction,
+    RunState,
+    RunView,
+    SentTask,
+    TasksAnswer,
+    TasksRequest,
+)
 
+FEED_S = 3600.0
+"""Seconds that feeding a data set may take."""
 WAIT_S = 20.0
 """Seconds that one request waits for a change of a run's state, after which it is repeated."""
 
@@ -135,6 +150,39 @@ class RemoteRun:
         assert proxy.port
         port = self.host.tunnel.forward(proxy.hostname, proxy.port)
         return msgspec.structs.replace(invite, base_url=f"{proxy.scheme}://127.0.0.1:{port}/v1", base_urls=())
+
+    def feed(
+        self,
+        tasks: Iterable[SwarmTask],
+        *,
+        source: str,
+        kind: str | None = None,
+        repeats: int | None = None,
+        epochs: int = 1,
+        seed: int | None = None,
+        restart: bool = False,
+        for_eval: bool = False,
+    ) -> TasksAnswer:
+        """Put tasks on the queue of a kind, like `swarmq feed`; workers attempt them. The run must be up.
+
+        `source`: name of the data set, at most 64 letters, digits, dots, underscores and hyphens. The same tasks of a source are fed once, however
+        often they are sent, until `restart`. `kind`: None: the only kind. `repeats`: attempts per task and epoch; None: the group size. `seed`: shuffle each epoch.
+        `for_eval`: use the tasks for evaluation rounds instead.
+        """
+        body = TasksRequest(
+            tasks=tuple(SentTask(id=one.id, kind=one.kind, payload=one.payload) for one in tasks),
+            source=source,
+            kind=kind,
+            repeats=repeats,
+            epochs=epochs,
+            seed=seed,
+            restart=restart,
+            for_eval=for_eval,
+        )
+        try:
+            return self.host.ask("POST", f"{self._path}/tasks", TasksAnswer, body=body, timeout_s=FEED_S)
+        except TypeError as error:
+            raise TaskError(f"{source}: the data of a task cannot be sent as JSON: {error}") from error
 
     def board(self) -> dict[str, Any]:
         """Return everything about the run's present state, as `swarmq status --json` prints it."""

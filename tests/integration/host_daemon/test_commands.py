@@ -66,9 +66,73 @@ async def test_an_error_there_is_an_error_here(host, swarmq):
 
 async def test_files_of_this_machine_do_not_get_there(host, swarmq):
     (host.folder.path / "r").mkdir()
-    there = await swarmq("inspect", "r", "0001", "--html", "page.html")
-    assert "--html names a file of this machine" in there.stderr
+    there = await swarmq("client", "add", "ann", "--run", "r", "--ca", "ca.pem")
+    assert "--ca names a file of this machine" in there.stderr
     assert there.exit_code == 1
+
+
+async def test_a_file_that_a_command_writes_comes_back(host, swarmq, tmp_path):
+    run, ids = make_whole_run(host.folder.path)
+    run.close()
+    run.write_transcripts()
+    here = run_command("inspect", run.folder.path, ids["trained"], "--html", tmp_path / "here.html")
+    assert here.exit_code == 0, here.output
+    there = await swarmq("inspect", "r", ids["trained"], "--html", tmp_path / "there.html", role="read")
+    assert there.exit_code == 0, there.output
+    assert (tmp_path / "there.html").read_bytes() == (tmp_path / "here.html").read_bytes()
+    there = await swarmq("plot", "r", "--out", tmp_path / "there.svg", role="read")
+    assert (there.exit_code, there.output) == (0, "written to there.svg\n")
+    assert b"<svg" in (tmp_path / "there.svg").read_bytes()
+    there = await swarmq("plot", "r", "../r", "--out", tmp_path / "no.svg")
+    assert (there.exit_code, (tmp_path / "no.svg").exists()) == (1, False)
+    assert "../r: name a run of the host" in there.output
+
+
+async def test_a_replay_is_written_beside_the_run_it_is_of(host, swarmq):
+    (host.folder.path / "r").mkdir()
+    for words, why in (
+        (("/tmp/out",), "/tmp/out: give a name; with --host the replay is written to r/replays/NAME"),
+        (("again", "--from", "../other"), "--from ../other: name a folder in the run's"),
+        (("again", "--steps", "2:9"), "not the folder of a run that was up"),
+    ):
+        there = await swarmq("replay", "r", *words)
+        assert (there.exit_code, why in there.stderr) == (1, True), there.output
+    assert not (host.folder.path / "r" / "replays").exists()
+
+
+async def test_a_data_set_is_read_here_and_checked_before_it_is_sent(host, swarmq, tmp_path):
+    await host.launch("r")
+    data = tmp_path / "tasks.jsonl"
+    data.write_text('{"id": "a"}\n{"id": "a"}\n')
+    for words, why in (
+        ((data,), "the id 'a' is already that of"),
+        ((tmp_path / "none.jsonl",), "none.jsonl"),
+        ((data, "--curriculum", "m:f"), "--curriculum cannot be combined with --host"),
+        ((data, "--limit", "1"), "run 'r' is starting: tasks need a run that is up"),
+    ):
+        there = await swarmq("feed", "r", *words, role="operate")
+        assert (there.exit_code, why in there.stderr) == (1, True), there.output
+    said = await swarmq("feed", "r", data, "--limit", "1", role="read")
+    assert "has the roles read; this needs operate" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("worker", "m:f"), "swarmq client add NAME --http"),
+        (("train", "job.toml"), "swarmq up JOB --host URL"),
+        (("dashboard",), "each proxy of a run serves a dashboard"),
+        (("warm", "job.toml", "chats.jsonl", "out"), "docs/how-to/laptop.md"),
+        (("engine", "start"), "docs/how-to/laptop.md"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_for_this_machine_says_so(words, instead):
+    said = run_command(*words, "--host", "http://gpu-box:7000")
+    assert said.exit_code == 1
+    assert f"--host http://gpu-box:7000: `swarmq {words[0]}" in said.stderr
+    assert "works on this machine only" in said.stderr
+    assert instead in said.stderr
 
 
 async def test_parameters_are_checked_there_too(host):

@@ -74,7 +74,7 @@ def test_a_feed_that_is_refused_prints_no_bar(tmp_path, monkeypatch):
     async def broker_of(_job, _name):
         yield MemoryBroker()
 
-    monkeypatch.setattr(cli.tasks, "open_broker", broker_of)
+    monkeypatch.setattr("swarmq.observe.feeding.open_broker", broker_of)
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
     (folder / "resolved.toml").write_text(write_job(tmp_path).read_text())

@@ -33,7 +33,7 @@ def broker(monkeypatch):
         await broker.declare("r", policies=["main"], kinds=["lake"])
         yield broker
 
-    monkeypatch.setattr(cli.tasks, "open_broker", broker_of)
+    monkeypatch.setattr("swarmq.observe.feeding.open_broker", broker_of)
     return broker
 
 
