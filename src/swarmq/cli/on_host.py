@@ -19,6 +19,7 @@ from swarmq.cli.common import errors_as_lines, private_files
 from swarmq.cli.remote import find_command
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
+from swarmq.host_daemon.ledger import HostFolder
 from swarmq.messages import NAME
 from swarmq.remote.commands import WRITES, Call
 
@@ -65,6 +66,10 @@ class _Places:
     def _find_run(self, given: Any) -> Path:
         name = str(given or "")
         if not NAME.fullmatch(name) or not RunFolder(self._folder / name).path.is_dir():
+            if NAME.fullmatch(name) and HostFolder(self._folder).record(name).exists():
+                raise ConfigError(
+                    f"run {name!r} has not started yet: `swarmq runs --host URL` shows its place in the queue"
+                )
             raise ConfigError(f"{name or '--run'}: name a run of the host; `swarmq runs --host URL` lists them")
         return self._folder / name
 

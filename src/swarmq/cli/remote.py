@@ -234,7 +234,7 @@ HERE_ONLY = {
     "worker": JOIN,
     "run": JOIN,
     "train": "start the run with `swarmq up JOB --host URL`, and " + JOIN,
-    "dashboard": "each proxy of a run serves a dashboard; `swarmq token --role read --run RUN --host URL` prints a token for it",
+    "dashboard": "each proxy of a run serves a dashboard; `swarmq token RUN --role read --host URL` prints a token for it",
 }
 """Words of commands that other ones replace for a run of another host -> how."""
 INSTEAD: dict[tuple[str, ...], Callable[..., None]] = {

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from swarmq.cli.common import RUN, load_live_run, main, run_until_signalled
-from swarmq.config import RunFolder, SwarmJob
+from swarmq.cli.common import RUN, main, run_until_signalled
+from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 
 
@@ -142,17 +142,13 @@ async def _feed_eval(
     run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
 ) -> None:
     from swarmq.client.data.tasks import hash_source_name
-    from swarmq.observe.feeding import choose_kind, feed_evaluation
+    from swarmq.observe.feeding import feed_evaluation
 
-    job = load_live_run(run)
-    chosen = choose_kind(job, kind, option="--kind")
-    count = await feed_evaluation(RunFolder(run), read(), chosen, repeats=repeats, source=hash_source_name(data))
-    say_stored(job, run, chosen, count)
-
-
-def say_stored(job: SwarmJob, run: Path | str, kind: str, count: int) -> None:
-    click.echo(f"stored {count} tasks for evaluation of {kind}")
-    if not job.eval.every:
+    fed = await feed_evaluation(
+        RunFolder(run), read(), kind, option="--kind", repeats=repeats, source=hash_source_name(data)
+    )
+    click.echo(f"stored {fed.published} tasks for evaluation of {fed.kind}")
+    if not fed.job.eval.every:
         click.echo(f"evaluation is off; to evaluate every 10 steps: swarmq set {run} eval.every=10")
 
 
@@ -171,15 +167,15 @@ async def _feed(
     from rich.progress import Progress
 
     from swarmq.client.data.tasks import hash_source_name
-    from swarmq.observe.feeding import choose_kind, feed_training
+    from swarmq.observe.feeding import feed_training
 
-    chosen = choose_kind(load_live_run(run), kind, option="--kind")
     with Progress(disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task(f"feeding {chosen}", total=None, visible=False)
+        bar = progress.add_task(f"feeding {kind or 'tasks'}", total=None, visible=False)
         fed = await feed_training(
             RunFolder(run),
             read(),
-            chosen,
+            kind,
+            option="--kind",
             source=hash_source_name(data),
             repeats=repeats,
             epochs=epochs,
@@ -188,7 +184,7 @@ async def _feed(
             resume=resume,
             report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
         )
-    click.echo(f"published {fed} slots")
+    click.echo(f"published {fed.published} slots")
 
 
 @main.command()

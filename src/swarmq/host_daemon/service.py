@@ -37,7 +37,7 @@ from swarmq.host_daemon.check import CheckedJob, JobCheck
 from swarmq.host_daemon.ledger import HostFolder, Ledger, RunRecord
 from swarmq.host_daemon.processes import Launcher, RunProcess
 from swarmq.host_daemon.queue import choose_startable, list_queued
-from swarmq.observe.feeding import choose_kind, feed_evaluation, feed_training
+from swarmq.observe.feeding import feed_evaluation, feed_training
 from swarmq.observe.live_runs import find_management_api, load_live_run
 from swarmq.observe.runs import PolicyProgress, ProgressCache, RunRow, read_row
 from swarmq.proxy.http_errors import RefusedError
@@ -291,23 +291,25 @@ class HostService:
         if (state := self._state(self.find(run))) != "up":
             raise _wrong_state(f"run {run!r} is {state}: tasks need a run that is up")
         folder = self.folder.run(run)
-        kind = choose_kind(load_live_run(folder.path), request.kind, option="kind")
         tasks = [SwarmTask(one.id, one.kind, one.payload) for one in request.tasks]
         async with self._feeding[run]:  # a request that is repeated waits for the first one, and continues after it
             if request.for_eval:
-                fed = await feed_evaluation(folder, tasks, kind, source=request.source, repeats=request.repeats)
+                fed = await feed_evaluation(
+                    folder, tasks, request.kind, option="kind", source=request.source, repeats=request.repeats
+                )
             else:
                 fed = await feed_training(
                     folder,
                     tasks,
-                    kind,
+                    request.kind,
+                    option="kind",
                     source=request.source,
                     repeats=request.repeats,
                     epochs=request.epochs,
                     seed=request.seed,
                     resume=not request.restart,
                 )
-        return TasksAnswer(kind=kind, fed=fed)
+        return TasksAnswer(kind=fed.kind, fed=fed.published)
 
     async def delete(self, run: str) -> None:
         """Remove a run that has no process, with its folder."""
@@ -353,10 +355,11 @@ class HostService:
         queued = len(list_queued(self._ledger))
         if record in [one for one, _ in startable] or (can_wait and queued < self._most_queued):
             return
-        running = sum(one.is_running for one in self._ledger)
+        up = ", ".join(one.run for one in self._ledger if one.is_running) or "none"
+        waiting = ", ".join(one.run for one in list_queued(self._ledger)) or "none"
+        what_to_do = "launch again when a run has ended" if can_wait else "the launch may not wait (can_wait)"
         raise RefusedError(
-            f"the host is full: {running} runs are up and {queued} are queued"
-            + ("" if can_wait else ", and the launch may not wait (can_wait)"),
+            f"the host is full: runs that are up: {up}; queued: {waiting}; {what_to_do}",
             status=429,
             code="host_full",
         )

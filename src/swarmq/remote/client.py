@@ -91,7 +91,7 @@ class HostClient:
             except HttpError as error:
                 away = error.status in (0, 502, 503, 504) and not error.fault
                 if not away or time.monotonic() > until:
-                    raise _map(error, self.address) from error
+                    raise self._map(error) from error
             except msgspec.MsgspecError as error:
                 raise HostError(f"{self.address}: not the answer of a swarmq host: {error}") from error
             time.sleep(pause_s)
@@ -106,7 +106,18 @@ class HostClient:
                 while piece := response.read1(1 << 16):
                     yield piece
         except HttpError as error:
-            raise _map(error, self.address) from error
+            raise self._map(error) from error
+
+    def _map(self, error: HttpError) -> HostError:
+        fault = error.fault
+        message = str(fault.get("message") or error)
+        if error.status == 401 and not self._token:
+            message = f"no token: give one with --token or ${TOKEN_ENV}; `swarmq host token` on the host prints one"
+        if error.status == 0:
+            message += "; is `swarmq host serve` up there?"
+        return HostError(
+            f"{self.address}: {message}", status=error.status, code=fault.get("code"), param=fault.get("param")
+        )
 
     @contextmanager
     def _open(
@@ -122,9 +133,3 @@ class HostClient:
         socket_file = self.tunnel.socket if self.tunnel else None
         with open_url(request, timeout_s=timeout_s, socket_file=socket_file) as response:
             yield response
-
-
-def _map(error: HttpError, address: str) -> HostError:
-    fault = error.fault
-    message = str(fault.get("message") or error)
-    return HostError(f"{address}: {message}", status=error.status, code=fault.get("code"), param=fault.get("param"))

@@ -86,7 +86,10 @@ async def test_a_full_host_refuses_before_anything_is_written(tmp_path, launcher
         assert (status, answer["error"]["code"]) == (429, "host_full")
         await host.launch("b")
         status, answer = await host.launch("c")
-        assert (status, answer["error"]["message"]) == (429, "the host is full: 1 runs are up and 1 are queued")
+        assert (status, answer["error"]["message"]) == (
+            429,
+            "the host is full: runs that are up: a; queued: b; launch again when a run has ended",
+        )
         assert await host.states() == {"a": "starting", "b": "queued"}
         assert not host.folder.run("c").path.exists()
 
