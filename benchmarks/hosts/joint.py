@@ -64,7 +64,7 @@ COPIED = {
     "push_bytes_whole": ("hosts_push", "push_bytes_whole"),
     "push_bytes_delta": ("hosts_push", "push_bytes_delta"),
     "push_s_1gbit_delta": ("hosts_push", "push_s_1gbit_1ms_delta"),
-    **{name: ("hosts_collectors", name) for name in (f"collector_episodes_per_s_{num}" for num in (1, 2, 4))},
+    **{name: ("hosts_processes", name) for name in (f"collector_episodes_per_s_{num}" for num in (1, 2, 4))},
 }
 """Figure -> result that has it, and its name there."""
 SWARMQ = (sys.executable, "-m", "swarmq")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -56,9 +55,6 @@ def test_hosts_share_neither_disk_nor_memory_nor_loopback_nor_processes() -> Non
         assert one.path(f"{DISK}/of-one").exists()
 
 
-@pytest.mark.skipif(
-    "SWARMQ_TEST_HOSTS" not in os.environ, reason="a quarter of an hour, up to half a one: set SWARMQ_TEST_HOSTS=1"
-)
 def test_a_run_on_three_hosts_learns_and_loses_no_episode_while_each_of_them_is_cut_off_and_killed() -> None:
     result = play(tiny_model())
     assert result.hosts == 3
