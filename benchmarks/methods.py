@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from support.episodes import make_qwen
 from support.own_methods import ADVANTAGE, LOSS, write_own_methods
-from swarmq.config import ADVANTAGES, LOSSES, Loss, Train, is_own_method
+from swarmq.config import ADVANTAGES, LOSSES, Critic, Loss, Train, is_own_method
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.check import check_method
 from swarmq.learner.methods.credit import has_signal
@@ -43,6 +43,7 @@ TRAIN = Train(
     token_log=False,
     trackers=(),
     loss=Loss(name="reinforce"),
+    critic=Critic(learning_rate=3e-3),
 )
 
 
