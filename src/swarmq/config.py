@@ -788,6 +788,10 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
                     f"policies.{name}.train.steps_per_batch: {policy.train.steps_per_batch} steps need as many groups in a batch, but "
                     f"groups.groups_per_batch is {self.groups.groups_per_batch}"
                 )
+            try:
+                self.train_of(name)
+            except ValueError as error:  # with the advantages of kinds
+                raise ValueError(f"policies.{name}.train.{error}") from error
             if (teacher := policy.train.teacher_policy) is not None and teacher not in self.frozen:
                 raise ValueError(
                     f"policies.{name}.train.teacher: {policy.train.teacher} is no policy of this job with trained = false"

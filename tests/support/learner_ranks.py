@@ -63,13 +63,9 @@ def main(model: str, trains: Sequence[Train], target: Path) -> None:
         with loading() as (held, read):
             trainer = Trainer(model, train)
         if is_sharded(trainer.model):
-            models = 1 + len(trainer.frozen.of(train)) + train.needs_critic
-            mine = int(trainer.accelerator.is_main_process)
+            models, mine = 1 + len(trainer.frozen.of(train)), int(trainer.accelerator.is_main_process)
             assert read.call_count == models * mine, "rank 0 alone reads weights"
-            others = models - train.needs_critic  # the critic has adapters, too
-            assert held[:others] == [trainer.num_parameters * mine] * others, (
-                "the others hold none until they get their shares"
-            )
+            assert held == [trainer.num_parameters * mine] * models, "the others hold none until they get their shares"
         made.append(learned(trainer, train))
         trainer.accelerator.wait_for_everyone()
         if is_sharded(trainer.model) and not number:
@@ -105,10 +101,7 @@ def learned(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPIS
     steps = [trainer.step(batch(n + 1, train, episodes)) for n in range(STEPS)]
     for judge in trainer.frozen.of(train).values():
         assert is_sharded(judge._model) == is_sharded(trainer.model)
-    if trainer.critic:
-        assert is_sharded(trainer.critic.model) == is_sharded(trainer.model)
     return {
-        "critic": trainer.critic.state()["weights"] if trainer.critic else {},
         "sharded": is_sharded(trainer.model),
         "left_out": fields["tokens_left_out"],
         "gradient": gradient,

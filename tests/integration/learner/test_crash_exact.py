@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from support import learner_process
@@ -35,8 +36,15 @@ WAIT_S = 600
 """For a learner, on a busy machine."""
 
 
-def prepare(root: Path, model: Path) -> None:
-    """A job, and a queue with exactly the episodes of all its steps and two groups without a signal."""
+CRITIC = {
+    "advantage": "gae",
+    "critic": {"learning_rate": 1e-2, "gae_lambda": 0.9, "warmup_steps": 1, "lora": {"rank": 4}},
+}
+
+
+def prepare(root: Path, model: Path, *, critic: bool = False) -> None:
+    """A job, and a queue with exactly the episodes of all its steps and, for advantages that compare with the group, two groups without a
+    signal."""
     root.mkdir()
     for points in ("die", "freeze", "slow"):
         (root / points).mkdir()
@@ -54,13 +62,14 @@ def prepare(root: Path, model: Path) -> None:
                         "checkpoint_every": 2,
                         "deterministic": True,
                         "gradient_checkpointing": False,
+                        **(CRITIC if critic else {}),
                     },
                 }
             },
         }
     )
     (root / "job.toml").write_text(job.to_toml())
-    for number in range(STEPS * GROUPS_PER_BATCH + 2):
+    for number in range(STEPS * GROUPS_PER_BATCH + (0 if critic else 2)):
         equal = number in (3, 6)
         for episode in make_group(f"g{number}", (1.0, 1.0) if equal else (0.0, 1.0)):
             learner_process.put(root, topology.ready("r", "main"), episode)
@@ -89,14 +98,14 @@ def final(root: Path) -> Path:
     return root / "runs" / "r" / "main" / "checkpoints" / f"step-{STEPS:08d}"
 
 
-def assert_same_training(root: Path, reference: Path) -> None:
+def assert_same_training(root: Path, reference: Path, *, groups: int = STEPS * GROUPS_PER_BATCH + 2) -> None:
     ours, wanted = load_file(final(root) / "model.safetensors"), load_file(final(reference) / "model.safetensors")
     assert ours.keys() == wanted.keys()
     assert all(ours[name].tobytes() == wanted[name].tobytes() for name in wanted)
     records = list(batch_log.read_records(root / "runs" / "r" / "main" / "batches"))
     ids = [i for record in records for i in (*record.index.trained, *record.index.dropped)]
     assert sorted(ids) == sorted({*ids}), "an episode is in the log twice"
-    assert len(ids) == 2 * (STEPS * GROUPS_PER_BATCH + 2)
+    assert len(ids) == 2 * groups
     assert not list((root / "queues" / topology.ready("r", "main")).glob("*.msg")), "not acknowledged"
     told = {
         message.record: message
@@ -136,6 +145,23 @@ def test_dying_between_log_and_ack_and_between_step_and_report_changes_nothing(
     run_to_the_end(root, starts=starts)
     assert sorted((root / "died").read_text().split()) == sorted(points)
     assert_same_training(root, reference)
+
+
+def test_a_critic_is_the_same_after_deaths(tiny_qwen: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint, in a step that trains the critic alone, and after one, in a step that both make."""
+    for name, points in (("calm", ()), ("killed", ("push-1", "push-4"))):
+        prepare(tmp_path / name, tiny_qwen, critic=True)
+        for point in points:
+            (tmp_path / name / "die" / point).touch()
+        run_to_the_end(tmp_path / name, starts=1 + len(points))
+    assert len((tmp_path / "killed" / "died").read_text().split()) == 2
+    assert_same_training(tmp_path / "killed", tmp_path / "calm", groups=STEPS * GROUPS_PER_BATCH)
+    ours, wanted = (torch.load(final(tmp_path / name) / "state" / "critic.bin") for name in ("killed", "calm"))
+    assert ours["batches"] == wanted["batches"] == STEPS
+    assert ours["weights"]["weight"].any()
+    assert all(torch.equal(ours["weights"][name], weight) for name, weight in wanted["weights"].items())
+    for index, moments in wanted["optimizer"]["state"].items():
+        assert all(torch.equal(ours["optimizer"]["state"][index][name], each) for name, each in moments.items())
 
 
 def test_dying_while_a_checkpoint_is_written_changes_nothing(tiny_qwen: Path, tmp_path: Path, reference: Path) -> None:

@@ -17,13 +17,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import checkpoint_ranks, expert_ranks, hybrid_ranks, learner_ranks, leaving, listening_ranks, lora_ranks
+from support import (
+    checkpoint_ranks,
+    critic_ranks,
+    expert_ranks,
+    hybrid_ranks,
+    learner_ranks,
+    leaving,
+    listening_ranks,
+    lora_ranks,
+)
 from support.episodes import make_qwen
 from support.launch import launch
 from support.own_methods import OPTIMIZER, write_own_methods
 from support.same_gradient import assert_same, assert_same_gradient, assert_same_way
 from support.tiny_model import tiny_experts
-from swarmq.config import Lora, Loss, Sft, Train
+from swarmq.config import Critic, Lora, Loss, Sft, Train
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.distributed.processes import start_ranks
 from swarmq.learner.store.records import RunIdentity
@@ -138,6 +147,29 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
             for key, tensor in theirs.items():
                 assert ours[key].shape == tensor.shape
                 torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-5, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_critic_on_ranks_learns_what_it_learns_on_one(tiny_qwen: Path, tmp_path: Path) -> None:
+    """Whole on each rank, sharded, and with ranks that share passes. Each also continues from its checkpoint, to the bit."""
+    critic = Critic(learning_rate=1e-2, gae_lambda=0.9, lora=Lora(rank=4))
+    plain = msgspec.structs.replace(TRAIN, advantage="gae", critic=critic, loss=Loss(name="reinforce"), **ROWS)
+    ways = {
+        "two": plain,
+        "two that share passes": msgspec.structs.replace(plain, context_parallel=2),
+        "two sharded": msgspec.structs.replace(plain, sharding="full"),  # last, because accelerate stays with it
+    }
+    for count, named in (1, {"alone": plain}), (2, ways):
+        for name in named:
+            (tmp_path / name).mkdir()
+        launch(count, critic_ranks.__file__, str(tiny_qwen), msgspec.json.encode(named).decode(), str(tmp_path))
+    alone = torch.load(tmp_path / "alone" / "made")
+    for name in ways:
+        made = torch.load(tmp_path / name / "made")
+        assert_same_way(made["after"], alone["after"], alone["before"], 2e-2)
+        for ours, wanted in zip(made["figures"], alone["figures"], strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-2, abs=1e-4), name
 
 
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:

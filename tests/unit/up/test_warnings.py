@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.config import EngineSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
+from swarmq.config import Critic, EngineSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.engine.server.model_check import ModelFacts
 from swarmq.up.job_checks import find_ineffective_settings, find_untrainable_requests, plan_run
 
@@ -60,6 +60,11 @@ def list_warnings(**settings: object) -> list[str]:
             "policies.solver.train.loss.clip_low has no effect with loss.name = 'tis_mask', only with ppo_clip, gspo",
         ),
         ({"train": Train(loss=Loss(name="gspo", clip_low=0.1))}, None),
+        (
+            {"train": Train(critic=Critic(warmup_steps=5))},
+            "policies.solver.train.critic has no effect: only the advantage 'gae'",
+        ),
+        ({"train": Train(advantage="gae", critic=Critic(warmup_steps=5))}, None),
     ],
 )
 def test_a_setting_that_changes_nothing_here_is_named(settings: dict[str, object], told: str | None) -> None:

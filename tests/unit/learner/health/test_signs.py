@@ -35,6 +35,14 @@ def test_a_sign_is_told_once_while_it_shows(steps_before: int) -> None:
     assert steps_before < step < steps_before + WINDOW
 
 
+def test_a_critic_that_misleads_or_diverges_is_told() -> None:
+    good = SOUND | {"explained_variance": 0.4, "value_loss": 0.1}
+    assert find_warnings([good] * 40 + [good | {"explained_variance": -2.0}] * 20)[0][1] == "misleading critic"
+    assert find_warnings([good] * 40 + [good | {"value_loss": 30.0}] * 20)[0][1] == "diverging critic"
+    stopped = good | {"skipped": "value_gradient_not_finite", "value_loss": math.nan}
+    assert (41, "steps skipped") in find_warnings([good] * 40 + [stopped])
+
+
 def test_a_sign_that_comes_back_is_told_again() -> None:
     assert [sign for _, sign in find_warnings(([SOUND] * 30 + [CUT] * 15) * 2)] == ["truncated answers"] * 2
 

@@ -283,7 +283,10 @@ def test_a_larger_vocabulary_of_the_policy_is_refused(tiny_qwen: Path, tmp_path:
         Trainer(str(tiny_qwen), train)
 
 
-def test_a_second_discount_is_refused() -> None:
-    tree = {"run": "r", "policies": {"main": {"model": "m", "train": {"advantage": "gae", "call_discount": 0.9}}}}
-    with pytest.raises(ConfigError, match=r"call_discount: the advantage 'gae' discounts by critic\.discount"):
-        SwarmJob.build(tree)
+@pytest.mark.parametrize("changed", [{"policies.main.train.advantage": "gae"}, {"kinds.code.advantage": "gae"}])
+def test_a_second_discount_is_refused(changed: dict[str, str]) -> None:
+    tree = {"run": "r", "policies": {"main": {"model": "m", "train": {"call_discount": 0.9}}}}
+    with pytest.raises(
+        ConfigError, match=r"main\.train\.call_discount: the advantage 'gae' discounts by critic\.discount"
+    ):
+        SwarmJob.build(tree, sets=[f"{path}={value}" for path, value in changed.items()])
