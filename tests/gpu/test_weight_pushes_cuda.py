@@ -39,8 +39,8 @@ pytestmark = [
 PROMPT = [(7 * i) % 500 for i in range(64)]
 TOLERANCE = 0.01
 """FP32 on both sides, by different kernels; in BF16 a logit of 8 is rounded by more."""
-FP8_GAP = 0.15
-"""Nats on average, between FP8 and FP32; weights that were not pushed are further away."""
+FP8_GAP = 0.3
+"""Nats on average: FP8 is 0.12 from FP32 here, and the weights before a push are 0.88 from those after it."""
 
 
 @contextlib.asynccontextmanager
