@@ -14,7 +14,7 @@ came to.
 
 `--limit` measures in the same run what the parts do alone: first vLLM, asked directly by as many conversations at once; then the
 proxies, while the agents' first episodes go on and nothing can be trained; at the end the learner, from whose batches agents
-and engine are kept away. `loop_over_sum` is the time of a step over the sum of both.
+and engine are kept away. `loop_over_sum` is the time of a step over the time that its samples and its training take alone.
 """
 
 from __future__ import annotations
@@ -391,11 +391,13 @@ async def let_learner_alone(
 def limits(
     figures: dict[str, float], *, measured: Sequence[Event], alone: Sequence[Event], rates: dict[str, float]
 ) -> dict[str, float]:
-    """The loop over what its parts do alone. `alone`: steps of the learner beside an idle engine."""
+    """The loop over what its parts do alone. `alone`: steps of the learner beside an idle engine.
+
+    `loop_over_sum` counts what was sampled in a step's time, which is less than what is trained while a backlog lasts.
+    """
     if not alone:
         raise RuntimeError("the learner made no step alone")
-    sampled_tokens = statistics.fmean(event.fields["tokens_trained"] for event in measured)
-    rollout_s = sampled_tokens / rates["direct_tokens_per_s"]
+    rollout_s = figures["sampled_tokens_per_s"] * figures["step_s"] / rates["direct_tokens_per_s"]
     learner_s = statistics.median(event.fields["train_s"] + event.fields["push_s"] for event in alone)
     return rates | {
         "proxy_over_direct": rates["proxy_tokens_per_s"] / rates["direct_tokens_per_s"],
@@ -424,7 +426,9 @@ def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="mps-", dir=folder) as place:
         os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=30)
+        # a daemon that sees some GPUs only would number them anew for its clients
+        every_gpu = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=every_gpu, check=True, timeout=30)
         try:
             yield
         finally:

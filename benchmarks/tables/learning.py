@@ -19,8 +19,6 @@ WORKLOADS = (
     ("a group's shared prompt of 0, 1k, 4k, 8k tokens, tree", "tree", ("prompt_0", "prompt_1k", "prompt_4k", "prompt_8k")),
 )  # fmt: skip
 
-WAYS = {"plain": "BF16", "fp8": "FP8", "fp8_cache": "FP8, and in the cache", "ngram": "BF16, n-gram drafts"}
-"""What benchmarks/rollouts.py calls an engine -> words."""
 LAYERS = {"gathered once a step": "fsdp2", "gathered in each pass": "fsdp2_each_pass", "whole on each GPU": "ddp"}
 """Words -> what benchmarks/learner_scaling.py calls the way."""
 GPUS = (1, 2, 4)
@@ -230,71 +228,41 @@ def trl_block(known: dict[str, Any]) -> Iterator[str]:
 
 
 def limit_block(known: dict[str, Any]) -> Iterator[str]:
-    """The loop beside what its parts do alone, and with kernels of both at the same time."""
+    """The loop beside what its parts do alone."""
     if "loop_limit_h200" not in known:
         return
     record = known["loop_limit_h200"]
-    numbers, detail = record["figures"], record["detail"]["1.7b"]
-    rates = detail["engine_tokens_per_s"]
-    alone_s = numbers["rollout_alone_1p7b_s"] + numbers["learner_alone_1p7b_s"]
+    numbers, rates = record["figures"], record["detail"]["1.7b"]["engine_tokens_per_s"]
     yield from _table(
         ("1.7 B", ""),
         [
-            ("vLLM asked directly, by as many conversations: tokens/s", f"{numbers['direct_tokens_per_s_1p7b']:,.0f}"),
-            ("the same calls through the proxies", f"{numbers['proxy_tokens_per_s_1p7b']:,.0f}"),
-            ("through the proxies, over direct", f"{numbers['proxy_over_direct_1p7b']:.2f}"),
-            ("a batch sampled alone, by the direct rate", f"{numbers['rollout_alone_1p7b_s']:.2f} s"),
-            ("its step by the learner alone, with the push", f"{numbers['learner_alone_1p7b_s']:.2f} s"),
-            ("step of the loop, mean", f"{numbers['step_1p7b_s']:.2f} s"),
-            ("step of the loop over the sum of both", f"{numbers['loop_over_sum_1p7b']:.2f}"),
-            ("training beside the engine, median", f"{numbers['train_1p7b_s']:.2f} s"),
+            ("vLLM asked directly, by as many conversations", f"{numbers['direct_tokens_per_s_1p7b']:,.0f} tokens/s"),
             (
-                "tokens/s sampled beside the computing learner; otherwise",
+                "the same calls through the proxies; over direct",
+                f"{numbers['proxy_tokens_per_s_1p7b']:,.0f} tokens/s; {numbers['proxy_over_direct_1p7b']:.2f}",
+            ),
+            (
+                "sampling lost when a push clears the cache, nothing else running",
+                f"{numbers['cache_lost_1p7b_s']:.2f} s",
+            ),
+            ("step of the loop, mean", f"{numbers['step_1p7b_s']:.2f} s"),
+            (
+                "what is sampled in a step's time, sampled directly and alone",
+                f"{numbers['rollout_alone_1p7b_s']:.2f} s",
+            ),
+            ("a step and push of the learner alone, median", f"{numbers['learner_alone_1p7b_s']:.2f} s"),
+            ("step of the loop over the sum of both", f"{numbers['loop_over_sum_1p7b']:.2f}"),
+            (
+                "tokens/s sampled while the learner computes; otherwise",
                 f"{rates['beside_the_learner']:,.0f}; {rates['without']:,.0f}",
             ),
+            ("training in the loop, median", f"{numbers['train_1p7b_s']:.2f} s"),
             (
                 "MFU of training in the loop; alone",
                 f"{numbers['mfu_in_loop_1p7b']:.2f}; {numbers['mfu_alone_1p7b']:.2f}",
             ),
-            ("sampling lost because a push clears the cache", f"{numbers['cache_lost_1p7b_s']:.2f} s"),
         ],
     )
-    for name, words in (("equal", ""), ("learner_low", ", the engine's kernels first")):
-        if found := known.get(f"loop_mps_{name}_h200"):
-            step_s = found["figures"]["step_1p7b_s"]
-            yield (
-                f"With CUDA's multi-process service{words}: a step in {step_s:.2f} s, {step_s / alone_s:.2f} of the sum, training in "
-                f"{found['figures']['train_1p7b_s']:.2f} s.\n"
-            )
-    yield "\n"
-
-
-def rollouts_block(known: dict[str, Any]) -> Iterator[str]:
-    """Engines in FP8 and with drafts beside plain ones, a row for each."""
-    records = [known[name] for name in ("fp8_h200", "spec_h200") if name in known]
-    if not records:
-        return
-    rates = {engine: median(each) for record in records for engine, each in record["detail"]["tokens_per_s"].items()}
-    gaps = {engine: gap for record in records for engine, gap in record["detail"]["gaps"].items()}
-    models = records[0]["detail"]["models"]
-
-    def cells(engine: str) -> tuple[str, ...]:
-        size, _, way = engine.partition("_")
-        gap = gaps.get(engine)
-        measured = (
-            (f"{gap['k3']:.1e}", f"{gap['max_abs']:.2g}", f"{gap['effective_samples']:.1%}") if gap else ("-",) * 3
-        )
-        over = rates[engine] / rates[f"{size}_plain"]
-        return (
-            models[size].replace("m", " M").replace("b", " B"),
-            WAYS[way],
-            f"{rates[engine]:,.0f}",
-            f"{over:.2f}",
-            *measured,
-        )
-
-    heads = ("model", "engine", "tokens/s", "over plain", "k3", "largest difference", "effective samples")
-    yield from _table(heads, map(cells, rates))
 
 
 def trl_derived(record: dict[str, Any]) -> dict[str, float]:

@@ -34,9 +34,10 @@ def step(at: float, *, train_s: float = 4.0, mfu: float = 0.25) -> Event:
 def test_the_loop_is_compared_with_the_sum_of_what_its_parts_do_alone() -> None:
     rates = {"direct_tokens_per_s": 200.0, "proxy_tokens_per_s": 190.0}
     alone = [step(30.0, train_s=each, mfu=0.5) for each in (1.0, 2.0, 9.0)]
-    found = loop.limits({"step_s": 4.5}, measured=[step(6.0), step(12.0)], alone=alone, rates=rates)
+    figures = {"step_s": 4.5, "sampled_tokens_per_s": 100.0 / 4.5 * 6}
+    found = loop.limits(figures, measured=[step(6.0), step(12.0)], alone=alone, rates=rates)
     assert found["proxy_over_direct"] == pytest.approx(0.95)
-    assert found["rollout_alone_s"] == 3.0
+    assert found["rollout_alone_s"] == pytest.approx(3.0)
     assert found["learner_alone_s"] == 3.0
     assert found["loop_over_sum"] == pytest.approx(0.75)
     assert (found["mfu_in_loop"], found["mfu_alone"]) == (0.25, 0.5)
