@@ -17,6 +17,7 @@ import { Empty } from "./ui/states";
 import { SafeText } from "./ui/text";
 import { VIEWS } from "./views/all";
 import { Runs } from "./views/runs";
+import { Studies, StudyPage } from "./views/studies";
 
 function App() {
   const [isLoginWanted, setLoginWanted] = useState(false);
@@ -33,7 +34,7 @@ function App() {
   const place = `${route.run}/${route.view}/${route.arg}`;
   const isFirst = useRef(true);
   useEffect(() => {
-    document.title = [view?.title ?? "Runs", entry?.run ?? route.run, "swarmq"].filter(Boolean).join(" · ");
+    document.title = [view?.title ?? (STUDY_VIEWS.includes(route.view) ? "Studies" : "Runs"), entry?.run ?? route.run, "swarmq"].filter(Boolean).join(" · ");
   }, [place, entry?.run]);
   useEffect(() => {
     window.scrollTo(0, 0);
@@ -48,6 +49,12 @@ function App() {
       <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); main.current?.focus(); }}>Skip to content</a>
       <header class="top">
         <a class="brand" href={link(null, "runs")}><Logo />swarmq</a>
+        {route.run === null && embedded === null && (
+          <nav class="crumb" aria-label="Lists">
+            <a href={link(null, "runs")} aria-current={STUDY_VIEWS.includes(route.view) ? undefined : "page"}>Runs</a>
+            <a href={link(null, "studies")} aria-current={STUDY_VIEWS.includes(route.view) ? "page" : undefined}>Studies</a>
+          </nav>
+        )}
         {route.run !== null && (
           <span class="crumb">
             <span aria-hidden="true">/</span>
@@ -67,7 +74,9 @@ function App() {
       <main id="main" ref={main} tabIndex={-1}>
         {route.run !== null && me.data?.can_operate && <OperateBar run={route.run} entry={entry} />}
         <Fence key={place}>
-          {route.run === null ? (
+          {route.run === null && route.view === "studies" ? <Studies /> : route.run === null && route.view === "study" ? (
+            <StudyPage id={route.query.get("id") ?? ""} />
+          ) : route.run === null ? (
             <Runs runs={runs} query={route.query} isCompare={route.view === "compare"} />
           ) : view === undefined ? (
             <Empty>There is no view named “<SafeText text={route.view} inline />”.</Empty>
@@ -81,6 +90,8 @@ function App() {
     </MeContext.Provider>
   );
 }
+
+const STUDY_VIEWS = ["studies", "study"];
 
 const hasNavigation = VIEWS.some(({ id }) => offers(id)); // an exported episode has nowhere else to go
 

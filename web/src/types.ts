@@ -245,3 +245,21 @@ export interface LogFiles { files: { name: string; bytes: number }[] }
 export interface LogText { name: string; text: string }
 export interface DeadLetters { rows?: Record<string, unknown>[]; error?: string }
 export interface Me { name: string; roles: string[]; base: string; can_operate: boolean }
+
+export interface StudyEntry {
+  id: string; name: string; folder: string; question: string; state: string; error: string; results: number; trials: number; at: number | null;
+}
+
+export interface Study {
+  id: string; name: string; folder: string; question: string; metric: string; smallest_effect: number; state: string; reason: string; at: number;
+  trials: {
+    arm: string; seed: number; rung: number; is_noise: boolean; state: string; value: number | null; gpu_seconds: number | null;
+    failures: number; worker: string; reason: string;
+  }[];
+  budget: { name: string; spent: number; reserved: number; cap: number | null }[];
+  proposals: { arm: string; decision: string; by: string; reason: string }[];
+  comparisons: {
+    arm: string; seeds: number; mean: number | null; low: number | null; high: number | null; p: number; verdict: string;
+  }[] | null; // null where swarmq[studies] is not installed
+  curves: { x: string; y: string; lines: { label: string; values: number[]; low: number[]; high: number[] }[] }[];
+}

@@ -28,10 +28,10 @@ PORT = 8600
 @click.option("--open", "opens", is_flag=True, help="Open the link in a browser.")
 @private_files()
 def dashboard(folders: tuple[Path, ...], port: int, host: str, *, opens: bool) -> None:
-    """Show runs in a browser.
+    """Show runs and studies in a browser.
 
     Shows every episode and token, curves, queues, and which process holds a run up. FOLDER is a run's folder, or a folder of runs;
-    runs by default. Live, stopped, crashed and copied runs can be read. The dashboard only reads files, so it neither slows nor
+    runs by default. Studies are found in FOLDER and its `studies`, by default those of this folder. Live, stopped, crashed and copied runs can be read. The dashboard only reads files, so it neither slows nor
     stops a run. Prints a link with a token; whoever has the link can read the runs, and operate those whose secret you can read.
     The last example shows runs of another machine.
 
@@ -44,6 +44,7 @@ def dashboard(folders: tuple[Path, ...], port: int, host: str, *, opens: bool) -
     import webbrowser
 
     from swarmq.dashboard.serving import serve
+    from swarmq.studies.pages import StudyShelf
 
     def say(link: str) -> None:
         click.echo(link)
@@ -61,4 +62,4 @@ def dashboard(folders: tuple[Path, ...], port: int, host: str, *, opens: bool) -
                 visible(f"note: {folder}: no run is there yet; those that `swarmq up` starts there will appear"),
                 err=True,
             )
-    serve(shown, host=host, port=port, say=say)
+    serve(shown, host=host, port=port, say=say, studies=StudyShelf(folders or (Path(),)))

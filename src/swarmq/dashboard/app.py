@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import anyio
@@ -94,12 +94,22 @@ class Login(msgspec.Struct, frozen=True, kw_only=True):
     token: str
 
 
-def create_app(shelf: Shelf, access: Access, *, base: str = "", is_secure: bool = False) -> ASGIApp:
+class Studies(Protocol):
+    """What the dashboard shows of studies, which are above it."""
+
+    def rows(self) -> Sequence[Any]: ...
+    def show(self, id: str) -> dict[str, Any]:  # noqa: A002 - what addresses call it
+        """Return a study. Raises UnknownRunError."""
+
+
+def create_app(
+    shelf: Shelf, access: Access, *, studies: Studies | None = None, base: str = "", is_secure: bool = False
+) -> ASGIApp:
     """Create the dashboard.
 
-    `base`: prefix of its paths in the browser. `is_secure`: whether browsers reach it only by https.
+    `studies`: the studies that it shows; none behind a proxy, which serves one run. `base`: prefix of its paths in the browser. `is_secure`: whether browsers reach it only by https.
     """
-    pages = DashboardPages(shelf, access, base=base, is_secure=is_secure)
+    pages = DashboardPages(shelf, access, studies=studies, base=base, is_secure=is_secure)
 
     @contextlib.asynccontextmanager
     async def close_shelf(_: Litestar) -> AsyncIterator[None]:
@@ -172,8 +182,9 @@ def _status_of(error: Exception) -> int:
 class DashboardPages:
     """The handlers of the dashboard."""
 
-    def __init__(self, shelf: Shelf, access: Access, *, base: str, is_secure: bool) -> None:
+    def __init__(self, shelf: Shelf, access: Access, *, studies: Studies | None, base: str, is_secure: bool) -> None:
         self._shelf, self._access, self._base, self._is_secure = shelf, access, base, is_secure
+        self._studies = studies
         self._limiter: anyio.CapacityLimiter | None = None
 
     def handlers(self) -> list[HTTPRouteHandler]:
@@ -187,6 +198,8 @@ class DashboardPages:
         reading: list[tuple[str, Callable[..., Any]]] = [
             ("/api/me", self.me),
             ("/api/runs", self.runs),
+            ("/api/studies", self.studies),
+            ("/api/studies/{study:str}", self.study),
             ("/api/diff", self.diff),
             (f"{run}/overview", self.overview),
             (f"{run}/steps", self.steps),
@@ -302,6 +315,16 @@ class DashboardPages:
     async def runs(self) -> Response[bytes]:
         """List the runs."""
         return _json({"runs": await self._read(self._shelf.entries)})
+
+    async def studies(self) -> Response[bytes]:
+        """List the studies; none behind a proxy."""
+        return _json({"studies": await self._read(self._studies.rows) if self._studies else []})
+
+    async def study(self, study: FromPath[str]) -> Response[bytes]:
+        """Show a study: trials, comparisons, curves, budget, proposals of its planner."""
+        if self._studies is None:
+            raise UnknownRunError("this dashboard shows one run, and no studies")
+        return _json(await self._read(self._studies.show, study))
 
     async def diff(self, request: Request[Any, Any, Any]) -> Response[bytes]:
         """Compare the settings of two to four runs; `runs` is their ids, separated by commas."""

@@ -20,7 +20,7 @@ import uvicorn
 from swarmq import keys
 from swarmq.config import RunFolder
 from swarmq.dashboard.access import LinkAccess, OperatorAccess
-from swarmq.dashboard.app import create_app
+from swarmq.dashboard.app import Studies, create_app
 from swarmq.dashboard.process_settings import BASE, READY, DashboardProcessSettings
 from swarmq.dashboard.shelf import Shelf
 from swarmq.registries.clients import RevokedNames
@@ -34,7 +34,13 @@ BACKLOG = 128
 
 
 def serve(
-    folders: Sequence[Path], *, host: str, port: int, say: Callable[[str], None], cache: Path | None = None
+    folders: Sequence[Path],
+    *,
+    host: str,
+    port: int,
+    say: Callable[[str], None],
+    cache: Path | None = None,
+    studies: Studies | None = None,
 ) -> None:
     """Serve the runs in `folders` until a signal; `say` is called with the link. Raises ConfigError if the port is taken."""
     logs.configure(role="dashboard", run="")
@@ -42,7 +48,7 @@ def serve(
     port = listener.getsockname()[1]
     token = secrets.token_urlsafe(32)
     access = LinkAccess(token, name=getpass.getuser(), cookie=f"swarmq_dashboard_{port}")
-    app = create_app(Shelf(folders, cache=cache), access)
+    app = create_app(Shelf(folders, cache=cache), access, studies=studies)
     shown = f"[{host}]" if ":" in host else host
     say(f"http://{shown}:{port}/#token={token}")
     asyncio.run(Server(_config(app)).serve(sockets=[listener]))

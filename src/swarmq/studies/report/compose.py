@@ -100,6 +100,11 @@ def compose(entries: Sequence[Entry], *, operation: bool = True) -> list[Block]:
     return [block for chapter in chapters for block in chapter(ledger)]
 
 
+def read_comparisons(entries: Sequence[Entry]) -> list[Comparison]:
+    """Return the comparisons of a report."""
+    return Ledger(entries).comparisons
+
+
 def sentence(found: Comparison, study: Study) -> str:
     """Say what is claimed of an arm, with its interval and n."""
     if found.mean is None:

@@ -1,0 +1,58 @@
+"""What the dashboard shows of studies: those below its folders, from their ledgers alone."""
+
+import msgspec
+import pytest
+from litestar.testing import TestClient
+
+from support.studies import Story, study_of
+from swarmq.dashboard.access import LinkAccess
+from swarmq.dashboard.app import create_app
+from swarmq.dashboard.shelf import Shelf, UnknownRunError
+from swarmq.studies.ledger import LedgerFile
+from swarmq.studies.pages import StudyShelf
+from swarmq.studies.records import StudyStopped, TrialParked
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    story = Story(study_of())
+    for arm, seed, value in (("a", 0, 1.0), ("b", 0, 2.0), ("a", 1, 1.2), ("b", 1, 2.1)):
+        story.finish(story.plan(arm, seed), value, seconds=10)
+    story.start(story.plan("a", 2))
+    lost = story.plan("b", 2)
+    story.add(TrialParked(trial_id=lost.id, reason="<b>it broke</b>"), StudyStopped(kind="asked", reason="enough"))
+    ledger = LedgerFile(tmp_path / "studies" / "first" / "ledger.jsonl")
+    ledger.append([entry.fact for entry in story.entries])
+    ledger.close()
+    damaged = tmp_path / "studies" / "damaged" / "ledger.jsonl"
+    damaged.parent.mkdir()
+    damaged.write_text("not a line\n")
+    return StudyShelf([tmp_path])
+
+
+def test_all_studies_are_listed_also_those_that_cannot_be_read(shelf):
+    first, damaged = shelf.rows()
+    assert (first.name, first.state, first.results, first.trials) == ("first", "asked", 4, 6)
+    assert damaged.state == "unreadable"
+    assert "line 1 cannot be read" in damaged.error
+
+
+def test_a_study_shows_comparisons_trials_and_budget(shelf):
+    shown = shelf.show(shelf.rows()[0].id)
+    assert [(one["arm"], one["seeds"]) for one in shown["comparisons"]] == [("b", 2)]
+    assert shown["comparisons"][0]["mean"] == pytest.approx(0.95)
+    assert [one["state"] for one in shown["trials"]] == ["done"] * 4 + ["running", "failed"]
+    (gpu,) = [row for row in shown["budget"] if row["name"] == "GPU seconds"]
+    assert (gpu["spent"], gpu["reserved"], gpu["cap"]) == (40, 10, 1000)
+    with pytest.raises(UnknownRunError):
+        shelf.show("../first")
+
+
+def test_the_api_serves_them_to_readers_only(shelf, tmp_path):
+    app = create_app(Shelf([tmp_path]), LinkAccess("secret", name="ann", cookie="c"), studies=shelf)
+    with TestClient(app) as client:
+        assert client.get("/api/studies").status_code == 401
+        client.headers["authorization"] = "Bearer secret"
+        first = client.get("/api/studies").json()["studies"][0]
+        assert msgspec.convert(client.get(f"/api/studies/{first['id']}").json()["name"], str) == "first"
+        assert client.get("/api/studies/none").status_code == 404
