@@ -58,7 +58,9 @@ def _page(app: Litestar) -> str:
 
 def dashboard() -> str:
     """Return the routes of the dashboard, as a table."""
-    pages = DashboardPages(Shelf([]), LinkAccess("token", name="name", cookie="cookie"), base="", is_secure=False)
+    pages = DashboardPages(
+        Shelf([]), LinkAccess("token", name="name", cookie="cookie"), studies=None, base="", is_secure=False
+    )
     config = OpenAPIConfig(title="dashboard", version="", use_handler_docstrings=True)
     described = Litestar(pages.handlers(), openapi_config=config).openapi_schema.to_schema()
     lines = ["| route | what |", "|---|---|"]
