@@ -1,5 +1,5 @@
-"""A laptop without a shared disk defines, starts, watches, changes, stops and resumes a run over HTTP, and the GPU host's daemon is
-killed meanwhile."""
+"""A laptop without a shared disk defines, starts, watches, changes, stops and resumes a training over HTTP, its agents learn meanwhile, and
+the GPU host's daemon is killed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ import pytest
 from benchmarks.hosts.machines import DISK, Machine, Switch, why_not
 
 from support.tiny_model import tiny_model
+from support.toy_task import GAIN
+from swarmq.learner.checkpoint.discovery import verify
+from swarmq.learner.store.batch_log import read_records
 
 pytestmark = [
     pytest.mark.broker,
+    pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
@@ -29,7 +33,7 @@ RUNS = f"{DISK}/runs"
 DAEMON = (sys.executable, "-m", "swarmq", "host", "serve", RUNS, "--host")
 
 
-def test_a_laptop_steers_a_run_while_the_host_s_daemon_is_killed():
+def test_a_laptop_trains_on_a_host_the_daemon_of_which_is_killed():
     with Switch() as switch, switch.machine("gpu-box") as box, switch.machine("laptop") as laptop:
         box.boot({"daemon": [*DAEMON, box.address]})
         wait_for_starts(box, 1)
@@ -46,17 +50,25 @@ def test_a_laptop_steers_a_run_while_the_host_s_daemon_is_killed():
             laptop.path(f"{DISK}/go").touch()
             said = [json.loads(line) for line in steering.result().splitlines()]
         assert not laptop.path(RUNS).exists()
+        checkpoint = verify(laptop.path(f"{DISK}/trained"))
+        records = list(read_records(laptop.path(f"{DISK}/batches")))
     seen = {one.pop("what"): one for one in said}
     assert seen["refused"] == {"param": "policies.main.model"}
     assert seen["launched"] == {"same": True, "taken": "run", "runs": 1}
-    assert "joined" in seen, "the run's proxy is reached from the laptop"
-    assert "learning_rate: 1e-06 -> 2e-06" in seen["changed"]["set"]
+    assert seen["fed"] == {"slots": [6, 0]}, "fed once, however often they are sent"
+    assert seen["found"] == {"state": "up", "same_process": True}
+    assert "learning_rate: 0.001 -> 0.0008" in seen["changed"]["set"]
     assert "the run is paused" in seen["changed"]["paused"]
     assert (seen["changed"]["pace"], seen["changed"]["resumed"]) == ("paused", "running")
-    assert seen["found"] == {"state": "up", "same_process": True}
-    assert "stopped. `swarmq up" in seen["stopped"]["last"]
-    assert seen["downloaded"]["bytes"] > 0
-    assert seen["resumed"] == {"max_steps": 7}
+    log = "\n".join(seen["stopped"]["log"])
+    assert "step 1: reward" in log
+    assert "stopped. `swarmq up" in log
+    assert seen["resumed"] == {"max_steps": 500, "step": seen["stopped"]["step"]}
+    rewards = seen["learned"]["rewards"]
+    assert rewards[-1] - rewards[0] >= GAIN
+    assert checkpoint.version >= seen["learned"]["step"] > seen["stopped"]["step"] > 0
+    trained = [episode for record in records for episode in record.index.trained]
+    assert len(trained) == len(set(trained)) <= seen["learned"]["ended"]
 
 
 def wait_for_starts(box: Machine, times: int) -> None:
