@@ -193,6 +193,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         launcher=LOW_PRIORITY if asked.mps == "learner-low" else (),
     )
     alone = dict[str, float]()
+    counted = dict[str, tuple[float, float]]()
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=_say))
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
@@ -201,16 +202,18 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         fed = folder / "fed.json"
         await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
         meter = await stack.enter_async_context(TokenMeter.of(deployment))
+        watch = stack.enter_context(GpuWatch())
         _say(f"up after {time.monotonic() - began:.0f} s")
         if asked.limit:
             async with workers(deployment, size, folder, direct=True):
                 alone["direct_tokens_per_s"] = rate = await meter.rate(ALONE_S[asked.device])
+                counted["direct"] = meter.counted
                 alone["cache_lost_s"] = await meter.cost_of_lost_cache(rate, ALONE_S[asked.device] / 2)
             await meter.until_idle()
         agents = await stack.enter_async_context(workers(deployment, size, folder))
-        watch = stack.enter_context(GpuWatch())
         if asked.limit:
             alone["proxy_tokens_per_s"] = await meter.rate(ALONE_S[asked.device])
+            counted["proxy"] = meter.counted
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(asked.deadline - (time.monotonic() - began)):
                 await until_step(follower, asked.steps)
@@ -229,6 +232,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     if asked.limit:
         later = [e for e in events if e.name == "step" and training(e)[0] >= alone_from]
         figures |= limits(figures, measured=measured, alone=later, rates=alone)
+        detail["gpu_busy_alone"] = {way: watch.busy(span) for way, span in counted.items()}
         detail["alone"] = [{phase: event.fields[phase] for phase in (*PHASES, "mfu")} for event in later]
     told = list(read_log(job.run_folder.logs / "learner.main.log"))
     waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
@@ -309,6 +313,8 @@ class TokenMeter:
         self._http, self._engine = http, engine
         self.looks: list[tuple[float, float]] = []
         """Unix time, tokens."""
+        self.counted = (0.0, 0.0)
+        """Unix time of the first and the last count of the newest `rate`."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -333,9 +339,11 @@ class TokenMeter:
             while await sampled(self._http, self._engine) == await self._next():
                 pass  # the callers' processes are still starting
         await asyncio.sleep(RAMP_S)
-        before, began = await sampled(self._http, self._engine), time.monotonic()
+        before, began = await sampled(self._http, self._engine), time.time()
         await asyncio.sleep(seconds)
-        return (await sampled(self._http, self._engine) - before) / (time.monotonic() - began)
+        tokens = await sampled(self._http, self._engine) - before
+        self.counted = began, time.time()
+        return tokens / (self.counted[1] - began)
 
     async def cost_of_lost_cache(self, rate: float, seconds: float) -> float:
         """Seconds of sampling at `rate` that are lost in the next `seconds` when the cache is cleared, as at a push: all contexts

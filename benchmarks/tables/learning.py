@@ -232,7 +232,8 @@ def limit_block(known: dict[str, Any]) -> Iterator[str]:
     if "loop_limit_h200" not in known:
         return
     record = known["loop_limit_h200"]
-    numbers, rates = record["figures"], record["detail"]["1.7b"]["engine_tokens_per_s"]
+    numbers, detail = record["figures"], record["detail"]["1.7b"]
+    rates, busy = detail["engine_tokens_per_s"], detail["gpu_busy_alone"]
     yield from _table(
         ("1.7 B", ""),
         [
@@ -260,6 +261,10 @@ def limit_block(known: dict[str, Any]) -> Iterator[str]:
             (
                 "MFU of training in the loop; alone",
                 f"{numbers['mfu_in_loop_1p7b']:.2f}; {numbers['mfu_alone_1p7b']:.2f}",
+            ),
+            (
+                "share of the time in which the GPU computes, asked directly; through the proxies",
+                f"{busy['direct']:.2f}; {busy['proxy']:.2f}",
             ),
         ],
     )
