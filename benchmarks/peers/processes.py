@@ -46,23 +46,24 @@ def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -
 
 
 def wait_for_lines(
-    process: subprocess.Popen[bytes], steps: Path, count: int, deadline: float, log: Path
+    process: subprocess.Popen[bytes], steps: Path, count: int, *, deadline: float, log: Path, least: int | None = None
 ) -> list[float]:
     """Return when each of the first `count` lines of `steps` appeared, in seconds of time.monotonic.
 
-    Raises PeerError when the process ends or the deadline (in the same clock) passes before that.
+    From the deadline (in the same clock) on, `least` lines are enough; all are needed when that is None. Raises PeerError
+    when there are fewer, or when the process ends before the last line.
     """
     appeared: list[float] = []
+    least = count if least is None else least
     while len(appeared) < count:
-        running = process.poll() is None
+        running, late = process.poll() is None, time.monotonic() > deadline
         lines = steps.read_bytes().count(b"\n") if steps.exists() else 0
         appeared += [time.monotonic()] * (lines - len(appeared))
-        if len(appeared) < count and not running:
-            raise PeerError(
-                f"ended with code {process.returncode} after {len(appeared)} of {count} steps; {tail(log, 40)}"
-            )
-        if len(appeared) < count and time.monotonic() > deadline:
-            raise PeerError(f"{len(appeared)} of {count} steps at the deadline; {tail(log, 40)}")
+        if late and len(appeared) >= least:
+            break
+        if len(appeared) < count and (late or not running):
+            why = "at the deadline" if running else f"when it ended with code {process.returncode}"
+            raise PeerError(f"{len(appeared)} of {count} steps {why}; {tail(log, 40)}")
         time.sleep(POLL_S)
     return appeared[:count]
 

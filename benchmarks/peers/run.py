@@ -6,7 +6,7 @@ saved. verl runs `sync` and `colocate_async`, each with its pass that computes l
 `verl_async`) and without (`*_bypass`), with the attention and the log-probabilities that `probe` found fastest; TRL
 runs with FP32 and with BF16 weights. The best of a peer is what swarmq is compared with.
 
-    python -m benchmarks.peers --verl-python VERL/bin/python --trl-python TRL/bin/python       # one H200, 15 minutes
+    python -m benchmarks.peers --verl-python VERL/bin/python --trl-python TRL/bin/python       # one H200, 35 minutes
 
 Every part is saved when it ends, beside the parts of earlier runs; one that fails or takes longer than its limit is
 saved with the end of its log, and the next one runs.
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,8 +40,11 @@ MEASURED = 3
 WARM_UP = {"sync": 1, "colocate_async": 2}
 OWN_STEPS, OWN_WARM_UP = 12, 4
 """Of swarmq, whose first steps find episodes of agents that began together."""
-LIMITS_S = {"probe": 120.0, "swarmq": 300.0}
-LIMIT_S = 240.0
+LIMITS_S = {"probe": 180.0, "swarmq": 420.0}
+LIMIT_S = 480.0
+"""Of the other parts: verl takes five minutes from a cold disk to its first step, half of them to start vLLM."""
+RETRY_S = 120.0
+"""Below this nothing is tried again."""
 VERL = {
     "verl_sync_bypass": ("sync", True),
     "verl_async_bypass": ("colocate_async", True),
@@ -128,7 +133,8 @@ def runner(
 
 def probe(folder: Path, *, python: str, limit_s: float) -> dict[str, Any]:
     result, log = folder / "probe.json", folder / "probe.log"
-    with started([python, "-m", "benchmarks.peers.theirs.verl_probe", str(result)], {}, log) as process:
+    command = [python, "-m", "benchmarks.peers.theirs.verl_probe", str(result)]
+    with contextlib.suppress(subprocess.TimeoutExpired), started(command, {}, log) as process:
         process.wait(limit_s)
     if not result.exists():
         raise PeerError(tail(log, 40))
@@ -151,12 +157,15 @@ def verl(folder: Path, *, mode: str, limit_s: float, fast: Fast, **asked: Any) -
                 new(folder / f"try{bool(failed):d}"),
                 mode=mode,
                 steps=steps,
+                least=WARM_UP[mode] + 1,
                 deadline_s=ends - time.monotonic(),
                 **asked,
                 **settings,
             )
         except PeerError as error:
             failed += f"with {settings}: {error}\n"
+            if ends - time.monotonic() < RETRY_S:
+                break
         else:
             return made | rate(made["ends"], WARM_UP[mode]) | {"failed_before": failed}
     raise PeerError(failed)
@@ -179,7 +188,9 @@ def trl(folder: Path, *, model: Path, python: str, weights: str, attention: str,
     began = time.monotonic()
     command = [python, "-m", "benchmarks.peers.theirs.trl_process", json.dumps(settings), str(logged)]
     with started(command, {"TRL_EXPERIMENTAL_SILENCE": "1"}, log) as process:
-        ends = wait_for_lines(process, logged, settings["steps"], began + limit_s, log)
+        ends = wait_for_lines(
+            process, logged, settings["steps"], deadline=began + limit_s, log=log, least=WARM_UP["sync"] + 1
+        )
     told = [json.loads(line) for line in logged.read_text().splitlines()]
     made = {"ends": [end - began for end in ends], "settings": settings, "steps": told}
     return made | rate(made["ends"], WARM_UP["sync"])

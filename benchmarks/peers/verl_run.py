@@ -37,12 +37,14 @@ def run(
     attention: str,
     logits: str,
     steps: int,
+    least: int,
     deadline_s: float,
     **sizes: Any,
 ) -> dict[str, Any]:
     """Return when each step ended, in seconds after the start, and what verl logged of each.
 
     `mode` is verl's trainer mode; `bypass` leaves out the pass that computes the log-probabilities again before training.
+    A run that did not come to all of its steps in time is described by those it came to, if these are `least` or more.
     Raises PeerError with the end of verl's log.
     """
     write_tasks(folder / "tasks.parquet", count=(steps + 4) * PROMPTS)
@@ -54,8 +56,9 @@ def run(
     logged = folder / "steps.jsonl"
     began = time.monotonic()
     with started(command, ENVIRONMENT | {"VERL_FILE_LOGGER_PATH": str(logged)}, folder / "verl.log") as process:
-        ends = wait_for_lines(process, logged, steps, began + deadline_s, folder / "verl.log")
-    told = [json.loads(line)["data"] for line in logged.read_text().splitlines()[:steps]]
+        log = folder / "verl.log"
+        ends = wait_for_lines(process, logged, steps, deadline=began + deadline_s, log=log, least=least)
+    told = [json.loads(line)["data"] for line in logged.read_text().splitlines()[: len(ends)]]
     return {
         "ends": [end - began for end in ends],
         "episodes": EPISODES,
@@ -107,6 +110,7 @@ def settings(
         "data.dataloader_num_workers": 0,
         "actor_rollout_ref.model.path": model,
         "++actor_rollout_ref.model.override_config.attn_implementation": attention,
+        "actor_rollout_ref.model.external_lib": "benchmarks.peers.theirs.flash_attention_4",
         "actor_rollout_ref.model.use_liger": liger,
         "actor_rollout_ref.model.enable_gradient_checkpointing": checkpointing,
         "actor_rollout_ref.model.use_fused_kernels": logits != "flash",
@@ -123,6 +127,7 @@ def settings(
         f"{rollout}.gpu_memory_utilization": gpu_share,
         f"{rollout}.max_model_len": LONGEST_PROMPT + LONGEST_RESPONSE,
         f"{rollout}.cudagraph_capture_sizes": json.dumps(GRAPH_SIZES, separators=(",", ":")),
+        f"{rollout}.agent.num_workers": 4,
         f"{rollout}.agent.default_agent_loop": "peers",
         f"{rollout}.agent.agent_loop_config_path": folder / "agents.json",
         "reward.num_workers": 1,
@@ -138,6 +143,7 @@ def settings(
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
         "hydra.run.dir": folder / "hydra",
         "ray_kwargs.ray_init.num_cpus": 16,
+        "++ray_kwargs.ray_init.address": "local",
         "++ray_kwargs.ray_init.object_store_memory": 4_000_000_000,
         "++ray_kwargs.ray_init.include_dashboard": False,
     }

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 from vllm import SamplingParams
 
+import benchmarks.peers.theirs.flash_attention_4  # noqa: F401 - so that it runs
 import trl
 from benchmarks.peers.work import (
     EPISODES,

@@ -53,13 +53,22 @@ def test_a_process_that_stops_early_is_told_with_its_log(tmp_path: Path) -> None
     steps, log = tmp_path / "steps", tmp_path / "log"
     command = [sys.executable, "-c", WRITES_TWO, str(steps)]
     with started(command, {}, log) as process, pytest.raises(PeerError, match=r"2 of 3 steps(.|\n)*why it stopped"):
-        wait_for_lines(process, steps, 3, time.monotonic() + 60, log)
+        wait_for_lines(process, steps, 3, deadline=time.monotonic() + 60, log=log)
 
 
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     steps, log = tmp_path / "steps", tmp_path / "log"
     with started([sys.executable, "-c", LEAVES_ONE, str(steps)], {}, log) as process:
-        assert len(wait_for_lines(process, steps, 1, time.monotonic() + 60, log)) == 1
+        assert len(wait_for_lines(process, steps, 1, deadline=time.monotonic() + 60, log=log)) == 1
         left = psutil.Process(process.pid).children(recursive=True)
     assert left
     assert not any(child.is_running() for child in left)
+
+
+def test_a_run_that_is_late_is_measured_by_the_steps_it_came_to(tmp_path: Path) -> None:
+    steps, log = tmp_path / "steps", tmp_path / "log"
+    with started([sys.executable, "-c", LEAVES_ONE, str(steps)], {}, log) as process:
+        wait_for_lines(process, steps, 1, deadline=time.monotonic() + 60, log=log)
+        assert len(wait_for_lines(process, steps, 3, deadline=time.monotonic(), log=log, least=1)) == 1
+        with pytest.raises(PeerError, match="1 of 3 steps at the deadline"):
+            wait_for_lines(process, steps, 3, deadline=time.monotonic(), log=log)
