@@ -70,6 +70,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
     ("docs/explanation/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
     ("docs/explanation/learning/weights.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
+    ("docs/explanation/studies.md", "studies", "After {kills:.0f} kills, {results_lost:.0f} results were lost and {results_twice:.0f} counted twice, no cap was exceeded, and the reports were equal to the byte"),
     ("docs/how-to/laptop.md", "host", "Of {jobs:.0f} scripted runs, {runs_lost:.0f} were lost in {kills:.0f} kills of daemons and runs"),
     ("docs/explanation/learning/weights.md", "hosts_push", "takes {delta_share_large_1e-06:.1%} of the bytes of the BF16 weights, at 1e-5 {delta_share_large_1e-05:.1%}, and the whole weights take {whole_share_large:.0%}"),
     ("docs/explanation/learning/weights.md", "hosts_push", "a difference takes {push_s_1gbit_1ms_delta:.1f} s and the whole weights {push_s_1gbit_1ms_whole:.1f} s at 1 Gbit/s"),

@@ -19,7 +19,7 @@ from swarmq.whole_run.report import END_STEPS, TrainingRecord
 
 RUN = "trial"
 """Name of the run that a training trial has in its folder."""
-CURVES = ("reward", "loss", "staleness")
+CURVES = ("reward", "loss")
 
 
 def train(order: Order) -> Outcome:
@@ -49,9 +49,7 @@ def read_training(folder: RunFolder) -> Outcome:
     """Return the result of a run of `swarmq train` that has made its last step."""
     record, run = TrainingRecord.load(folder.training), Run(folder.path, cache=folder.path)
     steps = [*run.steps()]
-    curves = {
-        name: tuple(float(step.values[name]) for step in steps if step.values.get(name) is not None) for name in CURVES
-    }
+    curves = {name: tuple(float(step.values[name]) for step in steps if name in step.values) for name in CURVES}
     curves = {name: values for name, values in curves.items() if values}
     metrics = {"seconds": record.seconds, "steps": float(len(steps))}
     if rewards := curves.get("reward"):
