@@ -90,7 +90,16 @@ class TrialMaker:
                     f"arms.{name}: cannot be told apart from arms.{other}: settings, code, tasks and model are the same"
                 )
             seen[trial.id] = name
+            self._check_end(name, trial)
             self._check_leaks(trial.tasks)
+
+    def _check_end(self, arm: str, trial: Trial) -> None:
+        """Raise StudyError if the training of a trial would never end."""
+        if self._study.trial.function or trial.steps:
+            return
+        job = SwarmJob.load(self._root / self._study.trial.job, sets=to_sets(trial.settings))
+        if endless := [name for name in job.trained if not job.policies[name].train.max_steps]:
+            raise StudyError(f"arms.{arm}: its training never ends; set policies.{endless[0]}.train.max_steps")
 
     def _check_leaks(self, tasks: str) -> None:
         held_out = self._study.trial.held_out

@@ -26,10 +26,14 @@ def train(order: Order) -> Outcome:
     """Run `swarmq train`, or continue it, and return its result. Raises StudyError if it fails."""
     plan, attempt = order.plan, order.attempt
     sets = [*to_sets(attempt.settings), f"run={RUN}", f"folder={attempt.folder}"]
-    for policy in SwarmJob.load(plan.job, sets=sets).trained:
-        sets.append(f"policies.{policy}.train.seed={attempt.seed}")
-        if attempt.steps:
-            sets.append(f"policies.{policy}.train.max_steps={attempt.steps}")
+    last = {}
+    for policy, settings in SwarmJob.load(plan.job, sets=sets).policies.items():
+        if settings.trained:
+            last[policy] = attempt.steps or settings.train.max_steps
+            sets += [
+                f"policies.{policy}.train.seed={attempt.seed}",
+                f"policies.{policy}.train.max_steps={last[policy]}",
+            ]
     command = [sys.executable, "-m", "swarmq", "train", plan.job, "--plain", "--agent", order.agent]
     for option, value in (("--tasks", order.tasks), ("--held-out", plan.held_out)):
         command += [option, value] if value else []
@@ -38,7 +42,11 @@ def train(order: Order) -> Outcome:
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # so that it stops in order
     if status := process.wait():
         raise StudyError(f"`swarmq train` has ended with status {status}; its output is above")
-    return read_training(RunFolder(Path(attempt.folder) / RUN))
+    folder = RunFolder(Path(attempt.folder) / RUN)
+    for policy, step in last.items():
+        if (done := folder.newest_checkpoint(policy)) < step:  # it was asked to stop
+            raise StudyError(f"`swarmq train` has stopped at step {done} of {step} of {policy}")
+    return read_training(folder)
 
 
 def _die_at_once() -> None:

@@ -10,6 +10,14 @@ from swarmq.errors import ConfigError, StudyError
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.study import hash_study, load_study
 
+JOB = """
+run = "r"
+[policies.main]
+model = "hub/model"
+[policies.main.train]
+max_steps = 2
+"""
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -73,7 +81,7 @@ def test_arms_that_cannot_be_told_apart_are_refused(tmp_path):
 
 
 def test_an_arm_that_sets_a_default_is_the_arm_that_leaves_it_out(tmp_path):
-    (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "hub/model"\n')
+    (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "agent.py").write_text("def attempt(ep): return 1.0\n")
     trial = {"job": "job.toml", "agent": "agent:attempt", "max_seconds": 9}
     default = {"settings": {"policies.main.train.loss.name": "tis_mask"}}
@@ -113,8 +121,18 @@ def test_the_hash_of_a_study_ignores_layout_and_notices_everything_else():
 
 
 def test_arms_may_differ_in_nothing_but_the_function_that_is_the_agent(tmp_path):
-    (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "hub/model"\n')
+    (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "agent.py").write_text("def plain(ep): return 1.0\ndef shaped(ep): return 1.0\n")
     trial = {"job": "job.toml", "agent": "agent:plain", "max_seconds": 9}
     arms = {"plain": {}, "shaped": {"agent": "agent:shaped"}}
     TrialMaker(study_of(trial=trial, metric={"name": "reward"}, arms=arms), tmp_path).check()
+
+
+def test_a_training_that_would_never_end_is_refused(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB.replace("max_steps = 2", ""))
+    (tmp_path / "agent.py").write_text("def attempt(ep): return 1.0\n")
+    trial = {"job": "job.toml", "agent": "agent:attempt", "max_seconds": 9}
+    arms = {"plain": {}, "cispo": {"settings": {"policies.main.train.loss.name": "cispo"}}}
+    study = study_of(trial=trial, metric={"name": "reward"}, arms=arms)
+    with pytest.raises(StudyError, match="arms.plain: its training never ends; set policies.main.train.max_steps"):
+        TrialMaker(study, tmp_path).check()
