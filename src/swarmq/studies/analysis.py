@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
+import msgspec
+import numpy as np
+
+from swarmq.studies.design import choose_arms
 from swarmq.studies.records import Trial, TrialResult
 from swarmq.studies.statistics import (
     Comparison,
+    Interval,
     Noise,
     Plan,
     Rule,
+    adjust_p,
     compare_arms,
     estimate_noise,
     paired_power,
     plan,
     power_with_looks,
+    t_interval,
 )
 from swarmq.studies.statistics.verdicts import Scores
 from swarmq.studies.study import Study
@@ -55,6 +64,50 @@ def compare(study: Study, results: Results) -> list[Comparison]:
     """Compare each arm with the first one, the baseline."""
     scores: dict[str, Scores] = {**collect_scores(study, results)}
     return compare_arms(scores, next(iter(scores)), study.seeds, rule_of(study)) if scores else []
+
+
+class MainEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean difference of the metric between the two values of a setting, over all arms of a factorial design."""
+
+    factor: str
+    low: Any
+    high: Any
+    seeds: int
+    """Number of seeds for which every arm has a result."""
+    mean: float
+    interval: Interval
+    p_holm: float
+
+
+def main_effects(study: Study, results: Results) -> list[MainEffect]:
+    """Return the effect of each setting of a factorial design with two values each; none for other designs."""
+    if not study.space or study.design.kind not in ("grid", "sequential", "fractional"):
+        return []
+    if any(len(parameter.values) != 2 for parameter in study.space.values()):
+        return []
+    arms = choose_arms(study)
+    scores = collect_scores(study, results)
+    seeds = [seed for seed in study.seeds if all(seed in scores.get(arm, {}) for arm in arms)]
+    if not seeds:
+        return []
+    means = np.array([[fmean(scores[arm][seed].values()) for arm in arms] for seed in seeds])
+    differences = []
+    for path, parameter in study.space.items():
+        is_high = np.array([arm.settings[path] == parameter.values[1] for arm in arms.values()])
+        differences.append(means[:, is_high].mean(1) - means[:, ~is_high].mean(1))
+    adjusted = adjust_p(differences, Rule(smallest_effect=study.smallest_effect))
+    return [
+        MainEffect(
+            factor=path,
+            low=parameter.values[0],
+            high=parameter.values[1],
+            seeds=len(seeds),
+            mean=float(difference.mean()),
+            interval=t_interval(difference, alpha=study.stopping.alpha),
+            p_holm=p_holm,
+        )
+        for (path, parameter), difference, (_, p_holm) in zip(study.space.items(), differences, adjusted, strict=True)
+    ]
 
 
 def measure_noise(study: Study, results: Results) -> Noise | None:

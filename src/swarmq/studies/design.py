@@ -1,6 +1,6 @@
 """Which trials come next. Pure, given the maker of trials: the same ledger gives the same trials.
 
-grid, random     every arm with every seed, at once
+grid, fractional, random   every arm with every seed, at once
 sequential       one seed of every arm, then the next
 halving          all arms at the first rung; when a rung is complete, its best arms go on, and the baseline
 asha             an arm goes on as soon as it is among the best of those that have come as far
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
+from swarmq.studies.factorial import fractional
 from swarmq.studies.records import AnyFact, Looked, Promoted, StudyStopped, Trial, TrialPlanned
 from swarmq.studies.state import StudyState, TrialState
 from swarmq.studies.study import Arm, Parameter, Study
@@ -34,7 +35,7 @@ def plan_next(state: StudyState, make: MakeTrial) -> list[AnyFact]:
     if study.noise_trials and not any(one.trial.purpose == "noise" for one in state.trials.values()):
         facts += _plan_noise(study, make)
     match study.design.kind:
-        case "grid" | "random":
+        case "grid" | "fractional" | "random":
             facts += _plan_seeds(state, choose_arms(study) | state.added_arms, study.seeds, make)
         case "sequential":
             facts += _plan_seed_by_seed(state, make)
@@ -81,6 +82,11 @@ def choose_arms(study: Study) -> dict[str, Arm]:
         paths = list(study.space)
         combinations = itertools.product(*(study.space[path].values for path in paths))
         drawn = [dict(zip(paths, values, strict=True)) for values in combinations]
+    elif study.design.kind == "fractional":
+        drawn = [
+            {path: parameter.values[level] for (path, parameter), level in zip(study.space.items(), row, strict=True)}
+            for row in fractional(len(study.space), study.design.num_arms)
+        ]
     else:
         chance = random.Random(study.design.seed)
         drawn = [

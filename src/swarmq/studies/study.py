@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from swarmq.config_errors import explain
 from swarmq.errors import ConfigError
+from swarmq.studies.factorial import fractional
 
 KILL_S = 1.0
 """Seconds in which a trial ends after it was killed at its time limit; reserved with it."""
@@ -99,13 +100,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which trials are made, and in which order."""
 
-    kind: Literal["grid", "random", "sequential", "halving", "asha", "optuna"] = "grid"
-    """`grid`: every arm, or every combination of the space's values, with every seed. `random`: `num_arms` draws from the space.
+    kind: Literal["grid", "fractional", "random", "sequential", "halving", "asha", "optuna"] = "grid"
+    """`grid`: every arm, or every combination of the space's values, with every seed. `fractional`: `num_arms` combinations
+    of two values for each setting, chosen so that the effects of the settings can be told apart. `random`: `num_arms` draws from the space.
     `sequential`: as grid, seed by seed, so that a study may stop after any number of whole seeds. `halving`: all arms at the first
     rung; after each rung the best share goes on, and the baseline. `asha`: the same without waiting for a whole rung. `optuna`: arms proposed by one
     of Optuna's samplers."""
     num_arms: Count = 16
-    """Number of arms that `random` and `optuna` draw, and `halving` and `asha` if there is a search space."""
+    """Number of arms that `fractional` chooses (a power of two), that `random` and `optuna` draw, and `halving` and `asha` if there is a search space."""
     seed: Whole = 0
     """Seed of the draws."""
     rungs: tuple[Count, ...] = ()
@@ -253,6 +255,8 @@ def check(study: Study) -> None:
 def _check_parameter(path: str, parameter: Parameter, design: Design) -> None:
     if bool(parameter.values) == (parameter.low is not None):
         raise ValueError(f"space.{path}: give either values, or low and high")
+    if design.kind == "fractional" and len(parameter.values) != 2:
+        raise ValueError(f"space.{path}: design.kind = 'fractional' needs two values (got {len(parameter.values)})")
     if parameter.values:
         return
     if parameter.high is None or parameter.low is None or parameter.high <= parameter.low:
@@ -274,8 +278,13 @@ def _check_design(study: Study) -> None:
         )
     if list(design.rungs) != sorted(set(design.rungs)):
         raise ValueError(f"design.rungs: {list(design.rungs)} must ascend")
-    if design.kind in ("random", "optuna") and not study.space:
+    if design.kind in ("fractional", "random", "optuna") and not study.space:
         raise ValueError(f"space: missing, but design.kind = {design.kind!r} draws arms from it")
+    if design.kind == "fractional":
+        try:
+            fractional(len(study.space), design.num_arms)
+        except ValueError as error:
+            raise ValueError(f"design.num_arms: {error}") from None
     planner = study.planner
     if planner.kind == "endpoint" and not (planner.model and planner.max_arms):
         raise ValueError("planner: kind = 'endpoint' needs model and max_arms")

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from swarmq.errors import StudyError
-from swarmq.studies.analysis import Results, announce_power, collect_scores, compare, measure_noise
+from swarmq.studies.analysis import Results, announce_power, collect_scores, compare, main_effects, measure_noise
 from swarmq.studies.records import (
     Entry,
     Fact,
@@ -204,6 +204,25 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
         yield Text(
             f"Noise of seeds: an SD of {number(noise.sd)} for the difference of two trials of the same arm (95 % interval "
             f"{span(noise.interval.low, noise.interval.high)}; n = {noise.dof + 1} A/A trials). {_command()}"
+        )
+    effects = main_effects(study, ledger.results)
+    if effects:
+        yield Table(
+            ["setting", "from", "to", "n", "effect", f"{_level(study)} interval", "p (Holm)"],
+            [
+                [
+                    effect.factor,
+                    str(effect.low),
+                    str(effect.high),
+                    str(effect.seeds),
+                    number(effect.mean),
+                    span(effect.interval.low, effect.interval.high),
+                    p_value(effect.p_holm),
+                ]
+                for effect in effects
+            ],
+            "Main effects: mean difference between the two values of a setting, over all arms, seed by seed (n), Student's "
+            f"interval. {_command()}",
         )
     if not ledger.comparisons:
         return
