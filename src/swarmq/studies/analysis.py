@@ -119,7 +119,7 @@ def measure_noise(study: Study, results: Results) -> Noise | None:
 def plan_power(study: Study, noise: Noise) -> Plan:
     """Say what the study can find, and how many seeds would do. Of a study with looks, power is simulated."""
     stopping, num_seeds = study.stopping, len(study.seeds)
-    comparisons = max(len(study.arms) - 1, 1)
+    comparisons = _num_comparisons(study)
     found = plan(
         study.smallest_effect, noise, num_seeds, comparisons=comparisons, alpha=stopping.alpha, power=stopping.power
     )
@@ -143,7 +143,7 @@ def announce_power(study: Study, results: Results = ()) -> str:
     noise = measure_noise(study, results)
     if noise is not None:
         return plan_power(study, noise).sentence()
-    level = study.stopping.alpha / max(len(study.arms) - 1, 1)
+    level = study.stopping.alpha / _num_comparisons(study)
     sd = _largest_sd(study, level)
     how = (
         f"its {study.noise_trials} A/A trials will tell"
@@ -181,6 +181,12 @@ def _scores(study: Study, result: TrialResult) -> dict[str, float]:
     if result.scores and math.isclose(math.fsum(result.scores.values()) / len(result.scores), value, abs_tol=1e-9):
         return result.scores
     return {study.metric.name: value}
+
+
+def _num_comparisons(study: Study) -> int:
+    """Return over how many arms Holm's correction holds the level, with all that a sampler or a planner may add."""
+    arms = study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
+    return max(arms - 1 + study.planner.max_arms, 1)
 
 
 def _looks(study: Study, noise: Noise, seeds: int, alpha: float) -> float:

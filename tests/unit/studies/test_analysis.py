@@ -46,6 +46,19 @@ def test_power_is_announced_before_any_trial_as_the_noise_that_it_bears():
     assert "needs at least two" in announce_power(study(seeds=[1]))
 
 
+def test_power_counts_the_arms_that_a_planner_or_a_space_may_add():
+    three = study(arms={"a": {}, "b": {"settings": {"x": 1}}, "c": {"settings": {"x": 2}}})
+    planner = {"kind": "endpoint", "model": "m", "max_arms": 1}
+    space = {"x": {"values": [0, 1, 2]}}
+    expected = announce_power(three)
+    assert expected != announce_power(study())
+    assert announce_power(study(planner=planner)) == expected
+    assert (
+        announce_power(msgspec.convert({k: v for k, v in FILE.items() if k != "arms"} | {"space": space}, Study))
+        == expected
+    )
+
+
 def test_power_is_announced_again_after_the_noise_is_known():
     assert announce_power(study(), AA).startswith("8 seeds find an effect of 0.1 with probability 1.00; enough.")
     noisy = results({"gspo": 0.0}, range(100, 106), sd=0.3, purpose="noise")
