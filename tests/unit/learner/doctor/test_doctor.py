@@ -42,7 +42,7 @@ TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, 
 SOUND = {
     "entropy": 1.0, "kl_k3": 0.001, "effective_samples": 0.9, "episodes": 8, "dropped": {}, "equal_groups": 0.1,
     "clipped_positive": 0.0, "clipped_negative": 0.0, "filtered_positive": 0.01, "filtered_negative": 0.01, "truncated": 0.0, "grad_norm": 1.0,
-    "staleness": {"0": 4, "4": 4},
+    "staleness": {"0": 4, "4": 4}, "explained_variance": 0.5, "value_loss": 1.0,
 }  # fmt: skip
 SICK: dict[str, dict[str, Any]] = {
     "entropy collapse": {"entropy": 0.1},
@@ -60,6 +60,8 @@ SICK: dict[str, dict[str, Any]] = {
     "filtered downwards": {"filtered_negative": 0.2},
     "truncated answers": {"truncated": 0.5},
     "gradient growing": {"grad_norm": 20.0},
+    "misleading critic": {"explained_variance": -1.0},
+    "diverging critic": {"value_loss": 20.0},
     "steps skipped": {"skipped": "gradient_not_finite"},
 }
 
@@ -279,9 +281,9 @@ def test_batches_that_a_gpu_had_no_room_for_are_examined_in_the_passes_that_are_
     trainer = Trainer(str(tiny_qwen), msgspec.structs.replace(before, micro_batch_tokens=longest, layout="rows"))
     computed, forward = list[int](), LayoutModel.forward
 
-    def seen(model: LayoutModel, placed: PlacedLayout, *rest: Any) -> Any:
+    def seen(model: LayoutModel, placed: PlacedLayout, *rest: Any, **named: Any) -> Any:
         computed.append(placed.input_ids.shape[1])
-        return forward(model, placed, *rest)
+        return forward(model, placed, *rest, **named)
 
     monkeypatch.setattr(LayoutModel, "forward", seen)
     compare(trainer, record)
