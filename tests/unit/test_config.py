@@ -89,8 +89,10 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
         (["zzz=4"], ["--set 'zzz=4': zzz: unknown field; there are run, folder, "]),
         (["groups.when_dry=never"], ["groups.when_dry: 'never' is none of lend, wait"]),
         (
-            ["kinds.math.advantage=gae"],
-            ["kinds.math.advantage: 'gae' is none of batch_norm, centered, ema, grpo, reinforce_plus_plus, rloo"],
+            ["kinds.math.advantage=vtrace"],
+            [
+                "kinds.math.advantage: 'vtrace' is none of batch_norm, centered, ema, gae, grpo, reinforce_plus_plus, rloo"
+            ],
         ),
         (["policies.main.train.trackers=['comet']"], ["policies.main.train.trackers[0]: 'comet' is none of mlflow, "]),
         (["mix_schedule.points=[{step=1, mx={}}]"], ["mix_schedule.points[0].mx: unknown field; did you mean mix?"]),

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -67,6 +68,18 @@ def test_the_method_that_trained_gives_the_replay_itself_and_another_one_departs
     assert other.steps[0].replayed.kl_k3 == other.steps[0].original.kl_k3, "the weights before the first step are equal"
     assert other.steps[1].replayed.kl_k3 > other.steps[1].original.kl_k3, "large steps depart from the sampler"
     assert other.steps[1].replayed_moved > 10 * other.steps[1].original_moved
+
+
+def test_a_run_without_critic_is_trained_again_with_one(stored):
+    job, folder = stored
+    start = find_start(job, "main", folder, FIRST, LAST)  # the run's initial model is gone
+    made = train_again(stored, "critic", "train.advantage=gae", f"train.critic.model={start}")
+    assert made.changes == ("train.advantage: rloo -> gae", f"train.critic.model: None -> {start}")
+    assert all(
+        step.replayed.tokens_trained >= step.original.tokens_trained and step.distance > 0 for step in made.steps
+    )
+    [file] = Path("critic").glob("*/state/critic.bin")
+    assert torch.load(file)["batches"] == len(made.steps)
 
 
 def test_the_command_writes_page_lines_and_checkpoint(stored):

@@ -3,11 +3,14 @@
 import msgspec
 import pytest
 
+from support.episodes import make_group
 from support.run_folder import make_whole_run
+from swarmq.config import Train
 from swarmq.errors import EpisodeError
 from swarmq.learner.methods.credit import compute_advantages
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.messages import encode, unpack_ids
-from swarmq.observe.episodes import read_detail, read_group, read_tokens
+from swarmq.observe.episodes import _advantages, read_detail, read_group, read_tokens
 from swarmq.observe.index import RunIndex
 from swarmq.observe.inspect.read import Decoders
 
@@ -125,6 +128,14 @@ def test_without_traces_the_advantages_are_computed_as_the_learner_did(tmp_path)
     assert {*page.advantage} == {None, -1.0}, "leave one out of the rewards 0 and 1"
     assert compute_advantages([], run.job.policies["main"].train) == {}
     run.close()
+
+
+def test_the_advantage_of_a_turn_that_a_critic_judged_token_by_token_is_not_made_up():
+    group = make_group("a", (0.0, 1.0), turns=1)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(group), settings=Train(advantage="gae"))
+    assert _advantages(record) == {"a-0": [None], "a-1": [None]}
+    plain = msgspec.structs.replace(record, settings=Train(advantage="centered"))
+    assert _advantages(plain) == {"a-0": [-0.5], "a-1": [0.5]}
 
 
 def test_damaged_traces_and_removed_batches_leave_the_transcript(whole):

@@ -60,15 +60,15 @@ def gae(sets: Sequence[RewardSet], _train: Train, _baselines: Mapping[str, float
 
 
 def estimate(episodes: Sequence[Rollout], values: Floats, train: Train, *, among: Collection[str]) -> Estimates:
-    """Return the estimates for a batch. `values` [N]: the critic's. `among`: ids of the episodes that
-    get estimates, if their kind has this advantage.
+    """Return the estimates for a batch. `values` [N]: the critic's. `among`: ids of the episodes that get
+    estimates, if their kind has this advantage.
 
     The advantages have mean 0 and variance 1 over all tokens that have estimates. If a value is not finite, none of them is.
     """
     advantages, known, begin = np.zeros(len(values)), np.zeros(len(values), np.bool_), 0
     for episode in episodes:
         mine = slice(begin, begin := begin + sum(turn.num_sampled for turn in episode.turns))
-        if train.of_kind(episode.kind).advantage == "gae" and episode.episode_id in among:
+        if episode.turns and train.of_kind(episode.kind).advantage == "gae" and episode.episode_id in among:
             advantages[mine] = estimate_episode(episode, values[mine], train)
             known[mine] = True
     with np.errstate(invalid="ignore"):
