@@ -130,7 +130,7 @@ def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], 
         lambda: _nearest(wrong, others, name, most=1 if len(wrong) > WORD else 0),
     )
     found: list[str] = next((some for stage in stages if (some := stage())), [])
-    found = sorted(found, key=lambda path: -_count_shared(path, section))[:MAX_HINTS]
+    found = sorted(found, key=lambda path: (-_count_shared(path, section), path.count(".")))[:MAX_HINTS]
     return " or ".join(name(path) if path in own else _fill_pattern(path, steps, tree) for path in found)
 
 
