@@ -15,6 +15,7 @@ from swarmq.studies.records import (
     Cost,
     NoteWritten,
     StudyAmended,
+    StudyResumed,
     StudyStopped,
     TrialFailed,
     TrialParked,
@@ -118,6 +119,15 @@ def test_amendments_and_what_they_changed_are_deviations(story):
     assert "- Amendment (smallest_effect): 0.5 was too much" in text
     assert "amended after it had begun" in text
     assert "smallest effect of interest | 0.5 |" in text, "the design is as it was before the first trial"
+
+
+def test_a_study_that_was_resumed_says_so_and_forgives_what_was_parked():
+    later = told()
+    assert "1 trial given up" in render_markdown(compose(later.entries))
+    later.add(StudyResumed(reason="the disk is larger now"))
+    text = render_markdown(compose(later.entries))
+    assert "- Resumed after a stop: the disk is larger now" in text
+    assert "No trial was given up." in text
 
 
 def test_a_number_that_the_ledger_does_not_hold_is_marked(story):

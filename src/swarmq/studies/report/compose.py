@@ -26,9 +26,9 @@ from swarmq.studies.records import (
     Promoted,
     StudyAmended,
     StudyOpened,
+    StudyResumed,
     StudyStopped,
     TrialFailed,
-    TrialParked,
     TrialPlanned,
     TrialResult,
     TrialStarted,
@@ -50,6 +50,7 @@ from swarmq.studies.report.blocks import (
     span,
 )
 from swarmq.studies.report.claims import mark_unknown_numbers
+from swarmq.studies.state import StudyState
 from swarmq.studies.statistics import Comparison, Noise, t_interval
 from swarmq.studies.study import Study
 
@@ -78,8 +79,8 @@ class Ledger:
         self.trials = {trial.id: trial for trial in trials}
         by_id = {result.trial_id: result for result in self.all(TrialResult)}
         self.results: Results = [(trial, by_id[trial.id]) for trial in trials if trial.id in by_id]
-        parked = {fact.trial_id: fact for fact in self.all(TrialParked)}
-        self.parked = [(trial, parked[trial.id]) for trial in trials if trial.id in parked]
+        states = StudyState(entries).trials  # a resumed study starts parked trials again
+        self.parked = [(trial, fact) for trial in trials if (fact := states[trial.id].parked)]
         self.comparisons = compare(self.study, self.results)
         self.noise: Noise | None = measure_noise(self.study, self.results)
 
@@ -175,6 +176,8 @@ def _deviations(ledger: Ledger) -> Iterator[Block]:
         changed = ", ".join(_changes(msgspec.to_builtins(study), msgspec.to_builtins(amendment.study))) or "inputs"
         items.append(f"Amendment ({changed}): {amendment.reason}")
         study = amendment.study
+    amended = {amendment.reason for amendment in ledger.amendments}
+    items += [f"Resumed after a stop: {f.reason}" for f in ledger.all(StudyResumed) if f.reason not in amended]
     missing = [trial for trial in ledger.trials.values() if trial.id not in {t.id for t, _ in ledger.results}]
     if missing:
         named = ", ".join(f"{trial.arm} seed {trial.seed}" for trial in missing[:12])
