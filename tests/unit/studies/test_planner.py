@@ -2,16 +2,22 @@
 
 import json
 
+import msgspec
 import pytest
+import tomli_w
+from click.testing import CliRunner
 
 from support.chat_server import serve_chat
 from support.studies import Story, make_trial, study_of
+from swarmq.cli import main
 from swarmq.rewards import Sandbox
 from swarmq.studies import planner
 from swarmq.studies.analysis import compare
 from swarmq.studies.design import plan_next
+from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
 from swarmq.studies.records import Cost, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided
 from swarmq.studies.report import compose, render_markdown
+from swarmq.studies.state import StudyState
 
 CODE = "def advantage(x):\n    return x\n"
 TEST = "from advantage import advantage\nassert advantage(2) > 0, 'not positive'\n"
@@ -211,3 +217,39 @@ def test_an_endpoint_that_refuses_is_an_answer_without_proposals(root):
 def test_a_spent_budget_asks_nobody():
     assert not planner.may_ask(story(budget={"calls": 0}).state)
     assert not planner.may_ask(story(budget={"trials": 6}).state)
+
+
+def test_the_command_records_who_approved_and_refuses_an_arm_that_does_not_wait(tmp_path, root):
+    told = story(approval="arm")
+    judge(told, root, propose(), propose("d", 4))
+    (tmp_path / "study.toml").write_text(
+        tomli_w.dumps(msgspec.to_builtins(told.study) | {"budget": {"gpu_seconds": 1000}})
+    )
+    folder = StudyFolder(tmp_path / "study.toml", "first")
+    ledger = LedgerFile(folder.ledger)
+    ledger.append([entry.fact for entry in told.entries])
+    ledger.close()
+    command = ["study", "approve", str(tmp_path / "study.toml")]
+    for more in (["c", "--by", "ada"], ["d", "--refuse", "--by", "ada", "--reason", "too slow"]):
+        result = CliRunner().invoke(main, [*command, *more])
+        assert result.exit_code == 0, result.output
+    state = StudyState(read_ledger(folder.ledger))
+    assert state.added_arms["c"].settings == {"arm": 3}
+    assert (state.proposed["d"].decision, state.proposed["d"].reason, state.proposed["d"].by) == (
+        "refused",
+        "too slow",
+        "ada",
+    )
+    again = CliRunner().invoke(main, [*command, "c", "--by", "ada"])
+    assert "'c' does not wait for a decision; waiting: none" in str(again.exception) + again.output
+
+
+def test_an_answer_that_was_not_judged_before_a_crash_is_judged_without_asking_again(root):
+    told = story()
+    told.add(
+        PlannerAsked(prompt="?"), PlannerAnswered(answer=json.dumps({"proposals": [propose()]}), cost=Cost(calls=1))
+    )
+    again = StudyState(told.entries)
+    assert again.answer is not None
+    (fact,) = planner.judge(again, make_trial(told.study), root)
+    assert fact.decision == "accepted"
