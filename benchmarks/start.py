@@ -61,7 +61,13 @@ def main() -> None:
         starts = [measure(job, caches(folder)) for _ in range(arguments.starts)]
     device = "gpu" if arguments.device == "cuda" else "cpu"
     figures |= {f"{device}_first_s": starts[0].first_completion_s, f"{device}_second_s": starts[-1].first_completion_s}
-    detail[device] = {"model": arguments.model, "starts": msgspec.to_builtins(starts), "load": os.getloadavg()}
+    detail[device] = {
+        "model": arguments.model,
+        "hardware": report.hardware(),
+        "commit": report.commit(),
+        "load": os.getloadavg(),
+        "starts": msgspec.to_builtins(starts),
+    }
     rows = [[number, start.up_s, start.first_completion_s, start.processor_s] for number, start in enumerate(starts, 1)]
     print(report.table(("start", "up, s", "first completion, s", "processor, s"), rows), flush=True)
     report.save("start", figures, detail=detail, out=arguments.out)
