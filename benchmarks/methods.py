@@ -6,7 +6,8 @@
 Two tasks for a model of two layers that begins with random weights: in `bandit` an answer is one token, in `turns` three turns of one
 token each are rewarded together at the end. A token is right if it is the one of four classes that the prompt asks for, so
 guessing gives 0.25. Losses are tried with the advantage `rloo`, advantages with the loss `reinforce`. `sft` gets right answers as
-demonstrations, and `distill` the model that `reinforce` has trained as its teacher.
+demonstrations, and `distill` the model that `reinforce` has trained as its teacher, also over its likeliest tokens (`top_k`).
+`demonstrations` trains right answers beside the batches of `reinforce`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from support.episodes import make_qwen
 from support.own_methods import ADVANTAGE, LOSS, write_own_methods
-from swarmq.config import ADVANTAGES, LOSSES, Critic, Loss, Train, is_own_method
+from swarmq.config import ADVANTAGES, LOSSES, Critic, Loss, Sft, Train, is_own_method
+from swarmq.learner.demonstrations import draw_demonstrations
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.check import check_method
 from swarmq.learner.methods.credit import has_signal
@@ -81,9 +83,14 @@ def main() -> None:
 def list_settings(folder: Path) -> dict[str, Train]:
     """Return the settings of every method, the teacher's before those of its student."""
     found = {}
+    teacher = str(folder / "teacher-TASK")
     for name in sorted([*LOSSES, LOSS], key=lambda each: each != "reinforce"):
-        teacher = str(folder / "teacher-TASK") if name == "distill" else None
-        found[f"loss {name}"] = msgspec.structs.replace(TRAIN, loss=Loss(name=name), teacher=teacher)
+        taught = teacher if name == "distill" else None
+        found[f"loss {name}"] = msgspec.structs.replace(TRAIN, loss=Loss(name=name), teacher=taught)
+    for beta in (0.0, 1.0):
+        loss = Loss(name="distill", top_k=8, distill_beta=beta)
+        found[f"loss distill top_k beta={beta:g}"] = msgspec.structs.replace(TRAIN, loss=loss, teacher=teacher)
+    found["loss reinforce demonstrations"] = msgspec.structs.replace(TRAIN, sft=Sft(demonstrations="made here"))
     for name in [*ADVANTAGES, ADVANTAGE]:
         if name != TRAIN.advantage:
             found[f"advantage {name}"] = msgspec.structs.replace(TRAIN, advantage=name)
@@ -94,7 +101,8 @@ def run_checks(settings: dict[str, Train]) -> tuple[int, float]:
     """Return how many methods pass all checks, and the largest relative difference between gradients in float32 and float64."""
     passed, worst = 0, 0.0
     for label, train in settings.items():
-        kind, name = label.split()
+        kind = label.split()[0]
+        name = train.loss.name if kind == "loss" else train.advantage
         made = list(check_method(kind, registry.find_method(kind, name), train))
         passed += not any(check.flaw for check in made)
         worst = max([worst, *(check.figure or 0.0 for check in made if "float64" in check.name)])
@@ -122,8 +130,8 @@ def learn(task: str, trainer: Trainer, train: Train, steps: int, seed: int, fold
     before, _ = evaluate(task, trainer, generator)
     for step in range(1, steps + 1):
         asked = [rng.randrange(PROMPTS) for _ in range(GROUPS)]
-        right = train.loss.name == "sft"
-        groups = attempt(task, trainer, asked, generator, version=step - 1, right=right)
+        is_sft = train.loss.name == "sft"
+        groups = attempt(task, trainer, asked, generator, version=step - 1, right=is_sft)
         used = [group for group in groups if has_signal(group, train)]
         episodes = tuple(episode for group in used for episode in group)
         index = BatchIndex(record=step, version=step)
@@ -132,6 +140,11 @@ def learn(task: str, trainer: Trainer, train: Train, steps: int, seed: int, fold
         record = BatchRecord(index=index, episodes=episodes, settings=train, baselines=baselines)
         if any(map(is_own_method, train.methods)):
             record = msgspec.structs.replace(record, methods=registry.describe_methods(train))
+        if train.sft:
+            shown = attempt(task, trainer, asked, generator, version=step - 1, right=True)
+            right = [episode for group in shown for episode in group]
+            drawn = draw_demonstrations(right, train, step=step, num_episodes=len(episodes))
+            record = msgspec.structs.replace(record, demonstrations=drawn)
         trainer.step(record)
         if train.advantage == "ema":
             from swarmq.learner.methods.credit import update_baselines  # noqa: PLC0415
