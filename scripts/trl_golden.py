@@ -12,7 +12,7 @@ those of a step of its GRPO and RLOO trainers whose reward function gives the re
 SFT trainer takes from transformers. Distillation is `_compute_iw_opd_loss` of its experimental trainer for sampled tokens, on policy
 and without the weights by which it prefers early tokens (gamma 0); off policy its advantage is the teacher's log-probability less
 the engine's, with no ratio, and ours less the learner's, with one. Distillation over the teacher's likeliest tokens is
-`_add_tail_bucket` and `_jsd_divergence` of its trainer for served teachers. Left out is what has TRL's name and another formula: scaling by the batch divides by
+`_add_tail_bucket` and `_jsd_divergence` of its trainer for served teachers. The spans of two tokenizers are those of its GOLD trainer. Left out is what has TRL's name and another formula: scaling by the batch divides by
 the deviation of the raw rewards there, by that of the centred ones here (2501.03262).
 """
 
@@ -33,12 +33,19 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 sys.modules["vllm"] = None  # type: ignore[assignment]
+from trl.experimental.gold.gold_trainer import ULDLoss  # noqa: E402
 from trl.experimental.iw_opd import IWOPDTrainer  # noqa: E402
 from trl.experimental.server_distillation import server_distillation_trainer as served  # noqa: E402
+from trl.experimental.utils import encode_with_byte_offsets  # noqa: E402
 
 import trl  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from support.families import tokenizer_of  # noqa: E402
+from support.tiny_model import tiny_tokenizer  # noqa: E402
+
+TEXT = "Zwölf Boxkämpfer, 北京 🙂 x**2\n  return 42."
 TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "methods" / "trl_golden.json"
 CONSTANT_LENGTH = 16
 REWARDS = [0.0, 1.0, 0.25, 0.5, 2.0, -1.0, 0.0, 0.0]
@@ -102,6 +109,7 @@ def main(target: Path = TARGET) -> None:
         loss = over_candidates(learned, of_teacher, beta)
         loss.backward()
         made[f"distill, token, {beta}"] = {"loss": loss.item(), "gradient": learned.grad.flatten().tolist()}
+    groups = {name: aligned(name) for name in ("llama3", "mistral")}
     scored = {name: trl_advantages(name) for name in ("grpo", "centered", "rloo")}
     given = {
         "lengths": lengths,
@@ -115,7 +123,7 @@ def main(target: Path = TARGET) -> None:
         "teacher_candidates": [[value if value > -torch.inf else None for value in row] for row in of_teacher.tolist()],
     }
     given |= {"rewards": REWARDS}
-    golden = {"trl": trl.__version__, "given": given, "computed": made, "advantages": scored}
+    golden = {"trl": trl.__version__, "given": given, "computed": made, "advantages": scored, "aligned": groups}
     target.write_text(json.dumps(golden, indent=1) + "\n")
 
 
@@ -206,6 +214,13 @@ def over_candidates(theta: torch.Tensor, teacher: torch.Tensor, beta: float) -> 
     student, support = served._add_tail_bucket(theta.masked_fill(~there, -torch.inf), there)  # noqa: SLF001
     wanted, _ = served._add_tail_bucket(teacher, there)  # noqa: SLF001
     return served._jsd_divergence(student, wanted, beta, support).sum(-1).mean()  # noqa: SLF001
+
+
+def aligned(family: str) -> list[list[list[int]]]:
+    """Groups of the tokens of `TEXT` by the tiny tokenizer, and of those by a family's."""
+    sides = (tiny_tokenizer().backend_tokenizer, tokenizer_of(family))
+    offsets = (encode_with_byte_offsets(side, [TEXT])[0][1] for side in sides)
+    return list(ULDLoss._align_by_byte_offsets(*offsets))  # noqa: SLF001
 
 
 def of_two(theta: torch.Tensor) -> torch.Tensor:

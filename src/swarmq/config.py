@@ -438,6 +438,9 @@ class Train(Settings, frozen=True, kw_only=True):
     """Teacher of the `distill` loss, which must have the policy's vocabulary: a model folder or name, which the learner loads; or, for
     policies sampled at temperature 1, a served teacher: the URL of a vLLM server, or `policies.X`, a policy of this job with
     `trained = false`."""
+    teacher_tokenizer: str | None = None
+    """Model folder or name with the tokenizer of a served teacher that has another one than the policy: both are then compared by spans of
+    text. None: the policy's."""
     sft: Sft | None = None
     """Demonstrations that are trained with every batch; None: none."""
     steps_per_batch: Count = 1
@@ -534,6 +537,14 @@ class Train(Settings, frozen=True, kw_only=True):
             )
         if self.loss.name != "distill" and not is_own_method(self.loss.name) and self.teacher is not None:
             raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
+        if self.teacher_tokenizer and not self.has_served_teacher:
+            raise ValueError(
+                "teacher_tokenizer: only has an effect with a served teacher: the url of a server, or policies.X"
+            )
+        if self.teacher_tokenizer and self.loss.top_k:
+            raise ValueError(
+                "teacher_tokenizer: a teacher with another tokenizer has other likeliest tokens; set loss.top_k to 0"
+            )
         if self.loss.top_k and self.teacher is None:
             raise ValueError("loss.top_k: only has an effect with a teacher")
         if self.loss.top_k and self.context_parallel > 1:

@@ -98,6 +98,7 @@ def list_named_files(job: SwarmJob) -> Iterator[tuple[str, str]]:
                 yield f"{section}.{name}", value
     for name, policy in job.policies.items():
         models = {"model": policy.model, "train.reference": policy.train.reference}
+        models["train.teacher_tokenizer"] = policy.train.teacher_tokenizer
         if not policy.train.has_served_teacher:
             models["train.teacher"] = policy.train.teacher
         if policy.train.sft:

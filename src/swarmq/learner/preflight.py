@@ -12,6 +12,7 @@ from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.ranks import check_offload, check_rank_count
 from swarmq.learner.methods import registry
 from swarmq.learner.store.records import RunIdentity
+from swarmq.learner.teachers.token_alignment import TokenAligner
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 from swarmq.learner.train.tracker_packages import check_trackers
 
@@ -24,6 +25,8 @@ def check(job: SwarmJob, policy: str, *, ranks: int | None) -> None:
     load_demonstrations(model, train)
     if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
         discovery.check_continues(found.path, train.lora)
+    if train.teacher_tokenizer:
+        TokenAligner(model, train.teacher_tokenizer)
     for role, source in list_frozen_models(train, model).items():
         if source != model:
             check_judge(model, source, role=role)

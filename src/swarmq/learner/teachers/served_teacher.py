@@ -7,7 +7,7 @@ temperature can be compared.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -24,9 +24,10 @@ from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch
 from swarmq.learner.model.layout_attention import to_device
 from swarmq.learner.model.logprob_head import TopTokens
 from swarmq.learner.teachers.availability import server_base_url, teacher_key
+from swarmq.learner.teachers.token_alignment import TokenAligner
 from swarmq.learner.teachers.tokenizer_checks import check_served_judge
 from swarmq.messages import Rollout
-from swarmq.timeline import Timeline, fold, resolve
+from swarmq.timeline import fold, resolve
 
 FloatArray = NDArray[np.float32]
 
@@ -71,12 +72,20 @@ class RowScores(NamedTuple):
     top_logprobs: FloatArray  # [T, K] float32; -inf where the teacher names fewer
 
 
+class TurnScores(NamedTuple):
+    """Scores of a model call's sampled tokens."""
+
+    row: RowScores
+    spans: NDArray[np.int64] | None = None  # [A] span of each token, from 0 on, if only sums over spans count
+
+
 class ServedTeacher:
     """Client of the teacher at `url`. `policy`: model of the policy that the teacher teaches. `top_k`: number of likeliest tokens to ask
-    for at each position."""
+    for at each position. `tokenizer`: model with the teacher's tokenizer, if it is not the policy's."""
 
-    def __init__(self, url: str, policy: str, *, top_k: int = 0) -> None:
-        self._policy, self._top_k = policy, top_k
+    def __init__(self, url: str, policy: str, *, top_k: int = 0, tokenizer: str | None = None) -> None:
+        self._tokenizer, self._top_k = tokenizer or policy, top_k
+        self._aligner = TokenAligner(policy, tokenizer) if tokenizer else None
         self._url = server_base_url(url)
 
     def scores(self, episodes: Sequence[Rollout], work: RankBatch) -> TeacherScores:
@@ -90,7 +99,7 @@ class ServedTeacher:
                     "sampling.temperature to 1, or set train.teacher to the teacher's model folder, which the learner then loads"
                 )
         # the server may have been restarted with another model since the last step
-        check_served_judge(self._policy, self._url, role="teacher")
+        check_served_judge(self._tokenizer, self._url, role="teacher")
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
 
     async def _scores(self, episodes: dict[int, Rollout]) -> TeacherScores:
@@ -98,16 +107,44 @@ class ServedTeacher:
         async with aiohttp.ClientSession(timeout=limits, headers=make_auth_headers(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
 
-            async def ask(index: int, row: Timeline) -> tuple[int, Timeline, RowScores]:
+            async def score(ids: list[int]) -> RowScores:
                 async with gate:
-                    return index, row, await self._score_row(http, model, row)
+                    return await self._score_ids(http, model, ids)
 
+            if self._aligner:
+                return TeacherScores(await self._score_aligned(episodes, score), self._top_k)
             rows = [(index, row) for index, episode in episodes.items() for row in fold(resolve(episode.turns))]
-            answers = await asyncio.gather(*(ask(index, row) for index, row in rows))
-        return TeacherScores(answers, self._top_k)
+            scored = await asyncio.gather(*(score(row.token_ids.tolist()) for _, row in rows))
+        turns = {}
+        for (episode, row), scores in zip(rows, scored, strict=True):
+            for turn in np.unique(row.turns[row.trained]):
+                turns[episode, int(turn)] = TurnScores(RowScores(*(values[row.turns == turn] for values in scores)))
+        return TeacherScores(turns, self._top_k)
 
-    async def _score_row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> RowScores:
-        ids = row.token_ids.tolist()
+    async def _score_aligned(
+        self, episodes: dict[int, Rollout], score: Callable[[list[int]], Awaitable[RowScores]]
+    ) -> dict[tuple[int, int], TurnScores]:
+        """Return the scores of every turn in the teacher's own tokens: each token of the policy gets an equal part of its span's
+        log-probability."""
+        assert self._aligner
+        turns = {
+            (index, number): self._aligner.align(turn)
+            for index, episode in episodes.items()
+            for number, turn in enumerate(resolve(episode.turns))
+        }
+        scored = await asyncio.gather(*(score(turn.teacher_ids) for turn in turns.values()))
+        found = {}
+        for (key, turn), scores in zip(turns.items(), scored, strict=True):
+            sums = np.bincount(
+                turn.teacher_spans, scores.logprobs[turn.start :], minlength=int(turn.spans.max(initial=-1)) + 1
+            )
+            parts = (sums / np.bincount(turn.spans).clip(min=1))[turn.spans]
+            found[key] = TurnScores(
+                RowScores(parts.astype(np.float32), scores.top_ids[:0], scores.top_logprobs[:0]), turn.spans
+            )
+        return found
+
+    async def _score_ids(self, http: aiohttp.ClientSession, model: str, ids: list[int]) -> RowScores:
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k, "temperature": 0.0}
         scored = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
         values = [
@@ -151,18 +188,15 @@ class ServedTeacher:
 class TeacherScores:
     """Log-probabilities of a teacher for several episodes."""
 
-    def __init__(self, rows: Sequence[tuple[int, Timeline, RowScores]], top_k: int) -> None:
-        self._top_k = top_k
-        self._turns: dict[tuple[int, int], RowScores] = {}
-        for episode, row, scores in rows:
-            for turn in np.unique(row.turns[row.trained]):
-                self._turns[episode, int(turn)] = RowScores(*(values[row.turns == turn] for values in scores))
+    def __init__(self, turns: Mapping[tuple[int, int], TurnScores], top_k: int) -> None:
+        """`turns`: scores by the indices of episode and turn."""
+        self._turns, self._top_k = turns, top_k
 
     def of(self, one: MicroBatch, device: torch.device) -> Tensor:
         """Return the natural log-probabilities [S] float32 of the layout's targets; 0 in a micro-batch that trains nothing."""
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)
-        return to_device(np.concatenate([turn.logprobs for turn in self._list_turns(one)]), device)
+        return to_device(np.concatenate([turn.row.logprobs for turn in self._list_turns(one)]), device)
 
     def top_of(self, one: MicroBatch, device: torch.device) -> TopTokens:
         """Return the teacher's likeliest tokens at the layout's targets; no tokens in a micro-batch that trains nothing."""
@@ -171,10 +205,22 @@ class TeacherScores:
             none = torch.zeros(shape, dtype=torch.int64, device=device)
             return TopTokens(none, torch.full(shape, -torch.inf, device=device))
         turns = self._list_turns(one)
-        ids, logprobs = ([getattr(turn, name) for turn in turns] for name in ("top_ids", "top_logprobs"))
+        ids, logprobs = ([getattr(turn.row, name) for turn in turns] for name in ("top_ids", "top_logprobs"))
         return TopTokens(to_device(np.concatenate(ids), device), to_device(np.concatenate(logprobs), device))
 
-    def _list_turns(self, one: MicroBatch) -> list[RowScores]:
+    def spans_of(self, one: MicroBatch, device: torch.device) -> Tensor | None:
+        """Return the span [S] of each of the layout's targets; None if each token counts for itself."""
+        turns = [] if one.idle else self._list_turns(one)
+        if not turns or turns[0].spans is None:
+            return None
+        first, spans = 0, []
+        for turn in turns:
+            assert turn.spans is not None
+            spans.append(turn.spans + first)
+            first += len(turn.spans)
+        return to_device(np.concatenate(spans), device)
+
+    def _list_turns(self, one: MicroBatch) -> list[TurnScores]:
         layout = one.layout
         first = np.flatnonzero(layout.offsets == 0)  # a micro-batch holds whole turns, one after another
         turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)

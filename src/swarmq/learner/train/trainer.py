@@ -453,7 +453,9 @@ class Trainer:
         url = train.teacher_url
         return (
             self.context.run_on_first(
-                lambda: ServedTeacher(url, self._initial, top_k=train.loss.top_k).scores(episodes, work)
+                lambda: ServedTeacher(
+                    url, self._initial, top_k=train.loss.top_k, tokenizer=train.teacher_tokenizer
+                ).scores(episodes, work)
             )
             if url
             else None
@@ -578,7 +580,8 @@ class Trainer:
             **{role: each.logprobs for role, each in judged.items()},
         )
         if teacher:
-            tokens = tokens._replace(teacher=teacher.of(one, self.accelerator.device))
+            device = self.accelerator.device
+            tokens = tokens._replace(teacher=teacher.of(one, device), spans=teacher.spans_of(one, device))
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         sums.add_mismatch(tokens, kept)

@@ -230,6 +230,23 @@ def test_distillation_over_candidates_is_the_divergence_of_both_distributions_wi
     torch.testing.assert_close(gradient, torch.autograd.grad(kl.sum(), logits)[0])
 
 
+def test_distillation_by_spans_credits_each_token_with_the_gap_of_its_span() -> None:
+    logprobs, behavior_logprobs, _, teacher, _ = sampled(0.5, 0)
+    spans = torch.tensor([0, 0, 1, 2, 2, 2])
+    wanted = []
+    for i, (t, m) in enumerate(zip(logprobs.tolist(), behavior_logprobs.tolist(), strict=True)):
+        gap = sum(float(teacher[j] - logprobs[j]) for j in range(6) if spans[j] == spans[i])
+        wanted.append(reinforce(t, m, gap, 0.0))
+    tokens = LossInputs(
+        logprobs, behavior_logprobs, torch.zeros(6), torch.tensor(CALLS), 3, teacher=teacher, spans=spans
+    )
+    learned = logprobs.clone().requires_grad_()
+    values = policy_loss(tokens._replace(logprobs=learned), Loss(name="distill")).per_token
+    (gradient,) = torch.autograd.grad(values.sum(), learned)
+    assert values.tolist() == pytest.approx([value for value, _ in wanted])
+    assert gradient.tolist() == pytest.approx([slope for _, slope in wanted])
+
+
 def test_candidates_that_the_teacher_does_not_name_add_nothing() -> None:
     def loss(names: int) -> tuple[float, list[float]]:
         candidates = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)

@@ -9,20 +9,25 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from support.episodes import make_group
+from support.families import tokenizer_of
+from support.tiny_model import tiny_tokenizer
 from swarmq.config import Loss, Train
 from swarmq.learner.methods.credit import compute_advantages
 from swarmq.learner.methods.loss_weights import normalization_units, token_weight
 from swarmq.learner.methods.losses import LossInputs
 from swarmq.learner.methods.policy_loss import policy_loss
+from swarmq.learner.teachers.token_alignment import divide, list_ends
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]
+TEXT = "Zwölf Boxkämpfer, 北京 🙂 x**2\n  return 42."
 OVER_CANDIDATES = "distill, token, "
 SCRIPT = Path(__file__).parents[4] / "scripts" / "trl_golden.py"
 
@@ -100,6 +105,16 @@ def test_advantages_are_trls(name: Any) -> None:
     made = compute_advantages(groups, Train(advantage=name))
     got = [made[episode.episode_id][0] for group in groups for episode in group]
     assert got == pytest.approx(wanted, rel=1e-3)  # to the epsilon beside the deviation
+
+
+@pytest.mark.parametrize("family", GOLDEN["aligned"])
+def test_spans_of_two_tokenizers_end_where_trls_do_but_not_within_a_character(family: str) -> None:
+    sides = [tiny_tokenizer(), SimpleNamespace(backend_tokenizer=tokenizer_of(family))]
+    ends = [list_ends(side, side.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids) for side in sides]
+    for own, spans, groups in zip(ends, divide(*ends), GOLDEN["aligned"][family], strict=True):
+        wanted = [last for *_, last in groups if own[last] is not None]
+        assert [at for at in range(len(own)) if at + 1 == len(own) or spans[at + 1] > spans[at]] == wanted
+        assert len(wanted) > 10
 
 
 @pytest.mark.slow

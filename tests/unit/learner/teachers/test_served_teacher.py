@@ -12,14 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.episodes import make_group
+from support.tiny_model import tiny_model
 from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
+from swarmq.learner.demonstrations import parse_demonstration
 from swarmq.learner.doctor.examine import layouts_agree
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, ToIO, Warn, encode_record
+from swarmq.learner.teachers import served_teacher
 from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.train.loop import Learner, LearnerIntervals
 from swarmq.learner.train.trainer import Trainer
@@ -104,10 +107,10 @@ def teacher(other_qwen: Path) -> Iterator[Vllm]:
 
 
 def stepped(
-    model: Path, teacher: str, batch: tuple[Rollout, ...] = BATCH, *, loss: Loss = TRAIN.loss
+    model: Path, teacher: str, batch: tuple[Rollout, ...] = BATCH, *, loss: Loss = TRAIN.loss, **changed: Any
 ) -> dict[str, Any]:
     """The figures of a step."""
-    train = msgspec.structs.replace(TRAIN, teacher=teacher, loss=loss)
+    train = msgspec.structs.replace(TRAIN, teacher=teacher, loss=loss, **changed)
     index = BatchIndex(record=1, version=1, trained=tuple(e.episode_id for e in batch))
     return Trainer(str(model), train).step(BatchRecord(index=index, episodes=batch, settings=train))
 
@@ -132,6 +135,27 @@ def test_the_likeliest_tokens_of_a_served_teacher_teach_what_those_of_a_loaded_o
         assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
     assert itself["loss"] == pytest.approx(0, abs=1e-6)
     assert served["loss"] > 5e-4
+
+
+def test_a_teacher_that_is_said_to_have_another_tokenizer_teaches_the_same_if_it_is_the_same_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens of text that both write in the same way are spans of one token each."""
+    policy, taught = str(tiny_model()), tiny_model(seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    chat = [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "It is 42, or 北京."}]
+    batch = (parse_demonstration(json.dumps({"messages": chat}), tokenizer, where="here"),)
+    monkeypatch.setattr(served_teacher, "check_served_judge", lambda *_, **__: None)
+    server = Vllm(taught)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    plain, aligned = (
+        stepped(Path(policy), server.url, batch, teacher_tokenizer=tokenizer) for tokenizer in (None, str(taught))
+    )
+    server.shutdown()
+    server.server_close()
+    for figure in ("loss", "grad_norm"):
+        assert aligned[figure] == pytest.approx(plain[figure], rel=1e-4)
+        assert abs(plain[figure]) > 1e-3
 
 
 def test_the_doctor_replays_a_batch_with_a_served_teacher(tiny_qwen: Path, teacher: Vllm) -> None:

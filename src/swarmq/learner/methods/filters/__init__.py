@@ -51,6 +51,7 @@ def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResu
         entropies=None,
         candidates=None,
         teacher_candidates=None,
+        spans=None,
     )
     kept = of_kept_calls = among
     for name in names:

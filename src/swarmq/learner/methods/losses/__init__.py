@@ -36,6 +36,9 @@ class LossInputs(NamedTuple):
         None  # [S, K] float32, with gradient: log-probability of each of the teacher's K likeliest tokens
     )
     teacher_candidates: Tensor | None = None  # [S, K] float32, the same under the teacher; -inf where it names fewer
+    spans: Tensor | None = (
+        None  # [S] int64: tokens of one span of text, whose `teacher` values only count in sum (teacher_tokenizer)
+    )
     held: Tensor | None = (
         None  # [S] bool, sampled under a grammar: behavior_logprobs is normalised over the tokens that the grammar allowed
     )

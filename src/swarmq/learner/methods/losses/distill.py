@@ -19,12 +19,16 @@ MAX_LOG_SUM = -1e-7
 
 def distill(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Return the policy gradient whose advantage is the teacher's log-probability minus the learner's, an unbiased estimate of
-    the gradient of the reverse KL divergence (on-policy distillation). With `top_k`, the divergence over the teacher's likeliest tokens
+    the gradient of the reverse KL divergence (on-policy distillation); if the teacher has another tokenizer, of spans of text. With `top_k`, the divergence over the teacher's likeliest tokens
     and the rest."""
     if loss.top_k:
         return TokenLoss.whole(compare_candidates(tokens, loss.distill_beta))
     assert tokens.teacher is not None
-    return reinforce(tokens._replace(advantages=tokens.teacher - tokens.logprobs.detach()), loss)
+    gaps = tokens.teacher - tokens.logprobs.detach()
+    if tokens.spans is not None:
+        # the log-probability of a span is the sum over its tokens, and the gradient of that sum reaches each of them
+        gaps = torch.zeros_like(gaps).index_add_(0, tokens.spans, gaps)[tokens.spans]
+    return reinforce(tokens._replace(advantages=gaps), loss)
 
 
 def compare_candidates(tokens: LossInputs, beta: float) -> Tensor:
