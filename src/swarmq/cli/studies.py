@@ -19,14 +19,27 @@ from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from swarmq.studies.ledger import StudyFolder
-    from swarmq.studies.records import PlannerDecided
+    from swarmq.studies.records import Entry, PlannerDecided
     from swarmq.studies.study import Study
 
-STUDY = click.argument("study_file", metavar="STUDY", type=click.Path(path_type=Path), default="study.toml")
+STUDY = click.argument("study_file", metavar="[STUDY]", type=click.Path(path_type=Path), default="study.toml")
 AMQP = click.option(
     "--amqp", metavar="URL", envvar="SWARMQ_AMQP_URL", help="RabbitMQ of the study; the study's own by default."
 )
 STOP_WORKER_S = 60.0
+
+
+def _check_name(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
+    from swarmq.studies.study import check_name
+
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    return name
+
+
+NEW_NAME = click.argument("name", callback=_check_name)
 
 
 @main.group("study")
@@ -42,7 +55,7 @@ def study_group() -> None:
 
 
 @study_group.command("new")
-@click.argument("name")
+@NEW_NAME
 def new(name: str) -> None:
     """Write a commented study file.
 
@@ -51,15 +64,15 @@ def new(name: str) -> None:
     """
     path = Path("study.toml")
     if path.exists():
-        raise ConfigError(f"{path}: already exists, so nothing was written; go to another folder")
+        raise ConfigError(f"{path}: already exists, so nothing was written; rename it, or go to another folder")
     path.write_text(files("swarmq").joinpath("starter", "study.toml").read_text().replace("NAME", name))
-    click.echo(f"{path} written. Edit it, then: swarmq study check")
+    click.echo(f"{path} written. Edit it, then: swarmq study check {path}")
 
 
 @study_group.command("check")
 @STUDY
 def check(study_file: Path) -> None:
-    """Check a study and say what it would run.
+    """Check a study and say what it would run and cost.
 
     \b
     swarmq study check study.toml
@@ -68,11 +81,13 @@ def check(study_file: Path) -> None:
     from swarmq.studies.state import largest_cost
 
     study, _ = _load(study_file)
+    _check_functions(study)
     most, seeds = largest_cost(study), len(study.seeds)
     arms = study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
     count = arms * seeds + study.noise_trials
     click.echo(f"{study.name}: {study.question}")
-    click.echo(f"{arms} arms, {seeds} seeds each, {study.noise_trials} A/A trials: {count} trials at the first rung")
+    first = ", before any arm is promoted" if study.design.rungs else ""
+    click.echo(f"{arms} arms with {seeds} seeds each and {study.noise_trials} A/A trials: {count} trials{first}")
     click.echo(f"each may take {study.trial.max_seconds:g} s; all of them {count * most.gpu_seconds:,.0f} GPU seconds")
     with contextlib.suppress(ModuleNotFoundError):  # the extra `studies`
         from swarmq.studies.analysis import announce_power
@@ -80,14 +95,18 @@ def check(study_file: Path) -> None:
         click.echo(announce_power(study))
     cap = study.budget.gpu_seconds
     if cap is not None and cap < count * most.gpu_seconds:
-        click.echo(f"the budget of {cap:,.0f} GPU seconds holds {cap // most.gpu_seconds:.0f} trials of full length")
+        click.echo(
+            f"the budget of {cap:,.0f} GPU seconds is enough for {cap // most.gpu_seconds:.0f} of them if each takes that long"
+        )
 
 
 @study_group.command("run")
 @STUDY
 @AMQP
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(min=0), help="Workers on this host.")
-@click.option("--amend", metavar="REASON", default="", help="Take over a changed study file, and record why.")
+@click.option(
+    "--amend", metavar="REASON", default="", help="Accept a changed study file, code or tasks, and record why."
+)
 @click.option("--resume", metavar="REASON", default="", help="Go on with a study that was stopped, and record why.")
 def run(study_file: Path, amqp: str | None, workers: int, amend: str, resume: str) -> None:
     """Run a study, or continue it where it was interrupted.
@@ -98,6 +117,7 @@ def run(study_file: Path, amqp: str | None, workers: int, amend: str, resume: st
     swarmq study run study.toml --amend "arm C added, because A and B do not differ"
     """
     study, folder = _load(study_file)
+    _check_functions(study)
     with private_files():
         run_until_signalled(_lead(study, folder, study_file, amqp, workers, amend, resume))
 
@@ -107,7 +127,7 @@ def run(study_file: Path, amqp: str | None, workers: int, amend: str, resume: st
 @AMQP
 @click.option("--parallel", type=click.IntRange(min=1), help="Trials at once; by default as many as the GPUs allow.")
 def worker(study_file: Path, amqp: str | None, parallel: int | None) -> None:
-    """Run trials of a study on this host, which has a copy of the study's folder.
+    """Run trials of a study on this host, beside a copy of the study's folder.
 
     \b
     swarmq study worker study.toml --amqp amqps://user:password@leader:5671
@@ -125,15 +145,10 @@ def status(study_file: Path) -> None:
     \b
     swarmq study status study.toml
     """
-    from swarmq.studies.ledger import read_ledger
     from swarmq.studies.state import StudyState
 
     study, folder = _load(study_file, is_checked=False)
-    state = StudyState(entries := read_ledger(folder.ledger))
-    if state.study is None:
-        raise StudyError(
-            f"{folder.ledger}: the study has not been opened; start it with `swarmq study run {study_file}`"
-        )
+    state = StudyState(entries := _read_opened(folder))
     metric = study.metric.name
     print_table(
         ("arm", "seed", "rung", "state", metric, "GPU s", "failures"),
@@ -183,6 +198,7 @@ def stop(study_file: Path, amqp: str | None, reason: str) -> None:
     swarmq study stop study.toml --reason "the answer is clear"
     """
     study, folder = _load(study_file, is_checked=False)
+    _read_opened(folder)
     asyncio.run(_stop(study, folder, amqp, reason))
 
 
@@ -199,46 +215,43 @@ def approve(study_file: Path, arm: str, amqp: str | None, refuse: bool, by: str,
     \b
     swarmq study approve study.toml higher-clip --by ada
     """
-    from swarmq.studies.ledger import read_ledger
     from swarmq.studies.records import PlannerDecided
     from swarmq.studies.state import StudyState
 
     study, folder = _load(study_file, is_checked=False)
-    waiting = StudyState(read_ledger(folder.ledger)).waiting
+    waiting = StudyState(_read_opened(folder)).waiting
     if arm not in waiting:
-        raise StudyError(f"{arm!r} does not wait for a decision; waiting: {', '.join(waiting) or 'none'}")
+        raise StudyError(
+            f"{arm!r} is no arm that waits for approval in {folder.ledger}; waiting: {', '.join(waiting) or 'none'}"
+        )
     if by == "rule":
-        raise ConfigError("--by: give the name of a person")
+        raise ConfigError("--by: 'rule' stands for automatic decisions in the ledger; give the name of a person")
     decided = PlannerDecided(arm=arm, decision="refused" if refuse else "accepted", reason=reason, by=by)
     asyncio.run(_decide(study, folder, amqp, decided))
 
 
 @study_group.command("report")
 @STUDY
-@click.option(
-    "--out", metavar="DIR", type=click.Path(path_type=Path), help="Folder; by default `report` in the study's."
-)
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Folder; by default studies/NAME/report.")
 def report(study_file: Path, out: Path | None) -> None:
     """Write the report of a study as Markdown, HTML and PDF, from its ledger.
 
     \b
     swarmq study report study.toml
     """
-    from swarmq.studies.ledger import read_ledger
-
     try:
         from swarmq.studies.report import write_report
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"a report needs {error.name}: pip install 'swarmq[studies]'") from error
 
     _, folder = _load(study_file, is_checked=False)
-    for path in write_report(read_ledger(folder.ledger), out or folder.path / "report"):
+    for path in write_report(_read_opened(folder), out or folder.path / "report"):
         click.echo(path)
 
 
 @study_group.command("fork")
 @STUDY
-@click.argument("name")
+@NEW_NAME
 def fork(study_file: Path, name: str) -> None:
     """Write a new study file that continues from a study, in another folder or under another name.
 
@@ -251,6 +264,7 @@ def fork(study_file: Path, name: str) -> None:
     from swarmq.studies.ledger import hash_ledger
 
     study, folder = _load(study_file, is_checked=False)
+    _read_opened(folder)
     target = study_file.with_name(f"{name}.toml")
     if target.exists():
         raise ConfigError(f"{target}: already exists, so nothing was written; choose another name")
@@ -277,6 +291,25 @@ def _load(study_file: Path, *, is_checked: bool = True) -> tuple[Study, StudyFol
         os.chdir(folder.root)  # jobs and tasks are named from there
         TrialMaker(study, folder.root).check()
     return study, folder
+
+
+def _check_functions(study: Study) -> None:
+    """Raise TaskError for a function or agent that cannot be imported from the study's folder."""
+    from swarmq.client.data.targets import load_object
+    from swarmq.environments import is_environment
+
+    agents = (study.trial.agent, *(arm.agent for arm in study.arms.values()))
+    for target in {study.trial.function, *(agent for agent in agents if not is_environment(agent))} - {""}:
+        load_object(target)
+
+
+def _read_opened(folder: StudyFolder) -> list[Entry]:
+    """Return the ledger's entries. Raises StudyError if the study has never run."""
+    from swarmq.studies.ledger import read_ledger
+
+    if entries := read_ledger(folder.ledger):
+        return entries
+    raise StudyError(f"{folder.ledger}: missing or empty, so the study has never run; start it with `swarmq study run`")
 
 
 async def _lead(

@@ -146,9 +146,9 @@ def announce_power(study: Study, results: Results = ()) -> str:
     level = study.stopping.alpha / _num_comparisons(study)
     sd = _largest_sd(study, level)
     how = (
-        f"its {study.noise_trials} A/A trials will tell"
+        f"its {study.noise_trials} A/A trials will measure it"
         if study.noise_trials > 1
-        else "without noise_trials nobody knows"
+        else "set noise_trials to measure it"
     )
     if not sd:
         return f"{len(study.seeds)} seed finds no effect: a comparison needs at least two."

@@ -118,6 +118,8 @@ class TrialMaker:
         plan = self._study.trial
         if plan.function:
             return [plan.function, settings], ""
+        if not (self._root / plan.job).exists():
+            raise ConfigError(f"trial.job: {self._root / plan.job}: no such file; `swarmq init` writes one to start from")
         job = SwarmJob.load(self._root / plan.job, sets=to_sets(settings))
         tree = msgspec.to_builtins(job)
         for name in ("run", "folder"):
@@ -185,7 +187,7 @@ def _hash_files(paths: Sequence[Path]) -> str:
 
 def _walk(path: Path) -> Iterator[Path]:
     if not path.exists():
-        raise ConfigError(f"{path}: there is no such file")
+        raise ConfigError(f"trial.code: {path}: no such file or folder")
     if path.is_dir():
         yield from (one for one in sorted(path.rglob("*")) if one.is_file() and "__pycache__" not in one.parts)
     else:

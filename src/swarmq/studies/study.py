@@ -193,7 +193,7 @@ def load_study(path: Path) -> Study:
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); write one with `swarmq study new`") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); write one with `swarmq study new NAME`") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     try:
@@ -214,8 +214,7 @@ def hash_json(value: Any) -> str:
 
 def check(study: Study) -> None:
     """Raise ValueError for a study that cannot be run, with the path of the setting in front."""
-    if not NAME.fullmatch(study.name):
-        raise ValueError(f"name: {study.name!r} must be lower-case letters, digits and hyphens, at most 32")
+    check_name(study.name)
     trial, design = study.trial, study.design
     if bool(trial.function) == bool(trial.job):
         raise ValueError("trial: give either job and agent, or function")
@@ -230,7 +229,7 @@ def check(study: Study) -> None:
     if repeated := [seed for seed, times in Counter(study.seeds).items() if times > 1]:
         raise ValueError(f"seeds: {repeated[0]} is given twice; every seed counts once")
     if bool(study.arms) == bool(study.space):
-        raise ValueError("arms: give either arms or a search space")
+        raise ValueError("arms: give either arms or a search space, in [arms.NAME] or [space]")
     if len(study.arms) == 1 and not study.noise_trials:
         raise ValueError(
             "arms: there is only one, so nothing is compared; add an arm, or noise_trials for an A/A study"
@@ -252,6 +251,14 @@ def check(study: Study) -> None:
         raise ValueError("budget: no cap is set; set at least one of gpu_seconds, calls, money, wall_clock_s, trials")
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError unless a study may have this name."""
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"name: {name!r} must be at most 32 lower-case letters, digits and hyphens, and not begin with a hyphen"
+        )
+
+
 def _check_parameter(path: str, parameter: Parameter, design: Design) -> None:
     if bool(parameter.values) == (parameter.low is not None):
         raise ValueError(f"space.{path}: give either values, or low and high")
@@ -260,7 +267,7 @@ def _check_parameter(path: str, parameter: Parameter, design: Design) -> None:
     if parameter.values:
         return
     if parameter.high is None or parameter.low is None or parameter.high <= parameter.low:
-        raise ValueError(f"space.{path}: high must be above low")
+        raise ValueError(f"space.{path}: high must be above low (got {parameter.low} and {parameter.high})")
     if parameter.log and parameter.low <= 0:
         raise ValueError(f"space.{path}: low must be above 0 on a logarithmic scale (got {parameter.low:g})")
     if design.kind in ("grid", "sequential"):
