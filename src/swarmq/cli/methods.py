@@ -28,7 +28,7 @@ from swarmq.errors import ConfigError
 def check_method(name: str, kind: str | None, sets: tuple[str, ...]) -> None:
     """Check a method of your own on random episodes.
 
-    A method is a loss, an advantage, a schedule, an optimizer, a filter or a reward transform. Looks for its module in the working
+    A method is a loss, an advantage, a grouping, a schedule, an optimizer, a filter or a reward transform. Looks for its module in the working
     directory and among the installed packages, and prints what is wrong: wrong shapes, values that are not finite, state, a result that depends on packing, ranks or
     order, and a gradient that differs from that in float64 or from finite differences.
 

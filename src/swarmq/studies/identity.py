@@ -119,7 +119,9 @@ class TrialMaker:
         if plan.function:
             return [plan.function, settings], ""
         if not (self._root / plan.job).exists():
-            raise ConfigError(f"trial.job: {self._root / plan.job}: no such file; `swarmq init` writes one to start from")
+            raise ConfigError(
+                f"trial.job: {self._root / plan.job}: no such file; `swarmq init` writes one to start from"
+            )
         job = SwarmJob.load(self._root / plan.job, sets=to_sets(settings))
         tree = msgspec.to_builtins(job)
         for name in ("run", "folder"):

@@ -193,7 +193,9 @@ def load_study(path: Path) -> Study:
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); write one with `swarmq study new NAME`") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); write one with `swarmq study new NAME`"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     try:

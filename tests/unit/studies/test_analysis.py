@@ -41,7 +41,9 @@ AA = results({"gspo": 0.0}, range(100, 106), purpose="noise")
 
 
 def test_power_is_announced_before_any_trial_as_the_noise_that_it_bears():
-    assert "if a paired difference has an SD of at most 0.0865; its 6 A/A trials will measure it" in announce_power(study())
+    assert "if a paired difference has an SD of at most 0.0865; its 6 A/A trials will measure it" in announce_power(
+        study()
+    )
     assert "set noise_trials to measure it" in announce_power(study(noise_trials=0))
     assert "needs at least two" in announce_power(study(seeds=[1]))
 
