@@ -112,7 +112,7 @@ def test_what_cannot_be_replayed_is_one_line_and_leaves_nothing(stored):
         (["train.loss.name=replayed_methods:gone"], SetUpError, "has no function 'gone'"),
         (["train.loss.name=nope"], ConfigError, "loss.name"),
         (["groups.group_size=2"], ConfigError, "settings of train alone"),
-        (["train.lora={}"], ConfigError, "lora"),
+        (["train.lora={}"], SetUpError, "lora"),
     ):
         with pytest.raises(error, match=flaw):
             train_again(stored, "out", *sets)
