@@ -554,7 +554,9 @@ def _require_close(made: Tensor, wanted: Tensor, flaw: str) -> None:
 
 
 def _describe(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.60}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return " ".join(repr(value).split())[:60]
 
 
 def _filter_checks(keep: FilterFunction, train: Train) -> dict[str, Callable[[], float | None]]:
