@@ -148,7 +148,7 @@ def ensure_model(
     *,
     report_fresh: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """Fresh weights, then copying, which takes longest to learn, then the final mix. `report_fresh`: called with the folder of
+    """Train fresh weights to copy, which takes longest to learn, then on the final mix. `report_fresh`: called with the folder of
     the fresh weights."""
     folder.mkdir()
     dice, recipe = random.Random(seed), DemoRecipe()

@@ -48,15 +48,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8_cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "ngram": {"speculation": "ngram"},
 }
-"""Settings of `engine`."""
+"""Name of a way to sample -> its settings of `engine`."""
 SMALL, LARGE = "small", "large"
 CACHE_BYTES = {SMALL: 2 << 30, LARGE: 15 << 30}
 PROMPT, ANSWER = 512, 256
 """Tokens of a call to the large model."""
 RAMP_S = 1.5
-"""Between the first call and the first counted token."""
+"""Seconds between the first call and the first counted token."""
 COMPARED = 128
-"""Answers whose log-probabilities are compared."""
+"""Number of answers whose log-probabilities are compared."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,16 +66,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, and who asks it."""
+    """An engine, and the function that asks it."""
 
     model: str
     way: str
     engine: Any
     http: Any
     ask: Any
-    """Asks for one answer after another: a small model's as a dialogue."""
+    """Coroutine function that asks for one answer after another; of a small model, in dialogues."""
     answers: list[Answer]
-    """Newest ones, of a small model."""
+    """Newest answers of a small model."""
     rates: list[float]
 
     @property
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def save(name: str, figures: dict[str, float], detail: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Beside figures of other scripts that lie there."""
+    """Write figures beside those of other scripts that are there."""
     before, other = report.kept(name, out=arguments.out)
     print(report.save(name, before | figures, detail=other | detail, out=arguments.out))
 
@@ -165,7 +165,7 @@ def parse() -> argparse.Namespace:
 async def measure(
     folder: Path, arguments: argparse.Namespace
 ) -> tuple[list[Served], dict[str, dict[str, float]], dict[str, float]]:
-    """Engines with their rates, gaps of log-probabilities by engine, and pauses for the push by engine."""
+    """Return the engines with their rates, and by engine the gaps of log-probabilities and the pauses for the push."""
     fresh: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     warming = asyncio.create_task(warm_up(folder / SMALL, arguments, fresh))
     random_model = folder / LARGE
@@ -198,14 +198,14 @@ async def measure(
 
 
 def failed(outcome: Served | BaseException) -> TypeGuard[BaseException]:
-    """Whether an engine did not start, which is said; the others are measured all the same."""
+    """Return whether an engine did not start, and print that; the others are measured all the same."""
     if isinstance(outcome, BaseException):
         print(f"an engine did not start: {outcome}", flush=True)
     return isinstance(outcome, BaseException)
 
 
 async def warm_up(folder: Path, arguments: argparse.Namespace, fresh: asyncio.Future[Path]) -> Path:
-    """The warmed-up model's folder; that of its first weights is told as soon as it is there."""
+    """Warm a model up and return its folder; `fresh` gets the folder of its first weights as soon as it is there."""
     loop = asyncio.get_running_loop()
 
     def report_fresh(made: Path) -> None:
@@ -255,7 +255,7 @@ async def serve(
 
 
 def push(one: Served, source: Path, folder: Path, device: str) -> float:
-    """Seconds for which the engine paused to take the weights; what it serves is quantised from them."""
+    """Push weights, which the engine quantises, and return the seconds for which it paused to take them."""
     network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device)
     pusher = WeightPusher([one.engine.url], folder, secret=one.engine.secret)
     pause_s: float = pusher.push(network.named_parameters(), 1).pause_s
@@ -263,7 +263,7 @@ def push(one: Served, source: Path, folder: Path, device: str) -> float:
 
 
 async def count(one: Served, arguments: argparse.Namespace) -> float:
-    """Tokens a second with all streams open."""
+    """Return the tokens per second with all streams open."""
     streams = arguments.streams if one.model == SMALL else arguments.large_streams
     del one.answers[:]
     asking = [asyncio.create_task(one.ask(number)) for number in range(streams)]
@@ -280,7 +280,7 @@ async def count(one: Served, arguments: argparse.Namespace) -> float:
 
 
 def completions(http: aiohttp.ClientSession, place: Path) -> Callable[[int], Awaitable[None]]:
-    """Long answers to random prompts, half to one and a half times as long as `ANSWER`."""
+    """Ask for long answers to random prompts, half to one and a half times as long as `ANSWER`."""
 
     async def ask(number: int) -> None:
         dice = random.Random(number)
@@ -300,7 +300,7 @@ def completions(http: aiohttp.ClientSession, place: Path) -> Callable[[int], Awa
 
 
 def dialogues(http: aiohttp.ClientSession, model: str, answers: list[Answer]) -> Callable[[int], Awaitable[None]]:
-    """The demo's agent, one problem after another."""
+    """Run the demo's agent, one problem after another."""
 
     async def ask(number: int) -> None:
         for problem in itertools.islice(problems(1000 + number), None):
@@ -339,7 +339,7 @@ async def post(http: aiohttp.ClientSession, path: str, body: Any) -> Any:
 
 
 def compare(served: list[Served], trained: Path, device: str) -> dict[str, dict[str, float]]:
-    """Gaps between transformers, with FP32 weights under the learner's precision, and each engine of the small model."""
+    """Return the gaps between transformers, with FP32 weights under the learner's precision, and each engine of the small model."""
     network = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).to(device).eval()
     found = {}
     for one in served:

@@ -29,7 +29,7 @@ from swarmq import Episode, SwarmClient, SwarmJob, ask
 
 RUN = "start"
 LENGTH = 2048
-"""Tokens of prompt and answer at most."""
+"""Largest number of tokens of prompt and answer together."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     processor_s: float
     """Processor time of all processes of the run, its stop included."""
     stages: dict[str, float]
-    """Line of the command's output -> when it came."""
+    """Line of the command's output -> seconds after which it came."""
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def write_job(folder: Path) -> Path:
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Environment variables for caches of compiled code in the folder."""
+    """Return the environment variables for caches of compiled code in the folder."""
     names = {"XDG_CACHE_HOME": "", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     return {name: str(folder / "cache" / part) for name, part in names.items()}
 

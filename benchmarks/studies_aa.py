@@ -21,7 +21,7 @@ from swarmq.studies.statistics import Rule, adjust_p, estimate_noise, paired_pow
 ARMS = 3
 SEEDS = 10
 PILOT = 8
-"""A/A trials of a study."""
+"""Number of A/A trials of a study."""
 ALPHA = 0.05
 EFFECT = 0.1
 """Effect of the arm that differs, and the smallest effect of interest."""
@@ -35,12 +35,12 @@ Noise = Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float64]]
 
 
 def collapsing(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Trainings of which one in eight collapses."""
+    """Return scores of trainings, one in eight of which collapses."""
     return np.asarray(0.7 + rng.normal(0, 0.03, shape) - 0.2 * (rng.random(shape) < 1 / 8))
 
 
 def few_tasks(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Share of right answers to 16 tasks, of a policy whose success differs between runs."""
+    """Return the share of right answers to 16 tasks, of a policy whose success differs between runs."""
     return np.asarray(rng.binomial(TASKS, np.clip(rng.normal(0.6, 0.05, shape), 0, 1)) / TASKS)
 
 
@@ -53,7 +53,7 @@ ONCE, LOOKS = Rule(smallest_effect=EFFECT, alpha=ALPHA), Rule(smallest_effect=EF
 
 
 def false_discoveries(noise: Noise, studies: int, rng: np.random.Generator) -> tuple[float, float, float]:
-    """Share of studies without any effect that claim one: after all seeds, with valid looks, with naive looks."""
+    """Return the share of studies without any effect that claim one: after all seeds, with valid looks, with naive looks."""
     found = np.zeros(3)
     for _ in range(studies):
         scores = noise(rng, (ARMS + 1, SEEDS))
@@ -67,7 +67,7 @@ def false_discoveries(noise: Noise, studies: int, rng: np.random.Generator) -> t
 
 
 def powers(studies: int, rng: np.random.Generator) -> dict[str, tuple[float, float]]:
-    """Mean power that studies announced after their A/A trials, and the share of them that found the effect, by way of deciding."""
+    """Return, for each way of deciding, the mean power announced after the A/A trials, and the share of studies that found the effect."""
     announced: dict[str, list[float]] = {"once": [], "looks": []}
     seen: dict[str, list[bool]] = {"once": [], "looks": []}
     for number in range(studies):

@@ -744,7 +744,7 @@ CLUSTER_FAULTS: dict[str, Fault] = {
 }
 """Only with several nodes."""
 WORKER_FAULTS: dict[str, Fault] = {"collector's worker killed": worker_killed}
-"""Only with several processes of the collector."""
+"""Faults that need several processes of the collector, by name."""
 
 FAULTS: dict[str, Fault] = {
     "client killed": killed(*CLIENTS),

@@ -310,7 +310,7 @@ class World:
         return None
 
     def worker_pids(self) -> list[int]:
-        """The collector's processes beside the first."""
+        """Return the process ids of the collector's processes other than the first."""
         pid = self.parts["collector"].pid
         return sorted(find_children(pid, sys.executable)) if pid else []
 

@@ -30,7 +30,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     model: str
     sampling: dict[str, Any]
-    """What the proxy would add to a call."""
+    """Sampling settings that the proxy would add to a call."""
     task: SwarmTask = SwarmTask("direct", "default", None)
 
 
@@ -68,7 +68,7 @@ class Agent:
 
 
 async def ask_directly(concurrency: int, agent: Agent, server: Server) -> None:
-    """Conversation after conversation until killed. Those of a group of 8 begin alike, as in a run."""
+    """Hold one conversation after another until killed. The conversations of a group of 8 begin alike, as in a run."""
 
     async def converse(lane: int) -> None:
         for number in itertools.count():

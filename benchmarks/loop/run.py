@@ -60,7 +60,7 @@ LEAST_STEPS = 2
 """Without so many there is nothing to measure."""
 PROGRESS_S = 20.0
 LOOK_S = 0.4
-"""Between two looks at the engine's counter."""
+"""Seconds between two readings of the engine's token counter."""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,17 +88,17 @@ SIZES = {
 }
 GROUP_SIZE = 8
 ALONE_S = {"cpu": 4.0, "cuda": 8.0}
-"""For which tokens of the rollout alone are counted: in less than the time of an episode, so that nothing can be trained yet."""
+"""Seconds for which tokens of the rollout alone are counted: less than an episode takes, so that nothing can be trained yet."""
 RAMP_S = 2.0
-"""Between the first call and the first counted token."""
+"""Seconds between the first call and the first counted token."""
 START_S = 60.0
-"""In which the callers' processes have started."""
+"""Seconds within which the callers' processes must have started."""
 DRAIN_S = 40.0
-"""In which agents have used up their tickets at the latest."""
+"""Seconds within which agents must have used up their tickets."""
 ALONE_STEPS, STEP_S = 3, 20.0
-"""Steps of the learner alone, and how long one may take."""
+"""Number of steps of the learner alone, and the most seconds that one may take."""
 LOW_PRIORITY = ("env", "CUDA_MPS_CLIENT_PRIORITY=1", sys.executable)
-"""Starts a process whose kernels wait for those of normal priority."""
+"""Command prefix for a process whose CUDA kernels wait for those of normal priority."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ def main() -> None:
 def measure_all(
     name: str, models: Sequence[str], arguments: argparse.Namespace, figures: dict[str, float], detail: dict[str, Any]
 ) -> int:
-    """The number of models that failed."""
+    """Measure all models, and return the number of those that failed."""
     failed = 0
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
@@ -281,7 +281,7 @@ def job_of(
 async def workers(
     deployment: Deployment, size: Size, folder: Path, *, direct: bool = False
 ) -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    """Processes that share out the agents; killed at the end, in the middle of their episodes. `direct`: they ask vLLM itself."""
+    """Run processes that share the agents; they are killed at the end, in the middle of their episodes. `direct`: they ask vLLM itself."""
     arguments = [str(size.at_once // size.workers), str(size.turns), str(size.words)]
     if direct:
         engine, model = deployment.engines["main.0"], deployment.job.policies["main"].model
@@ -307,12 +307,12 @@ async def workers(
 
 
 class TokenMeter:
-    """Tokens that the engine has sampled, by vLLM's own counter, looked at often."""
+    """Tokens that the engine has sampled, by frequent readings of vLLM's own counter."""
 
     def __init__(self, http: aiohttp.ClientSession, engine: EngineProcess) -> None:
         self._http, self._engine = http, engine
         self.looks: list[tuple[float, float]] = []
-        """Unix time, tokens."""
+        """Readings: Unix time, and tokens so far."""
         self.counted = (0.0, 0.0)
         """Unix time of the first and the last count of the newest `rate`."""
 
@@ -334,7 +334,7 @@ class TokenMeter:
             await asyncio.sleep(LOOK_S)
 
     async def rate(self, seconds: float) -> float:
-        """Tokens a second from now on, once calls are under way."""
+        """Return the tokens sampled per second from now on, once calls are under way."""
         async with asyncio.timeout(START_S):
             while await sampled(self._http, self._engine) == await self._next():
                 pass  # the callers' processes are still starting
@@ -346,7 +346,7 @@ class TokenMeter:
         return tokens / (self.counted[1] - began)
 
     async def cost_of_lost_cache(self, rate: float, seconds: float) -> float:
-        """Seconds of sampling at `rate` that are lost in the next `seconds` when the cache is cleared, as at a push: all contexts
+        """Return the seconds of sampling at `rate` that are lost in the next `seconds` when the cache is cleared, as at a push: all contexts
         are computed again."""
         before, began = await sampled(self._http, self._engine), time.monotonic()
         for path in ("pause?mode=keep&clear_cache=true", "resume"):
@@ -363,7 +363,7 @@ class TokenMeter:
         return await sampled(self._http, self._engine)
 
     async def until_idle(self) -> None:
-        """Return when nothing was sampled between two looks."""
+        """Return when nothing was sampled between two readings."""
         while await sampled(self._http, self._engine) != await self._next():
             pass
 
@@ -399,7 +399,7 @@ async def let_learner_alone(
 def limits(
     figures: dict[str, float], *, measured: Sequence[Event], alone: Sequence[Event], rates: dict[str, float]
 ) -> dict[str, float]:
-    """The loop over what its parts do alone. `alone`: steps of the learner beside an idle engine.
+    """Return the loop's figures relative to those of its parts alone. `alone`: steps of the learner beside an idle engine.
 
     `loop_over_sum` counts what was sampled in a step's time, which is less than what is trained while a backlog lasts.
     """
@@ -418,7 +418,7 @@ def limits(
 
 
 def engine_rates(steps: Sequence[Event], meter: TokenMeter) -> dict[str, float]:
-    """Tokens that the engine sampled a second, while the learner computed and while it did not."""
+    """Return the tokens that the engine sampled per second, while the learner computed and while it did not."""
     spans = [training(step) for step in steps]
     beside, beside_s = sum(meter.between(*span) for span in spans), sum(end - begin for begin, end in spans)
     begin, end = spans[0][0], steps[-1].at
@@ -428,7 +428,7 @@ def engine_rates(steps: Sequence[Event], meter: TokenMeter) -> dict[str, float]:
 
 @contextlib.contextmanager
 def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
-    """CUDA's multi-process service for all processes that are started within: their kernels run at the same time."""
+    """Run CUDA's multi-process service for all processes that are started in the block: their kernels run at the same time."""
     if not wanted:
         yield
         return
@@ -548,7 +548,7 @@ def _at(points: Sequence[tuple[float, float]], moment: float) -> float:
 
 
 def overall(figures: dict[str, float]) -> dict[str, float]:
-    """The idlest model's idle share, and rates and ratios of the first."""
+    """Return the idle share of the model with the largest one, and rates and ratios of the first model."""
     idle = [value for figure, value in figures.items() if figure.startswith("gpu_idle_share_")]
     wanted = ("sampled_tokens_per_s", "trained_tokens_per_s", "loop_over_sum", "proxy_over_direct", "mfu_in_loop")
     first = {

@@ -17,7 +17,7 @@ POLL_S = 0.01
 GRACE_S = 10.0
 KEPT_LINES = 200
 PR_SET_CHILD_SUBREAPER = 36
-"""Of Linux's prctl.h."""
+"""Option number in Linux's prctl.h."""
 
 
 class PeerError(RuntimeError):
@@ -73,12 +73,12 @@ def tail(log: Path, lines: int = KEPT_LINES) -> str:
 
 
 def _adopt_orphans(adopted: bool) -> None:
-    """Become the parent of descendants whose own parent ends, so that they can be found, or no longer."""
+    """Begin, or cease, to adopt descendants whose own parent ends, so that they can be found."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopted))
 
 
 def _end(process: subprocess.Popen[bytes], before: Sequence[psutil.Process]) -> None:
-    """End a process politely, and all that began after it by force: servers of Ray and vLLM outlive who started them."""
+    """End a process by SIGTERM, then kill all that began after it: servers of Ray and vLLM outlive their parents."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -36,15 +36,15 @@ from benchmarks.peers.processes import PeerError, started, tail, wait_for_lines
 from benchmarks.peers.work import EPISODES, PASS_TOKENS, PROMPTS, SAMPLED, TURNS, WORDS
 
 MEASURED = 3
-"""Steps of a peer after the warm-up."""
+"""Number of measured steps of a peer, after the warm-up."""
 WARM_UP = {"sync": 1, "colocate_async": 2}
 OWN_STEPS, OWN_WARM_UP = 12, 4
-"""Of swarmq, whose first steps find episodes of agents that began together."""
+"""Steps of swarmq, and how many of them warm up: the first steps find episodes of agents that began together."""
 LIMITS_S = {"probe": 180.0, "swarmq": 420.0}
 LIMIT_S = 480.0
-"""Of the other parts: verl takes five minutes from a cold disk to its first step, half of them to start vLLM."""
+"""Seconds that each of the other parts may take: verl takes five minutes from a cold disk to its first step, half of them to start vLLM."""
 RETRY_S = 120.0
-"""Below this nothing is tried again."""
+"""Seconds that must be left of the limit for a failed part to be tried again."""
 VERL = {
     "verl_sync_bypass": ("sync", True),
     "verl_async_bypass": ("colocate_async", True),
@@ -55,11 +55,11 @@ TRL = {"trl_fp32": "float32", "trl_bf16": "bfloat16"}
 PARTS = ("probe", "verl_sync_bypass", "swarmq", "verl_async_bypass", "trl_fp32", "verl_sync", "verl_async", "trl_bf16")
 ATTENTION = "sdpa"
 LOGITS = "flash"
-"""What verl uses where nothing was probed."""
+"""Log-probabilities that verl computes where nothing was probed."""
 
 
 class Fast(NamedTuple):
-    """What verl is run with first."""
+    """Choices with which verl is run first."""
 
     attention: str
     logits: str
@@ -115,7 +115,7 @@ def parse() -> argparse.Namespace:
 def runner(
     part: str, model: Path, arguments: argparse.Namespace, detail: dict[str, Any]
 ) -> Callable[..., dict[str, Any]]:
-    """Return what runs a part, given a folder and its limit in seconds."""
+    """Return the function that runs a part, given a folder and the limit in seconds."""
     attention = arguments.attention or fastest(detail, "attention", ATTENTION)
     if part == "probe":
         return functools.partial(probe, python=arguments.verl_python)
@@ -149,7 +149,7 @@ def fastest(detail: dict[str, Any], kind: str, default: str) -> str:
 
 
 def verl(folder: Path, *, mode: str, limit_s: float, fast: Fast, **asked: Any) -> dict[str, Any]:
-    """Run verl with what is fastest here, and if that fails with what runs anywhere; which it was is in `settings`."""
+    """Run verl with the choices that are fastest here, and if that fails with those that run anywhere; `settings` says which."""
     ends, steps, failed = time.monotonic() + limit_s, WARM_UP[mode] + MEASURED, ""
     for settings in (fast._asdict(), PLAIN):
         try:

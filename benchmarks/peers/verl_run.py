@@ -24,7 +24,7 @@ from benchmarks.peers.work import (
 
 HERE = Path(__file__).parent
 GRAPH_SIZES = [1, 2, 4, *range(8, 129, 8)]
-"""Numbers of sequences for which vLLM captures CUDA graphs: all that occur, which is a third of the default's start."""
+"""Numbers of sequences for which vLLM captures CUDA graphs: only those that occur, so that it starts in a third of the time."""
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     """Return when each step ended, in seconds after the start, and what verl logged of each.
 
     `mode` is verl's trainer mode; `bypass` leaves out the pass that computes the log-probabilities again before training.
-    A run that did not come to all of its steps in time is described by those it came to, if these are `least` or more.
+    A run that did not reach all of its steps in time is described by those that it reached, if these are `least` or more.
     Raises PeerError with the end of verl's log.
     """
     write_tasks(folder / "tasks.parquet", count=(steps + 4) * PROMPTS)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 
 TURNS = 8
-"""Model calls of an episode."""
+"""Number of model calls of an episode."""
 SAMPLED = 128
-"""Tokens of a call; the end of a turn is ignored, so every call is as long."""
+"""Number of sampled tokens of a call; the end of a turn is ignored, so every call has as many."""
 WORDS = 24
-"""Of an observation: about 64 tokens, and about 12 more for the turn around it."""
+"""Words of an observation: about 64 tokens, and about 12 more for the turn around it."""
 PROMPTS = 8
 GROUP_SIZE = 8
 EPISODES = PROMPTS * GROUP_SIZE
-"""Of a step."""
+"""Number of episodes of a step."""
 LONGEST_PROMPT = 256
 LONGEST_RESPONSE = 2048
-"""Tokens of sampled calls and of the observations between them."""
+"""Largest number of tokens of an episode's sampled calls and of the observations between them."""
 PASS_TOKENS = 16384
 LEARNING_RATE = 1e-6
 VOCABULARY = ("sum", "of", "is", "one", "two", "three", "four")

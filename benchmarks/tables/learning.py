@@ -228,7 +228,7 @@ def trl_block(known: dict[str, Any]) -> Iterator[str]:
 
 
 def limit_block(known: dict[str, Any]) -> Iterator[str]:
-    """The loop beside what its parts do alone."""
+    """Yield the table of the loop beside what its parts do alone."""
     if "loop_limit_h200" not in known:
         return
     record = known["loop_limit_h200"]

@@ -86,12 +86,12 @@ def main(settings: dict[str, Any], steps: Path) -> None:
 
 
 class Episodes:
-    """A rollout function: all conversations take their turns together, because all calls are as long."""
+    """A rollout function: all conversations take their turns together, because all calls have the same length."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.tokens = 0
-        """Of responses since somebody set this to zero."""
+        """Number of response tokens since this was last set to zero."""
 
     def __call__(self, prompts: list[list[dict[str, str]]], trainer: Any) -> dict[str, list[Any]]:
         dice = random.Random()

@@ -16,7 +16,7 @@ POLL_S = 0.05
 
 
 class Agent(AgentLoopBase):
-    """A chat in which an observation follows every answer, with a reward that varies."""
+    """An agent that gets an observation after every answer, and a reward that varies."""
 
     async def run(self, sampling_params: dict[str, Any], **task: Any) -> AgentLoopOutput:
         dice, conversation = random.Random(), uuid4().hex
@@ -66,14 +66,14 @@ class Agent(AgentLoopBase):
 
 
 class Buffer(ReplayBuffer):
-    """verl's buffer of synchronous trainers."""
+    """verl's buffer of synchronous trainers, with a shorter wait."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options | {"poll_interval": POLL_S})
 
 
 class AsyncBuffer(ReplayBufferAsync):
-    """verl's buffer of asynchronous trainers."""
+    """verl's buffer of asynchronous trainers, with a shorter wait."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options | {"poll_interval": POLL_S})

@@ -168,12 +168,12 @@ def status(study_file: Path) -> None:
     )
     budget = study.budget
     spent = [
-        f"{name} {used:,.1f}{'' if cap is None else f' of {cap:,.1f}'}"
+        f"{name} {used:,.10g}{'' if cap is None else f' of {cap:,.10g}'}"
         for name, used, cap in (
-            ("GPU seconds", state.spent.gpu_seconds, budget.gpu_seconds),
+            ("GPU seconds", round(state.spent.gpu_seconds, 1), budget.gpu_seconds),
             ("calls", state.spent.calls, budget.calls),
             ("money", state.spent.money, budget.money),
-            ("seconds of leaders", entries[-1].elapsed_s, budget.wall_clock_s),
+            ("seconds with a leader", round(entries[-1].elapsed_s, 1), budget.wall_clock_s),
             ("starts", state.num_starts, budget.trials),
         )
         if used or cap is not None

@@ -34,7 +34,7 @@ from swarmq.studies.study import Study
 
 Results = Sequence[tuple[Trial, TrialResult]]
 MAX_SEEDS_WITH_LOOKS = 200
-"""Most seeds for which the power of a study with looks is simulated."""
+"""Largest number of seeds for which the power of a study with looks is simulated."""
 
 
 def rule_of(study: Study) -> Rule:
@@ -117,7 +117,7 @@ def measure_noise(study: Study, results: Results) -> Noise | None:
 
 
 def plan_power(study: Study, noise: Noise) -> Plan:
-    """Say what the study can find, and how many seeds would do. Of a study with looks, power is simulated."""
+    """Say what the study can find, and how many seeds would be enough. If it looks early, its power is simulated."""
     stopping, num_seeds = study.stopping, len(study.seeds)
     comparisons = _num_comparisons(study)
     found = plan(
@@ -194,7 +194,7 @@ def _looks(study: Study, noise: Noise, seeds: int, alpha: float) -> float:
 
 
 def _largest_sd(study: Study, alpha: float) -> float:
-    """Largest SD with which the study still has its power, or 0; by bisection."""
+    """Return the largest SD with which the study still has its power, or 0; by bisection."""
     seeds, effect = len(study.seeds), study.smallest_effect
 
     def power(sd: float) -> float:

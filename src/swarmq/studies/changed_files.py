@@ -27,7 +27,8 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def apply_edits(root: Path, edits: Sequence[Edit], allowed: Sequence[str]) -> dict[str, str]:
-    """Return the whole new content of each edited file. Raises StudyError for a forbidden file, and for a text that is not there once."""
+    """Return the whole new content of each edited file. Raises StudyError for a file that is not in `allowed`, and for an
+    old text that does not occur exactly once."""
     changed: dict[str, str] = {}
     for edit in edits:
         if edit.file not in allowed:

@@ -33,7 +33,7 @@ class StudyFolder:
 
     @property
     def lock(self) -> Path:
-        """Held by the process that writes the ledger."""
+        """File that the process which writes the ledger holds locked."""
         return self.path / "lock"
 
     @property
@@ -92,7 +92,7 @@ def _hash(line: bytes) -> str:
 
 
 class LedgerFile:
-    """The ledger of the process that holds its lock. `entries`: what it holds."""
+    """The ledger, open for writing by the process that holds its lock. `entries`: all entries so far."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and remove a torn last line. Raises StudyError for a damaged one, OSError."""

@@ -36,7 +36,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="cl
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="beat"):
-    """A trial runs."""
+    """A sign of life of a trial that runs."""
 
     claim_id: str
     trial_id: str

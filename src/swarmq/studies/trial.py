@@ -1,4 +1,4 @@
-"""What a trial's process gets and returns, and the files by which. Light, because functions import it."""
+"""What a trial's process gets and returns, and the files that carry both. It imports little, because functions import it."""
 
 from __future__ import annotations
 

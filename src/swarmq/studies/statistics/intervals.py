@@ -12,7 +12,7 @@ from scipy import stats
 
 RESAMPLES = 9_999
 EXACT_UP_TO = 14
-"""Most differences whose subsets are all enumerated (16,383 of them); beyond, RESAMPLES subsets are drawn."""
+"""Largest number of differences whose subsets are all enumerated (16,383 of them); beyond, RESAMPLES subsets are drawn."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ UNBOUNDED = Interval(-math.inf, math.inf)
 
 
 def t_interval(differences: ArrayLike, *, alpha: float = 0.05) -> Interval:
-    """Student's interval: exact for normal differences, unbounded for fewer than two."""
+    """Return Student's interval: exact for normal differences, unbounded for fewer than two."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return UNBOUNDED
@@ -42,7 +42,7 @@ def t_interval(differences: ArrayLike, *, alpha: float = 0.05) -> Interval:
 
 
 def bootstrap_interval(differences: ArrayLike, *, alpha: float = 0.05, seed: int = 0) -> Interval:
-    """Bias-corrected and accelerated bootstrap (Efron 1987). Too narrow for few seeds: with five, 95 % intervals cover 83 %."""
+    """Return the bias-corrected and accelerated bootstrap interval (Efron 1987). It is too narrow for few seeds: with five, 95 % intervals cover 83 %."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return UNBOUNDED
@@ -55,7 +55,7 @@ def bootstrap_interval(differences: ArrayLike, *, alpha: float = 0.05, seed: int
 
 
 def permutation_interval(differences: ArrayLike, *, alpha: float = 0.05, seed: int = 0) -> Interval:
-    """Interval of all means that a sign-flip test does not reject; assumes only that differences are symmetric.
+    """Return the interval of all means that a sign-flip test does not reject; it assumes only that differences are symmetric.
 
     The means of all subsets cut the line into equally likely pieces (Hartigan 1969, JASA 64:1303), so it needs no search.
     Fewer than six differences cannot bound a mean at 5 %: the interval is unbounded.
@@ -69,7 +69,7 @@ def permutation_interval(differences: ArrayLike, *, alpha: float = 0.05, seed: i
 
 
 def permutation_p(differences: ArrayLike, *, seed: int = 0) -> float:
-    """Two-sided p-value of the sign-flip test of mean 0 (Fisher 1935)."""
+    """Return the two-sided p-value of the sign-flip test of mean 0 (Fisher 1935)."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return 1.0
@@ -81,7 +81,7 @@ def permutation_p(differences: ArrayLike, *, seed: int = 0) -> float:
 
 
 def t_test_p(differences: ArrayLike) -> float:
-    """Two-sided p-value of the paired t-test; 1 for fewer than two differences, and for equal ones that are 0."""
+    """Return the two-sided p-value of the paired t-test; 1 for fewer than two differences, and for equal ones that are 0."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return 1.0
@@ -91,7 +91,7 @@ def t_test_p(differences: ArrayLike) -> float:
 
 
 def _error(values: NDArray[np.float64]) -> float:
-    """Standard error of the mean."""
+    """Return the standard error of the mean."""
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 

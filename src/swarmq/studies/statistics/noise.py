@@ -23,7 +23,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate_noise(scores: ArrayLike) -> Noise:
-    """Noise of a paired difference from A/A trials: one arm, a score [S] for each seed.
+    """Return the noise of a paired difference, from A/A trials: the scores [S] of one arm, one for each seed.
 
     Two trials with different seeds stand for the two of a pair. If a seed decides much of a score in both arms alike, pairing
     leaves less noise than this, and a study finds more than was announced. Raises ValueError for fewer than two seeds, or for

@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def paired_power(effect: float, sd: float, seeds: int, *, alpha: float = 0.05, dof: int | None = None) -> float:
-    """Power of a two-sided paired t-test (noncentral t; Cohen 1988).
+    """Return the power of a two-sided paired t-test (noncentral t; Cohen 1988).
 
     With `dof`, the SD is an estimate with so many degrees of freedom, and power is averaged over what the true SD may be
     (assurance; O'Hagan, Stevens, Campbell 2005): plain power promises too much after a small pilot.
