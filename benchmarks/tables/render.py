@@ -87,8 +87,8 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/faults.md", "hosts", "{episodes_ended:,.0f} episodes ended: {lost:.0f} were lost and {twice:.0f} trained twice"),
     ("docs/explanation/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
     ("docs/explanation/faults.md", "soak", "The proxy ended at {mib[proxy]:.0f} MiB, {rss_growth_ratio_proxy:.3f} of its size after the first tenth, the collector at {mib[collector]:.0f} MiB and {rss_growth_ratio_collector:.2f}, the learner's I/O process at {mib[learner I/O]:.0f} MiB and {rss_growth_ratio_learner:.2f}, clients at {mib[client0]:.0f} MiB and {rss_growth_ratio_client:.2f}. No process held more than {fd_growth:.0f} further open files."),
-    ("docs/how-to/studies.md", "studies", "over {studies_simulated:,} simulated studies of three arms without effect, t-tests after every seed claim one in {false_discovery_rate_naive_looks:.0%} of them, the e-process in {false_discovery_rate_looks:.1%}, and one t-test at the end in {false_discovery_rate:.1%}"),
-    ("docs/how-to/studies.md", "studies", "found it in {power_seen:.0%} of the studies, where {power_announced:.0%} had been announced"),
+    ("docs/how-to/studies.md", "studies", "In {studies_simulated:,} simulated studies of three arms without effect, t-tests after every seed claim an effect in {false_discovery_rate_naive_looks:.0%} of the studies, the e-process in {false_discovery_rate_looks:.1%}, and one t-test at the end in {false_discovery_rate:.1%}"),
+    ("docs/how-to/studies.md", "studies", "found the effect in {power_seen:.0%}, where a power of {power_announced:.0%} had been announced"),
     ("docs/how-to/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
     ("docs/how-to/swarm.md", "swarm", "16 workers held {held_episodes:,.0f} episodes of 30 seconds open at once (`--part hold`), {held_episodes_per_s:.0f} a second, and none was dropped"),
 )  # fmt: skip

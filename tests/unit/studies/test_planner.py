@@ -241,7 +241,7 @@ def test_the_command_records_who_approved_and_refuses_an_arm_that_does_not_wait(
         "ada",
     )
     again = CliRunner().invoke(main, [*command, "c", "--by", "ada"])
-    assert "'c' does not wait for a decision; waiting: none" in str(again.exception) + again.output
+    assert "'c' is no arm that waits for approval" in str(again.exception) + again.output
 
 
 def test_an_answer_that_was_not_judged_before_a_crash_is_judged_without_asking_again(root):
