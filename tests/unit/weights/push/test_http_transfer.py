@@ -268,8 +268,9 @@ async def test_an_address_that_drops_packets_is_given_up_after_the_time_for_a_co
 
 
 async def test_a_connection_that_dies_in_the_middle_is_noticed_and_the_push_goes_on(host, tmp_path, capsys):
+    """The weights (64 MiB) exceed what all buffers between here and the host can hold, so the held connection is left with some."""
     transfer = HttpTransfer(FileTransfer((), tmp_path), secret=SECRET, retry_s=0, dead_s=0.5)
-    weights = {"a": torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 15, (512, 16384), np.int16))}
+    weights = {"a": torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 15, (2048, 16384), np.int16))}
     payload = transfer.publish(weights, 1, None)
     async with TcpRelay.to("127.0.0.1", port_of(host.url)) as relay:
         host.begun = lambda: relay.hold(Way.REQUESTS)
