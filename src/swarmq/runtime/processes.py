@@ -32,6 +32,8 @@ _TRIES = 100
 _MOST_HELD = 64
 _held: deque[int] = deque()
 """Sockets of reserved ports, closed when the process ends."""
+_found: deque[int] = deque(maxlen=1_000)
+"""Latest ports that this process was told to be free. They are not told again, because a caller may not have bound them yet."""
 
 
 class DeathCounter:
@@ -69,7 +71,8 @@ def find_free_port(host: str = "127.0.0.1") -> int:
         beyond = int(_HANDED_OUT.read_text().split()[0])
         for _ in range(_TRIES):
             port = _LOWEST_PORT + secrets.randbelow(beyond - _LOWEST_PORT)
-            if is_port_free(port, host):
+            if port not in _found and is_port_free(port, host):
+                _found.append(port)
                 return port
     with socket.socket() as probe:
         probe.bind((host, 0))

@@ -19,6 +19,13 @@ def test_a_free_port_is_none_that_the_system_may_hand_out_meanwhile():
     assert port < first or first <= 20_000
 
 
+def test_a_port_is_not_found_twice_as_nobody_may_have_bound_it_yet(monkeypatch):
+    """Engine and proxy of a run once got the same one."""
+    draws = iter([7_001, 7_001, 7_002])
+    monkeypatch.setattr("swarmq.runtime.processes.secrets.randbelow", lambda _: next(draws))
+    assert (find_free_port(), find_free_port()) == (27_001, 27_002)
+
+
 def test_a_held_port_is_given_to_nobody_else_and_its_server_can_listen_there():
     port = reserve_port()
     assert is_port_free(port)
