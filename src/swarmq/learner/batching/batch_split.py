@@ -34,17 +34,20 @@ def split_groups(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout,
 
 
 def merge_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the metrics of a batch's steps."""
+    """Combine the metrics of a batch's steps. A step without tokens for the critic has no `value_loss`."""
     if len(steps) == 1:
         return steps[0]
-    whole = dict(steps[-1])
-    for name, last in steps[-1].items():
+    whole: dict[str, Any] = {}
+    for step in steps:
+        whole |= step
+    for name, last in whole.items():
+        having = [step for step in steps if name in step]
         if name in SUMMED:
-            whole[name] = sum(step[name] for step in steps)
+            whole[name] = sum(step[name] for step in having)
         elif isinstance(last, float):
             tokens = "tokens_compared" if name in AVERAGED_BEFORE_FILTERS else "tokens_trained"
-            weights = [max(step[tokens], 1) for step in steps]
-            whole[name] = sum(w * step[name] for w, step in zip(weights, steps, strict=True)) / sum(weights)
+            weights = [max(step[tokens], 1) for step in having]
+            whole[name] = sum(w * step[name] for w, step in zip(weights, having, strict=True)) / sum(weights)
     if skipped := {step["skipped"] for step in steps if "skipped" in step}:
         whole["skipped"] = " ".join(sorted(skipped))
     return whole | {"optimizer_steps": len(steps)}

@@ -62,6 +62,14 @@ def test_a_step_of_which_a_filter_left_nothing_weighs_what_it_had_in_the_mismatc
     assert (whole["tokens_compared"], whole["kl_k3"], whole["filtered_positive"]) == (40, 1.5, 0.75)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_figure_that_only_some_steps_have_is_averaged_over_those(order: int) -> None:
+    """A step whose kinds have no critic has no value loss."""
+    steps = [{"tokens_trained": 10, "loss": 1.0}, {"tokens_trained": 30, "loss": 2.0, "value_loss": 0.5}]
+    whole = merge_metrics(steps[::order])
+    assert (whole["loss"], whole["value_loss"]) == (1.75, 0.5)
+
+
 def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_correction(tiny_qwen: Path) -> None:
     """By hand: each part a batch of its own, compared with the first weights and weighted by min(prox / behavior_logprobs, C)."""
     train = msgspec.structs.replace(TRAIN, steps_per_batch=3, advantage="batch_norm")
