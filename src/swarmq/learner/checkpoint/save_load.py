@@ -135,13 +135,13 @@ def draft_checkpoint(
         return draft
     writing: list[Callable[[], None]] = []
     with _fail_together(accelerator, draft):
-        state = _optimizer_state(trainer)
+        # both are gathered before rank 0 writes, because a write that fails leaves the block on rank 0 alone
+        state, critic = _optimizer_state(trainer), trainer.critic_state()
         if accelerator.is_main_process:
             writing += _write_or_defer_optimizer(state, draft.path / STATE / OPTIMIZER, trainer, copies)
-        critic = trainer.critic_state()
-        if critic and accelerator.is_main_process:
-            torch.save(critic, draft.path / STATE / CRITIC)
-        del state
+            if critic:
+                torch.save(critic, draft.path / STATE / CRITIC)
+        del state, critic
     with _fail_together(accelerator, draft):
         writing += _write_or_defer_model(draft.path, trainer, copies, before=writing)
         if accelerator.is_main_process:

@@ -649,6 +649,22 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path
     assert found.version == 1
 
 
+def test_the_critic_is_gathered_before_rank_0_writes_so_that_a_full_disk_leaves_no_rank_waiting(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
+    gathered: list[int] = []
+
+    class Watched(Trainer):
+        def critic_state(self) -> None:
+            gathered.append(self.version)
+
+    trainer = Watched(str(tiny_qwen), TRAIN)
+    trainer.step(batch(1))
+    with room_for_files(20_000), pytest.raises(LearnerError, match="cannot be written"):
+        save(tmp_path, trainer)
+    assert gathered == [1]
+
+
 def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny_qwen: Path, tmp_path: Path) -> None:
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": str(tiny_qwen)}}})
     identity = RunIdentity.of(job, "main")
