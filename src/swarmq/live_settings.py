@@ -91,16 +91,18 @@ def policy_of_path(path: str) -> str | None:
     return rest.partition(".")[0] if first == "policies" else None
 
 
-def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
-    """Return `job` with all of `settings`. `versions`: policy -> its present weight version. Raises ConfigError, naming the
-    setting, if one of them cannot be changed."""
+def validate_changes(
+    job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int], *, file: SwarmJob | None = None
+) -> SwarmJob:
+    """Return `job` with all of `settings`. `versions`: policy -> its present weight version. `file`: the job as loaded from the job
+    file, if changes are in effect. Raises ConfigError, naming the setting, if one of them cannot be changed."""
     if not settings:
         raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
     if shares := [path for path in settings if path.startswith("mix.")]:
         raise ConfigError(f"{shares[0]}: shares sum to 1, so set all of them at once: mix={{math = 0.6, code = 0.4}}")
-    changed, known = change_job(job, settings), set(job.task_kinds)
+    changed, known, loaded = change_job(job, settings), set(job.task_kinds), file or job
     for path, value in settings.items():
-        if isinstance(value, str) and value in changed.own_methods - job.own_methods:
+        if isinstance(value, str) and value in changed.own_methods - loaded.own_methods:
             raise ConfigError(
                 f"{path}: the code of {value!r} is loaded when the run starts; put it into the job file and start again"
             )
@@ -116,7 +118,17 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
             )
         if parts[-1] == "max_steps" and value and value <= versions.get(parts[1], 0):
             raise ConfigError(f"{path}: {value} is not after the present step {versions.get(parts[1], 0)}")
+    if lacking := sorted(_list_critics(changed) - _list_critics(loaded)):
+        raise ConfigError(
+            f"{', '.join(settings)}: the learner of {lacking[0]!r} plans memory for the critic of 'gae' when it starts; put it into the "
+            "job file and start again"
+        )
     return changed
+
+
+def _list_critics(job: SwarmJob) -> set[str]:
+    """Return the policies that are trained with a critic."""
+    return {policy for policy in job.trained if job.train_of(policy).needs_critic}
 
 
 def change_job(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:

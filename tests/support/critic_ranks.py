@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from support.learner_ranks import STEPS, batch, forget, weights, went_on
 from swarmq.config import Train
+from swarmq.learner.batching.micro_batches import make_idle_micro_batch
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
@@ -29,6 +31,9 @@ def main(model: str, train: Train, folder: Path) -> None:
     assert trainer.critic
     assert is_sharded(trainer.critic.model) == is_sharded(trainer.model) == (train.sharding == "full")
     before = everything(trainer)
+    if is_sharded(trainer.critic.model):
+        trainer.critic.score(trainer.place(make_idle_micro_batch()))
+        assert all(isinstance(each, DTensor) for each in trainer.critic.model.parameters()), "nothing stays gathered"
     steps = [trainer.step(batch(version, train)) for version in range(1, STEPS + 1)]
     identity = RunIdentity(run="r", policy="main", model=model)
     save_load.save_checkpoint(folder / "checkpoints", trainer, identity, model=model, keep=1)

@@ -48,12 +48,21 @@ def job(**fields) -> SwarmJob:
         ({"run": "other"}, "run: cannot change"),
         ({"policies.main.train.length_penalty.free": 3}, "length_penalty is not set: give all of it at once"),
         ({"policies.main.model.name": "m"}, "policies.main.model is a value, not a section"),
+        ({"policies.main.train.advantage": "gae"}, "the learner of 'main' plans memory for the critic"),
+        ({"kinds.code.advantage": "gae"}, "kinds.code.advantage: the learner of 'main' plans memory for the critic"),
     ],
 )
 def test_what_cannot_be_set_is_refused_with_the_reason_and_nothing_changes(settings, words):
     with pytest.raises(ConfigError) as refused:
         live_settings.validate_changes(job(), {"groups.max_staleness": 1, **settings} if settings else {}, {"main": 7})
     assert words in str(refused.value)
+
+
+def test_a_critic_that_the_job_file_has_can_be_left_out_and_taken_again():
+    path = "policies.main.train.advantage"
+    file = live_settings.change_job(job(), {path: "gae"})
+    without = live_settings.validate_changes(file, {path: "rloo"}, {}, file=file)
+    assert live_settings.validate_changes(without, {path: "gae"}, {}, file=file) == file
 
 
 def test_every_live_path_is_a_setting_that_exists():

@@ -67,12 +67,12 @@ class RunControl:
             before = self.job
             if command.action == "stop":
                 settings = _last_steps(command.settings, versions)
-                after = live_settings.validate_changes(before, settings, {})
+                after = live_settings.validate_changes(before, settings, {}, file=self.file)
             else:
                 settings = dict(command.settings)
                 if "mix" in settings:
                     settings.setdefault("mix_schedule", None)  # the mix is constant from then on
-                after = live_settings.validate_changes(before, settings, versions)
+                after = live_settings.validate_changes(before, settings, versions, file=self.file)
             ahead = before.groups.max_staleness + 2
             changes = live_settings.diff_settings(
                 before,

@@ -34,6 +34,7 @@ from swarmq.learner.distributed.sharding import (
 )
 from swarmq.learner.memory.outline import name_setting_in_errors
 from swarmq.learner.model import lora
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import get_vocab_size, load_lm
 
@@ -112,6 +113,8 @@ class Critic:
             lambda named: torch.optim.AdamW([parameter for _, parameter in named], weight_decay=0.0),
             further=True,
         )
+        if is_sharded(self.model):
+            ActivationCheckpointing.announce_sharding(values, held=False)
         self.batches = 0
         """Number of batches that the critic was trained with."""
 
@@ -119,6 +122,8 @@ class Critic:
         """Return the values [S] of a micro-batch, without gradient."""
         with torch.no_grad():
             values: Tensor = self.model(placed)
+        if is_sharded(self.model):
+            self.model.reshard()  # without a backward pass, embeddings and head would stay gathered, and they are large
         return values
 
     def accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
