@@ -8,6 +8,7 @@ of logits are part of the head.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ GPU_SHARE = 1 / 10
 one costs a pass over the gradient of the head's weight."""
 FREE_SHARE = 1 / 4
 """Share of the free memory for logits or gradients, if that is less than `GPU_SHARE` of all memory."""
+COPIES = 4
+"""Largest number of FP32 tensors of the logits' size at once where torch computes with logits in place of a kernel."""
 FIXED_ROOM = 1 << 30
 """Bytes for logits or gradients if a repeated step must be equal bit for bit, whatever else is in memory."""
 
@@ -52,6 +55,11 @@ class TopTokens(NamedTuple):
 
     ids: Tensor  # [S, K] int64
     logprobs: Tensor  # [S, K] float32; -inf where there are fewer than K
+
+    def within(self, vocab: int) -> TopTokens:
+        """Return the tokens without those that a model of `vocab` tokens lacks: a larger model of a family may have more rows."""
+        known = self.ids < vocab
+        return TopTokens(self.ids.where(known, 0), self.logprobs.where(known, -math.inf))
 
 
 class Scored(NamedTuple):
@@ -103,9 +111,10 @@ def find_top(hidden: Tensor, head: LmHead, temperatures: Tensor, k: int, *, chun
     weight, dtype = head.weight, _get_dtype(head.weight, hidden.device)
     parts = []
     with torch.no_grad():
-        for part in _list_chunks(len(hidden), weight, size=chunk):
-            logits = _multiply(hidden[part].to(dtype), weight.to(dtype).t(), head.bias)
-            parts.append(find_top_of_logits(_transform(logits, head.form), temperatures[part], k))
+        for part in _list_chunks(len(hidden), weight, size=chunk, copies=COPIES):
+            logits = _transform(_multiply(hidden[part].to(dtype), weight.to(dtype).t(), head.bias), head.form)
+            parts.append(find_top_of_logits(logits, temperatures[part], k))
+            del logits  # freed before the next chunk's logits are computed
     return TopTokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
@@ -130,7 +139,7 @@ class _ScoreCandidates(torch.autograd.Function):
         factor = weight.to(ctx.dtype).t()
         logprobs = torch.empty(candidates.shape, device=hidden.device)
         norms = torch.empty(len(candidates), device=hidden.device)
-        for part in _list_chunks(len(candidates), weight, size=chunk):
+        for part in _list_chunks(len(candidates), weight, size=chunk, copies=COPIES):
             scaled = _transform(_multiply(hidden[part].to(ctx.dtype), factor, bias), form) / temperatures[part, None]
             norms[part] = scaled.logsumexp(-1)
             logprobs[part] = scaled.gather(1, candidates[part]) - norms[part, None]
@@ -147,7 +156,7 @@ class _ScoreCandidates(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight) if learns and not len(candidates) else None
         bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias_learns else None
         above = gradients[0] / temperatures[:, None]
-        for part in _list_chunks(len(candidates), weight, size=ctx.chunk):
+        for part in _list_chunks(len(candidates), weight, size=ctx.chunk, copies=COPIES):
             inputs = hidden[part].to(ctx.dtype)
             formed = _transform(_multiply(inputs, factor.t(), bias), ctx.form)
             by_logits = -torch.exp(formed / temperatures[part, None] - norms[part, None])
@@ -161,6 +170,7 @@ class _ScoreCandidates(torch.autograd.Function):
                 weight_grad = _add_product(weight_grad, small.t(), inputs)
             if bias_grad is not None:
                 bias_grad += by_product.sum(0)
+            del by_logits, by_product, small
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
@@ -303,8 +313,10 @@ def _is_mixed_precision(factor: Tensor) -> bool:
     return factor.is_cuda and factor.dtype != torch.float32
 
 
-def _list_chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None = None) -> list[slice]:
-    size = size or max(1, _get_max_logits(weight.device) // len(weight))
+def _list_chunks(
+    num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None = None, copies: int = 1
+) -> list[slice]:
+    size = size or max(1, _get_max_logits(weight.device) // (copies * len(weight)))
     return [slice(at, min(at + size, num_tokens)) for at in range(start, num_tokens, size)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.outline import name_setting_in_errors
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout, evaluation_mode
 from swarmq.learner.model.loading import get_vocab_size, load_lm
-from swarmq.learner.model.logprob_head import Scored, TopTokens
+from swarmq.learner.model.logprob_head import Scored
 from swarmq.learner.model.lora import without_adapters
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 
@@ -73,11 +72,7 @@ class FrozenModel:
             scored: Scored = self._model(placed, temperatures, top_k=top_k)
         if is_sharded(self._model):
             self._model.reshard()  # without a backward pass, embeddings and head would stay gathered, and they are large
-        if scored.top is None:
-            return scored
-        known = scored.top.ids < self._vocab
-        top = TopTokens(scored.top.ids.where(known, 0), scored.top.logprobs.where(known, -math.inf))
-        return scored._replace(top=top)
+        return scored._replace(top=scored.top.within(self._vocab)) if scored.top else scored
 
 
 class InitialModelUnderAdapters:

@@ -564,7 +564,7 @@ class Trainer:
         }
         top = judged["teacher"].top if "teacher" in judged else None
         if teacher and train.loss.top_k:
-            top = teacher.top_of(one, self.accelerator.device)
+            top = teacher.top_of(one, self.accelerator.device).within(self.vocab_size)
         scored = self.model(layout, temperatures, candidates=top.ids if top else None)
         tokens = LossInputs(
             scored.logprobs,

@@ -1,5 +1,8 @@
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
@@ -81,6 +84,40 @@ def test_the_likeliest_tokens_are_those_of_all_logits(vocab):
     every = ((hidden @ weight.t() + bias) / temperatures[:, None]).log_softmax(-1)
     assert torch.equal(top.ids, every.topk(4).indices)
     assert torch.allclose(top.logprobs, every.topk(4).values, atol=1e-5)
+
+
+class LiveLogits(TorchDispatchMode):
+    """Counts the numbers in all tensors of [tokens, vocab] that are alive at once."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.alive, self.peak = vocab, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if (
+                isinstance(each, torch.Tensor)
+                and each.ndim == 2
+                and each.shape[0] != WIDTH
+                and each.shape[1] == self.vocab
+            ):
+                storage = each.untyped_storage()
+                if storage.data_ptr() not in self.alive:
+                    self.alive[storage.data_ptr()] = each.numel()
+                    weakref.finalize(storage, self.alive.pop, storage.data_ptr(), None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return made
+
+
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.5, 3.0)])
+def test_candidates_and_the_likeliest_tokens_take_no_more_room_than_one_chunk_of_logits(form):
+    hidden, weight, bias, _, temperatures = make_inputs(CPU_CHUNK // 8)
+    candidates = torch.randint(len(weight), (TOKENS, 5))
+    with LiveLogits(len(weight)) as live:
+        score_candidates(hidden, LmHead(weight, bias, form), candidates, temperatures).sum().backward()
+        find_top(hidden, LmHead(weight, bias, form), temperatures, 4)
+    assert 0 < live.peak <= CPU_CHUNK
 
 
 @pytest.mark.parametrize(

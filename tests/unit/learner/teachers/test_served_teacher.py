@@ -137,6 +137,24 @@ def test_the_likeliest_tokens_of_a_served_teacher_teach_what_those_of_a_loaded_o
     assert served["loss"] > 5e-4
 
 
+def test_likely_tokens_that_the_policy_lacks_are_left_out(tiny_qwen: Path, other_qwen: Path, tmp_path: Path) -> None:
+    """Larger models of a family may have more rows than tokens."""
+    larger = AutoModelForCausalLM.from_pretrained(other_qwen)
+    larger.resize_token_embeddings(160)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        larger.get_input_embeddings().weight[128:].normal_(std=0.04)
+    larger.save_pretrained(tmp_path)
+    server = Vllm(tmp_path)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    loss = Loss(name="distill", top_k=4)
+    loaded, served = (stepped(tiny_qwen, str(source), loss=loss) for source in (tmp_path, server.url))
+    server.shutdown()
+    server.server_close()
+    assert served["loss"] == pytest.approx(loaded["loss"], rel=1e-3)
+    assert served["loss"] > 1e-4
+
+
 def test_a_teacher_that_is_said_to_have_another_tokenizer_teaches_the_same_if_it_is_the_same_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
