@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from swarmq.config import Train
-from swarmq.errors import SetUpError, TaskError
+from swarmq.errors import SetUpError, TaskError, TimelineError
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
+from swarmq.timeline import resolve
 
 DEMONSTRATION = "demonstration"
 """Name of run, policy and kind in the records of demonstrations, which belong to no run."""
@@ -63,7 +64,8 @@ def load_demonstrations(model: str, train: Train) -> tuple[Rollout, ...]:
                     f"{one.episode_id}: it has {length} tokens, more than {limit}, the limit set by the model's context and by "
                     "train.micro_batch_tokens: shorten it, or take it out"
                 )
-    except TaskError as error:
+            resolve(one.turns, vocab_size=config.get_text_config().vocab_size)
+    except (TaskError, TimelineError) as error:
         raise SetUpError(f"train.sft.demonstrations: {error}") from error
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,26 @@ def test_a_demonstration_that_cannot_be_trained_is_refused_with_setting_file_and
     train = Train(sft=Sft(demonstrations=str(path)), micro_batch_tokens=32)
     with pytest.raises(SetUpError, match=rf"train\.sft\.demonstrations: {path}.*{says}"):
         load_demonstrations(str(tiny_model()), train)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"config.json": '{"model_type": "qwen3", "vocab_size": 9}'}, r"line 1: token id \d+ is not in \[0, 8\]"),
+        ({"chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "line 1: no sampled tokens"),
+    ],
+)
+def test_a_demonstration_that_would_fail_in_a_step_is_refused_before(
+    changed: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model(), model := tmp_path / "model")
+    for name, content in changed.items():
+        (model / name).write_text(content)
+    (path := tmp_path / "chats.jsonl").write_text(
+        json.dumps({"prompt": ASKED, "completion": [{"role": "assistant", "content": ""}]})
+    )
+    with pytest.raises(SetUpError, match=rf"train\.sft\.demonstrations: .*{says}"):
+        load_demonstrations(str(model), Train(sft=Sft(demonstrations=str(path))))
 
 
 def test_a_step_has_as_many_as_the_share_asks_for_and_repeats_only_when_all_have_come() -> None:
