@@ -159,6 +159,7 @@ def _supervise(train: Train) -> Train:
         train,
         loss=Loss(name="sft"),
         teacher=None,
+        teacher_tokenizer=None,
         reference=None,
         row_k3_max=0.0,
         ratio_band=None,
@@ -168,6 +169,9 @@ def _supervise(train: Train) -> Train:
         schedule="constant",
         advantage="rloo",
         advantages={},
+        grouping="slot",
+        reward_transform=None,
+        token_filter=None,
         optimizer="adamw" if is_own_method(train.optimizer) else train.optimizer,
     )
 

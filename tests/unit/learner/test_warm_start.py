@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from support.families import tokenizer_of
 from support.tiny_model import tiny_model
 from swarmq.cli import main
-from swarmq.config import Policy, SwarmJob, Train
+from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.demonstrations import longest_call, parse_demonstration, read_demonstrations
 from swarmq.learner.train.trainer import Trainer
@@ -196,7 +196,17 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
 def test_a_warm_start_makes_the_demonstrations_likely_and_leaves_a_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     path.write_text("\n".join([json.dumps({"messages": CHAT})] * 4 + [json.dumps({"messages": LONG})]))
-    of_the_run = {"row_k3_max": 0.1, "ratio_band": (0.5, 2.0), "steps_per_batch": 2}
+    of_the_run = {
+        "row_k3_max": 0.1,
+        "ratio_band": (0.5, 2.0),
+        "steps_per_batch": 2,
+        "loss": Loss(name="distill"),
+        "teacher": "http://teacher:8000/v1",
+        "teacher_tokenizer": "theirs",
+        "grouping": "mine:group",
+        "reward_transform": "mine:reward",
+        "token_filter": "mine:keep",
+    }
     plan = WarmStart(
         model=str(tiny_model()),
         demonstrations=path,
