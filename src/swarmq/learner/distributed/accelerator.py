@@ -33,7 +33,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     if torch.cuda.is_available() and num_ranks() > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     join_group()
-    for each in filter(None, (source, *list_frozen_models(train, source).values())):
+    for each in filter(None, (source, *list_frozen_models(train, source).values(), train.teacher_tokenizer)):
         send_model_files(each)
     shard = memory_plan.choose_sharding(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)

@@ -1,10 +1,10 @@
 """Memory that training needs on a GPU and on the host. Pure: numbers in, bytes out.
 
-Bytes per trained parameter: 4 for the FP32 master weight, 4 for the gradient, 8 for AdamW's two moments; under autocast 2 for a
-BF16 copy; 4 for the buckets in which gradients are reduced, if several ranks hold the whole model each. With adapters, the
-frozen base model takes its size in the compute dtype.
+Bytes per trained parameter: 4 for the FP32 master weight, 4 for the gradient, 8 for AdamW's two moments (2 if they have eight bits);
+under autocast 2 for a BF16 copy; 4 for the buckets in which gradients are reduced, if several ranks hold the whole model each. With
+adapters, the frozen base model takes its size in the compute dtype.
 
-Further memory: frozen models (a reference, a teacher that no engine serves), and the buffer from which weights are pushed.
+Further memory: frozen models (a reference, a teacher that no engine serves, the model under a critic), and the buffer from which weights are pushed.
 Models are loaded into host memory in FP32 or their stored dtype, by rank 0 for all ranks.
 """
 
@@ -16,12 +16,14 @@ import msgspec
 
 from swarmq.config import Train
 
-STATE_BYTES = 16
+TRAINED_BYTES = 8
+"""Bytes per trained parameter of the master weight and its gradient."""
 BUCKET_BYTES = 4
 FROZEN_BYTES = 4
 HALF_BYTES = 2
 WHOLE_BYTES = 4
 MOMENTS_BYTES = 8
+QUANTISED_MOMENTS_BYTES = 2
 KEPT_BYTES = 2
 """Bytes per token, hidden unit and layer that gradient checkpointing keeps: a layer's input in BF16."""
 LAYER_BYTES = 70
@@ -141,7 +143,8 @@ def _count_loaded_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
 def _count_state_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
     """Return the bytes of the policy between steps."""
     under = _count_loaded_bytes(shape, train, cuda=cuda) if train.lora else 0
-    return under + STATE_BYTES * _count_trained_parameters(shape, train)
+    moments = QUANTISED_MOMENTS_BYTES if train.optimizer == "adamw_8bit" else MOMENTS_BYTES
+    return under + (TRAINED_BYTES + moments) * _count_trained_parameters(shape, train)
 
 
 def _count_trained_parameters(shape: ModelShape, train: Train) -> int:

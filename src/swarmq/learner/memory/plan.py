@@ -149,7 +149,7 @@ def check_shape(
         f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {text}, {(needed - gpu.free) / GIB:.1f} are "
         f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {suggest_less(train)}"
         + (
-            "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
+            "; a reference (train.loss.kl), teacher (train.teacher) or critic (train.critic) takes memory, too"
             if list_frozen_models(train, "")
             else ""
         )
@@ -176,7 +176,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     if full and train.cpu_offload:
         instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
     if judge_sizes:
-        instead += "; a reference (train.loss.kl) or teacher (train.teacher) takes memory, too"
+        instead += "; a reference (train.loss.kl), teacher (train.teacher) or critic (train.critic) takes memory, too"
     for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"
         text = (

@@ -60,6 +60,15 @@ def test_a_gpu_computes_in_bf16_where_nothing_else_is_asked(
     assert build_fsdp_plugin(train).mixed_precision_policy == PRECISION[computed]
 
 
+def test_other_hosts_get_the_tokenizer_of_a_served_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(accelerator, "Accelerator", lambda **_: None)
+    monkeypatch.setattr(accelerator, "send_model_files", sent.append)
+    monkeypatch.setattr(plan, "load_shape", lambda _: MIDDLE)
+    make_accelerator(Train(loss=Loss(name="distill"), teacher="http://h:8000/v1", teacher_tokenizer="other"), "m")
+    assert sent == ["m", "other"]
+
+
 def test_memory_is_planned_for_what_a_gpu_computes_in() -> None:
     assert Train().mixed_precision == "auto"
     assert learner_bytes(MIDDLE, Train()) == learner_bytes(MIDDLE, TRAIN)
@@ -119,6 +128,7 @@ def test_judges_and_the_buffer_of_pushes_take_room_and_a_served_teacher_takes_no
     for served in ("http://teacher:8000/v1", "policies.teacher"):
         assert taken(**distilled, teacher=served) == pytest.approx(plain)
     assert taken(**distilled, teacher="a/model") == pytest.approx(plain + 4)
+    assert taken(optimizer="adamw_8bit") == pytest.approx(plain - 6), "moments of two bytes in place of eight"
     assert taken(2, **kl) == pytest.approx(taken(2) + 2), "shared out like the policy"
     adapters = {"lora": Lora()}
     assert taken(**kl, **adapters) == taken(**adapters), "the initial model is there already"
@@ -131,7 +141,7 @@ def test_a_judge_counts_with_its_own_size(tiny_qwen: Path) -> None:
     room = learner_bytes(load_shape(str(tiny_qwen)), TRAIN) + 1000
     gpu = GpuMemory(total=room, free=room)
     check_gpu(str(tiny_qwen), TRAIN, ranks=1, full=False, gpu=gpu)
-    with pytest.raises(LearnerError, match="a reference .* or teacher .* takes memory"):
+    with pytest.raises(LearnerError, match="a reference .*, teacher .* or critic .* takes memory"):
         check_gpu(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
     adapters = msgspec.structs.replace(TRAIN, lora=Lora())
     room = learner_bytes(load_shape(str(tiny_qwen)), adapters)
