@@ -267,6 +267,12 @@ class _Change:
             raise ConfigError(
                 f"--set {wrong[0].removeprefix(prefix)}: a replay changes settings of train alone, because the episodes are sampled"
             )
+        sft = f"{prefix}train.sft"
+        if drawn := [text for text in self._sets if text.startswith(sft) and not text.startswith(f"{sft}.weight=")]:
+            raise ConfigError(
+                f"--set {drawn[0].removeprefix(prefix)}: a replay trains the demonstrations that the batch log has; only "
+                "train.sft.weight can be changed"
+            )
         self._is_for_all_kinds = any(text.startswith(f"{prefix}train.advantage=") for text in self._sets)
         self._job, self._policy = msgspec.to_builtins(job), policy
         registry.look_in(job.methods_folder)

@@ -113,6 +113,7 @@ def test_what_cannot_be_replayed_is_one_line_and_leaves_nothing(stored):
         (["train.loss.name=nope"], ConfigError, "loss.name"),
         (["groups.group_size=2"], ConfigError, "settings of train alone"),
         (["train.lora={}"], SetUpError, "lora"),
+        (["train.sft.share=0.5"], ConfigError, "only train.sft.weight can be changed"),
     ):
         with pytest.raises(error, match=flaw):
             train_again(stored, "out", *sets)
