@@ -132,10 +132,13 @@ def _prefix_errors(policy: str) -> Iterator[None]:
 
 def _reference_model_sizes(job: SwarmJob, models: Mapping[str, ModelFacts]) -> dict[str, list[int]]:
     """Return the parameter counts of the frozen models that each trained policy's learner holds."""
-    trained = {name: job.policies[name] for name in models if job.policies[name].trained}
     return {
-        name: [fetch_num_parameters(judge) for judge in list_frozen_models(policy.train, policy.model).values()]
-        for name, policy in trained.items()
+        name: [
+            fetch_num_parameters(judge)
+            for judge in list_frozen_models(job.train_of(name), job.policies[name].model).values()
+        ]
+        for name in models
+        if job.policies[name].trained
     }
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from swarmq.config import Critic, EngineSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
+from swarmq.config import Critic, EngineSettings, Kind, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.engine.server.model_check import ModelFacts
+from swarmq.up import job_checks
 from swarmq.up.job_checks import find_ineffective_settings, find_untrainable_requests, plan_run
 
 
@@ -82,3 +83,10 @@ def test_a_served_teacher_that_does_not_answer_is_named() -> None:
     assert line.startswith(
         "warning: policies.main.train.teacher: the server at http://127.0.0.1:9/v1 does not answer ("
     )
+
+
+def test_memory_is_planned_for_the_critic_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_checks, "fetch_num_parameters", len)
+    job = SwarmJob(run="r", kinds={"code": Kind(advantage="gae")}, policies={"main": Policy(model="model")})
+    model = ModelFacts(name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None)
+    assert job_checks._reference_model_sizes(job, {"main": model}) == {"main": [len("model")]}

@@ -151,14 +151,14 @@ class Learner:
 
     def _load(self) -> Trainer:
         """Return the trainer. Engines that share the learner's GPUs sleep while it is loaded, as during a step."""
-        settings = self.settings
         join_group()
         train, folder = self.job.train_of(self.policy), self.job.methods_folder
+        settings = msgspec.structs.replace(self.settings, train=train)
         self._own_methods = broadcast_from_rank0(registry.read_own(train, folder) if is_main() else ())
         registry.adopt(self._own_methods)
         self._demonstrations = load_demonstrations(settings.model, train) if is_main() else ()
         found = broadcast_from_rank0(discovery.find_newest(self.folder, self.identity) if is_main() else None)
-        accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
+        accelerator = make_accelerator(train, str(found.path) if found else settings.model)
         self._control = _control_group()
         self.engines.sleep()
         self._wait_for_ranks()

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from support.episodes import make_episode, make_group
 from support.same_gradient import assert_same_gradient
-from swarmq.config import Critic, Lora, Loss, SwarmJob, Train
+from swarmq.config import Critic, Kind, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import ConfigError, SetUpError
 from swarmq.learner.batching.micro_batches import build_rank_batch, set_estimates
 from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
+from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.trainer import GradientTally, Trainer
 from swarmq.messages import Rollout
 from swarmq.timeline import resolve
@@ -272,6 +274,17 @@ def test_kinds_with_other_advantages_are_not_the_critics(tiny_qwen: Path) -> Non
         others = before.layout.episodes < 2
         assert (one.advantages == before.advantages)[others].all()
         assert (one.advantages != before.advantages)[~others].any()
+
+
+def test_the_critic_of_a_kind_is_there_from_the_start(tiny_qwen: Path, tmp_path: Path) -> None:
+    train = msgspec.structs.replace(TRAIN, advantage="rloo")
+    job = SwarmJob(
+        run="r",
+        folder=str(tmp_path),
+        kinds={"code": Kind(advantage="gae")},
+        policies={"main": Policy(model=str(tiny_qwen), train=train)},
+    )
+    assert Learner(job, "main", pusher=None, stop=StopSignal()).trainer.critic
 
 
 def test_a_larger_vocabulary_of_the_policy_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
