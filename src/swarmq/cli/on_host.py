@@ -27,15 +27,23 @@ from swarmq.remote.commands import WRITES, Call
 def run(call: Call) -> None:
     """Run the command. Raises SwarmqError, and click's exceptions for wrong parameters."""
     command = find_command(main, call.request.command)
-    if call.request.command in WRITES:
-        os.chdir(call.written)
-    context = click.Context(command, info_name=" ".join(["swarmq", *call.request.command]))
     given = call.request.params
+    if given.get(WRITES.get(call.request.command, "")) is not None:
+        os.chdir(call.written)
+    if given.get("management") is not None:
+        raise ConfigError(
+            "--management: the password of the host's broker is sent there, so the host itself names it: set $SWARMQ_MANAGEMENT_URL "
+            "where `swarmq host serve` runs"
+        )
+    context = click.Context(command, info_name=" ".join(["swarmq", *call.request.command]))
     with context:
         for param in command.params:
             if not param.name or not param.expose_value:
                 continue
-            value = param.type_cast_value(context, given.get(param.name)) if given.get(param.name) is not None else None
+            value = given.get(param.name)
+            if value is None:
+                value = param.value_from_envvar(context)
+            value = param.type_cast_value(context, value) if value is not None else None
             context.params[param.name] = _Places(call).find(param, value)
         command.invoke(context)
 

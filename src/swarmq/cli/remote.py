@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from swarmq.cli.common import print_table
 from swarmq.config import SwarmJob
@@ -89,8 +90,11 @@ def _run_here_or_there(here: Callable[..., Any], words: tuple[str, ...]) -> Call
         from swarmq.remote.client import HostClient
 
         with HostClient(elsewhere, token=host_token) as host:
-            instead = INSTEAD.get(words)
-            return instead(host, **params) if instead else _run_there(host, words, params)
+            if instead := INSTEAD.get(words):
+                return instead(host, **params)
+            source = click.get_current_context().get_parameter_source  # the host has an environment of its own
+            given = {name: value for name, value in params.items() if source(name) != ParameterSource.ENVIRONMENT}
+            return _run_there(host, words, given)
 
     return run
 

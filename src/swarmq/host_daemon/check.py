@@ -118,7 +118,9 @@ def _check_programs(job: SwarmJob) -> None:
     """Raise RefusedError if the job names programs, arguments of programs, or a folder with code, that run on the host."""
     named: dict[str, object] = {"alerts.command": job.alerts.command}
     named["methods_folder"] = job.methods_folder
-    named |= {f"policies.{name}.engine.arguments": policy.engine.arguments for name, policy in job.policies.items()}
+    for name, policy in job.policies.items():
+        named[f"policies.{name}.engine.arguments"] = policy.engine.arguments
+        named[f"policies.{name}.train.launcher"] = policy.train.launcher
     for path, value in named.items():
         if value:
             raise RefusedError(

@@ -71,6 +71,19 @@ async def test_files_of_this_machine_do_not_get_there(host, swarmq):
     assert there.exit_code == 1
 
 
+async def test_a_host_names_its_management_api_itself(host, swarmq, monkeypatch):
+    """The password of its broker would be sent to any other address."""
+    (host.folder.path / "r").mkdir()
+    invite = ("client", "add", "ann", "--run", "r")
+    there = await swarmq(*invite, "--management", "http://elsewhere:15672", role="operate")
+    assert (there.exit_code, "--management: the password of the host's broker" in there.stderr) == (1, True), (
+        there.output
+    )
+    monkeypatch.setenv("SWARMQ_MANAGEMENT_URL", "http://laptop:15672")
+    there = await swarmq(*invite, role="operate")
+    assert "not the folder of a run that was up" in there.stderr
+
+
 async def test_a_file_that_a_command_writes_comes_back(host, swarmq, tmp_path):
     run, ids = make_whole_run(host.folder.path)
     run.close()

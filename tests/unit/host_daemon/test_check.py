@@ -49,6 +49,7 @@ def test_what_this_host_lacks_or_may_not_do_is_named_by_its_path(tmp_path, model
         "policies.main.engine.arguments": {
             "policies": {"main": main | {"engine": {"arguments": ["--trust-remote-code"]}}}
         },
+        "policies.main.train.launcher": {"policies": {"main": main | {"train": {"launcher": ["sh", "-c", "true"]}}}},
         "policies.main.train.max_steps": {"policies": {"main": main | {"train": {"max_steps": -1}}}},
     }
     check = JobCheck(tmp_path / "runs", [])
