@@ -65,10 +65,10 @@ async def run_command(folder: Path, request: CommandRequest, *, sender: str) -> 
             yield msgspec.json.encode(Output(file=part)) + b"\n"
         yield msgspec.json.encode(Output(status=status)) + b"\n"
     finally:
-        written.cleanup()
         if process.returncode is None:
             process.kill()
             await process.wait()
+        written.cleanup()
 
 
 def _read_files(folder: Path) -> Iterator[bytes]:
