@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import LogprobsLists, LogprobsTensors
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from swarmq.weights.vllm_plugin import logprob_columns
+    from swarmq.weights.vllm_plugin import forked_core, logprob_columns
 
 pytestmark = pytest.mark.vllm
 
@@ -137,6 +137,22 @@ def test_columns_are_brought_once(in_core):
     once = now()
     logprob_columns.register()
     assert now() == once
+
+
+def test_a_core_that_a_server_forks_sends_columns():
+    logprob_columns.register()  # in the server, which sends none
+    context = multiprocessing.get_context("fork")
+    reading, writing = context.Pipe(duplex=False)
+
+    def core():
+        writing.send(sent(message(of_step(1).slice_request(0, 1)))[1])
+
+    process = context.Process(target=forked_core._wrap_run(core), name="EngineCore")
+    process.start()
+    assert reading.poll(20), "the core did not answer"
+    assert reading.recv() == 2
+    process.join()
+    assert now()[1:] == list(STOCK.values())[1:]
 
 
 def test_a_vllm_that_reads_otherwise_keeps_its_own_way(monkeypatch):

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import utils
 from vllm.v1.engine.core import EngineCoreProc
 
-from swarmq.weights.vllm_plugin.plugin import end_with_parent
+from swarmq.weights.vllm_plugin import plugin
 
 PATCH_MARK = "swarmq_forked"
 
@@ -37,7 +37,7 @@ def register() -> None:
 def _wrap_run(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def run_engine_core(*rest: Any, **fields: Any) -> None:
-        end_with_parent()
+        plugin.register()  # vLLM does so once in a process, and has done it before the fork
         signal.set_wakeup_fd(-1)  # that of the parent's event loop, which would take this process's signals for its own
         close_internet_sockets()  # the parent's port, which would stay open when the parent closes it
         stock(*rest, **fields)

@@ -84,11 +84,15 @@ def register() -> None:
 
     If this vLLM does not have the expected formats, its own code stays in use, and a warning is logged.
     """
-    if hasattr(MsgpackDecoder.decode, "__wrapped__"):
+    reads = hasattr(MsgpackDecoder.decode, "__wrapped__")  # in a core that was forked, too
+    sends = hasattr(MsgpackEncoder.encode, "__wrapped__")
+    is_core = multiprocessing.current_process().name.startswith(CORE_PROCESS_NAME)
+    if reads and (sends or not is_core):
         return
     stock = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
-    MsgpackDecoder.decode = _wrap_decode(MsgpackDecoder.decode)
-    if multiprocessing.current_process().name.startswith(CORE_PROCESS_NAME):
+    if not reads:
+        MsgpackDecoder.decode = _wrap_decode(MsgpackDecoder.decode)
+    if is_core:
         MsgpackEncoder.encode = _wrap_encode(MsgpackEncoder.encode)
         MsgpackEncoder.encode_into = _wrap_encode(MsgpackEncoder.encode_into)
         LogprobsLists.slice_request = defer_rows

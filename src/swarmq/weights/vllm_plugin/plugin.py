@@ -41,10 +41,10 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "swarmq.weights.vllm_plugin.receiver", "WeightReceiver")
     if sys.platform == "linux" and os.environ.get(ENGINE_ENV):
         forked_core.register()
-        end_with_parent()
+        _end_with_parent()
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Make the kernel kill this process when the API server dies; vLLM's engine core would otherwise run forever."""
     parent = multiprocessing.parent_process()
     if parent is None:
