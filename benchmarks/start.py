@@ -112,9 +112,11 @@ def measure(job: Path, environment: dict[str, str]) -> Start:
         else:
             raise RuntimeError(f"`swarmq up` ended with status {process.wait()}: {list(stages)[-5:]}")
         up_s = time.monotonic() - began
-        first_s = _first_answer(SwarmJob.load(job).run_folder.path) - began
-        process.send_signal(signal.SIGINT)
-        process.communicate()
+        try:
+            first_s = _first_answer(SwarmJob.load(job).run_folder.path) - began
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
     return Start(up_s=up_s, first_completion_s=first_s, processor_s=_processor_s() - used, stages=stages)
 
 

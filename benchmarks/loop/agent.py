@@ -1,7 +1,7 @@
 """The agents of the loop benchmark: a few model calls, something new to read between them, a reward that varies.
 
-python -m benchmarks.loop.agent CONCURRENCY TURNS WORDS                one worker process, invited by $SWARMQ_INVITE
-python -m benchmarks.loop.agent CONCURRENCY TURNS WORDS SERVER         the same calls to vLLM itself, for nothing
+python -m benchmarks.loop.agent CONCURRENCY TURNS WORDS     one worker process, invited by $SWARMQ_INVITE; with $LOOP_SERVER,
+                                                            the same calls to vLLM itself, for nothing
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker_processes import run_workers
 
 CALL_S = 300.0
+SERVER_ENV = "LOOP_SERVER"
+"""Environment variable with a `Server` as JSON; it holds the engine's secret."""
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +83,9 @@ async def ask_directly(concurrency: int, agent: Agent, server: Server) -> None:
 
 
 def main() -> None:
-    concurrency, turns, words = map(int, sys.argv[1:4])
-    if server := sys.argv[4:]:
-        asyncio.run(ask_directly(concurrency, Agent(turns, words), msgspec.json.decode(server[0], type=Server)))
+    concurrency, turns, words = map(int, sys.argv[1:])
+    if server := os.environ.get(SERVER_ENV):
+        asyncio.run(ask_directly(concurrency, Agent(turns, words), msgspec.json.decode(server, type=Server)))
     plan = RunnerOptions(concurrency=concurrency, max_attempts=1000, progress=False)
     run_workers(AsyncSwarmClient(), {None: Agent(turns, words).__call__}, plan)
 

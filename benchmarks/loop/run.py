@@ -40,7 +40,7 @@ import msgspec
 
 from benchmarks import report
 from benchmarks.gpu_busy import GpuWatch
-from benchmarks.loop.agent import Server
+from benchmarks.loop.agent import SERVER_ENV, Server
 from benchmarks.loop.model import make_model
 from benchmarks.proxy_h200 import sampled
 from swarmq import SwarmTask
@@ -283,12 +283,12 @@ async def workers(
 ) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """Run processes that share the agents; they are killed at the end, in the middle of their episodes. `direct`: they ask vLLM itself."""
     arguments = [str(size.at_once // size.workers), str(size.turns), str(size.words)]
+    environment = {"OMP_NUM_THREADS": "1", "SWARMQ_SPOOL": str(folder / "spool")}
     if direct:
         engine, model = deployment.engines["main.0"], deployment.job.policies["main"].model
         sampling = {"max_tokens": size.sampled, "logprobs": True, "temperature": 1.0}
         server = Server(base_url=f"{engine.url}/v1", api_key=engine.secret, model=model, sampling=sampling)
-        arguments.append(msgspec.json.encode(server).decode())
-    environment = {"OMP_NUM_THREADS": "1", "SWARMQ_SPOOL": str(folder / "spool")}
+        environment[SERVER_ENV] = msgspec.json.encode(server).decode()
     async with contextlib.AsyncExitStack() as stack:
         processes = []
         for number in range(size.workers):
