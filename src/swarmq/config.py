@@ -520,7 +520,7 @@ class Train(Settings, frozen=True, kw_only=True):
     tracker_samples: Whole = 8
     """Number of trained episodes whose conversations go to a table every ten steps, in trackers that have tables (W&B); 0: none."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    """Seed of the learner's random numbers."""
+    """Seed of the learner's random numbers, and of the order in which `swarmq train` feeds the tasks."""
     deterministic: bool = False
     """Make a step that is repeated on the same kind of machine equal bit for bit. Slower on a GPU."""
 

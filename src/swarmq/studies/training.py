@@ -46,15 +46,16 @@ def train(order: Order) -> Outcome:
     for policy, step in last.items():
         if (done := folder.newest_checkpoint(policy)) < step:  # it was asked to stop
             raise StudyError(f"`swarmq train` has stopped at step {done} of {step} of {policy}")
-    return read_training(folder)
+    return read_training(folder, max(last.values()))
 
 
 def _die_at_once() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def read_training(folder: RunFolder) -> Outcome:
-    """Return the result of a run of `swarmq train` that has made its last step."""
+def read_training(folder: RunFolder, last: int) -> Outcome:
+    """Return the result of a run of `swarmq train` that has made its step `last`; without held-out metrics if that step was
+    not measured."""
     record, run = TrainingRecord.load(folder.training), Run(folder.path, cache=folder.path)
     steps = [*run.steps()]
     curves = {name: tuple(float(step.values[name]) for step in steps if name in step.values) for name in CURVES}
@@ -62,9 +63,8 @@ def read_training(folder: RunFolder) -> Outcome:
     metrics = {"seconds": record.seconds, "steps": float(len(steps))}
     if rewards := curves.get("reward"):
         metrics["reward"] = fmean(rewards[-END_STEPS:])
-    versions = [version for version, reports in sorted(record.held_out.items()) if reports]
-    for suffix, version in zip(("_before", ""), versions[:1] + versions[-1:], strict=False):
-        reports = record.held_out[version].values()
+    for suffix, version in (("_before", 0), ("", last)):
+        reports = record.held_out.get(version, {}).values()
         for name, mean in (
             ("held_out", _mean((one.mean_reward, one.tasks) for one in reports)),
             ("held_out_success", _mean((one.success_rate, one.tasks) for one in reports)),

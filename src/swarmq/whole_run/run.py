@@ -60,8 +60,8 @@ async def train(plan: TrainPlan, console: Console) -> None:
 
     with redirect_to(report):
         steps = _read_steps(job)
-        ended = describe_ended_policies(job, steps) if job.run_folder.job.exists() else {}
-        if len(ended) == len(steps):
+        is_trained = job.run_folder.job.exists() and len(describe_ended_policies(job, steps)) == len(steps)
+        if is_trained and not _lacks_held_out(plan, record):
             for policy, step in steps.items():
                 report(
                     f"{policy} has made its last step, {step}; to train further, raise policies.{policy}.train.max_steps and call again"
@@ -69,7 +69,7 @@ async def train(plan: TrainPlan, console: Console) -> None:
             close()
             return
         try:
-            await _bring_up_and_train(plan, console, report, record)
+            await _bring_up_and_train(plan, console, report, record, is_trained=is_trained)
         except asyncio.CancelledError:
             done = ", ".join(f"{step} of {policy}" for policy, step in _read_steps(job).items())
             report(f"stopped after step {done}; the same command continues from there")
@@ -84,8 +84,10 @@ def _read_steps(job: SwarmJob) -> dict[str, int]:
 
 
 async def _bring_up_and_train(
-    plan: TrainPlan, console: Console, report: Callable[[str], None], record: TrainingRecord
+    plan: TrainPlan, console: Console, report: Callable[[str], None], record: TrainingRecord, *, is_trained: bool
 ) -> None:
+    """Train, and measure the held-out reward before and after. `is_trained`: an earlier call made the last step, and died
+    before it had measured."""
     agent_loop = LoopThread("swarmq-agents")
     try:
         async with (
@@ -94,9 +96,12 @@ async def _bring_up_and_train(
             progress_display(session.follower, console, report) as say,
         ):
             session.client.agent_loop = agent_loop
-            if not record.held_out:
-                await _measure(plan, session, record, say)
-            await _train(plan, session, say)
+            if is_trained:
+                await session.deployment.learners_done.wait()  # the engines have the last weights then
+            else:
+                if not record.held_out:
+                    await _measure(plan, session, record, say)
+                await _train(plan, session, say)
             await _measure(plan, session, record, say)
     finally:
         agent_loop.close()
@@ -143,7 +148,7 @@ def _feed_options(job: SwarmJob, kind: str, data: DataSet) -> FeedOptions:
     source = hash_source_name(data.name)
     return {
         "repeats": job.group_size(kind),
-        "seed": 0,
+        "seed": next((job.policies[policy].train.seed for policy in job.trained), 0),
         "progress_file": default_progress_file(job.run_folder.path, job.run, kind, source),
         "source": source,
         "curriculum": data.curriculum,
@@ -156,11 +161,15 @@ async def _wait_for_room(session: Session, queue: str, few: int) -> None:
     await session.follower.until(lambda board: board.depths_at > since and board.depths.get(queue, 0) < few)
 
 
+def _lacks_held_out(plan: TrainPlan, record: TrainingRecord) -> bool:
+    return bool(plan.held_out) and max(_read_steps(plan.job).values(), default=0) not in record.held_out
+
+
 async def _measure(plan: TrainPlan, session: Session, record: TrainingRecord, say: Callable[[str], None]) -> None:
     """Measure the held-out reward of the present weights, unless it is known."""
-    version = max(_read_steps(plan.job).values())
-    if not plan.held_out or version in record.held_out:
+    if not _lacks_held_out(plan, record):
         return
+    version = max(_read_steps(plan.job).values())
     say(f"measuring the held-out reward of version {version}")
     record.held_out[version] = {
         kind: await session.client.evaluate(
