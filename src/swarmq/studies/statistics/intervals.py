@@ -33,10 +33,13 @@ UNBOUNDED = Interval(-math.inf, math.inf)
 
 
 def t_interval(differences: ArrayLike, *, alpha: float = 0.05) -> Interval:
-    """Return Student's interval: exact for normal differences, unbounded for fewer than two."""
+    """Return Student's interval: exact for normal differences, unbounded for fewer than two. Differences that are all equal, as
+    those of a coarse metric may be, have no SD to go by: theirs is the interval of the permutations."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return UNBOUNDED
+    if are_equal(values):
+        return permutation_interval(values, alpha=alpha)
     half = float(stats.t.ppf(1 - alpha / 2, len(values) - 1)) * _error(values)
     return Interval(float(values.mean()) - half, float(values.mean()) + half)
 
@@ -46,7 +49,7 @@ def bootstrap_interval(differences: ArrayLike, *, alpha: float = 0.05, seed: int
     values = np.asarray(differences, float)
     if len(values) < 2:
         return UNBOUNDED
-    if np.ptp(values) == 0:
+    if are_equal(values):
         return Interval(float(values[0]), float(values[0]))
     found = stats.bootstrap(
         (values,), np.mean, method="BCa", confidence_level=1 - alpha, n_resamples=RESAMPLES, rng=np.random.default_rng(seed)
@@ -81,13 +84,19 @@ def permutation_p(differences: ArrayLike, *, seed: int = 0) -> float:
 
 
 def t_test_p(differences: ArrayLike) -> float:
-    """Return the two-sided p-value of the paired t-test; 1 for fewer than two differences, and for equal ones that are 0."""
+    """Return the two-sided p-value of the paired t-test; 1 for fewer than two differences, and for equal ones that are 0.
+    Other equal ones have no SD to go by: theirs is the p-value of the sign-flip test."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return 1.0
-    if np.ptp(values) == 0:
-        return 1.0 if values[0] == 0 else 0.0
+    if are_equal(values):
+        return 1.0 if not values.any() else 2.0 ** (1 - len(values))
     return float(2 * stats.t.sf(abs(values.mean()) / _error(values), len(values) - 1))
+
+
+def are_equal(values: NDArray[np.float64]) -> bool:
+    """Return whether values differ by rounding errors at most, so that their SD means nothing."""
+    return bool(np.ptp(values) <= 1e-9 * np.abs(values).max())
 
 
 def _error(values: NDArray[np.float64]) -> float:

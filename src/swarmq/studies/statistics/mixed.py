@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 from statsmodels.regression.mixed_linear_model import MixedLM
 
-from swarmq.studies.statistics.intervals import Interval
+from swarmq.studies.statistics.intervals import Interval, are_equal
 
 
 class MixedEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ def mixed_effect(differences: ArrayLike, *, alpha: float = 0.05) -> MixedEffect 
     values = np.asarray(differences, float)
     seeds, tasks = np.nonzero(np.isfinite(values))
     flat = values[seeds, tasks]
-    if min(len(set(seeds)), len(set(tasks))) < 2 or np.ptp(flat) == 0:
+    if min(len(set(seeds)), len(set(tasks))) < 2 or are_equal(flat):
         return None
     scale = float(flat.std())  # the optimizer's tolerance is absolute
     frame = pd.DataFrame({"difference": flat / scale, "seed": seeds, "task": tasks, "study": 0})
