@@ -1,7 +1,8 @@
 """The ledger of a study: an append-only file of JSON lines, each durable before anybody acts on it, and each with the hash of the
 line before it.
 
-A line is written and synced whole. What a full disk or a crash leaves of a line is removed before the next one is written.
+The lines of one decision are written and synced together. What a full disk or a crash leaves of them is removed before the next ones are
+written.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class StudyFolder:
 
 
 def read_ledger(path: Path) -> list[Entry]:
-    """Return all entries; none if there is no file. A torn last line is left out. Raises StudyError if a line was changed or lost."""
+    """Return all entries; none if there is no file. A decision whose last line is missing or torn is left out. Raises StudyError if a line was changed or lost."""
     return _parse(path, read_if_exists(path))[0]
 
 
 def _parse(path: Path, content: bytes) -> tuple[list[Entry], int]:
     """Return the entries, and the number of bytes that hold them."""
     entries: list[Entry] = []
-    previous, size = "", 0
+    previous, size, whole, whole_size = "", 0, 0, 0
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -78,12 +79,18 @@ def _parse(path: Path, content: bytes) -> tuple[list[Entry], int]:
             )
         entries.append(entry)
         previous, size = _hash(line), size + len(line)
-    return entries, size
+        if not entry.is_continued:
+            whole, whole_size = len(entries), size
+    return entries[:whole], whole_size
 
 
 def hash_ledger(path: Path) -> str:
-    """Return the hash of the last line, which depends on all lines."""
+    """Return the hash of the last whole line, which depends on all lines before it. Raises StudyError for a damaged file."""
     content = read_if_exists(path)
+    return _hash_last(content[: _parse(path, content)[1]])
+
+
+def _hash_last(content: bytes) -> str:
     return _hash(content.splitlines(keepends=True)[-1]) if content else ""
 
 
@@ -95,12 +102,12 @@ class LedgerFile:
     """The ledger, open for writing by the process that holds its lock. `entries`: all entries so far."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and remove a torn last line. Raises StudyError for a damaged one, OSError."""
+        """Open the file; the next append removes what was torn. Raises StudyError for a damaged one, OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         content = read_if_exists(path)
         self.entries, self._size = _parse(path, content)
-        self._previous = _hash(content[: self._size].splitlines(keepends=True)[-1]) if self._size else ""
+        self._previous = _hash_last(content[: self._size])
         self._began, self._base_s = time.monotonic(), self.entries[-1].elapsed_s if self.entries else 0.0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fsync_folder(path.parent)
@@ -113,7 +120,8 @@ class LedgerFile:
     def append(self, facts: Sequence[AnyFact]) -> list[Entry]:
         """Append facts durably, all or none, and return their entries. Raises OSError, and leaves the file as it was, if the disk does
         not take them."""
-        entries, lines, previous = [], [], self._previous
+        entries: list[Entry] = []
+        lines, previous = [], self._previous
         for number, fact in enumerate(facts, len(self.entries) + 1):
             entry = Entry(
                 number=number,
@@ -121,6 +129,7 @@ class LedgerFile:
                 elapsed_s=round(self.elapsed_s, 3),
                 previous=previous,
                 fact=fact,
+                is_continued=len(entries) + 1 < len(facts),
             )
             line = msgspec.json.encode(entry) + b"\n"
             previous = _hash(line)

@@ -211,7 +211,7 @@ AnyFact = (
 )
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of the ledger."""
 
     number: int
@@ -223,3 +223,5 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     previous: str
     """Hash of the line before, so that a changed or missing line is found."""
     fact: AnyFact
+    is_continued: bool = False
+    """Whether the next line belongs to the same decision: neither counts without the other."""

@@ -6,7 +6,7 @@ import pytest
 
 from support.disk import Disk
 from swarmq.errors import StudyError
-from swarmq.studies.ledger import LedgerFile, read_ledger
+from swarmq.studies.ledger import LedgerFile, hash_ledger, read_ledger
 from swarmq.studies.records import NoteWritten
 
 
@@ -31,11 +31,27 @@ def test_lines_are_durable_before_append_returns_and_are_read_again(tmp_path, mo
 
 def test_a_torn_last_line_is_left_out_and_overwritten(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    LedgerFile(path).append([note("one"), note("two")])
+    ledger = LedgerFile(path)
+    ledger.append([note("one")])
+    ledger.append([note("two")])
     path.write_bytes(path.read_bytes()[:-5])
     assert texts(path) == ["one"]
     LedgerFile(path).append([note("three")])
     assert texts(path) == ["one", "three"]
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_lines_that_were_written_together_count_together_or_not_at_all(tmp_path, lost):
+    path = tmp_path / "ledger.jsonl"
+    ledger = LedgerFile(path)
+    ledger.append([note("one")])
+    whole = hash_ledger(path)
+    ledger.append([note("two"), note("three"), note("four")])
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lost]))
+    assert texts(path) == ["one"]
+    assert hash_ledger(path) == whole
+    LedgerFile(path).append([note("five")])
+    assert texts(path) == ["one", "five"]
 
 
 def test_a_full_disk_changes_nothing_and_the_line_can_be_written_later(tmp_path, monkeypatch):
