@@ -22,7 +22,7 @@ from swarmq.errors import ConfigError, EndpointError, SandboxError, StudyError
 from swarmq.rewards import Budget, ChatEndpoint, Sandbox, extract_json
 from swarmq.studies.changed_files import Edit, apply_edits, show_diff
 from swarmq.studies.design import MakeTrial, choose_arms
-from swarmq.studies.records import AnyFact, Cost, NoteWritten, PlannerAnswered, PlannerDecided
+from swarmq.studies.records import AnyFact, Cost, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided
 from swarmq.studies.state import StudyState, add, largest_cost
 from swarmq.studies.study import NAME, Arm, Study
 
@@ -106,10 +106,15 @@ def make_prompt(state: StudyState, root: Path) -> str:
     return f"{TASK}\n{json.dumps(facts, indent=1, ensure_ascii=False)}"
 
 
-def ask(state: StudyState, prompt: str) -> PlannerAnswered:
+def reserve(state: StudyState) -> Cost:
+    """Return the most that the next answer may cost."""
+    return Cost(calls=min(MAX_CALLS, _calls_left(state)))
+
+
+def ask(study: Study, asked: PlannerAsked) -> PlannerAnswered:
     """Ask the model; an endpoint that does not answer is an empty answer."""
-    planner = _study(state).planner
-    budget = Budget(calls=min(MAX_CALLS, _calls_left(state)))
+    planner = study.planner
+    budget = Budget(calls=asked.reserved.calls)
     endpoint = ChatEndpoint(
         planner.model,
         base_url=planner.base_url or None,
@@ -117,7 +122,7 @@ def ask(state: StudyState, prompt: str) -> PlannerAnswered:
         budget=budget,
     )
     try:
-        answer = endpoint.ask(prompt, str)
+        answer = endpoint.ask(asked.prompt, str)
     except EndpointError as error:
         answer = f"(no answer: {error})"
     return PlannerAnswered(answer=answer, cost=Cost(calls=budget.spent_calls))

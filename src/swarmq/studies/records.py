@@ -160,6 +160,8 @@ class PlannerAsked(Fact, frozen=True, kw_only=True, tag="planner_asked"):
     """What was sent to the planner."""
 
     prompt: str
+    reserved: Cost = Cost()
+    """The most that the answer may cost. It counts as spent if the leader died before it had the answer."""
 
 
 class PlannerAnswered(Fact, frozen=True, kw_only=True, tag="planner_answered"):

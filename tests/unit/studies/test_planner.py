@@ -193,10 +193,11 @@ def test_the_endpoint_is_asked_once_and_its_calls_count(root, monkeypatch):
     with serve_chat(lambda _: answer) as server:
         told = story(base_url=server.url, budget={"calls": 10})
         prompt = planner.make_prompt(told.state, root)
-        answered = planner.ask(told.state, prompt)
+        asked = PlannerAsked(prompt=prompt, reserved=planner.reserve(told.state))
+        answered = planner.ask(told.study, asked)
         assert server.asked[0]["messages"] == [{"role": "user", "content": prompt}]
     assert (answered.answer, answered.cost.calls) == (answer, 1)
-    told.add(PlannerAsked(prompt=prompt), answered)
+    told.add(asked, answered)
     assert told.state.spent.calls == 1
     told.add(*planner.judge(told.state, make_trial(told.study), root))
     assert "b is better by 9.87 \\[not in the ledger\\]" in render_markdown(compose(told.entries))
@@ -208,10 +209,22 @@ def test_the_endpoint_is_asked_once_and_its_calls_count(root, monkeypatch):
 def test_an_endpoint_that_refuses_is_an_answer_without_proposals(root):
     with serve_chat(lambda _: 401) as server:
         told = story(base_url=server.url)
-        answered = planner.ask(told.state, "?")
+        asked = PlannerAsked(prompt="?", reserved=planner.reserve(told.state))
+        answered = planner.ask(told.study, asked)
     assert "no answer" in answered.answer
-    told.add(PlannerAsked(prompt="?"), answered)
+    told.add(asked, answered)
     assert planner.judge(told.state, make_trial(told.study), root)[0].decision == "refused"
+
+
+def test_the_calls_of_a_leader_that_died_before_it_had_the_answer_are_spent():
+    told = story(budget={"calls": 8})
+    told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state)))
+    assert planner.reserve(told.state) == Cost(calls=3)
+    told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state)))
+    assert (told.state.spent.calls, told.state.reserved.calls) == (5, 3)
+    assert not planner.may_ask(told.state)
+    told.add(PlannerAnswered(answer="{}", cost=Cost(calls=1)))
+    assert (told.state.spent.calls, told.state.reserved.calls) == (6, 0)
 
 
 def test_a_spent_budget_asks_nobody():

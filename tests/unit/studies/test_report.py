@@ -138,7 +138,7 @@ def test_a_number_that_the_ledger_does_not_hold_is_marked(story):
     assert (
         f"a has {exact:.3f} with 6 seeds, b 7.31 \\[not in the ledger\\] and 57 % \\[not in the ledger\\], lr 2" in text
     )
-    assert find_unknown_numbers("step-3 v1.2.3 at 10:30, 1e-9", [], []) == ["1e-9"]
+    assert find_unknown_numbers("step-3 v1.2.3 at 10:30, 1e-9, 1e999", [], []) == ["1e-9", "1e999"]
 
 
 def test_an_open_study_has_a_report_too():

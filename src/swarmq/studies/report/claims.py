@@ -32,6 +32,8 @@ def _is_known(shown: str, known: list[float]) -> bool:
     percent = shown.endswith("%")
     digits = shown.rstrip("% ").lower()
     value = float(digits)
+    if not math.isfinite(value):
+        return False
     if not percent and "." not in digits and "e" not in digits and abs(value) <= MAX_PLAIN:
         return True
     decimals = len(digits.partition(".")[2].partition("e")[0])

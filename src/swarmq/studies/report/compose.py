@@ -401,9 +401,7 @@ def _failures(ledger: Ledger) -> Iterator[Block]:
     if not ledger.parked:
         yield Text("No trial was given up.")
         return
-    yield Text(
-        f"{_count(len(ledger.parked), 'trial')} given up after repeated failures. A failure is never a result: its pair is left out."
-    )
+    yield Text(f"{_count(len(ledger.parked), 'trial')} given up. A failure is never a result: its pair is left out.")
     for trial, fact in ledger.parked:
         yield Text(f"{trial.arm}, seed {trial.seed}: {fact.reason}")
         if fact.log.strip():
