@@ -321,7 +321,7 @@ async def _lead(
 
     with open_leader(study, folder, report=_say) as leader:
         await leader.open(amend=amend, resume=resume)
-        if leader.state.stopped:
+        if leader.is_over and leader.state.stopped:
             _say(f"stopped: {leader.state.stopped.reason}; to go on, give --resume REASON")
             return
         async with _open_node(folder, amqp) as url, AmqpBroker.open(url, name=f"study {study.name}") as broker:

@@ -13,7 +13,7 @@ from swarmq.studies.records import (
     TrialResult,
     TrialStarted,
 )
-from swarmq.studies.reports import Claim, Verdict
+from swarmq.studies.reports import Claim, Verdict, hash_terms
 from swarmq.studies.state import COUNTED, StudyState, TrialState, find_exceeded, largest_cost
 
 MAX_LOST = 50
@@ -40,6 +40,12 @@ def on_claim(state: StudyState, claim: Claim, *, elapsed_s: float) -> Decision:
         return Decision([], "wait" if one.lease.copy_id == claim.copy_id else "drop")
     if state.stopped is not None:
         return Decision([], "stop")
+    if claim.claim_id in one.claims:
+        return Decision(
+            [], "drop"
+        )  # its lease has ended: an old message that a broker has delivered again after a crash
+    if claim.terms != hash_terms(study, one.trial.lineage):
+        return Decision([], "differs")
     if why := find_exceeded(state, elapsed_s=elapsed_s):
         if state.leased:
             return Decision([], "wait")  # running trials may spend less than they have reserved
@@ -72,6 +78,14 @@ def on_end(state: StudyState, ended: TrialResult | TrialFailed) -> Decision:
     one = state.trials.get(ended.trial_id)
     if state.study is None or one is None or one.lease is None or one.fence != ended.fence:
         return Decision([])
+    if isinstance(ended, TrialResult) and (metric := state.study.metric.name) not in ended.metrics:
+        ended = TrialFailed(
+            trial_id=ended.trial_id,
+            fence=ended.fence,
+            kind="failure",
+            reason=f"the trial has returned no {metric!r}, only {', '.join(ended.metrics)}",
+            cost=ended.cost,
+        )
     if isinstance(ended, TrialFailed) and ended.kind in COUNTED and one.num_failures + 1 >= state.study.max_failures:
         return Decision([ended, TrialParked(trial_id=ended.trial_id, reason=ended.reason, log=ended.log)])
     return Decision([ended])

@@ -32,8 +32,7 @@ def plan_next(state: StudyState, make: MakeTrial) -> list[AnyFact]:
     study = state.study
     assert study is not None
     facts: list[AnyFact] = []
-    if study.noise_trials and not any(one.trial.purpose == "noise" for one in state.trials.values()):
-        facts += _plan_noise(study, make)
+    facts += _plan_noise(state, make)
     match study.design.kind:
         case "grid" | "fractional" | "random":
             facts += _plan_seeds(state, choose_arms(study) | state.added_arms, study.seeds, make)
@@ -59,7 +58,7 @@ def look_next(state: StudyState) -> list[AnyFact]:
     figures, decision, reason = look(study, results)
     looked = Looked(
         look=len(state.looks) + 1,
-        num_results=len(results),
+        num_results=sum(trial.purpose == "compare" for trial, _ in results),  # an A/A trial ends at any time
         figures=figures,
         decision="stop" if decision == "stop" else "continue",
         reason=reason,
@@ -109,10 +108,14 @@ def _draw(parameter: Parameter, chance: random.Random) -> Any:
     return round(value) if parameter.whole else value
 
 
-def _plan_noise(study: Study, make: MakeTrial) -> Iterator[AnyFact]:
+def _plan_noise(state: StudyState, make: MakeTrial) -> Iterator[AnyFact]:
+    """Yield the A/A trials that are not planned yet, with seeds that no planned one has."""
+    study = state.study
+    assert study is not None
     name, baseline = next(iter(choose_arms(study).items()))
-    first = max(study.seeds) + 1
-    for seed in range(first, first + study.noise_trials):
+    planned = [one.trial.seed for one in state.trials.values() if one.trial.purpose == "noise"]
+    first = max([*study.seeds, *planned]) + 1
+    for seed in range(first, first + study.noise_trials - len(planned)):
         yield TrialPlanned(trial=make(name, baseline, seed, purpose="noise"))
 
 

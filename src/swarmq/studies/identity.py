@@ -13,23 +13,36 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from swarmq.config import SwarmJob
-from swarmq.environments import is_environment
-from swarmq.errors import ConfigError, StudyError
+from swarmq.environments import Split, is_environment
+from swarmq.errors import ConfigError, StudyError, SwarmqError
 from swarmq.studies.records import Trial
 from swarmq.studies.study import Arm, Study, hash_json
+from swarmq.version import __version__
 from swarmq.whole_run.plan import read_data
 
 
+class Inputs(NamedTuple):
+    """Hashes of all that a result depends on, apart from the seed and the steps."""
+
+    settings: str
+    """Settings as they take effect, and the agent."""
+    code: str
+    data: str
+    model: str
+
+
 class TrialMaker:
-    """Maker of a study's trials, from the files beside the study file as they are now."""
+    """Maker of a study's trials, from the files beside the study file as they are when it first needs them: a file that is
+    edited while a leader runs must not make other trials of those that are planned."""
 
     def __init__(self, study: Study, root: Path) -> None:
         self._study, self._root = study, root
+        self._inputs: dict[str, Inputs] = {}
 
     def make(
         self,
@@ -44,9 +57,8 @@ class TrialMaker:
         study = self._study
         settings, agent = study.settings | plan.settings, plan.agent or study.trial.agent
         tasks = plan.tasks or study.trial.tasks
-        effective, model = self._resolve(settings)
-        code, data = self._hash_code(agent, plan.files), self._hash_data(tasks)
-        lineage = hash_json([effective, agent, code, data, model, seed])
+        inputs = self._read_inputs(settings, agent, tasks, plan.files)
+        lineage = hash_lineage(inputs, seed, purpose)
         steps = study.design.rungs[rung] if study.design.rungs else 0
         return Trial(
             id=hash_json([lineage, steps]),
@@ -59,26 +71,34 @@ class TrialMaker:
             rung=rung,
             lineage=lineage,
             purpose=purpose,
-            code=code,
-            data=data,
-            model=model,
+            code=inputs.code,
+            data=inputs.data,
+            model=inputs.model,
             files=plan.files,
         )
 
-    def is_same(self, trial: Trial) -> bool:
-        """Return whether the files beside the study file are those that the trial was planned with."""
-        _, model = self._resolve(trial.settings)
-        return (trial.code, trial.data, trial.model) == (
-            self._hash_code(trial.agent, trial.files),
-            self._hash_data(trial.tasks),
-            model,
-        )
+    def find_lineage(self, trial: Trial) -> str:
+        """Return the lineage of a trial with the files that are here, or "" if they make no such trial. It is the trial's own if the
+        files are those that the trial was planned with."""
+        try:
+            inputs = self._read_inputs(trial.settings, trial.agent, trial.tasks, trial.files)
+        except SwarmqError:
+            return ""
+        return hash_lineage(inputs, trial.seed, trial.purpose)
 
     def hash_inputs(self) -> str:
-        """Return the hash of the code, tasks and models of all arms."""
+        """Return the hash of the settings, code, tasks and models of all arms."""
         arms = self._study.arms or {"": Arm()}
-        trials = [self.make(name, arm, 0) for name, arm in arms.items()]
-        return hash_json([(one.arm, one.code, one.data, one.model) for one in trials])
+        return hash_json([(name, self.make(name, arm, 0).lineage) for name, arm in arms.items()])
+
+    def _read_inputs(self, settings: Mapping[str, Any], agent: str, tasks: str, files: Mapping[str, str]) -> Inputs:
+        """Return the hashes of a trial's inputs. Raises ConfigError for settings that a job refuses, and for missing files."""
+        key = hash_json([settings, agent, tasks, files])
+        if key not in self._inputs:
+            effective, model, methods = self._resolve(settings)
+            code = self._hash_code(agent, files, methods)
+            self._inputs[key] = Inputs(hash_json([effective, agent]), code, self._hash_data(tasks), model)
+        return self._inputs[key]
 
     def check(self) -> None:
         """Raise StudyError for arms that cannot be told apart, and for held-out tasks that are trained on."""
@@ -113,32 +133,40 @@ class TrialMaker:
                 f"trial.held_out: {len(leaked)} of its tasks are also in {tasks}, e.g. {leaked[0]!r}; hold them out of training"
             )
 
-    def _resolve(self, settings: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the settings as they take effect, and the hash of the models."""
+    def _resolve(self, settings: Mapping[str, Any]) -> tuple[Any, str, list[Path]]:
+        """Return the settings as they take effect, the hash of the models, and the files of the user's own methods."""
         plan = self._study.trial
         if plan.function:
-            return [plan.function, settings], ""
+            return [plan.function, settings], "", []
         if not (self._root / plan.job).exists():
             raise ConfigError(
                 f"trial.job: {self._root / plan.job}: no such file; `swarmq init` writes one to start from"
             )
         job = SwarmJob.load(self._root / plan.job, sets=to_sets(settings))
         tree = msgspec.to_builtins(job)
-        for name in ("run", "folder"):
+        for name in ("run", "folder", "methods_folder"):  # they differ between hosts, and change no result
             del tree[name]
         models = {name: _hash_model(self._root, policy.model) for name, policy in job.policies.items()}
-        return tree, hash_json(models)
+        folder = self._root / (job.methods_folder or "")
+        return tree, hash_json(models), [_find_module(folder, name) for name in sorted(job.own_methods)]
 
-    def _hash_code(self, agent: str, changed: Mapping[str, str]) -> str:
+    def _hash_code(self, agent: str, changed: Mapping[str, str], methods: Sequence[Path]) -> str:
+        """Return the hash of swarmq's version and of the code."""
         plan = self._study.trial
         targets = [plan.function] if plan.function else [] if is_environment(agent) else [agent]
         files = [_find_module(self._root, target) for target in targets]
-        own = _hash_files([*files, *(self._root / name for name in plan.code)])
-        return hash_json([own, changed]) if changed else own
+        own = _hash_files([*files, *methods, *(self._root / name for name in plan.code)])
+        return hash_json([__version__, own, changed])
 
     def _hash_data(self, tasks: str) -> str:
-        named = [(tasks, "train"), (self._study.trial.held_out, "eval")]
+        named: list[tuple[str, Split]] = [(tasks, "train"), (self._study.trial.held_out, "eval")]
         return hash_json([sorted(_hash_tasks(self._root, name, split).values()) for name, split in named if name])
+
+
+def hash_lineage(inputs: Inputs, seed: int, purpose: Literal["compare", "noise"]) -> str:
+    """Return the hash that trials of one arm and seed share on all rungs. An A/A trial is no part of a comparison, also if an
+    amendment gives its seed to the arms, so its hash is another one."""
+    return hash_json([*inputs, seed, purpose])
 
 
 def to_sets(settings: Mapping[str, Any]) -> list[str]:
@@ -146,11 +174,15 @@ def to_sets(settings: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in settings.items()]
 
 
-@cache
-def _hash_tasks(root: Path, name: str, split: Literal["train", "eval"]) -> dict[str, str]:
+def _hash_tasks(root: Path, name: str, split: Split) -> dict[str, str]:
     """Return id -> hash of the payload, without its id, for each task."""
     path = root / name
-    data = read_data(str(path) if path.exists() else name, split)
+    return _read_tasks(str(path), split, *_stamp(path)) if path.exists() else _read_tasks(name, split, 0, 0)
+
+
+@cache
+def _read_tasks(name: str, split: Split, _modified_ns: int, _size: int) -> dict[str, str]:
+    data = read_data(name, split)
     return {task.id: hash_json(_without_id(msgspec.to_builtins(task.payload))) for task in data.tasks}
 
 

@@ -51,6 +51,7 @@ MAX_OFFERS = 16
 VANISHED_LEASES = 10
 """Number of lease times without a sign of life after which a trial is offered again even if nobody else has claimed it: its offer
 must have vanished with the broker's files."""
+AMENDED = "it was planned with a job, code, tasks or a model that were amended since"
 RETRY_S = 1.0
 """Seconds between two attempts to write to a full disk."""
 
@@ -92,6 +93,11 @@ class Leader:
         self._offered: set[str] = set()
         self._heard: dict[str, Heard] = {}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the study has ended and no trial runs."""
+        return self.state.stopped is not None and not self.state.leased
+
     async def run(self, broker: Broker) -> None:
         """Lead the study until it has ended and no trial runs."""
         self._broker = broker
@@ -99,12 +105,16 @@ class Leader:
         await self._broker.declare(run, policies=[], kinds=[KIND])
         await self._advance()
         async with self._broker.consume(inbox(self._study.name), prefetch=64) as deliveries:
-            while not (self.state.stopped and not self.state.leased):
+            check_at = time.monotonic() + self._study.lease_s
+            while not self.is_over:
+                if time.monotonic() >= check_at:
+                    check_at = time.monotonic() + self._study.lease_s
+                    await self._end_vanished()
+                    continue
                 try:
-                    async with asyncio.timeout(self._study.lease_s):
+                    async with asyncio.timeout(check_at - time.monotonic()):
                         delivery = await anext(deliveries)
                 except TimeoutError:
-                    await self._end_vanished()
                     continue
                 if isinstance(delivery.message, TrialReport):
                     await self._hear(delivery.message)
@@ -115,13 +125,23 @@ class Leader:
     async def open(self, *, amend: str = "", resume: str = "") -> None:
         """Open the study, or check that it is the one that was opened. `amend`: reason of a change. Raises StudyError."""
         digest, inputs = hash_study(self._study), self._maker.hash_inputs()
+        metric = self._study.metric.name
         if self.state.study is None:
             await self._append([StudyOpened(study=self._study, digest=digest, inputs=inputs)])
         elif (self.state.digest, self.state.inputs) != (digest, inputs):
             if not amend:
-                what = "the study file" if self.state.digest != digest else "the code, tasks or model of an arm"
+                what = (
+                    "the study file"
+                    if self.state.digest != digest
+                    else "the job, code, tasks or model of an arm, or swarmq's version,"
+                )
                 raise StudyError(
                     f"{what} has changed since the study {self._study.name} was opened; say why with --amend REASON, or fork the study"
+                )
+            lacking = [one for one in self.state.trials.values() if one.result and metric not in one.result.metrics]
+            if lacking:
+                raise StudyError(
+                    f"metric.name: {len(lacking)} results of the study have no {metric!r}; name a metric that they have, or fork the study"
                 )
             await self._append([StudyAmended(study=self._study, digest=digest, inputs=inputs, reason=amend)])
         if self.state.stopped and (amend or resume):
@@ -210,6 +230,7 @@ class Leader:
     async def _advance(self) -> None:
         """Plan what comes next, offer it, and end a study that is complete."""
         if not self.state.stopped:
+            await self._append([TrialParked(trial_id=one, reason=AMENDED) for one in self._find_outdated()])
             await self._append(look_next(self.state))
         if not self.state.stopped:
             await self._append(plan_next(self.state, self._maker.make))
@@ -224,6 +245,10 @@ class Leader:
             self._offered.add(one.trial.id)
             offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(one.trial))
             await self._broker.publish(offers(self._study.name), offer)
+
+    def _find_outdated(self) -> list[str]:
+        """Return the open trials that can no longer be run, because they were planned with other files."""
+        return [one.trial.id for one in self.state.open if self._maker.find_lineage(one.trial) != one.trial.lineage]
 
     def _is_settled(self) -> bool:
         return all(one.is_settled for one in self.state.trials.values())
@@ -240,9 +265,11 @@ class Leader:
             and (self.state.answer is not None or planner.may_ask(self.state))
         ):
             if self.state.answer is None:
-                asked = PlannerAsked(prompt=planner.make_prompt(self.state, self._root))
+                asked = PlannerAsked(
+                    prompt=planner.make_prompt(self.state, self._root), reserved=planner.reserve(self.state)
+                )
                 await self._append([asked])
-                await self._append([await asyncio.to_thread(planner.ask, self.state, asked.prompt)])
+                await self._append([await asyncio.to_thread(planner.ask, self._study, asked)])
             await self._append(await asyncio.to_thread(planner.judge, self.state, self._maker.make, self._root))
             await self._append(plan_next(self.state, self._maker.make))
 

@@ -16,14 +16,16 @@ from swarmq.broker import topology
 from swarmq.errors import MessageError
 from swarmq.messages import TrialReport, new_id
 from swarmq.studies.records import PlannerDecided, StudyStopped, TrialFailed, TrialResult
+from swarmq.studies.study import Study, hash_json
 
 KIND = "trials"
 LEASE_EVENT: Literal["lease"] = "lease"
 SOURCE = "study"
 
-Verdict = Literal["run", "wait", "drop", "stop", "revoked"]
+Verdict = Literal["run", "wait", "drop", "stop", "differs", "revoked"]
 """`run`: the trial is leased to this worker. `wait`: ask again later. `drop`: the trial needs no further start; forget the offer.
-`stop`: no further trial starts. `revoked`: the lease has ended, so the trial must."""
+`stop`: no further trial starts. `differs`: the worker's files or study are not the leader's. `revoked`: the lease has ended, so the
+trial must."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="claim"):
@@ -33,6 +35,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="cl
     trial_id: str
     copy_id: str
     worker: str
+    terms: str
+    """Hash of what the worker would run, and within which limits (`hash_terms`)."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="beat"):
@@ -46,6 +50,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="bea
 
 
 Report = Claim | Beat | TrialResult | TrialFailed | StudyStopped | PlannerDecided
+
+
+def hash_terms(study: Study, lineage: str) -> str:
+    """Return the hash of what leader and worker must agree about before a trial starts: its inputs, limits, metric and lease."""
+    return hash_json([lineage, study.trial, study.metric.name, study.lease_s])
 
 
 def run_of(name: str) -> str:

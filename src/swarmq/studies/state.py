@@ -11,6 +11,7 @@ from swarmq.studies.records import (
     Entry,
     Looked,
     PlannerAnswered,
+    PlannerAsked,
     PlannerDecided,
     Promoted,
     StudyAmended,
@@ -37,6 +38,8 @@ class TrialState(msgspec.Struct, kw_only=True):
     lease: TrialStarted | None = None
     fence: int = 0
     """Fencing token of the newest lease."""
+    claims: set[str] = msgspec.field(default_factory=set)
+    """Claims that have had a lease."""
     result: TrialResult | None = None
     num_failures: int = 0
     num_lost: int = 0
@@ -64,6 +67,8 @@ class StudyState:
         self.stopped: StudyStopped | None = None
         self.proposed: dict[str, PlannerDecided] = {}
         """Newest decision on each arm of the planner, refused ones included."""
+        self.asked = Cost()
+        """What the answer of the planner may cost that is awaited."""
         self.answer: str | None = None
         """Answer of the planner that was not judged yet."""
         self.idle_rounds = 0
@@ -80,6 +85,7 @@ class StudyState:
             case TrialStarted():
                 one = self.trials[entry.fact.trial_id]
                 one.lease, one.fence = entry.fact, entry.number
+                one.claims.add(entry.fact.claim_id)
                 self.num_starts += 1
             case TrialResult():
                 one = self.trials[entry.fact.trial_id]
@@ -97,8 +103,11 @@ class StudyState:
                 self.promoted.append(entry.fact)
             case Looked():
                 self.looks.append(entry.fact)
+            case PlannerAsked(reserved=reserved):
+                self.spent = add(self.spent, self.asked)
+                self.asked = reserved
             case PlannerAnswered(answer=answer, cost=cost):
-                self.answer = answer
+                self.answer, self.asked = answer, Cost()
                 self.idle_rounds += 1
                 self.spent = add(self.spent, cost)
             case PlannerDecided():
@@ -143,8 +152,8 @@ class StudyState:
 
     @property
     def reserved(self) -> Cost:
-        """What the running trials may still spend."""
-        total = Cost()
+        """What the running trials and the planner may still spend."""
+        total = self.asked
         for one in self.leased:
             assert one.lease is not None
             total = add(total, one.lease.reserved)

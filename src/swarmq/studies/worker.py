@@ -5,8 +5,8 @@
                               │   have been missing for `lease_s`
                               └── the broker is away for `lease_s`: the trial is ended here, because another worker may get it
 
-The process group of a trial dies with its worker. What a killed one leaves behind (an engine, a broker) is found by an environment
-variable, and ended before the trial is started again.
+The process of a trial dies with its worker. What it leaves behind (an engine, a broker) is found by an environment variable, and killed
+when the trial's process has ended, or before the trial is started again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import StudyFolder
 from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
-from swarmq.studies.reports import SOURCE, Beat, Claim, Report, Verdict, inbox, offers, pack, run_of
+from swarmq.studies.reports import SOURCE, Beat, Claim, Report, Verdict, hash_terms, inbox, offers, pack, run_of
 from swarmq.studies.study import Study
 from swarmq.studies.trial import Attempt, Order, log_path, order_path, read_outcome, result_path
 
@@ -46,7 +46,7 @@ ASK_S = 2.0
 """Seconds after which an unanswered or waiting claim is repeated."""
 LOG_LINES = 40
 STOP_S = 30.0
-"""Seconds in which a trial stops in order when its worker is stopped."""
+"""Largest number of seconds in which a trial stops in order when its worker is stopped; its time limit holds, too."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -137,7 +137,6 @@ class Worker:
         self._broker, self._study, self._folder = broker, study, folder
         self._environments, self._ask_s, self._report = environments, ask_s, report
         self._name = f"{socket.gethostname().split('.')[0]}:{os.getpid()}"
-        self._maker = TrialMaker(study, folder.root)
         self._answers = Answers()
 
     async def run(self) -> None:
@@ -175,14 +174,11 @@ class Worker:
         offer = delivery.message
         assert isinstance(offer, TrialOffer)
         trial = msgspec.json.decode(offer.body, type=Trial)
-        if not self._maker.is_same(trial):
-            raise StudyError(
-                f"trial {trial.id[:12]} of {trial.arm}: the code, tasks or model in {self._folder.root} are not those of the study; copy "
-                "them from the leader's host, or amend the study there"
-            )
+        lineage = TrialMaker(self._study, self._folder.root).find_lineage(trial)  # of the files as they are now
+        terms = hash_terms(self._study, lineage)
         is_settled = False
         while not is_settled:
-            claim = Claim(claim_id=new_id(), trial_id=trial.id, copy_id=offer.copy_id, worker=self._name)
+            claim = Claim(claim_id=new_id(), trial_id=trial.id, copy_id=offer.copy_id, worker=self._name, terms=terms)
             with self._answers.expect(claim.claim_id):
                 fence = await self._claim(claim)
                 is_settled = fence is None or await self._run(trial, claim, fence, environment)
@@ -190,7 +186,10 @@ class Worker:
             await delivery.ack()
 
     async def _claim(self, claim: Claim) -> int | None:
-        """Ask the leader until it decides; return the fencing token of the lease, or None if there is nothing to run."""
+        """Ask the leader until it decides; return the fencing token of the lease, or None if there is nothing to run.
+
+        Raises StudyError if the files here are not those of the study.
+        """
         while True:
             await self._send(claim)
             answer = await self._answers.wait(claim.claim_id, self._ask_s)
@@ -199,6 +198,11 @@ class Worker:
                     return answer.fence
                 case "wait":
                     await asyncio.sleep(self._ask_s)
+                case "differs":
+                    raise StudyError(
+                        f"trial {claim.trial_id[:12]}: the study file, job, code, tasks, model or swarmq's version in {self._folder.root} "
+                        "are not those of the study; copy them from the leader's host, or amend the study there"
+                    )
                 case None:
                     pass
                 case _:
@@ -218,11 +222,13 @@ class Worker:
         try:
             why = await self._watch(process, start)
         except asyncio.CancelledError:
-            await _stop(process)
+            await _stop(
+                process, start.folder, min(STOP_S, start.began + self._study.trial.max_seconds - time.monotonic())
+            )
             returned = start.fail("returned", "the worker was stopped", self._measure(start))
             await self._send(returned, deadline_s=self._ask_s)
             raise
-        await _kill(process)
+        await _kill(process, start.folder)
         cost = self._measure(start)
         if why == TIMEOUT:
             limit_s = self._study.trial.max_seconds
@@ -242,12 +248,10 @@ class Worker:
 
     async def _send_result(self, start: Start, cost: Cost) -> None:
         """Report the trial's result, or a failure if there is none, or if the trial has spent more than it may."""
-        plan, metric = self._study.trial, self._study.metric.name
+        plan = self._study.trial
         try:
             outcome = read_outcome(start.folder)
             cost = msgspec.structs.replace(cost, calls=outcome.calls, money=outcome.money)
-            if metric not in outcome.metrics:
-                raise StudyError(f"the trial has returned no {metric!r}, only {', '.join(outcome.metrics)}")
             for name, spent, most in (("calls", cost.calls, plan.max_calls), ("money", cost.money, plan.max_money)):
                 if spent > most:
                     raise StudyError(f"the trial has spent {spent:g} {name}, and trial.max_{name} is {most:g}")
@@ -292,15 +296,16 @@ class Worker:
             while not ended.done():
                 if (now := time.monotonic()) >= ends_at:
                     return TIMEOUT
-                if now - confirmed >= lease_s:
+                if now >= confirmed + lease_s:
                     return f"the broker was away for {lease_s:g} s"
                 if self._answers.is_revoked(claim_id):
                     return "another worker has its lease"
                 used_s = round(now - start.began, 3)
                 beat = Beat(claim_id=claim_id, trial_id=start.trial.id, fence=start.fence, used_s=used_s)
-                if await self._send(beat, deadline_s=min(lease_s / BEATS_PER_LEASE, ends_at - now)):
+                next_at = min(now + lease_s / BEATS_PER_LEASE, ends_at, confirmed + lease_s)
+                if await self._send(beat, deadline_s=next_at - now):
                     confirmed = now
-                await asyncio.wait([ended], timeout=max(min(lease_s / BEATS_PER_LEASE, ends_at - time.monotonic()), 0))
+                await asyncio.wait([ended], timeout=max(next_at - time.monotonic(), 0))
             return ""
         finally:
             ended.cancel()
@@ -318,19 +323,21 @@ def _die_at_once() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: asyncio.subprocess.Process, folder: Path, grace_s: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STOP_S):
+        async with asyncio.timeout(grace_s):
             await process.wait()
-    await _kill(process)
+    await _kill(process, folder)
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
+async def _kill(process: asyncio.subprocess.Process, folder: Path) -> None:
+    """Kill a trial's process, and what it has started: the next trial needs its GPUs."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+    await asyncio.to_thread(end_leftovers, folder)
 
 
 def _prepare(folder: Path, order: Order) -> None:

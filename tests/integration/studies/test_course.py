@@ -9,10 +9,11 @@ import pytest
 
 from support.studies import FIRST
 from swarmq.errors import LearnerError, StudyError
-from swarmq.studies.leader import open_leader
+from swarmq.runtime.processes import is_alive
+from swarmq.studies.leader import AMENDED, open_leader
 from swarmq.studies.ledger import StudyFolder, read_ledger
-from swarmq.studies.records import StudyStopped, TrialFailed, TrialParked, TrialResult, TrialStarted
-from swarmq.studies.reports import inbox, pack
+from swarmq.studies.records import StudyStopped, TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
+from swarmq.studies.reports import Claim, hash_terms, inbox, pack
 from swarmq.studies.state import StudyState
 from swarmq.studies.study import Study
 from swarmq.studies.worker import Worker, end_leftovers
@@ -35,11 +36,11 @@ TWO_ARMS = {"seeds": [0], "lease_s": 60.0}
 class Lab:
     """A study in a folder of the test, with its leader and workers in this process."""
 
-    def __init__(self, folder, code, **changes):
+    def __init__(self, folder, code, *, broker=None, **changes):
         self.study = msgspec.convert(FIRST | TWO_ARMS | changes, Study)
         self.folder = StudyFolder(folder / "study.toml", self.study.name)
         (folder / "work.py").write_text(code)
-        self.broker = MemoryBroker()
+        self.broker = broker or MemoryBroker()
 
     async def lead(self, **how):
         with open_leader(self.study, self.folder) as leader:
@@ -211,6 +212,109 @@ async def test_a_changed_study_needs_a_reason_and_keeps_its_results(tmp_path):
     state = StudyState(read_ledger(lab.folder.ledger))
     assert [one.trial.arm for one in state.trials.values()] == ["a", "b", "c"]
     assert len(lab.facts(TrialResult)) == 3
+
+
+async def test_open_trials_of_code_that_was_amended_are_parked_and_planned_anew(tmp_path):
+    lab = Lab(tmp_path, "def trial(attempt): return 1 / 0\n", max_failures=1)
+    with open_leader(lab.study, lab.folder) as leader:
+        await leader.open()
+    first = asyncio.create_task(lab.lead())
+    await lab.until(lambda: len(lab.facts(TrialPlanned)) == 2)  # and offered, to nobody
+    first.cancel()
+    await asyncio.wait([first])
+    lab = Lab(tmp_path, SCORE, broker=lab.broker)
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead(amend="it divided by 0"))
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await leading
+    assert [fact.reason for fact in lab.facts(TrialParked)] == [AMENDED] * 2
+    assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0]
+    assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
+
+
+async def test_an_amendment_names_no_metric_that_results_lack(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    await lab.run()
+    lab.study = msgspec.convert(FIRST | TWO_ARMS | {"metric": {"name": "speed"}}, Study)
+    with open_leader(lab.study, lab.folder) as leader:
+        with pytest.raises(StudyError, match="metric.name: 2 results of the study have no 'speed'"):
+            await leader.open(amend="speed counts")
+        assert leader.state.study.metric.name == "score"
+
+
+async def test_a_lease_that_nobody_holds_ends_also_while_others_talk(tmp_path):
+    lab = Lab(tmp_path, SCORE, lease_s=0.1, seeds=[0])
+    leading = asyncio.create_task(lab.lead())
+    await lab.until(lambda: lab.folder.ledger.exists() and len(lab.facts(TrialPlanned)) == 2)
+    one = lab.facts(TrialPlanned)[0].trial
+
+    async def claim(trial, copy_id):
+        terms = hash_terms(lab.study, trial.lineage)
+        sent = Claim(claim_id=copy_id, trial_id=trial.id, copy_id=copy_id, worker="w", terms=terms)
+        await lab.broker.publish(inbox(lab.study.name), pack(lab.study.name, sent))
+
+    await claim(one, "lost with the broker's files")
+    async with asyncio.timeout(60):
+        while not lab.facts(TrialFailed):
+            await claim(one, "superfluous")
+            await asyncio.sleep(0.01)
+    assert [(fact.kind, fact.trial_id) for fact in lab.facts(TrialFailed)] == [("lost", one.id)]
+    leading.cancel()
+    await asyncio.wait([leading])
+
+
+async def test_a_stopped_study_is_not_over_while_a_trial_runs_whose_result_is_to_come(tmp_path):
+    lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
+            leading.cancel()
+            await asyncio.wait([leading])
+            with open_leader(lab.study, lab.folder) as leader:
+                await leader.stop("enough")
+                assert not leader.is_over
+                await leader.run(lab.broker)
+                assert leader.is_over
+    assert len(lab.facts(TrialResult)) == 2
+
+
+async def test_what_a_trial_has_started_ends_with_it(tmp_path):
+    """The engine of a trial that was killed would hold the next one's GPU."""
+    code = SLOW.replace(
+        "    time.sleep",
+        "    Path('child').write_text(str(subprocess.Popen(['sleep', '600'], start_new_session=True).pid))\n    time.sleep",
+    )
+    lab = Lab(
+        tmp_path,
+        "import subprocess\n" + code,
+        trial=FIRST["trial"] | {"max_seconds": 3},
+        max_failures=1,
+        arms={"a": {"settings": {"arm": 1}}},
+        noise_trials=1,
+        design={"kind": "sequential"},
+    )  # fmt: skip
+    await lab.run()
+    assert {fact.kind for fact in lab.facts(TrialFailed)} == {"timeout"}
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+async def test_a_stopped_worker_gives_its_trial_no_more_time_than_it_may_take(tmp_path):
+    lab = Lab(
+        tmp_path,
+        "import signal\n" + SLOW.replace("    time.sleep", "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep"),
+        trial=FIRST["trial"] | {"max_seconds": 4},
+    )  # fmt: skip
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await lab.until(lambda: len([*lab.folder.path.glob("trials/*/runs")]) == 2)
+        await lab.until(lambda: len(lab.facts(TrialFailed)) == 2)
+        leading.cancel()
+    assert all(fact.cost.gpu_seconds < 20 for fact in lab.facts(TrialFailed)), "STOP_S would be 30"
 
 
 def test_a_second_leader_is_refused(tmp_path):

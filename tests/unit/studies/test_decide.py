@@ -1,17 +1,28 @@
 """One lease for a trial, one result, and no start beyond the budget, whatever is claimed and reported how often."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.studies import Story, study_of
 from swarmq.studies.decide import MAX_LOST, on_claim, on_end, on_loss
-from swarmq.studies.records import Cost, StudyResumed, StudyStopped, TrialFailed, TrialParked, TrialResult, TrialStarted
-from swarmq.studies.reports import Claim
+from swarmq.studies.records import (
+    Cost,
+    StudyAmended,
+    StudyResumed,
+    StudyStopped,
+    TrialFailed,
+    TrialParked,
+    TrialResult,
+    TrialStarted,
+)
+from swarmq.studies.reports import Claim, hash_terms
 from swarmq.studies.state import add
 
 
-def claim(trial, claim_id="c", copy="o"):
-    return Claim(claim_id=claim_id, trial_id=trial.id, copy_id=copy, worker="w:1")
+def claim(trial, claim_id="c", copy="o", study=None):
+    terms = hash_terms(study or study_of(), trial.lineage)
+    return Claim(claim_id=claim_id, trial_id=trial.id, copy_id=copy, worker="w:1", terms=terms)
 
 
 def result(trial, fence, value=1.0, seconds=2.0):
@@ -69,6 +80,43 @@ def test_the_result_of_a_lease_that_has_ended_counts_nothing():
     end(story, result(trial, new, value=9.0))
     assert story.state.trials[trial.id].result.metrics == {"score": 1.0}
     assert story.state.spent == Cost(gpu_seconds=7.0)
+
+
+def test_a_claim_that_the_broker_delivers_again_after_its_lease_has_ended_gets_no_second_one():
+    story = Story(study_of())
+    trial = story.plan()
+    decide(story, claim(trial))
+    end(story, failure(trial, story.state.trials[trial.id].fence))
+    assert decide(story, claim(trial)) == "drop"
+    assert not story.state.leased
+    assert decide(story, claim(trial, "new")) == "run"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"trial": {"function": "work:trial", "max_seconds": 90}},
+        {"metric": {"name": "other"}},
+        {"lease_s": 90.0},
+    ],
+)
+def test_a_worker_with_another_study_file_gets_no_lease(other):
+    story = Story(study_of())
+    trial = story.plan()
+    assert decide(story, claim(trial, study=study_of(**other))) == "differs"
+    assert not story.state.leased
+    assert decide(story, claim(trial, study=study_of(question="Is b less than a?"))) == "run", "it changes no trial"
+
+
+def test_a_result_without_the_metric_that_an_amendment_has_named_since_is_a_failure():
+    story = Story(study_of())
+    trial = story.plan()
+    fence = story.start(trial)
+    story.add(StudyAmended(study=study_of(metric={"name": "other"}), digest="e", inputs="i", reason="better"))
+    end(story, result(trial, fence))
+    (failed,) = [entry.fact for entry in story.entries if isinstance(entry.fact, TrialFailed)]
+    assert failed.reason == "the trial has returned no 'other', only score"
+    assert (story.state.trials[trial.id].result, story.state.spent) == (None, Cost(gpu_seconds=2.0))
 
 
 def test_the_third_failure_parks_a_trial_with_its_log_and_is_no_result():

@@ -112,7 +112,60 @@ def test_a_trial_is_another_one_when_its_code_settings_or_seed_change_and_the_sa
     assert TrialMaker(study, tmp_path).make("b", study.arms["b"], 0).id != first.id
     maker = TrialMaker(study, write_function(tmp_path, "def trial(attempt): return {'score': 1.0}\n"))
     assert maker.make("a", study.arms["a"], 0).id != first.id
-    assert not maker.is_same(first)
+    assert maker.find_lineage(first) == maker.make("a", study.arms["a"], 0).lineage != first.lineage
+    (tmp_path / "work.py").unlink()
+    assert TrialMaker(study, tmp_path).find_lineage(first) == ""
+
+
+def write_job(folder, text=JOB):
+    (folder / "job.toml").write_text(text)
+    (folder / "agent.py").write_text("def attempt(ep): return 1.0\n")
+    return study_of(
+        trial={"job": "job.toml", "agent": "agent:attempt", "max_seconds": 9},
+        metric={"name": "reward"},
+        arms={"plain": {}, "cispo": {"settings": {"policies.main.train.loss.name": "cispo"}}},
+    )
+
+
+def test_a_changed_job_is_a_change_of_the_study_and_of_its_trials(tmp_path):
+    study = write_job(tmp_path)
+    before = TrialMaker(study, tmp_path)
+    first, inputs = before.make("plain", study.arms["plain"], 0), before.hash_inputs()
+    write_job(tmp_path, JOB + "learning_rate = 1e-3\n")
+    assert TrialMaker(study, tmp_path).hash_inputs() != inputs
+    assert TrialMaker(study, tmp_path).find_lineage(first) != first.lineage
+
+
+def test_a_file_that_is_edited_while_a_leader_runs_makes_no_other_trials(tmp_path):
+    study = write_job(tmp_path)
+    maker = TrialMaker(study, tmp_path)
+    first = maker.make("plain", study.arms["plain"], 0)
+    (tmp_path / "agent.py").write_text("def attempt(ep): return 0.0\n")
+    assert maker.make("plain", study.arms["plain"], 0) == first
+    assert TrialMaker(study, tmp_path).make("plain", study.arms["plain"], 0).id != first.id
+
+
+def test_a_trial_depends_on_the_version_of_swarmq_and_on_own_methods_and_not_on_its_folder(tmp_path, monkeypatch):
+    losses = JOB + 'loss = { name = "losses:own" }\n'
+    made = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        study = write_job(tmp_path / name, losses)
+        (tmp_path / name / "losses.py").write_text("def own(): ...\n")
+        made.append(TrialMaker(study, tmp_path / name).make("plain", study.arms["plain"], 0))
+    assert made[0] == made[1]
+    (tmp_path / "two" / "losses.py").write_text("def own(): return 1\n")
+    assert TrialMaker(study, tmp_path / "two").find_lineage(made[0]) != made[0].lineage
+    monkeypatch.setattr("swarmq.studies.identity.__version__", "0.0.0")
+    assert TrialMaker(study, tmp_path / "one").find_lineage(made[0]) != made[0].lineage
+
+
+def test_an_aa_trial_is_no_trial_of_an_arm_that_an_amendment_gives_its_seed(tmp_path):
+    study = study_of()
+    maker = TrialMaker(study, write_function(tmp_path))
+    compared, noise = (maker.make("a", study.arms["a"], 3, purpose=purpose) for purpose in ("compare", "noise"))
+    assert compared.id != noise.id
+    assert compared.lineage != noise.lineage, "each has a folder of its own"
 
 
 def test_the_hash_of_a_study_ignores_layout_and_notices_everything_else():
