@@ -283,7 +283,7 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
                     p_value(model.p),
                     number(model.sd_seed),
                     number(model.sd_task),
-                    number(model.sd_residual) + ("" if model.converged else " (not converged)"),
+                    number(model.sd_residual),
                 ]
                 for found, model in mixed
             ],

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import msgspec
 import numpy as np
-import pandas as pd
 from numpy.typing import ArrayLike
 from scipy import stats
-from statsmodels.regression.mixed_linear_model import MixedLM
 
 from swarmq.studies.statistics.intervals import Interval, are_equal
 
@@ -24,38 +21,37 @@ class MixedEffect(msgspec.Struct, frozen=True, kw_only=True):
     sd_seed: float
     sd_task: float
     sd_residual: float
-    converged: bool
 
 
 def mixed_effect(differences: ArrayLike, *, alpha: float = 0.05) -> MixedEffect | None:
     """Fit difference [S, T] = mean + seed + task + residual by REML (Laird and Ware 1982; Baayen, Davidson, Bates 2008).
 
-    NaN marks a pair without a result. Degrees of freedom are those of the smaller of the two samples, which is conservative.
-    Returns None for fewer than two seeds or tasks, or if all differences are equal.
+    Every seed has every task, so REML needs no optimizer, whose last digits would depend on the machine: it is the analysis of
+    variance, with mean squares below the residual's pooled with it (Thompson 1962). Degrees of freedom are those of the smaller of
+    the two samples, which is conservative. Returns None for fewer than two seeds or tasks, or if all differences are equal.
     """
     values = np.asarray(differences, float)
-    seeds, tasks = np.nonzero(np.isfinite(values))
-    flat = values[seeds, tasks]
-    if min(len(set(seeds)), len(set(tasks))) < 2 or are_equal(flat):
+    if min(values.shape) < 2 or are_equal(values):
         return None
-    scale = float(flat.std())  # the optimizer's tolerance is absolute
-    frame = pd.DataFrame({"difference": flat / scale, "seed": seeds, "task": tasks, "study": 0})
-    parts = {"seed": "0 + C(seed)", "task": "0 + C(task)"}
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # a variance of 0 is an answer here; `converged` says whether it can be believed
-        fit = MixedLM.from_formula("difference ~ 1", frame, groups="study", vc_formula=parts).fit(reml=True)
-    mean, error = (scale * float(found.iloc[0]) for found in (fit.fe_params, fit.bse_fe))
-    dof = min(len(set(seeds)), len(set(tasks))) - 1
+    seeds, tasks = values.shape
+    mean, by_seed, by_task = float(values.mean()), values.mean(1), values.mean(0)
+    square = {"seed": tasks * float(by_seed.var(ddof=1)), "task": seeds * float(by_task.var(ddof=1))}
+    freedom = {"seed": seeds - 1, "task": tasks - 1}
+    rest = (seeds - 1) * (tasks - 1)
+    residual = float(((values - by_seed[:, None] - by_task + mean) ** 2).sum()) / rest
+    for part in sorted(square, key=square.__getitem__):
+        if square[part] < residual:
+            residual = (residual * rest + square[part] * freedom[part]) / (rest + freedom[part])
+            rest += freedom[part]
+    square = {part: max(found, residual) for part, found in square.items()}
+    error = math.sqrt((square["seed"] + square["task"] - residual) / (seeds * tasks))
+    dof = min(freedom.values())
     half = float(stats.t.ppf(1 - alpha / 2, dof)) * error
-    by_name = dict(zip(fit.model.exog_vc.names, map(float, fit.vcomp), strict=True))
     return MixedEffect(
         mean=mean,
         interval=Interval(mean - half, mean + half),
-        p=float(2 * stats.t.sf(abs(mean / error), dof)) if error > 0 else 0.0,
-        sd_seed=scale * math.sqrt(by_name["seed"]),
-        sd_task=scale * math.sqrt(by_name["task"]),
-        sd_residual=scale * math.sqrt(float(fit.scale)),
-        converged=bool(fit.converged),
+        p=float(2 * stats.t.sf(abs(mean / error), dof)),
+        sd_seed=math.sqrt((square["seed"] - residual) / tasks),
+        sd_task=math.sqrt((square["task"] - residual) / seeds),
+        sd_residual=math.sqrt(residual),
     )
