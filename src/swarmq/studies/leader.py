@@ -43,7 +43,7 @@ from swarmq.studies.records import (
     TrialResult,
 )
 from swarmq.studies.reports import KIND, LEASE_EVENT, SOURCE, Beat, Claim, Verdict, inbox, offers, run_of, unpack
-from swarmq.studies.state import StudyState, TrialState
+from swarmq.studies.state import StudyState, TrialState, find_exceeded
 from swarmq.studies.study import Study, hash_study
 
 MAX_OFFERS = 16
@@ -209,13 +209,17 @@ class Leader:
             await self._append(on_loss(one, self._bound_loss(one, heard)))
 
     async def _end_vanished(self) -> None:
-        """End leases whose holders have been silent for very long, and offer their trials again."""
+        """End leases whose holders have been silent for very long, and offer their trials again; end a study that can start none of
+        its trials any more, also if no worker asks."""
         for one in self.state.leased:
             assert one.lease is not None
             heard = self._heard.setdefault(one.lease.claim_id, Heard(time.monotonic()))
             if time.monotonic() - heard.at >= VANISHED_LEASES * self._study.lease_s:
                 await self._append(on_loss(one, self._bound_loss(one, heard)))
                 self._offered.discard(one.trial.id)
+        why = find_exceeded(self.state, elapsed_s=self._ledger.elapsed_s)
+        if why and not (self.state.stopped or self.state.leased):
+            await self._append([StudyStopped(kind="budget", reason=why)])
         await self._advance()
 
     def _bound_loss(self, one: TrialState, heard: Heard) -> Cost:

@@ -264,6 +264,15 @@ async def test_a_lease_that_nobody_holds_ends_also_while_others_talk(tmp_path):
     await asyncio.wait([leading])
 
 
+async def test_the_time_of_a_leader_is_capped_also_if_no_worker_comes(tmp_path):
+    short = FIRST["trial"] | {"max_seconds": 0.5}
+    lab = Lab(tmp_path, SCORE, lease_s=0.1, trial=short, budget={"wall_clock_s": 2})
+    async with asyncio.timeout(60):
+        await lab.lead()
+    (stopped,) = lab.facts(StudyStopped)
+    assert (stopped.kind, stopped.reason.partition(":")[0]) == ("budget", "budget.wall_clock_s")
+
+
 async def test_a_stopped_study_is_not_over_while_a_trial_runs_whose_result_is_to_come(tmp_path):
     lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
     async with asyncio.TaskGroup() as tasks:
