@@ -147,8 +147,10 @@ def status(study_file: Path) -> None:
     """
     from swarmq.studies.state import StudyState
 
-    study, folder = _load(study_file, is_checked=False)
+    _, folder = _load(study_file, is_checked=False)
     state = StudyState(entries := _read_opened(folder))
+    study = state.study  # as it was opened or amended, whatever the file says now
+    assert study is not None
     metric = study.metric.name
     print_table(
         ("arm", "seed", "rung", "state", metric, "GPU s", "failures"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -57,18 +58,24 @@ def lay_over(folder: StudyFolder, changed: Mapping[str, str]) -> Path:
     if not changed:
         return folder.root
     over = folder.path / "code" / hash_json(changed)[:16]
-    shutil.rmtree(over, ignore_errors=True) if not (over / ".whole").exists() else None
-    if not (over / ".whole").exists():
-        _link(folder.root, over, [PurePosixPath(name) for name in changed])
+    if not over.exists():
+        over.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{over.name}-", dir=over.parent))
+        _link(folder.root, made, [PurePosixPath(name) for name in changed])
         for name, content in changed.items():
-            write_atomically(over / name, content.encode())
-        (over / ".whole").touch()
+            write_atomically(made / name, content.encode())
+        try:
+            made.rename(over)
+        except OSError:
+            if not over.exists():
+                raise
+            shutil.rmtree(made)  # another worker was faster
     return over
 
 
 def _link(source: Path, target: Path, changed: Sequence[PurePosixPath]) -> None:
     """Fill a folder with links to a folder's entries; folders on the way to a changed file are real."""
-    target.mkdir(parents=True)
+    target.mkdir(exist_ok=True)
     on_the_way = {path.parts[0] for path in changed}
     for entry in sorted(source.iterdir()):
         if entry.name in LEFT_OUT:

@@ -5,6 +5,7 @@ import re
 import msgspec
 import numpy as np
 import pytest
+import tomli_w
 from click.testing import CliRunner
 
 from support.studies import FIRST, Story, study_of
@@ -153,8 +154,6 @@ def test_an_open_study_has_a_report_too():
 
 def test_the_command_writes_the_report_beside_the_ledger(tmp_path, story):
     file = tmp_path / "study.toml"
-    import tomli_w
-
     file.write_text(tomli_w.dumps(FIRST))
     folder = StudyFolder(file, "first")
     ledger = LedgerFile(folder.ledger)
@@ -164,3 +163,15 @@ def test_the_command_writes_the_report_beside_the_ledger(tmp_path, story):
     assert result.exit_code == 0, result.output
     assert result.output.split() == [str(folder.path / "report" / f"report.{kind}") for kind in ("md", "html", "pdf")]
     assert msgspec.json.decode(folder.ledger.read_bytes().splitlines()[0])["number"] == 1
+
+
+def test_the_status_is_that_of_the_study_in_the_ledger_whatever_its_file_says_now(tmp_path):
+    file = tmp_path / "study.toml"
+    file.write_text(tomli_w.dumps(FIRST | {"metric": {"name": "speed"}, "budget": {"gpu_seconds": 20}}))
+    ledger = LedgerFile(StudyFolder(file, "first").ledger)
+    ledger.append([entry.fact for entry in told(seeds=range(2)).entries])
+    ledger.close()
+    result = CliRunner().invoke(main, ["study", "status", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "score" in result.output
+    assert "of 1,000" in result.output
