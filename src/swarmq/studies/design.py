@@ -54,8 +54,7 @@ def look_next(state: StudyState) -> list[AnyFact]:
         return []
     from swarmq.studies.analysis import look  # noqa: PLC0415 - an extra
 
-    results = [(one.trial, one.result) for one in state.trials.values() if one.result is not None]
-    figures, decision, reason = look(study, results)
+    figures, decision, reason = look(study, results := state.results)
     looked = Looked(
         look=len(state.looks) + 1,
         num_results=sum(trial.purpose == "compare" for trial, _ in results),  # an A/A trial ends at any time
@@ -121,9 +120,11 @@ def _plan_noise(state: StudyState, make: MakeTrial) -> Iterator[AnyFact]:
 
 def _plan_seeds(state: StudyState, arms: dict[str, Arm], seeds: tuple[int, ...], make: MakeTrial) -> Iterator[AnyFact]:
     """Yield the trials of these arms and seeds, at the first rung, that are not planned yet."""
+    planned = {one.trial.id for one in state.newest}
     for seed, (name, arm) in itertools.product(seeds, arms.items()):
         trial = make(name, arm, seed)
-        if trial.id not in state.trials:
+        if trial.id not in planned:
+            planned.add(trial.id)
             yield TrialPlanned(trial=trial)
 
 
@@ -161,9 +162,7 @@ def _plan_rungs(state: StudyState, make: MakeTrial) -> Iterator[AnyFact]:
 
 def _at(state: StudyState, arm: str, rung: int) -> list[TrialState]:
     return [
-        one
-        for one in state.trials.values()
-        if one.trial.purpose == "compare" and (one.trial.arm, one.trial.rung) == (arm, rung)
+        one for one in state.newest if one.trial.purpose == "compare" and (one.trial.arm, one.trial.rung) == (arm, rung)
     ]
 
 

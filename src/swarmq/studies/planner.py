@@ -75,7 +75,7 @@ def make_prompt(state: StudyState, root: Path) -> str:
     from swarmq.studies.analysis import collect_scores, compare  # noqa: PLC0415 - slow
 
     study = _study(state)
-    results = [(one.trial, one.result) for one in state.trials.values() if one.result is not None]
+    results = state.results
     means = {
         arm: [round(math.fsum(tasks.values()) / len(tasks), 6) for tasks in by_seed.values()]
         for arm, by_seed in collect_scores(study, results).items()

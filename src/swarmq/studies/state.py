@@ -81,7 +81,11 @@ class StudyState:
             case StudyOpened() | StudyAmended():
                 self.study, self.digest, self.inputs = entry.fact.study, entry.fact.digest, entry.fact.inputs
             case TrialPlanned(trial=trial):
-                self.trials[trial.id] = TrialState(trial=trial)
+                one = self.trials.pop(trial.id, None) or TrialState(
+                    trial=trial
+                )  # known ones: an amendment was taken back
+                one.trial, one.parked, one.num_failures, one.num_lost = trial, None, 0, 0
+                self.trials[trial.id] = one
             case TrialStarted():
                 one = self.trials[entry.fact.trial_id]
                 one.lease, one.fence = entry.fact, entry.number
@@ -140,6 +144,19 @@ class StudyState:
     def waiting(self) -> list[str]:
         """Arms of the planner that a person has to approve."""
         return [name for name, fact in self.proposed.items() if fact.decision == "waiting"]
+
+    @property
+    def newest(self) -> list[TrialState]:
+        """Trials without those that were planned anew, for the same arm, seed and rung, after an amendment."""
+        by_place = {
+            (one.trial.purpose, one.trial.arm, one.trial.seed, one.trial.rung): one for one in self.trials.values()
+        }
+        return [*by_place.values()]
+
+    @property
+    def results(self) -> list[tuple[Trial, TrialResult]]:
+        """Results that count. Those of trials that were planned anew are other settings' or other code's."""
+        return [(one.trial, one.result) for one in self.newest if one.result is not None]
 
     @property
     def leased(self) -> list[TrialState]:

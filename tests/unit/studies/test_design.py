@@ -46,6 +46,33 @@ def test_random_draws_are_within_the_space_and_the_same_every_time():
         assert arm.settings["n"] in range(1, 10)
 
 
+def test_an_amended_arm_is_planned_anew_and_has_its_results_back_when_the_amendment_is_taken_back():
+    story = Story(study_of(seeds=[0]))
+    first, arms = story.study, story.study.arms
+    advance(story)
+    finish(story, "a", 1.0)
+    finish(story, "b", 2.0)
+    for arm, planned, counted in (
+        ({"settings": {"arm": 9}}, [("b", 0, 0)], ["a"]),
+        (arms["b"], [("b", 0, 0)], ["a", "b"]),
+    ):
+        study = study_of(seeds=[0], arms={"a": arms["a"], "b": arm})
+        story.study = study
+        story.add(StudyAmended(study=study, digest="e", inputs="i", reason="another b"))
+        assert advance(story) == planned
+        assert advance(story) == []
+        assert [trial.arm for trial, _ in story.state.results] == counted
+    assert story.study == first
+    assert [result.metrics["score"] for _, result in story.state.results] == [1.0, 2.0]
+
+
+def test_draws_that_are_equal_are_one_arm():
+    design = {"kind": "random", "num_arms": 3}
+    story = Story(study_of(arms={}, seeds=[0], space={"x": {"values": [1]}}, design=design))
+    assert advance(story) == [("arm-001", 0, 0)]
+    assert advance(story) == []
+
+
 def test_a_sequential_design_waits_for_each_seed():
     story = Story(study_of(design={"kind": "sequential"}))
     assert [seed for _, seed, _ in advance(story)] == [0, 0]

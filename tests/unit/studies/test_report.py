@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 from click.testing import CliRunner
 
-from support.studies import FIRST, Story, study_of
+from support.studies import FIRST, Story, make_trial, study_of
 from swarmq.cli import main
 from swarmq.errors import StudyError
 from swarmq.studies.ledger import LedgerFile, StudyFolder
@@ -20,6 +20,7 @@ from swarmq.studies.records import (
     StudyStopped,
     TrialFailed,
     TrialParked,
+    TrialPlanned,
     TrialResult,
 )
 from swarmq.studies.report import compose, render_html, render_markdown, render_pdf, write_report
@@ -120,6 +121,20 @@ def test_amendments_and_what_they_changed_are_deviations(story):
     assert "- Amendment (smallest_effect): 0.5 was too much" in text
     assert "amended after it had begun" in text
     assert "smallest effect of interest | 0.5 |" in text, "the design is as it was before the first trial"
+
+
+def test_results_of_an_arm_that_was_amended_are_not_compared_with_those_of_the_new_one():
+    story = told(seeds=range(2))
+    amended = study_of(arms=ARMS | {"b": {"settings": {"lr": 9}}}, seeds=[0, 1])
+    make = make_trial(amended)
+    story.add(StudyAmended(study=amended, digest="e", inputs="i", reason="lr 2 was a mistake"))
+    trials = [make("b", amended.arms["b"], seed) for seed in (0, 1)]
+    story.add(*(TrialPlanned(trial=trial) for trial in trials))
+    finish(story, trials[0], 5.0)
+    text = render_markdown(compose(story.entries))
+    assert re.search(r"- b: undecided\. Difference of score [\d.]+ .* n = 1 seed,", text)
+    assert "1 planned trial without a result: b seed 1" in text
+    assert len(story.state.trials) == 8
 
 
 def test_a_study_that_was_resumed_says_so_and_forgives_what_was_parked():

@@ -29,7 +29,6 @@ from swarmq.studies.records import (
     StudyResumed,
     StudyStopped,
     TrialFailed,
-    TrialPlanned,
     TrialResult,
     TrialStarted,
 )
@@ -73,14 +72,14 @@ class Ledger:
         self.opened = opened[0]
         self.amendments = self.all(StudyAmended)
         self.study: Study = self.amendments[-1].study if self.amendments else self.opened.study
-        trials = [planned.trial for planned in self.all(TrialPlanned)]
+        state = StudyState(entries)
+        trials = [one.trial for one in state.newest]
         order = {arm: place for place, arm in enumerate(self.study.arms)}
         trials.sort(key=lambda t: (t.purpose, order.get(t.arm, len(order)), t.arm, t.seed, t.rung))
         self.trials = {trial.id: trial for trial in trials}
-        by_id = {result.trial_id: result for result in self.all(TrialResult)}
-        self.results: Results = [(trial, by_id[trial.id]) for trial in trials if trial.id in by_id]
-        states = StudyState(entries).trials  # a resumed study starts parked trials again
-        self.parked = [(trial, fact) for trial in trials if (fact := states[trial.id].parked)]
+        self.results: Results = [(trial, found) for trial in trials if (found := state.trials[trial.id].result)]
+        # a resumed study starts parked trials again
+        self.parked = [(trial, fact) for trial in trials if (fact := state.trials[trial.id].parked)]
         self.comparisons = compare(self.study, self.results)
         self.noise: Noise | None = measure_noise(self.study, self.results)
 
