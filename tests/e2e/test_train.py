@@ -15,6 +15,7 @@ from support.small_job import small_job
 from swarmq.config import RunFolder
 from swarmq.learner.checkpoint.discovery import list_checkpoints, verify
 from swarmq.learner.store.batch_log import read_records
+from swarmq.whole_run.report import TrainingRecord
 
 pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -100,3 +101,11 @@ def test_a_run_is_interrupted_continued_and_reported(tmp_path):
     again = train.start("--set", f"policies.main.train.max_steps={reached + 2}")  # nothing to do: nothing is started
     assert again.wait(300) == 0, train.log.read_text()
     assert "starting vLLM" not in train.log.read_text()
+
+    record = TrainingRecord.load(train.run.training)  # as a call leaves it that was killed after the last step
+    del record.held_out[reached + 2]
+    record.save(train.run.training)
+    again = train.start("--set", f"policies.main.train.max_steps={reached + 2}")
+    assert again.wait(900) == 0, train.log.read_text()
+    assert f"held-out reward, version {reached + 2}" in train.rows()
+    assert train.versions() == list(range(1, reached + 3)), "nothing is trained"
