@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def main(address: str, model: str, folder: Path) -> None:
     with SwarmClient(run.invite("laptop-again"), spool=folder / "spool") as client:
         toy.play(client)
         toy.learn(client)
+        while step(run.status()) <= step(stopped):  # the learner may be behind the agents
+            time.sleep(0.5)
     say("learned", rewards=toy.rewards, ended=len(toy.ended), step=step(run.status()))
     run.checkpoint()
     newest = max(Path(file.path).parts[:3] for file in run.files("main/checkpoints"))
