@@ -176,7 +176,7 @@ def test_a_host_that_cannot_have_the_memory_is_refused_and_says_what_is_missing(
     ):  # a checkpoint of shared weights takes more than loading twice
         check_host(source, Train(), full=False, cuda=True, rooms=here(0, bound=0))
     offloaded = msgspec.structs.replace(SHARED, cpu_offload=True, loss=Loss(kl=0.1), reference=source)
-    with pytest.raises(LearnerError, match="leave train.cpu_offload out.*a reference .* or teacher"):
+    with pytest.raises(LearnerError, match="leave train.cpu_offload out.*a reference .*, teacher .* or critic"):
         check_host(source, offloaded, full=True, cuda=True, rooms=here(0, bound=0))
     monkeypatch.setenv("LOCAL_RANK", "1")
     check_host(source, Train(), full=False, cuda=True, rooms=here(0, bound=0))  # the first of a host's ranks looks
