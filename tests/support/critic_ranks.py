@@ -6,19 +6,16 @@ python critic_ranks.py MODEL TRAINS_JSON FOLDER
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from support.learner_ranks import STEPS, batch, forget, weights, went_on
+from support.learner_ranks import STEPS, batch, run_ways, weights, went_on
 from swarmq.config import Train
 from swarmq.learner.batching.micro_batches import make_idle_micro_batch
 from swarmq.learner.checkpoint import save_load
-from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.train.trainer import Trainer
@@ -54,8 +51,4 @@ def everything(trainer: Trainer) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for name, train in msgspec.json.decode(sys.argv[2], type=dict[str, Train]).items():
-        forget()
-        main(sys.argv[1], train, Path(sys.argv[3]) / name)
-    leave_group()
+    run_ways(main)

@@ -29,7 +29,7 @@ def main(sources: list[str]) -> None:
         same(source, judge._model, expected)
         with torch.no_grad():
             wanted = expected(placed, warm).logprobs
-        torch.testing.assert_close(judge.logprobs(placed, warm), wanted, msg=source)
+        torch.testing.assert_close(judge.score(placed, warm).logprobs, wanted, msg=source)
         same(source, judge._model, expected)  # FSDP2 has put tensors in their places by now
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,6 +190,15 @@ def forget() -> None:
     AcceleratorState._reset_state()
     if torch.cuda.is_available() and torch.distributed.is_initialized():
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def run_ways(main: Callable[[str, Train, Path], None]) -> None:
+    """Call `main` with the model and each named way of training of this program's arguments, and a folder for what it makes."""
+    torch.set_num_threads(1)
+    for name, train in msgspec.json.decode(sys.argv[2], type=dict[str, Train]).items():
+        forget()
+        main(sys.argv[1], train, Path(sys.argv[3]) / name)
+    leave_group()
 
 
 def counted() -> tuple[contextlib.AbstractContextManager[Any], mock.Mock]:

@@ -6,7 +6,6 @@ python lora_ranks.py MODEL TRAINS_JSON FOLDER        with a folder for each of t
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
-from support.learner_ranks import EPISODES, STEPS, batch, forget, weights, went_on
+from support.learner_ranks import EPISODES, STEPS, batch, forget, run_ways, weights, went_on
 from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import save_load
-from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan
 from swarmq.learner.model.layout_model import PlacedLayout
@@ -62,9 +60,9 @@ def main(model: str, train: Train, folder: Path) -> None:
     initial = FrozenModel(model, ours.accelerator, role="reference", vocab=0)
     for one in build_rank_batch(EPISODES, train, ours.traits, rank=rank, world=world).passes:
         asked = PlacedLayout.of(one.layout, device), torch.from_numpy(one.temperatures).to(device)
-        reference = ours.frozen.of(train)["reference"].logprobs(*asked)
+        reference = ours.frozen.of(train)["reference"].score(*asked).logprobs
         near = 0.05 if in_bf16(train) else 1e-4 if CUDA else 0  # the other one's weights are FP32
-        torch.testing.assert_close(reference, initial.logprobs(*asked), rtol=0, atol=near)
+        torch.testing.assert_close(reference, initial.score(*asked).logprobs, rtol=0, atol=near)
         with torch.no_grad():
             policy = ours.accelerator.unwrap_model(ours.model)(*asked).logprobs
         assert one.idle or not torch.equal(reference, policy), "nothing was learned"
@@ -131,8 +129,4 @@ def gone_on(model: str, train: Train, folder: Path, ours: Trainer) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for name, train in msgspec.json.decode(sys.argv[2], type=dict[str, Train]).items():
-        forget()
-        main(sys.argv[1], train, Path(sys.argv[3]) / name)
-    leave_group()
+    run_ways(main)

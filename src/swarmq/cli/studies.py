@@ -19,7 +19,7 @@ from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from swarmq.studies.ledger import StudyFolder
-    from swarmq.studies.records import Entry, PlannerDecided
+    from swarmq.studies.records import Entry, PlannerDecided, StudyStopped
     from swarmq.studies.study import Study
 
 STUDY = click.argument("study_file", metavar="[STUDY]", type=click.Path(path_type=Path), default="study.toml")
@@ -199,9 +199,12 @@ def stop(study_file: Path, amqp: str | None, reason: str) -> None:
     \b
     swarmq study stop study.toml --reason "the answer is clear"
     """
+    from swarmq.studies.records import StudyStopped
+
     study, folder = _load(study_file, is_checked=False)
     _read_opened(folder)
-    asyncio.run(_stop(study, folder, amqp, reason))
+    if asyncio.run(_record(study, folder, amqp, StudyStopped(kind="asked", reason=reason))):
+        click.echo("the leader starts no further trial, and ends when the running ones have ended")
 
 
 @study_group.command("approve")
@@ -229,7 +232,7 @@ def approve(study_file: Path, arm: str, amqp: str | None, refuse: bool, by: str,
     if by == "rule":
         raise ConfigError("--by: 'rule' stands for automatic decisions in the ledger; give the name of a person")
     decided = PlannerDecided(arm=arm, decision="refused" if refuse else "accepted", reason=reason, by=by)
-    asyncio.run(_decide(study, folder, amqp, decided))
+    asyncio.run(_record(study, folder, amqp, decided))
 
 
 @study_group.command("report")
@@ -348,7 +351,8 @@ async def _work(study: Study, folder: StudyFolder, amqp: str | None, parallel: i
         await Worker(broker, study, folder, environments=environments, report=_say).run()
 
 
-async def _stop(study: Study, folder: StudyFolder, amqp: str | None, reason: str) -> None:
+async def _record(study: Study, folder: StudyFolder, amqp: str | None, fact: StudyStopped | PlannerDecided) -> bool:
+    """Record what a person has decided; return whether it was sent to a leader that runs, because only that one may write."""
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.studies.leader import open_leader
     from swarmq.studies.records import StudyStopped
@@ -356,25 +360,12 @@ async def _stop(study: Study, folder: StudyFolder, amqp: str | None, reason: str
 
     try:
         with open_leader(study, folder, report=_say) as leader:
-            await leader.stop(reason)
-    except LearnerError:  # a leader runs
+            await (leader.stop(fact.reason) if isinstance(fact, StudyStopped) else leader.decide(fact))
+    except LearnerError:
         async with AmqpBroker.open(amqp or _read_endpoint(folder), name=f"study {study.name}") as broker:
-            stopped = StudyStopped(kind="asked", reason=reason)
-            await broker.publish(inbox(study.name), pack(study.name, stopped), deadline_s=30.0)
-        click.echo("the leader starts no further trial, and ends when the running ones have ended")
-
-
-async def _decide(study: Study, folder: StudyFolder, amqp: str | None, decided: PlannerDecided) -> None:
-    from swarmq.broker.amqp import AmqpBroker
-    from swarmq.studies.leader import open_leader
-    from swarmq.studies.reports import inbox, pack
-
-    try:
-        with open_leader(study, folder, report=_say) as leader:
-            await leader.decide(decided)
-    except LearnerError:  # a leader runs
-        async with AmqpBroker.open(amqp or _read_endpoint(folder), name=f"study {study.name}") as broker:
-            await broker.publish(inbox(study.name), pack(study.name, decided), deadline_s=30.0)
+            await broker.publish(inbox(study.name), pack(study.name, fact), deadline_s=30.0)
+        return True
+    return False
 
 
 def _read_endpoint(folder: StudyFolder) -> str:

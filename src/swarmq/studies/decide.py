@@ -41,9 +41,7 @@ def on_claim(state: StudyState, claim: Claim, *, elapsed_s: float) -> Decision:
     if state.stopped is not None:
         return Decision([], "stop")
     if claim.claim_id in one.claims:
-        return Decision(
-            [], "drop"
-        )  # its lease has ended: an old message that a broker has delivered again after a crash
+        return Decision([], "drop")  # an old message, delivered again after the broker's crash: its lease has ended
     if claim.terms != hash_terms(study, one.trial.lineage):
         return Decision([], "differs")
     if why := find_exceeded(state, elapsed_s=elapsed_s):

@@ -5,7 +5,6 @@ Settings of a job are compared as they take effect, so an arm that sets a defaul
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +19,7 @@ import msgspec
 from swarmq.config import SwarmJob
 from swarmq.environments import Split, is_environment
 from swarmq.errors import ConfigError, StudyError, SwarmqError
+from swarmq.learner.store.durable_files import sha256
 from swarmq.studies.records import Trial
 from swarmq.studies.study import Arm, Study, hash_json
 from swarmq.version import __version__
@@ -235,5 +235,4 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @cache
 def _hash_file(path: Path, _modified_ns: int, _size: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256(path)

@@ -81,9 +81,7 @@ class StudyState:
             case StudyOpened() | StudyAmended():
                 self.study, self.digest, self.inputs = entry.fact.study, entry.fact.digest, entry.fact.inputs
             case TrialPlanned(trial=trial):
-                one = self.trials.pop(trial.id, None) or TrialState(
-                    trial=trial
-                )  # known ones: an amendment was taken back
+                one = self.trials.pop(trial.id, None) or TrialState(trial=trial)  # known: an amendment was taken back
                 one.trial, one.parked, one.num_failures, one.num_lost = trial, None, 0, 0
                 self.trials[trial.id] = one
             case TrialStarted():

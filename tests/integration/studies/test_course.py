@@ -72,6 +72,20 @@ class Lab:
                 await asyncio.sleep(0.02)
 
 
+@contextlib.asynccontextmanager
+async def two_trials_without_leader(folder):
+    """A study whose leader has died while two trials run, with its workers."""
+    lab = Lab(folder, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
+            first.cancel()
+            await asyncio.wait([first])
+            yield lab
+
+
 async def test_every_trial_has_one_result_and_the_study_ends(tmp_path):
     lab = Lab(tmp_path, SCORE)
     await lab.run()
@@ -115,15 +129,8 @@ async def test_a_trial_is_killed_at_its_time_limit_and_charged(tmp_path):
 
 
 async def test_a_leader_that_dies_is_replaced_while_trials_run_and_nothing_is_run_again(tmp_path):
-    lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
-    async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
-        async with lab.at_work():
-            await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
-            first.cancel()
-            await asyncio.wait([first])
-            await lab.lead()
+    async with two_trials_without_leader(tmp_path) as lab:
+        await lab.lead()
     assert len(lab.facts(TrialStarted)) == 2
     assert len(lab.facts(TrialResult)) == 2
 
@@ -274,19 +281,12 @@ async def test_the_time_of_a_leader_is_capped_also_if_no_worker_comes(tmp_path):
 
 
 async def test_a_stopped_study_is_not_over_while_a_trial_runs_whose_result_is_to_come(tmp_path):
-    lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
-    async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
-        async with lab.at_work():
-            await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
-            leading.cancel()
-            await asyncio.wait([leading])
-            with open_leader(lab.study, lab.folder) as leader:
-                await leader.stop("enough")
-                assert not leader.is_over
-                await leader.run(lab.broker)
-                assert leader.is_over
+    async with two_trials_without_leader(tmp_path) as lab:
+        with open_leader(lab.study, lab.folder) as leader:
+            await leader.stop("enough")
+            assert not leader.is_over
+            await leader.run(lab.broker)
+            assert leader.is_over
     assert len(lab.facts(TrialResult)) == 2
 
 

@@ -62,10 +62,6 @@ class FrozenModel:
         self._vocab = vocab
         self._model: Any = prepare_frozen_model(judge, accelerator)
 
-    def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
-        """Return the natural log-probabilities [S] float32 of the layout's targets."""
-        return self.score(placed, temperatures).logprobs
-
     def score(self, placed: PlacedLayout, temperatures: Tensor, *, top_k: int = 0) -> Scored:
         """Return the scores of the layout's targets, with the `top_k` likeliest tokens among the policy's."""
         with torch.no_grad():
@@ -83,12 +79,8 @@ class InitialModelUnderAdapters:
         self.rows_only = policy.rows_only
         self._model = policy
 
-    def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
-        """Return the natural log-probabilities, as FrozenModel does. The policy is unchanged when this returns or raises."""
-        return self.score(placed, temperatures).logprobs
-
     def score(self, placed: PlacedLayout, temperatures: Tensor, *, top_k: int = 0) -> Scored:
-        """Return the scores of the layout's targets, as FrozenModel does."""
+        """Return the scores of the layout's targets, as FrozenModel does. The policy is unchanged when this returns or raises."""
         with evaluation_mode(self._model), without_adapters(self._model.model):
             scored: Scored = self._model(placed, temperatures, top_k=top_k)
         return scored

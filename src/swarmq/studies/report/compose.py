@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,7 +50,7 @@ from swarmq.studies.report.blocks import (
 from swarmq.studies.report.claims import mark_unknown_numbers
 from swarmq.studies.state import StudyState
 from swarmq.studies.statistics import Comparison, Noise, t_interval
-from swarmq.studies.study import Study
+from swarmq.studies.study import Study, hash_json
 
 MAX_CURVES = 6
 """Largest number of metrics whose curves are drawn; the primary one comes first."""
@@ -487,11 +486,10 @@ def _threats(ledger: Ledger) -> Iterator[Block]:
 
 def _reproduction(ledger: Ledger) -> Iterator[Block]:
     body = [(trial.id, result.metrics, result.scores, result.curves) for trial, result in ledger.results]
-    digest = hashlib.sha256(msgspec.json.encode(body, order="deterministic")).hexdigest()
     yield Heading("How to make this again")
     yield Text(
         f"In the folder of the study file; all figures of this report come from the ledger, by the second command. SHA-256 of the inputs: "
-        f"{ledger.opened.inputs}; of the results: {digest}"
+        f"{ledger.opened.inputs}; of the results: {hash_json(body)}"
     )
     yield Code("swarmq study run study.toml\nswarmq study report study.toml")
 

@@ -104,9 +104,8 @@ def test_distillation_moves_the_policy_towards_its_teacher(tiny_qwen: Path, othe
     train = msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(other_qwen), learning_rate=3e-3)
     trainer = Trainer(str(tiny_qwen), train)
     (one,) = build_rank_batch(BATCH, train, trainer.traits).passes
-    teacher = trainer.frozen.of(train)["teacher"].logprobs(
-        PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)
-    )
+    asked = PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)
+    teacher = trainer.frozen.of(train)["teacher"].score(*asked).logprobs
 
     def distance() -> float:
         return float((teacher - logprobs(trainer, one).detach()).abs().mean())

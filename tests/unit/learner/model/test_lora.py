@@ -202,7 +202,9 @@ def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
     works = build_rank_batch(EPISODES, train, trainer.traits).passes
 
     def judged(by: Any) -> list[torch.Tensor]:
-        return [by.logprobs(PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)) for one in works]
+        return [
+            by.score(PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs for one in works
+        ]
 
     def same(policy: Trainer) -> bool:
         ours = judged(policy.frozen.of(train)["reference"])
@@ -247,7 +249,7 @@ def test_adapters_are_on_and_trained_again_when_the_reference_fails(model: Path)
     (one,) = build_rank_batch(EPISODES, HELD, trainer.traits).passes
     before, trained = logprobs(trainer.model, one), [p.requires_grad for p in trainer.lm.parameters()]
     with pytest.raises(IndexError):
-        trainer.frozen.of(HELD)["reference"].logprobs(
+        trainer.frozen.of(HELD)["reference"].score(
             PlacedLayout.of(msgspec.structs.replace(one.layout, token_ids=one.layout.token_ids + 10**6), CPU),
             torch.from_numpy(one.temperatures),
         )
