@@ -25,15 +25,7 @@ CURVES = ("reward", "loss")
 def train(order: Order) -> Outcome:
     """Run `swarmq train`, or continue it, and return its result. Raises StudyError if it fails."""
     plan, attempt = order.plan, order.attempt
-    sets = [*to_sets(attempt.settings), f"run={RUN}", f"folder={attempt.folder}"]
-    last = {}
-    for policy, settings in SwarmJob.load(plan.job, sets=sets).policies.items():
-        if settings.trained:
-            last[policy] = attempt.steps or settings.train.max_steps
-            sets += [
-                f"policies.{policy}.train.seed={attempt.seed}",
-                f"policies.{policy}.train.max_steps={last[policy]}",
-            ]
+    sets, last = choose_settings(order)
     command = [sys.executable, "-m", "swarmq", "train", plan.job, "--plain", "--agent", order.agent]
     for option, value in (("--tasks", order.tasks), ("--held-out", plan.held_out)):
         command += [option, value] if value else []
@@ -47,6 +39,22 @@ def train(order: Order) -> Outcome:
         if (done := folder.newest_checkpoint(policy)) < step:  # it was asked to stop
             raise StudyError(f"`swarmq train` has stopped at step {done} of {step} of {policy}")
     return read_training(folder, max(last.values()))
+
+
+def choose_settings(order: Order) -> tuple[list[str], dict[str, int]]:
+    """Return the `--set` arguments of a trial's training, and its last step for each trained policy."""
+    attempt = order.attempt
+    # a RabbitMQ of its own: on the job's, all trials would have the queues of one run
+    sets = [*to_sets(attempt.settings), f"run={RUN}", f"folder={attempt.folder}", 'broker.url=""']
+    last = {}
+    for policy, settings in SwarmJob.load(order.plan.job, sets=sets).policies.items():
+        if settings.trained:
+            last[policy] = attempt.steps or settings.train.max_steps
+            sets += [
+                f"policies.{policy}.train.seed={attempt.seed}",
+                f"policies.{policy}.train.max_steps={last[policy]}",
+            ]
+    return sets, last
 
 
 def _die_at_once() -> None:

@@ -40,6 +40,8 @@ from swarmq.studies.trial import Attempt, Order, log_path, order_path, read_outc
 
 FOLDER_ENV = "SWARMQ_TRIAL_FOLDER"
 """Environment variable of all processes of a trial: the trial's folder."""
+NOT_INHERITED = ("SWARMQ_SET", "SWARMQ_AMQP_URL")
+"""Environment variables of a worker that would change what its trials do, although no hash of a trial contains them."""
 BEATS_PER_LEASE = 6
 TIMEOUT = "timeout"
 ASK_S = 2.0
@@ -280,7 +282,7 @@ class Worker:
                 "swarmq.studies.trial_process",
                 str(folder),
                 cwd=root,
-                env=os.environ | environment | {FOLDER_ENV: str(folder)},
+                env={**_inherit(), **environment, FOLDER_ENV: str(folder)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -317,6 +319,10 @@ class Worker:
         except UnconfirmedError:
             return False
         return True
+
+
+def _inherit() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 
 def _die_at_once() -> None:

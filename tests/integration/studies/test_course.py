@@ -93,6 +93,16 @@ async def test_every_trial_has_one_result_and_the_study_ends(tmp_path):
     assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
 
 
+async def test_a_trial_inherits_no_settings_that_its_hash_does_not_contain(tmp_path, monkeypatch):
+    monkeypatch.setenv("SWARMQ_SET", "policies.main.train.learning_rate=1")
+    monkeypatch.setenv("SWARMQ_AMQP_URL", "amqp://another")
+    lab = Lab(tmp_path, "import os\n" + SCORE.replace("attempt.seed / 10", "sum(x in os.environ for x in NAMES)"))
+    with (tmp_path / "work.py").open("a") as file:
+        file.write("NAMES = ('SWARMQ_SET', 'SWARMQ_AMQP_URL')\n")
+    await lab.run()
+    assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0]
+
+
 async def test_a_trial_that_always_breaks_is_parked_with_its_log_and_the_rest_goes_on(tmp_path):
     lab = Lab(tmp_path, SCORE.replace("return", "return 1 / (attempt.settings['arm'] - 1) and"))
     await lab.run()

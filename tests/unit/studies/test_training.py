@@ -1,8 +1,12 @@
-"""The result of a trial that is a training is that of its last step, or none."""
+"""A trial that is a training: its settings are the trial's alone, and its result is that of its last step, or none."""
 
 from support.run_folder import MadeRun
+from support.small_job import small_job
 from swarmq.client.runners.report import EvalReport
-from swarmq.studies.training import read_training
+from swarmq.config import SwarmJob, resolve_amqp_url
+from swarmq.studies.study import TrialPlan
+from swarmq.studies.training import choose_settings, read_training
+from swarmq.studies.trial import Attempt, Order
 from swarmq.whole_run.report import TrainingRecord
 
 
@@ -27,3 +31,16 @@ def test_a_training_that_was_killed_before_it_was_measured_has_no_result(tmp_pat
     record.save(made.folder.training)
     metrics = read_training(made.folder, 1).metrics
     assert (metrics["held_out_before"], metrics["held_out"], metrics["held_out_success"]) == (0.25, 0.75, 0.75)
+
+
+def test_trainings_share_no_rabbitmq_with_each_other(tmp_path, monkeypatch):
+    monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
+    job = tmp_path / "job.toml"
+    job.write_text(small_job("x", train={"max_steps": 9}, broker={"url": "amqp://shared:5672/"}))
+    plan = TrialPlan(job=str(job), agent="agent:attempt", max_seconds=9)
+    attempt = Attempt(settings={"policies.main.train.learning_rate": 0.5}, seed=3, steps=2, folder=str(tmp_path))
+    sets, last = choose_settings(Order(plan=plan, attempt=attempt))
+    settings = SwarmJob.load(job, sets=sets)
+    assert resolve_amqp_url(settings.broker) is None, "all of them are runs of the same name"
+    train = settings.policies["main"].train
+    assert (last, train.max_steps, train.seed, train.learning_rate) == ({"main": 2}, 2, 3, 0.5)
