@@ -32,7 +32,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: str
     """Name of a metric that every trial returns. Trials of `swarmq train` return `held_out` (mean reward on the held-out tasks
     after training), `held_out_success` (share of successes there), both also with `_before`, `reward` (mean training reward of the last
-    steps), `steps` and `seconds`."""
+    steps), `staleness`, `trained_episodes`, `trained_calls`, `trained_tokens`, `dropped_episodes`, `steps` and `seconds`."""
     direction: Literal["maximize", "minimize"] = "maximize"
 
 

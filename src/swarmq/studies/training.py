@@ -11,7 +11,7 @@ from statistics import fmean
 
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import StudyError
-from swarmq.observe.run import Run
+from swarmq.observe.run import Run, StepRow
 from swarmq.runtime.processes import die_with_parent
 from swarmq.studies.identity import to_sets
 from swarmq.studies.trial import Order, Outcome
@@ -20,6 +20,8 @@ from swarmq.whole_run.report import END_STEPS, TrainingRecord
 RUN = "trial"
 """Name of the run that a training trial has in its folder."""
 CURVES = ("reward", "loss")
+SUMS = {"trained_episodes": "episodes", "trained_calls": "turns", "trained_tokens": "tokens_trained"}
+"""Metric -> field of a step that is summed over all steps."""
 
 
 def train(order: Order) -> Outcome:
@@ -67,8 +69,14 @@ def read_training(folder: RunFolder, last: int) -> Outcome:
     record, run = TrainingRecord.load(folder.training), Run(folder.path, cache=folder.path)
     steps = [*run.steps()]
     curves = {name: tuple(float(step.values[name]) for step in steps if name in step.values) for name in CURVES}
+    curves["staleness"] = tuple(_mean(_count_staleness(step)) or 0.0 for step in steps)
+    curves["seconds"] = tuple(step.at - steps[0].at + steps[0].values.get("step_s", 0.0) for step in steps)
     curves = {name: values for name, values in curves.items() if values}
     metrics = {"seconds": record.seconds, "steps": float(len(steps))}
+    metrics |= {name: float(sum(step.values.get(field, 0) for step in steps)) for name, field in SUMS.items()}
+    metrics["dropped_episodes"] = float(sum(sum(step.values.get("dropped", {}).values()) for step in steps))
+    if (staleness := _mean(pair for step in steps for pair in _count_staleness(step))) is not None:
+        metrics["staleness"] = staleness
     if rewards := curves.get("reward"):
         metrics["reward"] = fmean(rewards[-END_STEPS:])
     for suffix, version in (("_before", 0), ("", last)):
@@ -82,7 +90,13 @@ def read_training(folder: RunFolder, last: int) -> Outcome:
     return Outcome(metrics=metrics, curves=curves)
 
 
+def _count_staleness(step: StepRow) -> list[tuple[float, int]]:
+    """Return the weight versions between sampling and training of the step's episodes, by their oldest token, each with its number of
+    episodes."""
+    return [(float(versions), episodes) for versions, episodes in step.values.get("staleness", {}).items()]
+
+
 def _mean(measured: Iterable[tuple[float | None, int]]) -> float | None:
-    """Return the mean over the kinds of tasks, weighted by their numbers of tasks."""
-    known = [(mean, tasks) for mean, tasks in measured if mean is not None]
-    return sum(mean * tasks for mean, tasks in known) / sum(tasks for _, tasks in known) if known else None
+    """Return the mean of values with their weights, such as rewards of kinds with their numbers of tasks."""
+    known = [(value, weight) for value, weight in measured if value is not None]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None

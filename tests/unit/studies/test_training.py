@@ -44,3 +44,17 @@ def test_trainings_share_no_rabbitmq_with_each_other(tmp_path, monkeypatch):
     assert resolve_amqp_url(settings.broker) is None, "all of them are runs of the same name"
     train = settings.policies["main"].train
     assert (last, train.max_steps, train.seed, train.learning_rate) == ({"main": 2}, 2, 3, 0.5)
+
+
+def test_the_result_says_how_stale_the_trained_episodes_were_and_what_they_cost(tmp_path):
+    made = MadeRun(tmp_path)
+    learner = "learner.main"
+    made.emit(learner, "step", version=1, reward=0.5, episodes=2, turns=4, staleness={"0": 2}, step_s=3.0)
+    made.now += 2
+    made.emit(learner, "step", version=2, reward=1.0, episodes=2, turns=6, staleness={"1": 1, "3": 1}, dropped={"stale": 4})
+    made.close()
+    outcome = read_training(made.folder, 2)
+    assert outcome.curves == {"reward": (0.5, 1.0), "staleness": (0, 2), "seconds": (3, 5)}
+    metrics = outcome.metrics
+    assert metrics["staleness"] == 1
+    assert (metrics["trained_episodes"], metrics["trained_calls"], metrics["dropped_episodes"]) == (4, 10, 4)
