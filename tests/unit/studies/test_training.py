@@ -51,7 +51,9 @@ def test_the_result_says_how_stale_the_trained_episodes_were_and_what_they_cost(
     learner = "learner.main"
     made.emit(learner, "step", version=1, reward=0.5, episodes=2, turns=4, staleness={"0": 2}, step_s=3.0)
     made.now += 2
-    made.emit(learner, "step", version=2, reward=1.0, episodes=2, turns=6, staleness={"1": 1, "3": 1}, dropped={"stale": 4})
+    made.emit(
+        learner, "step", version=2, reward=1.0, episodes=2, turns=6, staleness={"1": 1, "3": 1}, dropped={"stale": 4}
+    )
     made.close()
     outcome = read_training(made.folder, 2)
     assert outcome.curves == {"reward": (0.5, 1.0), "staleness": (0, 2), "seconds": (3, 5)}

@@ -1,0 +1,32 @@
+"""The studies of docs/studies: each report is what its ledger says, to the byte, and each result was trained as the file says."""
+
+from pathlib import Path
+
+import pytest
+
+from swarmq.studies.ledger import read_ledger
+from swarmq.studies.report import write_report
+from swarmq.studies.state import StudyState
+
+SHIPPED = sorted((Path(__file__).parents[3] / "docs" / "studies").glob("*/studies/*/ledger.jsonl"))
+
+
+def test_studies_are_shipped():
+    assert SHIPPED
+
+
+@pytest.mark.parametrize("ledger", SHIPPED, ids=lambda path: path.parent.name)
+def test_a_shipped_report_is_made_from_its_ledger(ledger, tmp_path):
+    write_report(read_ledger(ledger), tmp_path, ["md", "html"])
+    shipped = ledger.parent / "report"
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in shipped.iterdir()}
+    for made in tmp_path.iterdir():
+        assert made.read_bytes() == (shipped / made.name).read_bytes(), made.name
+
+
+@pytest.mark.parametrize("ledger", SHIPPED, ids=lambda path: path.parent.name)
+def test_a_shipped_study_has_three_seeds_an_arm_or_more(ledger):
+    state = StudyState(read_ledger(ledger))
+    assert state.stopped.kind == "complete"
+    assert len(state.study.seeds) >= 3
+    assert all(one.result for one in state.trials.values())
