@@ -76,6 +76,19 @@ def test_kills_and_order_change_nothing_but_the_chapter_on_operation(story):
     assert "lost 9" in render_markdown(compose(disturbed.entries))
 
 
+def test_costs_have_the_tokens_of_trainings(story):
+    assert "trained tokens" not in render_markdown(compose(story.entries)), "functions train none"
+    trained = Story(study_of(seeds=[0, 1]))
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            trial = trained.plan(arm, seed)
+            metrics = {"score": 1.0, "trained_calls": 20.0, "trained_tokens": 1500.0}
+            trained.add(TrialResult(trial_id=trial.id, fence=trained.start(trial), metrics=metrics, cost=Cost()))
+    text = render_markdown(compose(trained.entries))
+    assert "| arm | results | calls | money | trained calls | trained tokens |" in text
+    assert "| all | 4 | 0 | 0 | 80 | 6,000 |" in text
+
+
 def test_every_claim_has_its_interval_and_n(story):
     text = render_markdown(compose(story.entries))
     claim = re.search(r"- b: better\. Difference of score (.*)", text)[1]

@@ -54,6 +54,8 @@ from swarmq.studies.study import Study, hash_json
 
 MAX_CURVES = 6
 """Largest number of metrics whose curves are drawn; the primary one comes first."""
+WORK = ("trained_episodes", "trained_calls", "trained_tokens", "dropped_episodes")
+"""Metrics of trainings that are summed beside the costs."""
 FEW_SEEDS = 6
 """Number of seeds below which no permutation bounds a mean at 5 %."""
 
@@ -408,17 +410,19 @@ def _failures(ledger: Ledger) -> Iterator[Block]:
 
 def _costs(ledger: Ledger) -> Iterator[Block]:
     yield Heading("Costs")
+    work = [name for name in WORK if any(name in result.metrics for _, result in ledger.results)]
     rows = [
         [
             name,
             str(len(results)),
             str(sum(result.cost.calls for result in results)),
             number(math.fsum(result.cost.money for result in results)),
+            *(f"{math.fsum(result.metrics.get(metric, 0) for result in results):,.0f}" for metric in work),
         ]
         for name, results in _cost_groups(ledger).items()
     ]
     yield Table(
-        ["arm", "results", "calls", "money"],
+        ["arm", "results", "calls", "money", *(metric.replace("_", " ") for metric in work)],
         rows,
         f"Costs of the trials that have a result. GPU seconds: last chapter. {_command()}",
     )
