@@ -144,6 +144,21 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float = 0.0
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An image in a prompt, as the engine's processor prepared it for the model: the learner computes from the same pixels."""
+
+    digest: str
+    """SHA-256 of grid and patches; equal for images that are equal to the model."""
+    offset: int
+    """Index, in the whole prompt, of the first of its placeholder tokens."""
+    length: int
+    """Number of its placeholder tokens."""
+    grid: tuple[int, int, int]
+    """Number of patches in time, height and width."""
+    patches: bytes
+    """zstd of packed uint8 [patches, values of a patch]: pixels before rescaling and normalisation."""
+
+
 class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     """proxy -> in: one sampled answer with the exact tokens of prompt and answer.
 
@@ -177,6 +192,8 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     """Whether the turn starts a conversation; its parent then only shares first tokens."""
     prompt_ids: bytes
     """Packed int32: the prompt tokens after the shared ones."""
+    images: tuple[Image, ...] = ()
+    """Images among these prompt tokens, in their order; those among the shared tokens are the parent's."""
     sampled_ids: bytes
     """Packed int32: the sampled tokens."""
     logprobs: bytes
@@ -562,6 +579,13 @@ def _check_turn(turn: Turn) -> None:
         raise MessageError(f"{where}: {turn.shared} shared tokens with parent {turn.parent}")
     if min(unpack_ids(turn.prompt_ids), default=0) < 0 or min(unpack_ids(turn.sampled_ids), default=0) < 0:
         raise MessageError(f"{where}: negative token id")
+    end = turn.shared
+    for image in turn.images:
+        if image.offset < end or image.length < 1 or min(image.grid) < 1:
+            raise MessageError(f"{where}: the images overlap each other or the shared tokens, or one is empty")
+        end = image.offset + image.length
+    if turn.images and end > turn.num_prompt:
+        raise MessageError(f"{where}: an image ends at token {end} of a prompt of {turn.num_prompt}")
     if not math.isfinite(turn.sampling.temperature):
         raise MessageError(f"{where}: temperature {turn.sampling.temperature} is not finite")
     logprobs = unpack_floats(turn.logprobs)

@@ -7,6 +7,7 @@
 """
 
 from swarmq.timeline.fold import Timeline, fold, unfold
+from swarmq.timeline.images import ImagePatches, ImageTable
 from swarmq.timeline.layout import Layout, lay_rows, pad_rows
 from swarmq.timeline.layout_plan import Cost, FoldedEpisodes, LayoutPlan, plan_layouts, plan_rows
 from swarmq.timeline.pack import pack
@@ -16,6 +17,8 @@ from swarmq.timeline.turns import ResolvedTurn, make_resolved_turn, resolve
 __all__ = [
     "Cost",
     "FoldedEpisodes",
+    "ImagePatches",
+    "ImageTable",
     "Layout",
     "LayoutPlan",
     "PrefixTree",

@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmq.timeline.fold import Timeline
+from swarmq.timeline.images import ImagePatches
 from swarmq.timeline.turns import FloatArray, IntArray
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """T tokens in N nodes with S sampled tokens to train; a token sampled by two turns counts twice."""
 
-    token_ids: IntArray  # [T]
+    token_ids: IntArray  # [T] a negative one, m, is a place of images[-1 - m]
     positions: IntArray  # [T] number of tokens before it in its own sequence
     exits: IntArray  # [T] one past the last token that sees it
     node_starts: IntArray  # [N] ascending; node n is tokens node_starts[n] up to the next node's start
@@ -39,6 +40,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     episodes: IntArray  # [S] index of its episode
     turns: IntArray  # [S] index of its turn in the episode
     offsets: IntArray  # [S] its index among the turn's sampled tokens
+
+    images: Sequence[ImagePatches] = ()
+    """Images of the batch, which this layout need not all show."""
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from swarmq.errors import TimelineError
 from swarmq.messages import Turn
+from swarmq.timeline.images import ImageTable
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -23,7 +24,7 @@ FloatArray = NDArray[np.float32]
 class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn as a whole token sequence: a prompt of P tokens, followed by A sampled tokens."""
 
-    token_ids: IntArray  # [P + A]
+    token_ids: IntArray  # [P + A] with the marks of an `ImageTable` in place of placeholder tokens
     prompt_length: int  # P, at least 1
     logprobs: FloatArray  # [A] natural log under the weights and parameters that sampled
     versions: IntArray  # [A] weight version that sampled the token
@@ -44,20 +45,27 @@ class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(
-    turns: Sequence[Turn], *, vocab_size: int | None = None, max_length: int | None = None
+    turns: Sequence[Turn],
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    images: ImageTable | None = None,
 ) -> list[ResolvedTurn]:
     """Return the turns of one episode and policy, in their order, each with its full prompt: what it shares with its parent is filled in.
 
+    `images`: table to which the turns' images are added, and whose marks replace placeholder tokens; None keeps the tokens.
     Raises TimelineError, whose `reason` is one of `duplicate_call`, `parent_unknown`, `parent_cycle`, `shared_beyond_parent`,
     `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`), `id_outside_vocabulary`, `logprob_missing`,
     `logprob_not_finite`, `version_missing`.
     """
     parents = _find_parents(turns)
     lengths = _measure_lengths(turns, parents, max_length)
-    sequences = _build_sequences(turns, parents, lengths)
+    for turn in turns:
+        _check_ids(turn, vocab_size)
+    sequences = _build_sequences(turns, parents, lengths, images)
     return [
         ResolvedTurn(
-            token_ids=_check_ids(turn, sequence, vocab_size),
+            token_ids=sequence,
             prompt_length=len(sequence) - turn.num_sampled,
             logprobs=_decode_logprobs(turn),
             versions=_expand_versions(turn),
@@ -119,7 +127,9 @@ def _measure_lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: 
     return lengths
 
 
-def _build_sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
+def _build_sequences(
+    turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int], images: ImageTable | None
+) -> list[IntArray]:
     """Return the whole token sequences. The first turn that continues its parent's whole sequence shares the parent's buffer."""
     continuations: dict[int, int] = {}
     children: dict[int, list[int]] = {}
@@ -141,6 +151,9 @@ def _build_sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Seq
         for i in chain:
             own = np.frombuffer(turns[i].prompt_ids + turns[i].sampled_ids, "<i4")
             buffer[turns[i].shared : lengths[i]] = own
+            if images is not None:
+                for image in turns[i].images:
+                    buffer[image.offset : image.offset + image.length] = images.mark(image)
             sequences[i] = buffer[: lengths[i]]
             heads.extend(reversed(children.get(i, [])))
         resolved += len(chain)
@@ -151,13 +164,12 @@ def _build_sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Seq
     return sequences
 
 
-def _check_ids(turn: Turn, sequence: IntArray, vocab_size: int | None) -> IntArray:
-    own = sequence[turn.shared :]
+def _check_ids(turn: Turn, vocab_size: int | None) -> None:
+    own = np.frombuffer(turn.prompt_ids + turn.sampled_ids, "<i4")
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if own.min() < 0 or own.max() > top:
         wrong = own[(own < 0) | (own > top)][0]
         raise _make_error("id_outside_vocabulary", turn, f"token id {wrong} is not in [0, {top}]")
-    return sequence
 
 
 def _decode_logprobs(turn: Turn) -> FloatArray:

@@ -104,7 +104,9 @@ def find_flaw(calls: Mapping[str, TurnMeta], kept: Collection[str]) -> Literal["
 def fits_message(calls: Mapping[str, TurnMeta], kept: Collection[str], end_bytes: int) -> bool:
     """Return whether the kept turns fit into one message, including the worst case of re-basing."""
     own = sum(calls[call_id].size_bytes for call_id in kept)
-    rebased = sum(4 * calls[call_id].shared for call_id in kept if calls[call_id].parent not in kept)
+    orphans = [calls[call_id] for call_id in kept if calls[call_id].parent not in kept]
+    images = sum(call.image_bytes for call in calls.values() if call.call_id not in kept)
+    rebased = sum(4 * call.shared + (images if call.shared else 0) for call in orphans)
     return own + rebased + end_bytes + ENVELOPE_BYTES <= MAX_MESSAGE_BYTES
 
 
@@ -199,17 +201,18 @@ def decode_parts(begin: bytes, end: bytes, turns: Sequence[bytes]) -> tuple[Epis
 
 def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Turn:
     """Return the turn with its prompt as an extension of its nearest ancestor in `sent`."""
-    parent, shared, prompt_ids = turn.parent, turn.shared, turn.prompt_ids
+    parent, shared, prompt_ids, images = turn.parent, turn.shared, turn.prompt_ids, turn.images
     while parent is not None and parent not in sent:
         lost = by_id[parent]
         if shared > lost.shared:
             own = lost.prompt_ids + lost.sampled_ids
             prompt_ids = own[: 4 * (shared - lost.shared)] + prompt_ids
+            images = (*(image for image in lost.images if image.offset < shared), *images)
             shared = lost.shared
         parent = lost.parent
     if parent == turn.parent:
         return turn
-    return msgspec.structs.replace(turn, parent=parent, shared=shared, prompt_ids=prompt_ids)
+    return msgspec.structs.replace(turn, parent=parent, shared=shared, prompt_ids=prompt_ids, images=images)
 
 
 def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:

@@ -108,6 +108,7 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens of the whole prompt, including shared ones."""
     sampled: int
     size_bytes: int
+    image_bytes: int
 
     @classmethod
     def of(cls, turn: Turn, size_bytes: int) -> TurnMeta:
@@ -126,6 +127,7 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
             prompt=turn.num_prompt,
             sampled=turn.num_sampled,
             size_bytes=size_bytes,
+            image_bytes=sum(len(image.patches) for image in turn.images),
         )
 
 

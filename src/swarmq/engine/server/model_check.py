@@ -19,6 +19,8 @@ from swarmq.weights.format.safetensors_files import check_weight_files
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 MULTIMODAL_SUFFIX = "ForConditionalGeneration"
 """Suffix of the architecture of models that take images; encoder-decoders have it, too, but no `vision_config`."""
+TRAINED_VISION_MODELS = ("qwen2_5_vl",)
+"""Types (`model_type` in config.json) of models that take images and can be trained."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of vocabulary files, of which every tokenizer has at least one."""
@@ -105,10 +107,10 @@ def _check_architecture(name: str, config: Mapping[str, Any], architectures: Seq
             f"{name} is not a causal language model ({written}): choose one whose architecture ends in ForCausalLM, or, for a "
             "policy with trained = false, one that takes images (ForConditionalGeneration with a vision_config)"
         )
-    if takes_images and trained:
+    if takes_images and trained and config.get("model_type") not in TRAINED_VISION_MODELS:
         raise EngineError(
-            f"{name} is a model that takes images ({written}), but a learner trains on text only: serve it untrained "
-            "(policies.*.trained = false), or train a text model, whose architecture ends in ForCausalLM"
+            f"{name} is a model that takes images ({written}, model_type {config.get('model_type')!r}), and of these a learner "
+            f"trains only {', '.join(TRAINED_VISION_MODELS)}: serve it untrained (policies.*.trained = false), or train another one"
         )
 
 

@@ -24,6 +24,7 @@ from swarmq.messages import Rollout
 from swarmq.timeline import (
     Cost,
     FoldedEpisodes,
+    ImageTable,
     Layout,
     LayoutPlan,
     ResolvedTurn,
@@ -120,7 +121,8 @@ def build_rank_batch(
     `credit`: advantages of the whole batch, if `episodes` are only a part of the batch. Raises TimelineError for a turn longer
     than `train.micro_batch_tokens`.
     """
-    resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
+    images = ImageTable()
+    resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens, images=images) for episode in episodes]
     folded = FoldedEpisodes(resolved)
     whole = _plan_layouts(folded, train, traits, train.micro_batch_tokens)
     if world > 1:
@@ -129,7 +131,7 @@ def build_rank_batch(
         )
     mine = _deal_layouts(whole.layouts, world)
     weigh = MicroBatchBuilder(episodes, train, credit)
-    passes = [weigh(layout) for layout in mine[rank]]
+    passes = [weigh(msgspec.structs.replace(layout, images=images.images)) for layout in mine[rank]]
     passes += [make_idle_micro_batch()] * (max(map(len, mine)) - len(passes))
     return RankBatch(
         passes=_equalize_rows(passes, mine) if traits.rows_only else passes,

@@ -28,7 +28,7 @@ from swarmq.learner.methods.credit import group_by_slot, has_signal, update_base
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import EQUAL_REWARDS, Rollout
 from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
-from swarmq.timeline import resolve
+from swarmq.timeline import ImageTable, resolve
 
 SMALLEST_GROUP = 2
 """Minimum number of members of a group that has a baseline."""
@@ -244,7 +244,8 @@ class Batcher:
     def _find_fault(self, episode: Rollout) -> tuple[str, str]:
         """Return why an episode cannot be trained, as a reason to count and a sentence; two empty strings if it can."""
         try:
-            resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
+            limits = {"vocab_size": self.limits.vocab_size, "max_length": self.limits.max_length}
+            resolve(episode.turns, **limits, images=ImageTable())
         except TimelineError as error:
             return error.reason, str(error)
         for turn in episode.turns:

@@ -14,6 +14,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*.jinja",
     "*.model",
+    "*processor_config.json",
 )
 _copies: dict[str, str] = {}
 """Model folder or name, as rank 0 knows it -> folder with the copy."""
@@ -30,7 +31,7 @@ def find_files(source: str) -> str:
 
 
 def copy_tokenizer(model: str, folder: Path) -> None:
-    """Copy the tokenizer's files into `folder`: byte by byte if `model` is a folder, else as transformers saves them."""
+    """Copy the files of tokenizer and image processor into `folder`: byte by byte if `model` is a folder, else as transformers saves them."""
     if Path(model).is_dir():
         for pattern in TOKENIZER_FILES:
             for file in Path(model).glob(pattern):

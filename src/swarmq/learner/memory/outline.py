@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from swarmq.engine.server.model_check import TRAINED_VISION_MODELS
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.memory import host
 from swarmq.learner.memory.model_copies import find_files
@@ -51,11 +52,16 @@ def build_outline(source: str, config: Any, dtype: torch.dtype | None = None) ->
         ),
         torch.device("meta"),
     ):
-        return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+        return get_auto_class(config).from_config(config, **({"dtype": dtype} if dtype else {}))
+
+
+def get_auto_class(config: Any) -> Any:
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def load_config(source: str) -> Any:
-    """Load the configuration of a text-only causal LM. Raises LearnerError for any other model."""
+    """Load the configuration of a causal LM, or of a model with images that can be trained. Raises LearnerError for any other
+    model."""
     files = find_files(source)
     folder = Path(files)
     if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
@@ -65,9 +71,11 @@ def load_config(source: str) -> Any:
     with explain_errors(source, "cannot be read", "correct its config.json, or fetch its files again"):
         config = AutoConfig.from_pretrained(files)
     if hasattr(config, "vision_config"):
+        if config.model_type in TRAINED_VISION_MODELS:
+            return config
         raise SetUpError(
-            f"model {source}: {config.model_type!r} takes images, but a learner trains on text only: serve it untrained "
-            "(policies.*.trained = false), or train a text model"
+            f"model {source}: {config.model_type!r} takes images, and of these models a learner trains only "
+            f"{', '.join(TRAINED_VISION_MODELS)}: serve it untrained (policies.*.trained = false), or train another one"
         )
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise SetUpError(

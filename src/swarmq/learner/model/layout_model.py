@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.memory import host
-from swarmq.learner.model import layout_attention, rotary_embeddings
+from swarmq.learner.model import layout_attention, rotary_embeddings, vision
 from swarmq.learner.model.attention_check import (
     AttentionCall,
     RecordingVisibility,
@@ -43,6 +43,7 @@ from swarmq.learner.model.logprob_head import (
     score_logits,
 )
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, make_resolved_turn, unfold
+from swarmq.timeline.images import compute_positions
 
 log = structlog.get_logger()
 
@@ -72,13 +73,14 @@ class PlacedLayout:
     the pass."""
 
     input_ids: Tensor  # [1, T]
-    position_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T], or [3, 1, T] in time, height and width if there are images
     predictors: Tensor  # [S]
     targets: Tensor  # [S]
     visibility: Visibility
     sampled: Tensor | None = None  # [S] indices among the layout's sampled tokens; None: all of them
     num_sampled: int = 0
     """Number of sampled tokens of the whole layout."""
+    images: vision.PlacedImages | None = None
 
     @classmethod
     def of(
@@ -89,18 +91,25 @@ class PlacedLayout:
         compiled = device.type == "cuda" if compiled is None else compiled
         part = cut_for_rank(layout, context, block=BLOCK if compiled else 1) if context.ranks > 1 else None
         mine = part or layout
+        images = vision.PlacedImages.of(layout, device)
         ids, positions, predictors, targets = (
             to_device(values.astype(np.int64), device)
-            for values in (mine.token_ids, mine.positions, mine.predictors, mine.targets)
+            for values in (
+                np.maximum(mine.token_ids, 0),  # marks of images
+                compute_positions(layout)[:, None] if images else mine.positions[None],
+                mine.predictors,
+                mine.targets,
+            )
         )
         return cls(
             input_ids=ids[None],
-            position_ids=positions[None],
+            position_ids=positions,
             predictors=predictors,
             targets=targets,
             visibility=Visibility(layout, device, compiled=compiled, part=part, context=context),
             sampled=to_device(part.sampled.astype(np.int64), device) if part else None,
             num_sampled=layout.num_trained,
+            images=images,
         )
 
 
@@ -159,7 +168,8 @@ class LayoutModel(nn.Module):
         heads = getattr(config, "num_attention_heads", 0)
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
         ends = {id(end.weight) for end in (self.model.get_input_embeddings(), self.model.get_output_embeddings())}
-        inner = [(name, each) for name, each in self.model.named_parameters() if id(each) not in ends]
+        part = self.model.get_decoder() if vision.takes_images(self.model.config) else self.model
+        inner = [(name, each) for name, each in part.named_parameters() if id(each) not in ends]
         share = _get_expert_share(config)
         prices = [2.0 * each.numel() * (share if EXPERTS in name.split(".") else 1) for name, each in inner]
         frozen = sum(price for price, (_, each) in zip(prices, inner, strict=True) if not each.requires_grad)
@@ -180,7 +190,8 @@ class LayoutModel(nn.Module):
         config.suppress_errors = True
         # DDP's optimization would cut layers apart to overlap communication, which overlaps between layers anyway
         config.optimize_ddp = False
-        for layer in find_decoder_layers(self.model):
+        decoder = set(self.model.get_decoder().modules())
+        for layer in filter(decoder.__contains__, find_decoder_layers(self.model)):  # not those of a vision tower
             layer.forward = torch.compile(layer.forward, dynamic=True)  # hooks that gather its weights stay outside
 
     def forward(
@@ -233,7 +244,8 @@ class LayoutModel(nn.Module):
 
     def _compute(self, placed: PlacedLayout, network: Callable[..., tuple[Tensor, ...]]) -> Tensor:
         """Return the outputs of `network` that predict the layout's targets."""
-        outputs = (_run_row_by_row if self.rows_only else _run_whole)(network, placed)
+        seen = vision.embed(self.model, placed.input_ids, placed.images) if placed.images else None
+        outputs = (_run_row_by_row if self.rows_only else _run_whole)(network, placed, seen)
         # At a fork one token predicts several tokens. An embedding sums their gradients in a fixed order.
         return F.embedding(placed.predictors, outputs)
 
@@ -307,8 +319,11 @@ class LayoutModel(nn.Module):
         return eagerly
 
     def _attend_with(self, implementation: str) -> None:
-        if self.model.config._attn_implementation != implementation:  # noqa: SLF001 - it has no public name
-            self.model.set_attn_implementation(implementation)
+        config = self.model.config
+        if config._attn_implementation != implementation:  # noqa: SLF001 - it has no public name
+            text = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
+            # a vision tower keeps its own
+            self.model.set_attn_implementation(dict.fromkeys(("", *text), implementation) if text else implementation)
 
     def _attend_over_layouts(self) -> None:
         AttentionInterface.register(layout_attention.NAME, layout_attention.attend)
@@ -366,10 +381,12 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _run_whole(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
-    """Return the output of `network` for all T tokens, computed in one pass."""
+def _run_whole(
+    network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout, embeddings: Tensor | None = None
+) -> Tensor:
+    """Return the output of `network` for all T tokens, computed in one pass. `embeddings` [1, T, H]: in place of the tokens."""
     return network(
-        input_ids=placed.input_ids,
+        **({"input_ids": placed.input_ids} if embeddings is None else {"inputs_embeds": embeddings}),
         position_ids=placed.position_ids,
         attention_mask=None,
         use_cache=False,
@@ -377,12 +394,20 @@ def _run_whole(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout)
     )[0][0]
 
 
-def _run_row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
-    """Return the output of `network` for packed rows, computed in one pass per row with the model's own attention."""
+def _run_row_by_row(
+    network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout, embeddings: Tensor | None = None
+) -> Tensor:
+    """Return the output of `network` for packed rows, computed in one pass per row with the model's own attention. `embeddings`
+    [1, T, H]: in place of the tokens."""
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
         raise LearnerError("this model computes only packed rows, each on one rank: plan with only='rows'")
-    return torch.cat([network(input_ids=placed.input_ids[:, a:b], use_cache=False)[0][0] for a, b in visibility.nodes])
+    if embeddings is None:
+        rows = [{"input_ids": placed.input_ids[:, a:b]} for a, b in visibility.nodes]
+    else:
+        parts = [slice(a, b) for a, b in visibility.nodes]
+        rows = [{"inputs_embeds": embeddings[:, p], "position_ids": placed.position_ids[..., p]} for p in parts]
+    return torch.cat([network(**row, use_cache=False)[0][0] for row in rows])
 
 
 def _check_noise(model: PreTrainedModel, noise: float) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from swarmq.errors import SetUpError
-from swarmq.learner.memory.outline import build_outline, explain_errors, load_config
+from swarmq.learner.memory.outline import build_outline, explain_errors, get_auto_class, load_config
+from swarmq.learner.model import vision
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 
 LAYER = re.compile(r"(.*?)\.(\d+)\.")
@@ -44,6 +44,8 @@ def load_lm(
             module.training = False
     if gradient_checkpointing:
         ActivationCheckpointing.enable(lm)
+    if vision.takes_images(config):
+        vision.set_input_norm(lm, source)
     return lm
 
 
@@ -54,7 +56,7 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     if getattr(config, "quantization_config", None):
         instead = "use the model with weights that are not quantised"
     with explain_errors(source, "its weights cannot be loaded", instead):
-        lm, found = AutoModelForCausalLM.from_pretrained(
+        lm, found = get_auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     wrong = {

@@ -53,6 +53,7 @@ from swarmq.learner.distributed.sharding import (
     keep_layers_gathered,
     prepare_model,
 )
+from swarmq.learner.memory.outline import load_config
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.advantages.gae import Estimates, estimate
 from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, group_by_slot
@@ -69,6 +70,7 @@ from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.layout_attention import to_device
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import get_vocab_size, load_lm
+from swarmq.learner.model.vision import takes_images
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.store.token_trace import EpisodeTrace
 from swarmq.learner.teachers.reference_models import ReferenceModels
@@ -138,6 +140,8 @@ class Trainer:
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
         send_model_files(initial or source)
+        if takes_images(load_config(initial or source)):
+            _check_vision(source, train, self.accelerator.num_processes)
         self._held = can_stay_gathered(self.accelerator, train, source)
         """Whether the layers of a sharded policy stay gathered between micro-batches."""
         if self._held:
@@ -699,6 +703,18 @@ def _check_cut(reasons: Mapping[str, str | None]) -> None:
                 f"train.context_parallel: ranks cannot share the passes of {model} ({reason}); set it to 1, and for long calls "
                 "train.sharding = 'full'"
             )
+
+
+def _check_vision(source: str, train: Train, ranks: int) -> None:
+    """Raise LearnerError for settings with which a model that takes images cannot be trained."""
+    if ranks > 1:
+        raise SetUpError(
+            f"{source} takes images, and only one rank can train such a model: start the learner with 1 rank, not {ranks}"
+        )
+    if train.lora:
+        raise SetUpError(
+            f"train.lora: {source} takes images, and such a model is trained without adapters: leave train.lora out"
+        )
 
 
 def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.images import make_image, make_turn
 from swarmq.collector.decide.assemble import assemble_rollout, decide_received, find_flaw, fits_message
 from swarmq.collector.decide.state import TurnMeta
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Turn, unpack_ids
@@ -110,6 +111,19 @@ def test_a_child_of_an_orphan_keeps_its_whole_prompt(say):
     sent = assemble_rollout("main", say.begin(), end, turns, group_members=1).turns
     assert [(turn.call_id, turn.parent, turn.shared) for turn in sent] == [("a", None, 0), ("c", "a", 3)]
     assert prompts(sent)["c"] == (1, 2, 3, 4, 5, 7)
+
+
+def test_a_child_of_an_orphan_keeps_the_images_of_its_whole_prompt():
+    cat, dog = make_image(1), make_image(2)
+    first = make_turn("a", [1, 2], [3], placeholder=9)
+    lost = make_turn("lost", [1, 2, 3, cat, 4, dog], [5], placeholder=9, parent=first)
+    child = make_turn("c", [1, 2, 3, cat, 4, 6, dog], [7], placeholder=9, parent=lost, shared=8)
+    alone = make_turn("c", [1, 2, 3, cat, 4, 6, dog], [7], placeholder=9, parent=first)
+    begin = EpisodeBegin(
+        run="run", episode_id="e1", slot=Slot(task_id="t"), kind="k", group_size=1, policies=("main",), client_id="c"
+    )
+    end = EpisodeEnd(run="run", episode_id="e1", status="finished", rewards={"main": 1.0}, calls=("a", "c"))
+    assert assemble_rollout("main", begin, end, [first, lost, child], group_members=1).turns == (first, alone)
 
 
 @st.composite

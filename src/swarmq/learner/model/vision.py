@@ -1,0 +1,130 @@
+"""Images of a layout as a vision tower's inputs, and their places among the tokens. Supported: Qwen2.5-VL.
+
+The pixels are those that the engine's processor prepared. Rescaling and normalisation, which vLLM computes in the model, too, are
+those of the processor's file beside the model. An image that several sequences of a pass share is computed once, and its
+gradient is the sum over all of its places.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmq.errors import SetUpError
+from swarmq.learner.memory.model_copies import find_files
+from swarmq.timeline import Layout
+from swarmq.timeline.images import list_images
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files that describe how images are prepared; the first that is there counts, as in vLLM."""
+NORM = "swarmq_input_norm"
+"""Attribute of a model in which its `InputNorm` is kept."""
+
+
+@dataclass(frozen=True)
+class InputNorm:
+    """Rescaling and normalisation of pixels by channel: values x scales + shifts."""
+
+    scales: tuple[float, ...]
+    shifts: tuple[float, ...]
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """Return FP32 inputs [P, values] of the vision tower from uint8 patches, whose values are ordered by channel first."""
+        scales, shifts = (torch.tensor(each, device=patches.device)[:, None] for each in (self.scales, self.shifts))
+        channels = patches.float().view(len(patches), len(self.scales), -1)
+        return torch.addcmul(shifts, channels, scales).flatten(-2)
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """The images of a layout on the device, P patches that become F outputs of the vision tower, in M places."""
+
+    patches: Tensor  # [P, values] uint8
+    grids: Tensor  # [images, 3] patches in time, height and width
+    places: Tensor  # [M] indices into the layout's tokens
+    outputs: Tensor  # [M] index of the output that takes the place
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device) -> PlacedImages | None:
+        """Return the images that a layout shows, or None if it shows none."""
+        first: dict[int, int] = {}
+        places, outputs, shown = [], [], []
+        size = 0
+        for at, image in list_images(layout, 0, layout.num_tokens):
+            if id(image) not in first:
+                first[id(image)], size = size, size + image.num_tokens
+                shown.append(image)
+            steps = np.arange(image.num_tokens)
+            places.append(at + steps)
+            outputs.append(first[id(image)] + steps)
+        if not shown:
+            return None
+        return cls(
+            patches=torch.from_numpy(np.concatenate([image.values for image in shown])).to(device),
+            grids=torch.tensor([image.grid for image in shown], device=device),
+            places=torch.from_numpy(np.concatenate(places)).to(device),
+            outputs=torch.from_numpy(np.concatenate(outputs)).to(device),
+        )
+
+
+def takes_images(config: Any) -> bool:
+    return hasattr(config, "vision_config")
+
+
+def embed(lm: Any, input_ids: Tensor, images: PlacedImages) -> Tensor:
+    """Return the embeddings [1, T, H] of a layout's tokens, with the vision tower's outputs in the places of images."""
+    embeddings: Tensor = lm.get_input_embeddings()(input_ids)
+    outputs = lm.get_image_features(getattr(lm, NORM)(images.patches), images.grids, return_dict=True).pooler_output
+    seen = torch.cat(tuple(outputs)).to(embeddings.dtype)
+    # a shared image has several places; an embedding sums their gradients in a fixed order
+    return embeddings.index_copy(1, images.places, torch.nn.functional.embedding(images.outputs, seen)[None])
+
+
+def set_input_norm(lm: Any, source: str) -> None:
+    """Read how pixels are normalised, and keep it with the model. Raises SetUpError if the model's folder does not say."""
+    setattr(lm, NORM, read_input_norm(source))
+
+
+def read_input_norm(source: str) -> InputNorm:
+    files = find_files(source)
+    found = next((path for name in PROCESSOR_FILES if (path := _find_file(files, name))), None)
+    if found is None:
+        raise SetUpError(
+            f"model {source} takes images, but has neither of {', '.join(PROCESSOR_FILES)}: fetch its files again, all of them"
+        )
+    try:
+        settings = json.loads(found.read_text())
+        settings = settings.get("image_processor", settings)
+        scale = float(settings.get("rescale_factor", 1 / 255)) if settings.get("do_rescale", True) else 1.0
+        normalised = settings.get("do_normalize", True)
+        means, deviations = (
+            [float(each) for each in settings[key]] if normalised else [neutral] * 3
+            for key, neutral in (("image_mean", 0.0), ("image_std", 1.0))
+        )
+        scales = tuple(scale / each for each in deviations)
+        shifts = tuple(-mean / each for mean, each in zip(means, deviations, strict=True))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise SetUpError(
+            f"{found} does not say how images are normalised (image_mean, image_std): {error!r}"
+        ) from error
+    if not all(map(math.isfinite, (*scales, *shifts))):
+        raise SetUpError(f"{found}: image_mean, image_std or rescale_factor is not finite")
+    return InputNorm(scales=scales, shifts=shifts)
+
+
+def _find_file(files: str, name: str) -> Path | None:
+    """Return the file of a model folder, or of a model of the hub."""
+    if Path(files).is_dir():
+        path = Path(files) / name
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file  # noqa: PLC0415 - seldom needed
+
+    found = cached_file(files, name, _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None

@@ -1,0 +1,65 @@
+"""Images as an engine's processor prepares them, and turns about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import zstandard
+
+from swarmq.messages import Image, Turn, pack_floats, pack_ids
+from swarmq.timeline.images import digest_image
+
+VALUES = 3 * 2 * 14 * 14
+"""Of a patch of Qwen2.5-VL."""
+MERGE = 2
+"""Patches of an image, each way, that become one token."""
+
+
+def make_image(seed: int, *, height: int = 2, width: int = 2, offset: int = 0) -> Image:
+    """An image of random pixels that has height x width places."""
+    grid = (1, height * MERGE, width * MERGE)
+    patches = np.random.default_rng(seed).integers(0, 256, (height * width * MERGE**2, VALUES), np.uint8).tobytes()
+    return Image(
+        digest=digest_image(grid, patches),
+        offset=offset,
+        length=height * width,
+        grid=grid,
+        patches=zstandard.compress(patches),
+    )
+
+
+def make_turn(
+    call_id: str,
+    parts: Sequence[int | Image],
+    sampled: Sequence[int],
+    *,
+    placeholder: int,
+    parent: Turn | None = None,
+    shared: int | None = None,
+) -> Turn:
+    """A turn whose whole prompt is `parts`. It continues `parent`, or shares its first `shared` tokens."""
+    ids: list[int] = []
+    images: list[Image] = []
+    for part in parts:
+        if isinstance(part, Image):
+            images.append(msgspec.structs.replace(part, offset=len(ids)))
+            ids += [placeholder] * part.length
+        else:
+            ids.append(part)
+    if shared is None:
+        shared = parent.num_prompt + parent.num_sampled if parent else 0
+    return Turn(
+        run="run",
+        episode_id="e1",
+        policy="main",
+        call_id=call_id,
+        request_id=call_id,
+        parent=parent.call_id if parent else None,
+        shared=shared,
+        prompt_ids=pack_ids(ids[shared:]),
+        images=tuple(image for image in images if image.offset >= shared),
+        sampled_ids=pack_ids(sampled),
+        logprobs=pack_floats([-1.0] * len(sampled)),
+    )
