@@ -1,4 +1,4 @@
-"""Write tests/unit/learner/algorithms/trl_golden.json: what TRL's trainers compute for the losses and advantages that it has as well.
+"""Write tests/unit/learner/methods/trl_golden.json: what TRL's trainers compute for the losses and advantages that it has as well.
 
 The file is there so that the quick tests need no TRL, whose import takes seconds; a long one computes it anew with the TRL
 that is installed (`make install` brings the version that pyproject.toml names). To write it for another version:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ from swarmq.learner.methods.advantages.gae import Estimates, estimate, estimate_
 from swarmq.learner.train.critic import value_loss
 from swarmq.messages import Rollout, Timings, pack_floats, pack_ids
 
-TRAIN = Train(advantage="gae", critic=Critic(discount=0.9, gae_lambda=0.8))
-VALUES = [-1.126, -1.152, 0.567, 0.794, 0.599, -1.555, -0.341, 1.853, 0.468, -0.158, 1.389, 1.586, 0.946, -0.844, 0.932]
+TRAIN = Train(advantage="gae", critic=Critic(discount=0.9, gae_lambda=0.8))  # as in the golden numbers
+GOLDEN = json.loads(Path(__file__).with_name("trl_ppo_golden.json").read_text())
+"""Written by scripts/trl_ppo_golden.py."""
 
 
 def make(name: str, *lengths: int, reward: float = 0.0, **fields: object) -> Rollout:
@@ -39,73 +43,20 @@ def estimate_all(*episodes: Rollout, values: list[float], train: Train = TRAIN) 
 
 
 def test_advantages_returns_and_value_loss_are_trls() -> None:
-    """By PPOTrainer.compute_advantages and PPOTrainer.loss of trl 0.11.4, the last version that has them as functions; current ones have
-    no PPO. There an episode is one answer; here two of the three have several turns, one of them with a reward by call."""
+    """There an episode is one answer; here two of the three have several turns, one of them with a reward by call."""
     found = estimate_all(
         make("a", 3, 3, reward=1.0, call_rewards={"c0": 0.5}),
         make("b", 4, reward=-1.0),
         make("c", 2, 3, reward=2.0),
-        values=VALUES,
+        values=GOLDEN["values"],
     )
-    assert found.advantages == pytest.approx(
-        [
-            0.86392157,
-            1.18982882,
-            0.07127095,
-            -0.4688028,
-            -0.31749136,
-            1.63416507,
-            0.04646319,
-            -1.86271999,
-            -1.07800381,
-            -0.80873146,
-            -0.5337208,
-            -0.70060227,
-            -0.16031236,
-            1.55992172,
-            0.56481354,
-        ],
-        abs=1e-6,
+    assert found.advantages == pytest.approx(GOLDEN["advantages"], abs=1e-6)
+    assert found.returns == pytest.approx(GOLDEN["returns"], abs=1e-6)
+    moved, values, returns = (
+        torch.tensor(each) for each in (GOLDEN["moved"], GOLDEN["values"], found.returns.tolist())
     )
-    assert found.returns == pytest.approx(
-        [
-            0.35792837,
-            0.78512273,
-            0.94869824,
-            0.424692,
-            0.4401,
-            1.0,
-            0.0062015,
-            -0.4546368,
-            -0.74844,
-            -1.0,
-            0.92941948,
-            0.89436038,
-            1.0056672,
-            1.60776,
-            2.0,
-        ],
-        abs=1e-6,
-    )
-    moved = [
-        -1.274,
-        -1.077,
-        0.498,
-        0.676,
-        0.762,
-        -1.674,
-        -0.279,
-        1.718,
-        0.296,
-        -0.325,
-        1.935,
-        1.421,
-        0.548,
-        -0.787,
-        0.911,
-    ]
-    loss = value_loss(*(torch.tensor(each) for each in (moved, VALUES, found.returns.tolist())), clip=0.2).mean()
-    assert loss.item() == pytest.approx(0.9472613, abs=1e-6)
+    loss = value_loss(moved, values, returns, clip=GOLDEN["value_clip"]).mean()
+    assert loss.item() == pytest.approx(GOLDEN["value_loss"], abs=1e-6)
 
 
 def test_without_discount_an_advantage_is_what_the_episode_got_less_the_value() -> None:
