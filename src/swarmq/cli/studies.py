@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from swarmq.studies.study import Study
 
 STUDY = click.argument("study_file", metavar="[STUDY]", type=click.Path(path_type=Path), default="study.toml")
+NAMED_STUDY = click.argument("study_file", metavar="STUDY", type=click.Path(path_type=Path))
+"""The study of commands that take a second argument."""
 AMQP = click.option(
     "--amqp", metavar="URL", envvar="SWARMQ_AMQP_URL", help="RabbitMQ of the study; the study's own by default."
 )
@@ -79,6 +81,7 @@ def check(study_file: Path) -> None:
     """
     from swarmq.studies.design import choose_arms
     from swarmq.studies.state import largest_cost
+    from swarmq.studies.study import KILL_S
 
     study, _ = _load(study_file)
     _check_functions(study)
@@ -88,7 +91,10 @@ def check(study_file: Path) -> None:
     click.echo(f"{study.name}: {study.question}")
     first = ", before any arm is promoted" if study.design.rungs else ""
     click.echo(f"{arms} arms with {seeds} seeds each and {study.noise_trials} A/A trials: {count} trials{first}")
-    click.echo(f"each may take {study.trial.max_seconds:g} s; all of them {count * most.gpu_seconds:,.0f} GPU seconds")
+    click.echo(
+        f"each may take {study.trial.max_seconds:g} s, and {KILL_S:g} s to be killed: all of them at most "
+        f"{count * most.gpu_seconds:,.0f} GPU seconds"
+    )
     with contextlib.suppress(ModuleNotFoundError):  # the extra `studies`
         from swarmq.studies.analysis import announce_power
 
@@ -96,7 +102,7 @@ def check(study_file: Path) -> None:
     cap = study.budget.gpu_seconds
     if cap is not None and cap < count * most.gpu_seconds:
         click.echo(
-            f"the budget of {cap:,.0f} GPU seconds is enough for {cap // most.gpu_seconds:.0f} of them if each takes that long"
+            f"the budget of {cap:,.0f} GPU seconds is enough for {cap // most.gpu_seconds:.0f} trials that take so long"
         )
 
 
@@ -152,6 +158,7 @@ def status(study_file: Path) -> None:
     study = state.study  # as it was opened or amended, whatever the file says now
     assert study is not None
     metric = study.metric.name
+    newest = {one.trial.id for one in state.newest}
     print_table(
         ("arm", "seed", "rung", "state", metric, "GPU s", "failures"),
         (
@@ -159,7 +166,8 @@ def status(study_file: Path) -> None:
                 one.trial.arm + (" (A/A)" if one.trial.purpose == "noise" else ""),
                 str(one.trial.seed),
                 str(one.trial.rung),
-                "done" if one.result else "parked" if one.parked else "running" if one.lease else "waits",
+                ("done" if one.result else "parked" if one.parked else "running" if one.lease else "waits")
+                + ("" if one.trial.id in newest else ", before an amendment"),
                 f"{one.result.metrics[metric]:g}" if one.result else "",
                 f"{one.result.cost.gpu_seconds:.1f}" if one.result else "",
                 str(one.num_failures or ""),
@@ -200,15 +208,17 @@ def stop(study_file: Path, amqp: str | None, reason: str) -> None:
     swarmq study stop study.toml --reason "the answer is clear"
     """
     from swarmq.studies.records import StudyStopped
+    from swarmq.studies.state import StudyState
 
     study, folder = _load(study_file, is_checked=False)
-    _read_opened(folder)
-    if asyncio.run(_record(study, folder, amqp, StudyStopped(kind="asked", reason=reason))):
+    if stopped := StudyState(_read_opened(folder)).stopped:
+        click.echo(f"already stopped: {stopped.reason}")
+    elif asyncio.run(_record(study, folder, amqp, StudyStopped(kind="asked", reason=reason))):
         click.echo("the leader starts no further trial, and ends when the running ones have ended")
 
 
 @study_group.command("approve")
-@STUDY
+@NAMED_STUDY
 @click.argument("arm")
 @AMQP
 @click.option("--refuse", is_flag=True, help="Refuse the arm instead.")
@@ -255,34 +265,45 @@ def report(study_file: Path, out: Path | None) -> None:
 
 
 @study_group.command("fork")
-@STUDY
+@NAMED_STUDY
 @NEW_NAME
 def fork(study_file: Path, name: str) -> None:
-    """Write a new study file that continues from a study, in another folder or under another name.
+    """Write the file of a new study, equal to this one but for its name, that states this one as its parent.
 
     \b
     swarmq study fork study.toml loss-longer
     """
-    import msgspec
     import tomli_w
+    from msgspec.structs import replace
 
     from swarmq.studies.ledger import hash_ledger
 
     study, folder = _load(study_file, is_checked=False)
     _read_opened(folder)
+    if name == study.name:
+        raise ConfigError(f"{name!r} is the name of the study itself; choose another name for the new one")
     target = study_file.with_name(f"{name}.toml")
     if target.exists():
         raise ConfigError(f"{target}: already exists, so nothing was written; choose another name")
-    parent = f"{study.name}@{hash_ledger(folder.ledger)}"
-    tree = msgspec.to_builtins(study) | {"name": name, "parent": parent}
-    msgspec.convert(tree, type(study))
-    target.write_text(tomli_w.dumps(_without_none(tree)))
+    fork = replace(study, name=name, parent=f"{study.name}@{hash_ledger(folder.ledger)}")
+    target.write_text(tomli_w.dumps(_to_table(fork)))
     click.echo(f"{target} written. Edit it, then: swarmq study check {target}")
 
 
-def _without_none(tree: object) -> dict[str, object]:
-    assert isinstance(tree, dict)
-    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}
+def _to_table(section: Any) -> dict[str, Any]:
+    """Return a section as a table of TOML, without the settings that have their defaults."""
+    from msgspec import NODEFAULT, Struct
+    from msgspec.structs import fields
+
+    table = {}
+    for field in fields(section):
+        value = getattr(section, field.name)
+        default = field.default if field.default_factory is NODEFAULT else field.default_factory()
+        if isinstance(value, dict):
+            value = {name: _to_table(one) if isinstance(one, Struct) else one for name, one in value.items()}
+        if value != default:
+            table[field.name] = _to_table(value) if isinstance(value, Struct) else value
+    return table
 
 
 def _load(study_file: Path, *, is_checked: bool = True) -> tuple[Study, StudyFolder]:

@@ -18,7 +18,7 @@ import msgspec
 
 from swarmq.config import SwarmJob
 from swarmq.environments import Split, is_environment
-from swarmq.errors import ConfigError, StudyError, SwarmqError
+from swarmq.errors import ConfigError, StudyError, SwarmqError, TaskError
 from swarmq.learner.store.durable_files import sha256
 from swarmq.studies.records import Trial
 from swarmq.studies.study import Arm, Study, hash_json
@@ -182,7 +182,10 @@ def _hash_tasks(root: Path, name: str, split: Split) -> dict[str, str]:
 
 @cache
 def _read_tasks(name: str, split: Split, _modified_ns: int, _size: int) -> dict[str, str]:
-    data = read_data(name, split)
+    try:
+        data = read_data(name, split)
+    except TaskError as error:
+        raise TaskError(f"{'trial.held_out' if split == 'eval' else 'tasks'}: {error}") from error
     return {task.id: hash_json(_without_id(msgspec.to_builtins(task.payload))) for task in data.tasks}
 
 

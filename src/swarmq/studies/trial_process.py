@@ -6,6 +6,7 @@ A trial that was interrupted is started again in the same folder: `swarmq train`
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -32,11 +33,15 @@ def call(order: Order) -> Outcome:
     target = order.plan.function
     returned = load_object(target)(order.attempt)
     try:
-        return msgspec.convert(
+        outcome = msgspec.convert(
             returned if isinstance(returned, Outcome) else {"metrics": returned}, Outcome, from_attributes=True
         )
     except msgspec.ValidationError as error:
         raise StudyError(f"{target} returned {returned!r}: {error}; return a dict of numbers, or an Outcome") from error
+    for name, value in outcome.metrics.items():
+        if not math.isfinite(value):
+            raise StudyError(f"{target} returned {value} as {name!r}; a metric is a finite number")
+    return outcome
 
 
 def main() -> None:

@@ -1,9 +1,14 @@
 """`swarmq study` says what is wrong with a study, and leaves nothing behind for one that has never run."""
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from swarmq.cli import main
+from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
+from swarmq.studies.records import StudyOpened
+from swarmq.studies.state import StudyState
+from swarmq.studies.study import load_study
 
 STUDY = """
 name = "toy"
@@ -50,3 +55,29 @@ def test_check_finds_a_function_that_is_not_there(study):
     (study / "study.toml").write_text(STUDY.replace(":attempt", ":attemt"))
     result = CliRunner().invoke(main, ["study", "check"])
     assert (result.exit_code, "did you mean 'attempt'?" in result.output) == (1, True), result.output
+
+
+@pytest.fixture
+def ledger(study):
+    """The ledger of the study, which was opened."""
+    path = StudyFolder(study / "study.toml", "toy").ledger
+    ledger = LedgerFile(path)
+    ledger.append([StudyOpened(study=load_study(study / "study.toml"), digest="d", inputs="i")])
+    ledger.close()
+    return path
+
+
+def test_a_fork_is_a_short_file_that_says_the_same_and_names_its_parent(study, ledger):
+    refused = CliRunner().invoke(main, ["study", "fork", "study.toml", "toy"])
+    assert (refused.exit_code, "choose another name" in refused.output) == (1, True), refused.output
+    assert CliRunner().invoke(main, ["study", "fork", "study.toml", "other"]).exit_code == 0
+    fork = load_study(study / "other.toml")
+    assert fork.parent.startswith("toy@")
+    assert msgspec.structs.replace(fork, name="toy", parent="") == load_study(study / "study.toml")
+    assert "max_failures" not in (study / "other.toml").read_text(), "a default"
+
+
+def test_a_study_that_was_stopped_keeps_its_reason(study, ledger):
+    assert CliRunner().invoke(main, ["study", "stop", "--reason", "clear"]).exit_code == 0
+    assert "already stopped: clear" in CliRunner().invoke(main, ["study", "stop", "--reason", "no"]).output
+    assert StudyState(read_ledger(ledger)).stopped.reason == "clear"

@@ -131,7 +131,7 @@ def test_amendments_and_what_they_changed_are_deviations(story):
     later = told()
     later.add(amendment)
     text = render_markdown(compose(later.entries))
-    assert "- Amendment (smallest_effect): 0.5 was too much" in text
+    assert "- Amendment (smallest_effect from 0.5 to 0.4): 0.5 was too much" in text
     assert "amended after it had begun" in text
     assert "smallest effect of interest | 0.5 |" in text, "the design is as it was before the first trial"
 

@@ -1,12 +1,17 @@
-"""A trial that is a training: its settings are the trial's alone, and its result is that of its last step, or none."""
+"""What a trial returns. A training's settings are the trial's alone, and its result is that of its last step, or none; a function's
+result is finite numbers."""
+
+import pytest
 
 from support.run_folder import MadeRun
 from support.small_job import small_job
 from swarmq.client.runners.report import EvalReport
 from swarmq.config import SwarmJob, resolve_amqp_url
+from swarmq.errors import StudyError
 from swarmq.studies.study import TrialPlan
 from swarmq.studies.training import choose_settings, read_training
 from swarmq.studies.trial import Attempt, Order
+from swarmq.studies.trial_process import call
 from swarmq.whole_run.report import TrainingRecord
 
 
@@ -60,3 +65,11 @@ def test_the_result_says_how_stale_the_trained_episodes_were_and_what_they_cost(
     metrics = outcome.metrics
     assert metrics["staleness"] == 1
     assert (metrics["trained_episodes"], metrics["trained_calls"], metrics["dropped_episodes"]) == (4, 10, 4)
+
+
+def test_a_function_that_returns_no_finite_number_is_told_which(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "diverges.py").write_text("def trial(attempt): return {'score': float('nan')}\n")
+    plan = TrialPlan(function="diverges:trial", max_seconds=9)
+    with pytest.raises(StudyError, match="diverges:trial returned nan as 'score'; a metric is a finite number"):
+        call(Order(plan=plan, attempt=Attempt(settings={}, seed=0, folder=str(tmp_path))))

@@ -56,6 +56,8 @@ MAX_CURVES = 6
 """Largest number of metrics whose curves are drawn; the primary one comes first."""
 WORK = ("trained_episodes", "trained_calls", "trained_tokens", "dropped_episodes")
 """Metrics of trainings that are summed beside the costs."""
+MAX_CHANGE_CHARS = 80
+"""Largest length of the old and new value of an amended setting; longer ones, such as changed files, are named only."""
 FEW_SEEDS = 6
 """Number of seeds below which no permutation bounds a mean at 5 %."""
 
@@ -155,7 +157,7 @@ def _design(ledger: Ledger) -> Iterator[Block]:
             ["level, power", f"{stopping.alpha:g}, {stopping.power:g}"],
             ["budget", ", ".join(budget)],
             ["planner", study.planner.kind],
-            *([["continues from", study.parent]] if study.parent else []),
+            *([["forked from", study.parent]] if study.parent else []),
         ],
     )
     if study.arms:
@@ -452,7 +454,7 @@ def _threats(ledger: Ledger) -> Iterator[Block]:
         )
     if study.noise_trials < 2:
         items.append(
-            "No A/A trials: the noise of seeds was not known before the study, and its power was not announced."
+            "No A/A trials: the noise of seeds was not known before the study, and therefore its power neither."
         )
     elif ledger.noise:
         worst = [
@@ -536,7 +538,8 @@ def _changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
         for key in sorted({*old, *new}):
             yield from _changes(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif old != new:
-        yield path
+        values = f" from {old} to {new}"
+        yield path + (values if len(values) <= MAX_CHANGE_CHARS else "")
 
 
 def _settings(settings: dict[str, Any], agent: str = "", tasks: str = "") -> str:
