@@ -152,6 +152,10 @@ class StudyError(SwarmqError):
     """A study cannot be run: its file, ledger or folder is unusable, or what it says contradicts what was done."""
 
 
+class FilesDifferError(StudyError):
+    """A worker's copy of a study is not the leader's."""
+
+
 class LearnerError(SwarmqError):
     """The learner cannot go on: model, batch log, checkpoint or run folder is unusable."""
 

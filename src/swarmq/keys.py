@@ -150,7 +150,8 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 class HostInvite(msgspec.Struct, frozen=True, kw_only=True):
     """What another host needs to run engines and proxies of a run, encoded as one line of text.
 
-    It contains the root secret, which signs every key and token of the run, so an invite is as powerful as the run folder.
+    It contains the root secret, which signs every key and token of the run, so an invite is as powerful as the run folder. The
+    invite of a study's worker contains no secret but the password of its RabbitMQ user.
     """
 
     run: str

@@ -476,6 +476,7 @@ EventName = Literal[
     "members_wanted",
     "registration",
     "lease",
+    "piece",
 ]
 
 
@@ -483,7 +484,8 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     """daemon -> swarmq.events: something that happened, for people and monitors. Best effort, not durable."""
 
     source: str
-    """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>`, `client.<id>` or `host.<name>`."""
+    """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>`, `client.<id>`, `host.<name>`, or of a
+    study `study` and `files-<reader>`."""
     name: EventName
     at: float
     """Unix time at which the event was emitted."""

@@ -17,6 +17,7 @@
                                           <run>.<client>.tasks.<kind>[.again] | .eval.<kind> ──> swarmq.<run>.returned ──> collector
     an invited host        ──> [swarmq.clients] as a client, and <run>.host:<name>.control ──> swarmq.<run>.control
     leader of a study      ──> swarmq.study-<name>.tasks.trials ──> workers of the study, competing; each holds one per trial
+                               or swarmq.study-<name>.tasks.trials.<host> ──> workers of the host with the trial's checkpoint
     worker of a study      ──> swarmq.study-<name>.in           ──> leader of the study
     undecodable, too often redelivered ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 

@@ -22,18 +22,22 @@ URL = click.option(
 CERTIFICATE = click.option(
     "--certificate", type=click.Path(path_type=Path), help="With an invite: PEM certificate, to serve https."
 )
+REACH = click.option("--amqp", metavar="URL", help="RabbitMQ address for the host, e.g. amqps://gpu.example.org:5671/")
+CA = click.option(
+    "--ca", type=click.Path(path_type=Path), help="PEM certificate to trust for this address, if self-signed."
+)
 KEY = click.option("--key", type=click.Path(path_type=Path), help="With an invite: PEM key of the certificate.")
 
 
-def read_host_invite(text: str) -> HostInvite:
-    """Return the invite in `text`, or in the file that `text` names. Raises ConfigError if `text` is neither, KeyRefusedError if the
+def read_host_invite(text: str, *, command: str = "swarmq host add") -> HostInvite:
+    """Return the invite in `text`, or in the file that `text` names. `command`: prints such invites. Raises ConfigError if `text` is neither, KeyRefusedError if the
     invite is damaged."""
     if not text.startswith(f"{HOST_INVITE_PREFIX}."):
         try:
             text = Path(text).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--join {text}: neither an invite nor a file with one ({error}); `swarmq host add` prints one"
+                f"--join {text}: neither an invite nor a file with one ({error}); `{command}` prints one"
             ) from error
     return HostInvite.decode(text)
 
@@ -71,10 +75,8 @@ def host() -> None:
 @click.argument("name")
 @RUN_OPTION
 @MANAGEMENT
-@click.option("--amqp", metavar="URL", help="RabbitMQ address for the host, e.g. amqps://gpu.example.org:5671/")
-@click.option(
-    "--ca", type=click.Path(path_type=Path), help="PEM certificate to trust for this address, if self-signed."
-)
+@REACH
+@CA
 @click.option(
     "--hours",
     default=24.0,

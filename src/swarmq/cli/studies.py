@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
@@ -13,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from swarmq.cli.access import MANAGEMENT
 from swarmq.cli.common import main, print_table, private_files, run_until_signalled
-from swarmq.errors import BrokerError, ConfigError, LearnerError, MissingExtraError, StudyError
+from swarmq.cli.hosts import CA, REACH, read_host_invite
+from swarmq.errors import BrokerError, ConfigError, FilesDifferError, LearnerError, MissingExtraError, StudyError
+from swarmq.observe.live_runs import find_management_api_of
+from swarmq.runtime.amqp_urls import redact_url, split_nodes
 from swarmq.runtime.terminal import visible
 
 if TYPE_CHECKING:
+    from swarmq.keys import HostInvite
     from swarmq.studies.ledger import StudyFolder
     from swarmq.studies.records import Entry, PlannerDecided, StudyStopped
     from swarmq.studies.study import Study
@@ -52,7 +58,8 @@ def study_group() -> None:
     swarmq study new loss               a study file to start from
     swarmq study check study.toml       what it would run and cost
     swarmq study run study.toml         run its trials here, also after a crash
-    swarmq study worker study.toml --amqp URL   run its trials on another host
+    swarmq study invite study.toml gpu2 > gpu2.invite   an invite for another host
+    swarmq study worker --join gpu2.invite              run trials there
     """
 
 
@@ -114,33 +121,122 @@ def check(study_file: Path) -> None:
     "--amend", metavar="REASON", default="", help="Accept a changed study file, code or tasks, and record why."
 )
 @click.option("--resume", metavar="REASON", default="", help="Go on with a study that was stopped, and record why.")
-def run(study_file: Path, amqp: str | None, workers: int, amend: str, resume: str) -> None:
+@click.option("--tls-port", type=click.IntRange(1, 65535), help="Open the study's own RabbitMQ to other hosts (amqps).")
+@click.option("--certificate", type=click.Path(path_type=Path), help="With --tls-port: PEM certificate.")
+@click.option("--key", type=click.Path(path_type=Path), help="With --tls-port: PEM key of the certificate.")
+def run(
+    study_file: Path,
+    amqp: str | None,
+    workers: int,
+    amend: str,
+    resume: str,
+    tls_port: int | None,
+    certificate: Path | None,
+    key: Path | None,
+) -> None:
     """Run a study, or continue it where it was interrupted.
 
     \b
     swarmq study run study.toml
     swarmq study run study.toml --workers 4
     swarmq study run study.toml --amend "arm C added, because A and B do not differ"
+    swarmq study run study.toml --tls-port 5671 --certificate cert.pem --key key.pem
     """
+    listener = _render_listener(tls_port, certificate, key)
     study, folder = _load(study_file)
     _check_functions(study)
     with private_files():
-        run_until_signalled(_lead(study, folder, study_file, amqp, workers, amend, resume))
+        run_until_signalled(_lead(study, folder, study_file, amqp, listener, workers, amend, resume))
+
+
+def _render_listener(tls_port: int | None, certificate: Path | None, key: Path | None) -> str:
+    """Return the lines of rabbitmq.conf that open an amqps port. Raises ConfigError or BrokerError."""
+    from swarmq.broker.node.files import render_tls_listener
+    from swarmq.config import BrokerSettings
+
+    if bool(tls_port) != bool(certificate and key):
+        raise ConfigError("--tls-port, --certificate and --key belong together: give all three, or none")
+    if not tls_port:
+        return ""
+    return render_tls_listener(BrokerSettings(tls_port=tls_port, certificate=str(certificate), key=str(key)))
+
+
+@study_group.command("invite")
+@STUDY
+@click.argument("name")
+@REACH
+@CA
+@MANAGEMENT
+@click.option(
+    "--hours",
+    default=24.0 * 7,
+    show_default=True,
+    type=click.FloatRange(min=0, max=87_600, min_open=True),
+    help="Hours for which workers may join; those that have joined stay.",
+)
+@click.option("--remove", is_flag=True, help="Delete the host's RabbitMQ user; its trials go to other workers.")
+def invite(
+    study_file: Path,
+    name: str,
+    amqp: str | None,
+    ca: Path | None,
+    management: str | None,
+    hours: float,
+    *,
+    remove: bool,
+) -> None:
+    """Print an invite for a host that runs trials and has no copy of the study.
+
+    \b
+    swarmq study invite study.toml gpu2 --amqp amqps://leader:5671/ --ca cert.pem > gpu2.invite
+    swarmq study invite study.toml gpu2 --remove
+    """
+    from swarmq.broker.admin.hosts import add_user_of_host, remove_user_of_host
+    from swarmq.broker.admin.invitations import ClientAddresses
+    from swarmq.hosts.addresses import is_loopback
+    from swarmq.studies.reports import run_of
+
+    study, folder = _load(study_file, is_checked=False)
+    url = _read_endpoint(folder)
+    api = find_management_api_of(url, folder.broker, management)
+    if remove:
+        remove_user_of_host(folder.hosts, name, api)
+        click.echo(f"removed host {name}")
+        return
+    if not amqp and is_loopback(split_nodes(url)[0]):
+        raise ConfigError(
+            "--amqp: missing, and the study's RabbitMQ listens on this host alone; start `swarmq study run` with --tls-port, "
+            "--certificate and --key, and give --amqp amqps://THIS-HOST:PORT/ --ca CERTIFICATE here"
+        )
+    reach = ClientAddresses(amqp=amqp, ca=ca)
+    with private_files():
+        made = add_user_of_host(run_of(study.name), folder.hosts, name, api, reach, url, hours=hours)
+    click.echo(made.encode())
 
 
 @study_group.command("worker")
 @STUDY
 @AMQP
+@click.option(
+    "--join",
+    metavar="INVITE",
+    help="Run them with an invite of `swarmq study invite`, or a file that holds it, instead of the study's folder.",
+)
 @click.option("--parallel", type=click.IntRange(min=1), help="Trials at once; by default as many as the GPUs allow.")
-def worker(study_file: Path, amqp: str | None, parallel: int | None) -> None:
-    """Run trials of a study on this host, beside a copy of the study's folder.
+def worker(study_file: Path, amqp: str | None, join: str | None, parallel: int | None) -> None:
+    """Run trials of a study on this host, in a copy of the study's folder or with an invite alone.
 
     \b
+    swarmq study worker --join gpu2.invite
     swarmq study worker study.toml --amqp amqps://user:password@leader:5671
     """
-    study, folder = _load(study_file)
     with private_files():
-        run_until_signalled(_work(study, folder, amqp, parallel))
+        if join:
+            run_until_signalled(_join(read_host_invite(join, command="swarmq study invite"), parallel))
+        else:
+            study, folder = _load(study_file)
+            url = amqp or _read_endpoint(folder)
+            run_until_signalled(_work(study, folder, url, parallel))
 
 
 @study_group.command("status")
@@ -339,7 +435,14 @@ def _read_opened(folder: StudyFolder) -> list[Entry]:
 
 
 async def _lead(
-    study: Study, folder: StudyFolder, study_file: Path, amqp: str | None, workers: int, amend: str, resume: str
+    study: Study,
+    folder: StudyFolder,
+    study_file: Path,
+    amqp: str | None,
+    listener: str,
+    workers: int,
+    amend: str,
+    resume: str,
 ) -> None:
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.runtime.files import write_atomically
@@ -350,26 +453,76 @@ async def _lead(
         if leader.is_over and leader.state.stopped:
             _say(f"stopped: {leader.state.stopped.reason}; to go on, give --resume REASON")
             return
-        async with _open_node(folder, amqp) as url, AmqpBroker.open(url, name=f"study {study.name}") as broker:
+        async with (
+            _open_node(folder, amqp, listener) as url,
+            AmqpBroker.open(url, name=f"study {study.name}") as broker,
+        ):
             write_atomically(folder.endpoint, url.encode())
             async with _keep_workers(folder, study_file.name, workers):
                 await leader.run(broker)
 
 
-async def _work(study: Study, folder: StudyFolder, amqp: str | None, parallel: int | None) -> None:
+async def _work(study: Study, folder: StudyFolder, url: str, parallel: int | None) -> None:
+    """Run trials in the study's folder, or in a copy of it."""
     from swarmq.broker.amqp import AmqpBroker
-    from swarmq.engine.server.gpus import VISIBLE_ENV, find_visible_gpus
     from swarmq.studies.worker import Worker
+
+    environments = _split_gpus(study, parallel)
+    async with AmqpBroker.open(url, name=f"study {study.name}", deadline_s=None) as broker:
+        where = redact_url(url)
+        await Worker(broker, study, folder, environments=environments, where=where, report=_say).run()
+
+
+async def _join(invite: HostInvite, parallel: int | None) -> None:
+    """Run trials with nothing but an invite: the study and its files come from the leader, again after each amendment of them."""
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.studies.reports import parse_run
+    from swarmq.studies.shared_files import fetch
+    from swarmq.studies.worker import Worker, no_leader
+
+    invite.check_current(time.time())
+    if not (name := parse_run(invite.run)):
+        raise ConfigError(
+            f"--join: this is an invite to the run {invite.run!r}, not to a study; `swarmq study invite` prints one"
+        )
+    here, where = Path.cwd() / invite.run, redact_url(invite.amqp_url)
+    before: tuple[Study, Path] | None = None
+    async with AmqpBroker.open(invite.broker_url, name=f"study {name}", user=invite.user, deadline_s=None) as broker:
+        while True:
+            study, folder = await fetch(
+                broker, name, here, report_silence=lambda seconds: _say(no_leader(name, where, seconds))
+            )
+            fetched = (study, folder.root)
+            os.chdir(folder.root)  # jobs and tasks are named from there
+            worker = Worker(
+                broker,
+                study,
+                folder,
+                environments=_split_gpus(study, parallel),
+                host=invite.host,
+                where=where,
+                report=_say,
+            )
+            try:
+                await worker.run()
+                return
+            except* FilesDifferError:
+                if fetched == before:
+                    raise
+                before = fetched
+                _say("the study was amended; fetching its files again")
+
+
+def _split_gpus(study: Study, parallel: int | None) -> list[dict[str, str]]:
+    """Return the environment variables of each lane, which name its GPUs. Raises StudyError if a trial needs more than there are."""
+    from swarmq.engine.server.gpus import VISIBLE_ENV, find_visible_gpus
 
     gpus = [str(number) for number in range(len(find_visible_gpus()))]
     each = study.trial.gpus
     if gpus and len(gpus) < each:
         raise StudyError(f"trial.gpus: a trial needs {each} GPUs, and this host has {len(gpus)}")
-    environments = [{VISIBLE_ENV: ",".join(gpus[n : n + each])} for n in range(0, len(gpus) - each + 1, each)] or [{}]
-    environments = environments[:parallel] if gpus else environments * (parallel or 1)
-    url = amqp or _read_endpoint(folder)
-    async with AmqpBroker.open(url, name=f"study {study.name}", deadline_s=None) as broker:
-        await Worker(broker, study, folder, environments=environments, report=_say).run()
+    lanes = [{VISIBLE_ENV: ",".join(gpus[n : n + each])} for n in range(0, len(gpus) - each + 1, each)] or [{}]
+    return lanes[:parallel] if gpus else lanes * (parallel or 1)
 
 
 async def _record(study: Study, folder: StudyFolder, amqp: str | None, fact: StudyStopped | PlannerDecided) -> bool:
@@ -399,15 +552,16 @@ def _read_endpoint(folder: StudyFolder) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _open_node(folder: StudyFolder, amqp: str | None) -> AsyncIterator[str]:
-    """Yield the URL of the study's RabbitMQ; start its own unless one is given, and restart it when it dies."""
+async def _open_node(folder: StudyFolder, amqp: str | None, listener: str) -> AsyncIterator[str]:
+    """Yield the URL of the study's RabbitMQ; start its own unless one is given, and restart it when it dies. `listener`: further lines
+    of its configuration."""
     if amqp:
         yield amqp
         return
     from swarmq.broker.node.process import PrivateNode
     from swarmq.up.supervision import keep_broker
 
-    async with PrivateNode(folder.broker) as node, asyncio.TaskGroup() as tasks:
+    async with PrivateNode(folder.broker, config=listener) as node, asyncio.TaskGroup() as tasks:
         keeping = tasks.create_task(keep_broker(node, _say))
         yield node.amqp_url
         keeping.cancel()

@@ -73,8 +73,14 @@ async def open_broker(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
 def find_management_api(job: SwarmJob, folder: RunFolder, url: str | None = None) -> ManagementApi:
     """Return the management API of the run's broker: at the given URL, of the private node, or at the usual port of the
     broker's host."""
+    return find_management_api_of(job.broker.url or "", folder.broker, url)
+
+
+def find_management_api_of(broker_url: str, broker: Path, url: str | None = None) -> ManagementApi:
+    """Return the management API of a broker: at the given URL, of the private node in the folder `broker`, or at the usual port of
+    the broker's host."""
     from swarmq.broker.admin.users import ManagementApi  # noqa: PLC0415 - slow to import
 
-    if url is None and (nodes := read_identities(folder.broker)):
+    if url is None and (nodes := read_identities(broker)):
         url = ",".join(node.management_login for node in nodes)
-    return ManagementApi.of(job.broker.url or "", url)
+    return ManagementApi.of(broker_url, url)

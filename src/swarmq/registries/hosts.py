@@ -53,6 +53,18 @@ class HostRegistry:
             state = "was invited already" if host.removed_at is None else "was removed"
             raise ConfigError(f"host {name!r} {state}: choose another name, e.g. {name[:36]}-2")
 
+    def get(self, name: str) -> InvitedHost:
+        """Return a host. Raises ConfigError if it was never invited."""
+        if (host := self.entries.get(name)) is None:
+            raise ConfigError(f"no host {name!r}: invited are {', '.join(self.entries) or 'none'}")
+        return host
+
+    def remove(self, name: str, *, now: float) -> InvitedHost:
+        """Mark a host as removed, and return it. Raises ConfigError if it was never invited."""
+        host = self.get(name)
+        self.put(msgspec.structs.replace(host, removed_at=host.removed_at or now, engines={}, proxies=()))
+        return host
+
     def drop_url(self, url: str) -> None:
         """Remove the engine or proxy at `url` from its host's entry."""
         for host in list(self.entries.values()):

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -91,12 +91,28 @@ class TrialMaker:
         arms = self._study.arms or {"": Arm()}
         return hash_json([(name, self.make(name, arm, 0).lineage) for name, arm in arms.items()])
 
+    def list_files(self, trials: Iterable[Trial]) -> dict[str, Path]:
+        """Return the files below the study's folder that these trials depend on, by their path there. Raises ConfigError for
+        missing files."""
+        plan = self._study.trial
+        found = {self._root / name for name in (plan.job, plan.held_out, *self._study.planner.files) if name}
+        seen = {hash_json([one.settings, one.agent, one.tasks]): one for one in trials}
+        for trial in seen.values():
+            _, models, methods = self._resolve(trial.settings)
+            found |= {self._root / name for name in (trial.tasks, *models) if name}
+            found.update(self._list_code(trial.agent, methods))
+        files = sorted({file for path in found if path.exists() for file in _walk(path)})
+        below = [file for file in files if file.is_relative_to(self._root)]
+        names = {str(file.relative_to(self._root)): file for file in below}
+        return {name: file for name, file in names.items() if ".." not in file.parts}
+
     def _read_inputs(self, settings: Mapping[str, Any], agent: str, tasks: str, files: Mapping[str, str]) -> Inputs:
         """Return the hashes of a trial's inputs. Raises ConfigError for settings that a job refuses, and for missing files."""
         key = hash_json([settings, agent, tasks, files])
         if key not in self._inputs:
-            effective, model, methods = self._resolve(settings)
-            code = self._hash_code(agent, files, methods)
+            effective, models, methods = self._resolve(settings)
+            code = hash_json([__version__, _hash_files(self._list_code(agent, methods)), files])
+            model = hash_json({name: _hash_model(self._root, one) for name, one in models.items()}) if models else ""
             self._inputs[key] = Inputs(hash_json([effective, agent]), code, self._hash_data(tasks), model)
         return self._inputs[key]
 
@@ -133,11 +149,11 @@ class TrialMaker:
                 f"trial.held_out: {len(leaked)} of its tasks are also in {tasks}, e.g. {leaked[0]!r}; hold them out of training"
             )
 
-    def _resolve(self, settings: Mapping[str, Any]) -> tuple[Any, str, list[Path]]:
-        """Return the settings as they take effect, the hash of the models, and the files of the user's own methods."""
+    def _resolve(self, settings: Mapping[str, Any]) -> tuple[Any, dict[str, str], list[Path]]:
+        """Return the settings as they take effect, the model of each policy, and the files of the user's own methods."""
         plan = self._study.trial
         if plan.function:
-            return [plan.function, settings], "", []
+            return [plan.function, settings], {}, []
         if not (self._root / plan.job).exists():
             raise ConfigError(
                 f"trial.job: {self._root / plan.job}: no such file; `swarmq init` writes one to start from"
@@ -146,17 +162,16 @@ class TrialMaker:
         tree = msgspec.to_builtins(job)
         for name in ("run", "folder", "methods_folder"):  # they differ between hosts, and change no result
             del tree[name]
-        models = {name: _hash_model(self._root, policy.model) for name, policy in job.policies.items()}
+        models = {name: policy.model for name, policy in job.policies.items()}
         folder = self._root / (job.methods_folder or "")
-        return tree, hash_json(models), [_find_module(folder, name) for name in sorted(job.own_methods)]
+        return tree, models, [_find_module(folder, name) for name in sorted(job.own_methods)]
 
-    def _hash_code(self, agent: str, changed: Mapping[str, str], methods: Sequence[Path]) -> str:
-        """Return the hash of swarmq's version and of the code."""
+    def _list_code(self, agent: str, methods: Sequence[Path]) -> list[Path]:
+        """Return the files and folders with the code of a trial."""
         plan = self._study.trial
         targets = [plan.function] if plan.function else [] if is_environment(agent) else [agent]
-        files = [_find_module(self._root, target) for target in targets]
-        own = _hash_files([*files, *methods, *(self._root / name for name in plan.code)])
-        return hash_json([__version__, own, changed])
+        modules = [_find_module(self._root, target) for target in targets]
+        return [*modules, *methods, *(self._root / name for name in plan.code)]
 
     def _hash_data(self, tasks: str) -> str:
         named: list[tuple[str, Split]] = [(tasks, "train"), (self._study.trial.held_out, "eval")]
@@ -219,7 +234,12 @@ def _hash_model(root: Path, model: str) -> str:
 
 def _hash_files(paths: Sequence[Path]) -> str:
     files = [file for path in paths for file in _walk(path)]
-    return hash_json([(file.name, _hash_file(file, *_stamp(file))) for file in files]) if files else ""
+    return hash_json([(file.name, hash_file(file)) for file in files]) if files else ""
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, which is read again once it has changed."""
+    return _hash_content(path, *_stamp(path))
 
 
 def _walk(path: Path) -> Iterator[Path]:
@@ -237,5 +257,5 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @cache
-def _hash_file(path: Path, _modified_ns: int, _size: int) -> str:
+def _hash_content(path: Path, _modified_ns: int, _size: int) -> str:
     return sha256(path)

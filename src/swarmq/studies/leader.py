@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from swarmq.broker import Broker
+from swarmq.broker import Broker, topology
 from swarmq.errors import BrokerLostError, MessageError, StudyError
 from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.messages import Event, TrialOffer, TrialReport, new_id
@@ -38,11 +38,27 @@ from swarmq.studies.records import (
     StudyOpened,
     StudyResumed,
     StudyStopped,
+    Trial,
     TrialFailed,
     TrialParked,
     TrialResult,
 )
-from swarmq.studies.reports import KIND, LEASE_EVENT, SOURCE, Beat, Claim, Verdict, inbox, offers, run_of, unpack
+from swarmq.studies.reports import (
+    KIND,
+    LEASE_EVENT,
+    SOURCE,
+    Beat,
+    Claim,
+    FileWanted,
+    Hello,
+    Verdict,
+    inbox,
+    kind_of,
+    offers,
+    run_of,
+    unpack,
+)
+from swarmq.studies.shared_files import FileServer
 from swarmq.studies.state import StudyState, TrialState, find_exceeded
 from swarmq.studies.study import Study, hash_study
 
@@ -52,6 +68,8 @@ VANISHED_LEASES = 10
 """Number of lease times without a sign of life after which a trial is offered again even if nobody else has claimed it: its offer
 must have vanished with the broker's files."""
 AMENDED = "it was planned with a job, code, tasks or a model that were amended since"
+STOP_TIMES = 10
+"""Number of attempts to tell the workers that the study has ended; the broker may be busy for a moment."""
 RETRY_S = 1.0
 """Seconds between two attempts to write to a full disk."""
 
@@ -90,7 +108,9 @@ class Leader:
         self._study, self._ledger, self._report = study, ledger, report
         self._maker, self._root = TrialMaker(study, folder.root), folder.root
         self.state = StudyState(ledger.entries)
-        self._offered: set[str] = set()
+        self._files = FileServer(self._maker)
+        self._offered: dict[str, str] = {}
+        """Trial that was offered -> host whose workers alone got the offer, or "" for all workers."""
         self._heard: dict[str, Heard] = {}
 
     @property
@@ -117,10 +137,12 @@ class Leader:
                 except TimeoutError:
                     continue
                 if isinstance(delivery.message, TrialReport):
-                    await self._hear(delivery.message)
+                    await self._hear(delivery.message, by_host=topology.parse_host(delivery.arrival.sender))
                 with contextlib.suppress(BrokerLostError):  # it comes again, and decides nothing new
                     await delivery.ack()
-        await self._tell("", "stop", 0)
+        for _ in range(STOP_TIMES):
+            if await self._tell("", "stop", 0):
+                break
 
     async def open(self, *, amend: str = "", resume: str = "") -> None:
         """Open the study, or check that it is the one that was opened. `amend`: reason of a change. Raises StudyError."""
@@ -128,11 +150,14 @@ class Leader:
         metric = self._study.metric.name
         if self.state.study is None:
             await self._append([StudyOpened(study=self._study, digest=digest, inputs=inputs)])
-        elif (self.state.digest, self.state.inputs) != (digest, inputs):
+        elif (hash_study(self.state.study), self.state.inputs) != (
+            digest,
+            inputs,
+        ):  # a newer swarmq may know more settings
             if not amend:
                 what = (
                     "the study file"
-                    if self.state.digest != digest
+                    if hash_study(self.state.study) != digest
                     else "the job, code, tasks or model of an arm, or swarmq's version,"
                 )
                 raise StudyError(
@@ -154,23 +179,33 @@ class Leader:
         if not self.state.stopped:
             await self._append([StudyStopped(kind="asked", reason=reason)])
 
-    async def _hear(self, message: TrialReport) -> None:
+    async def _hear(self, message: TrialReport, *, by_host: str) -> None:
+        """Act as a report says. `by_host`: the invited host that sent it, which decides nothing for people."""
         try:
             report = unpack(message)
         except MessageError as error:
             log.warning("report_refused", reason=str(error))
             return
+        if by_host and isinstance(report, StudyStopped | PlannerDecided):
+            log.warning("report_refused", reason=f"host {by_host} may run trials, and decide nothing")
+            return
         match report:
+            case Hello():
+                await self._broker.declare(run_of(self._study.name), policies=[], kinds=[KIND, kind_of(report.host)])
+                await self._tell(report.claim_id, "welcome", 0)
+            case FileWanted():
+                trials = [one.trial for one in self.state.trials.values()]
+                await self._broker.emit(self._files.answer(report, self._study, trials))
             case Claim():
                 await self._end_if_lost(report)
                 decision = on_claim(self.state, report, elapsed_s=self._ledger.elapsed_s)
                 await self._append(decision.facts)
-                self._offered.add(report.trial_id)
+                self._offered.setdefault(report.trial_id, "")
                 one = self.state.trials.get(report.trial_id)
                 if decision.verdict == "run" and one is not None:
                     self._heard.setdefault(report.claim_id, Heard(time.monotonic()))
                 if decision.verdict == "stop":
-                    self._offered.discard(report.trial_id)
+                    self._offered.pop(report.trial_id, None)
                 await self._tell(report.claim_id, decision.verdict or "drop", one.fence if one else 0)
             case Beat():
                 one = self.state.trials.get(report.trial_id)
@@ -182,7 +217,7 @@ class Leader:
                 await self._append(on_end(self.state, report).facts)
                 one = self.state.trials.get(report.trial_id)
                 if isinstance(report, TrialFailed) and one is not None and one.lease is None:
-                    self._offered.discard(report.trial_id)
+                    self._offered.pop(report.trial_id, None)
                 await self._advance()
             case StudyStopped():
                 if not self.state.stopped:
@@ -216,7 +251,12 @@ class Leader:
             heard = self._heard.setdefault(one.lease.claim_id, Heard(time.monotonic()))
             if time.monotonic() - heard.at >= VANISHED_LEASES * self._study.lease_s:
                 await self._append(on_loss(one, self._bound_loss(one, heard)))
-                self._offered.discard(one.trial.id)
+                self._offered.pop(one.trial.id, None)
+        for one in self.state.open:
+            host = self._offered.get(one.trial.id)
+            if host and not await self._has_workers(host):
+                self._report(f"{_name(one.trial)}: {host} has its checkpoint and no worker; it begins again elsewhere")
+                await self._offer(one.trial, "")
         why = find_exceeded(self.state, elapsed_s=self._ledger.elapsed_s)
         if why and not (self.state.stopped or self.state.leased):
             await self._append([StudyStopped(kind="budget", reason=why)])
@@ -246,9 +286,21 @@ class Leader:
             return
         room = MAX_OFFERS - sum(one.trial.id in self._offered for one in self.state.open)
         for one in [one for one in self.state.open if one.trial.id not in self._offered][: max(room, 0)]:
-            self._offered.add(one.trial.id)
-            offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(one.trial))
-            await self._broker.publish(offers(self._study.name), offer)
+            await self._offer(one.trial, await self._find_host(one.trial))
+
+    async def _find_host(self, trial: Trial) -> str:
+        """Return the host that has the checkpoint from which a promoted trial continues, or "" if no worker is there."""
+        host = self.state.hosts.get(trial.lineage, "") if trial.rung else ""
+        return host if host and await self._has_workers(host) else ""
+
+    async def _has_workers(self, host: str) -> bool:
+        depths = await self._broker.depths([queue := offers(self._study.name, host)])
+        return queue in depths and depths[queue].consumers > 0
+
+    async def _offer(self, trial: Trial, host: str) -> None:
+        self._offered[trial.id] = host
+        offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(trial))
+        await self._broker.publish(offers(self._study.name, host), offer)
 
     def _find_outdated(self) -> list[str]:
         """Return the open trials that can no longer be run, because they were planned with other files."""
@@ -311,19 +363,23 @@ class Leader:
             if line := describe(entry.fact, self.state):
                 self._report(line)
 
-    async def _tell(self, claim_id: str, verdict: Verdict, fence: int) -> None:
+    async def _tell(self, claim_id: str, verdict: Verdict, fence: int) -> bool:
+        """Answer a worker, and return whether the answer was sent."""
         fields = {"claim_id": claim_id, "verdict": verdict, "fence": fence}
-        await self._broker.emit(
+        return await self._broker.emit(
             Event(run=run_of(self._study.name), source=SOURCE, name=LEASE_EVENT, at=time.time(), fields=fields)
         )
+
+
+def _name(trial: Trial) -> str:
+    return f"{trial.arm}, seed {trial.seed}" + (f", rung {trial.rung}" if trial.rung else "")
 
 
 def describe(fact: AnyFact, state: StudyState) -> str:
     """Return the line by which a fact is shown, or "" for one that is not."""
 
     def trial(trial_id: str) -> str:
-        one = state.trials[trial_id].trial
-        return f"{one.arm}, seed {one.seed}" + (f", rung {one.rung}" if one.rung else "")
+        return _name(state.trials[trial_id].trial)
 
     match fact:
         case TrialResult(metrics=metrics):

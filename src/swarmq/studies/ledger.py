@@ -21,12 +21,12 @@ from swarmq.studies.records import AnyFact, Entry
 
 
 class StudyFolder:
-    """Paths of a study's files, in `studies/NAME` beside its study file."""
+    """Paths of a study's files, in `studies/NAME` beside its study file, or in `path`."""
 
-    def __init__(self, study_file: Path, name: str) -> None:
+    def __init__(self, study_file: Path, name: str, *, path: Path | None = None) -> None:
         self.root = study_file.absolute().parent
         """Folder of the study file, in which trials run."""
-        self.path = self.root / "studies" / name
+        self.path = path or self.root / "studies" / name
 
     @property
     def ledger(self) -> Path:
@@ -46,6 +46,11 @@ class StudyFolder:
     def endpoint(self) -> Path:
         """File with the broker's URL, for workers and commands on this host; readable by its owner alone."""
         return self.path / "endpoint"
+
+    @property
+    def hosts(self) -> Path:
+        """Registry of the hosts that were invited to run trials."""
+        return self.path / "hosts.json"
 
     @property
     def logs(self) -> Path:

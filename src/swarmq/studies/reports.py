@@ -1,6 +1,7 @@
 """What workers tell the leader, in the body of a `TrialReport`, and how the leader answers.
 
 leader --TrialOffer--> trials: held unacknowledged by one worker until the trial has ended
+worker --Hello-->   reports    leader --event "lease"--> welcome, once there is a queue for trials that only this host shall run
 worker --Claim-->   reports    leader --event "lease"--> run, wait, drop or stop
 worker --Beat-->    reports    ... while the trial runs
 worker --TrialResult, TrialFailed--> reports; then the worker acknowledges the offer
@@ -18,14 +19,32 @@ from swarmq.messages import TrialReport, new_id
 from swarmq.studies.records import PlannerDecided, StudyStopped, TrialFailed, TrialResult
 from swarmq.studies.study import Study, hash_json
 
+RUN_PREFIX = "study-"
 KIND = "trials"
 LEASE_EVENT: Literal["lease"] = "lease"
+PIECE_EVENT: Literal["piece"] = "piece"
 SOURCE = "study"
 
-Verdict = Literal["run", "wait", "drop", "stop", "differs", "revoked"]
-"""`run`: the trial is leased to this worker. `wait`: ask again later. `drop`: the trial needs no further start; forget the offer.
+Verdict = Literal["welcome", "run", "wait", "drop", "stop", "differs", "revoked"]
+"""`welcome`: there is a leader. `run`: the trial is leased to this worker. `wait`: ask again later. `drop`: the trial needs no further start; forget the offer.
 `stop`: no further trial starts. `differs`: the worker's files or study are not the leader's. `revoked`: the lease has ended, so the
 trial must."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="hello"):
+    """A worker asks whether there is a leader."""
+
+    claim_id: str
+    host: str
+
+
+class FileWanted(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="file_wanted"):
+    """A worker without the study's folder asks for a piece of a file (shared_files.py)."""
+
+    reader: str
+    """Source of the event with the answer, so that no other worker gets it."""
+    path: str
+    offset: int = 0
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="claim"):
@@ -49,7 +68,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="bea
     """Seconds since the trial's start, by the worker's monotonic clock."""
 
 
-Report = Claim | Beat | TrialResult | TrialFailed | StudyStopped | PlannerDecided
+Report = Hello | FileWanted | Claim | Beat | TrialResult | TrialFailed | StudyStopped | PlannerDecided
 
 
 def hash_terms(study: Study, lineage: str) -> str:
@@ -59,12 +78,22 @@ def hash_terms(study: Study, lineage: str) -> str:
 
 def run_of(name: str) -> str:
     """Return the name under which a study has its queues."""
-    return f"study-{name}"
+    return f"{RUN_PREFIX}{name}"
 
 
-def offers(name: str) -> str:
-    """Return the queue of trials."""
-    return topology.tasks(run_of(name), KIND)
+def parse_run(run: str) -> str:
+    """Return the study that has its queues under this name, or "" if no study has."""
+    return run.removeprefix(RUN_PREFIX) if run.startswith(RUN_PREFIX) else ""
+
+
+def kind_of(host: str) -> str:
+    """Return the kind of task whose queue holds the trials that only workers of this host shall run."""
+    return f"{KIND}.{host}"
+
+
+def offers(name: str, host: str = "") -> str:
+    """Return the queue of trials, or that of one host."""
+    return topology.tasks(run_of(name), kind_of(host) if host else KIND)
 
 
 def inbox(name: str) -> str:

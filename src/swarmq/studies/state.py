@@ -56,9 +56,11 @@ class StudyState:
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self.study: Study | None = None
-        self.digest = self.inputs = ""
+        self.inputs = ""
         self.trials: dict[str, TrialState] = {}
         """Trials by id, in the order in which they were planned."""
+        self.hosts: dict[str, str] = {}
+        """Lineage -> host that ran its newest start, and has its checkpoint."""
         self.promoted: list[Promoted] = []
         self.looks: list[Looked] = []
         self.spent = Cost()
@@ -79,7 +81,7 @@ class StudyState:
     def apply(self, entry: Entry) -> None:
         match entry.fact:
             case StudyOpened() | StudyAmended():
-                self.study, self.digest, self.inputs = entry.fact.study, entry.fact.digest, entry.fact.inputs
+                self.study, self.inputs = entry.fact.study, entry.fact.inputs
             case TrialPlanned(trial=trial):
                 one = self.trials.pop(trial.id, None) or TrialState(trial=trial)  # known: an amendment was taken back
                 one.trial, one.parked, one.num_failures, one.num_lost = trial, None, 0, 0
@@ -88,6 +90,7 @@ class StudyState:
                 one = self.trials[entry.fact.trial_id]
                 one.lease, one.fence = entry.fact, entry.number
                 one.claims.add(entry.fact.claim_id)
+                self.hosts[one.trial.lineage] = entry.fact.worker.rpartition(":")[0]
                 self.num_starts += 1
             case TrialResult():
                 one = self.trials[entry.fact.trial_id]

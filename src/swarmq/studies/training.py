@@ -56,6 +56,8 @@ def choose_settings(order: Order) -> tuple[list[str], dict[str, int]]:
                 f"policies.{policy}.train.seed={attempt.seed}",
                 f"policies.{policy}.train.max_steps={last[policy]}",
             ]
+            if end := settings.train.last_scheduled_step:  # else it would end at the rung
+                sets.append(f"policies.{policy}.train.schedule_steps={end}")
     return sets, last
 
 

@@ -1,6 +1,6 @@
 """`swarmq study worker`: runs trials of a study on this host, one at a time in each lane.
 
-    trials --prefetch 1--> offer held ─> claim ─> lease ─> trial's process, beats ─> end confirmed ─> ack
+    trials, and those for this host alone --> offer held ─> claim ─> lease ─> trial's process, beats ─> end confirmed ─> ack
                               ├── this worker dies: RabbitMQ gives the offer to another one, whose claim waits until this one's beats
                               │   have been missing for `lease_s`
                               └── the broker is away for `lease_s`: the trial is ended here, because another worker may get it
@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 
 from swarmq.broker import Broker, Delivery
-from swarmq.errors import BrokerLostError, MessageError, StudyError, UnconfirmedError
+from swarmq.errors import BrokerLostError, FilesDifferError, MessageError, StudyError, UnconfirmedError
 from swarmq.messages import TrialOffer, new_id
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
@@ -34,7 +34,7 @@ from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import StudyFolder
 from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
-from swarmq.studies.reports import SOURCE, Beat, Claim, Report, Verdict, hash_terms, inbox, offers, pack, run_of
+from swarmq.studies.reports import SOURCE, Beat, Claim, Hello, Report, Verdict, hash_terms, inbox, offers, pack, run_of
 from swarmq.studies.study import Study
 from swarmq.studies.trial import Attempt, Order, log_path, order_path, read_outcome, result_path
 
@@ -47,6 +47,9 @@ TIMEOUT = "timeout"
 ASK_S = 2.0
 """Seconds after which an unanswered or waiting claim is repeated."""
 LOG_LINES = 40
+GREET_S = 30.0
+"""Seconds between two questions whether there is a leader, and after which a worker says that there is none."""
+OWN_PREFETCH = 64
 STOP_S = 30.0
 """Largest number of seconds in which a trial stops in order when its worker is stopped; its time limit holds, too."""
 
@@ -86,13 +89,13 @@ class Answers:
 
     async def wait(self, claim_id: str, seconds: float) -> Answer | None:
         """Return the next answer to a claim; None if there is none within `seconds`."""
-        self._newest[claim_id] = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._newest[claim_id] is None:
                     self._changed.clear()
                     await self._changed.wait()
-        return self._newest[claim_id]
+        answer, self._newest[claim_id] = self._newest[claim_id], None
+        return answer
 
     def is_revoked(self, claim_id: str) -> bool:
         answer = self._newest[claim_id]
@@ -123,8 +126,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def no_leader(name: str, where: str, seconds: float) -> str:
+    """Say that a study has no leader."""
+    return f"no leader of study {name} has answered for {seconds:.0f} s over RabbitMQ at {where}; start it on its host: `swarmq study run`"
+
+
 class Worker:
-    """A worker of a study. `environments`: environment variables of the trials of each lane."""
+    """A worker of a study. `environments`: environment variables of the trials of each lane. `host`: name of this host, whose workers
+    share the folders of trials. `where`: address of the broker, for messages."""
 
     def __init__(
         self,
@@ -133,43 +142,90 @@ class Worker:
         folder: StudyFolder,
         *,
         environments: Sequence[Mapping[str, str]],
+        host: str = "",
+        where: str = "the broker",
         ask_s: float = ASK_S,
+        greet_s: float = GREET_S,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._broker, self._study, self._folder = broker, study, folder
-        self._environments, self._ask_s, self._report = environments, ask_s, report
-        self._name = f"{socket.gethostname().split('.')[0]}:{os.getpid()}"
+        self._broker, self._study, self._folder, self._where = broker, study, folder, where
+        self._environments, self._ask_s, self._greet_s, self._report = environments, ask_s, greet_s, report
+        self._host = host or socket.gethostname().split(".")[0]
         self._answers = Answers()
+        self._own = asyncio.Queue[Delivery]()
+        """Offers of trials for this host alone."""
 
     async def run(self) -> None:
-        """Run trials until the study has ended, or until cancelled. Raises StudyError if the files here are not those of the study."""
-        ready = asyncio.Event()
+        """Run trials until the study has ended, or until cancelled. Raises FilesDifferError if the files here are not those of the study."""
+        ready, welcome = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._answers.follow(self._broker, run_of(self._study.name), ready=ready))
-            await ready.wait()
-            lanes = [tasks.create_task(self._serve(environment)) for environment in self._environments]
             ended = tasks.create_task(self._answers.stopped.wait())
+            ended.add_done_callback(lambda _: welcome.set())
+            others = [
+                tasks.create_task(self._answers.follow(self._broker, run_of(self._study.name), ready=ready)),
+                tasks.create_task(self._greet(ready, welcome)),
+                tasks.create_task(self._collect_own(welcome)),
+            ]
+            lanes = [tasks.create_task(self._serve(environment, welcome)) for environment in self._environments]
             await asyncio.wait([ended, *lanes], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(lanes)
-            ended.cancel()
-            following.cancel()
+            for task in (ended, *others):
+                task.cancel()
 
-    async def _serve(self, environment: Mapping[str, str]) -> None:
-        """Run one trial after the other."""
+    async def _greet(self, ready: asyncio.Event, welcome: asyncio.Event) -> None:
+        """Ask again and again whether there is a leader, and say so while there is none."""
+        await ready.wait()
+        while True:
+            hello, began, is_missed = Hello(claim_id=new_id(), host=self._host), time.monotonic(), False
+            with self._answers.expect(hello.claim_id):
+                await self._send(hello)  # it waits in the queue for a leader
+                while await self._answers.wait(hello.claim_id, self._greet_s) is None:
+                    self._report(no_leader(self._study.name, self._where, time.monotonic() - began))
+                    is_missed = True
+                    await self._send(hello)  # the answer may have been lost
+            if is_missed:
+                self._report(f"the leader of study {self._study.name} answers")
+            welcome.set()
+            await asyncio.sleep(self._greet_s)
+
+    async def _collect_own(self, welcome: asyncio.Event) -> None:
+        await welcome.wait()
+        if self._answers.stopped.is_set():
+            return
+        async with self._broker.consume(offers(self._study.name, self._host), prefetch=OWN_PREFETCH) as deliveries:
+            async for delivery in deliveries:
+                self._own.put_nowait(delivery)
+
+    async def _serve(self, environment: Mapping[str, str], welcome: asyncio.Event) -> None:
+        """Run one trial after the other until the study has ended."""
+        await welcome.wait()
+        while (own := await self._serve_anyones(environment)) is not None:
+            await self._take(own, environment)
+
+    async def _serve_anyones(self, environment: Mapping[str, str]) -> Delivery | None:
+        """Run trials that any host may run, until there is one for this host alone. Return its offer; None once the study has ended.
+
+        The consumer is closed before a trial of this host runs, because it may hold an offer that another worker can take.
+        """
+        if not self._own.empty():
+            return self._own.get_nowait()
         async with self._broker.consume(offers(self._study.name), prefetch=1) as deliveries:
-            while (delivery := await self._next(deliveries)) is not None:
-                await self._take(delivery, environment)
+            while True:
+                own, anyones = await self._next(deliveries)
+                if own or not anyones:
+                    return own
+                await self._take(anyones, environment)
 
-    async def _next(self, deliveries: AsyncIterator[Delivery]) -> Delivery | None:
-        """Return the next offer; None once the study has ended."""
-        offered = asyncio.ensure_future(anext(deliveries))
+    async def _next(self, deliveries: AsyncIterator[Delivery]) -> tuple[Delivery | None, Delivery | None]:
+        """Wait for an offer, or for the end of the study. Return what is there: an offer for this host, one for any host."""
+        own, anyones = asyncio.ensure_future(self._own.get()), asyncio.ensure_future(anext(deliveries))
         ended = asyncio.ensure_future(self._answers.stopped.wait())
         try:
-            await asyncio.wait([offered, ended], return_when=asyncio.FIRST_COMPLETED)
-            return offered.result() if offered.done() else None
+            await asyncio.wait([own, anyones, ended], return_when=asyncio.FIRST_COMPLETED)
+            return own.result() if own.done() else None, anyones.result() if anyones.done() else None
         finally:
-            offered.cancel()
-            ended.cancel()
+            for future in (own, anyones, ended):
+                future.cancel()
 
     async def _take(self, delivery: Delivery, environment: Mapping[str, str]) -> None:
         """Run the offered trial until the leader knows its end, and acknowledge the offer."""
@@ -180,7 +236,13 @@ class Worker:
         terms = hash_terms(self._study, lineage)
         is_settled = False
         while not is_settled:
-            claim = Claim(claim_id=new_id(), trial_id=trial.id, copy_id=offer.copy_id, worker=self._name, terms=terms)
+            claim = Claim(
+                claim_id=new_id(),
+                trial_id=trial.id,
+                copy_id=offer.copy_id,
+                worker=f"{self._host}:{os.getpid()}",
+                terms=terms,
+            )
             with self._answers.expect(claim.claim_id):
                 fence = await self._claim(claim)
                 is_settled = fence is None or await self._run(trial, claim, fence, environment)
@@ -190,7 +252,7 @@ class Worker:
     async def _claim(self, claim: Claim) -> int | None:
         """Ask the leader until it decides; return the fencing token of the lease, or None if there is nothing to run.
 
-        Raises StudyError if the files here are not those of the study.
+        Raises FilesDifferError if the files here are not those of the study.
         """
         while True:
             await self._send(claim)
@@ -201,7 +263,7 @@ class Worker:
                 case "wait":
                     await asyncio.sleep(self._ask_s)
                 case "differs":
-                    raise StudyError(
+                    raise FilesDifferError(
                         f"trial {claim.trial_id[:12]}: the study file, job, code, tasks, model or swarmq's version in {self._folder.root} "
                         "are not those of the study; copy them from the leader's host, or amend the study there"
                     )

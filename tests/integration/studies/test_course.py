@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 
 import msgspec
 import pytest
@@ -354,3 +355,100 @@ async def test_what_a_killed_start_of_a_trial_left_behind_is_ended(tmp_path):
     assert sleeper.returncode is None
     end_leftovers(tmp_path / "one")
     assert await sleeper.wait() == -9
+
+
+async def test_a_worker_says_that_there_is_no_leader_and_that_there_is_one_again(tmp_path):
+    lab, said = Lab(tmp_path, SCORE), []
+    await lab.broker.declare("study-first", policies=[], kinds=["trials"])  # a leader was there once
+    worker = Worker(
+        lab.broker, lab.study, lab.folder, environments=[{}], where="mq:5672", greet_s=0.05, report=said.append
+    )
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(worker.run())
+        await lab.until(lambda: said)
+        assert re.fullmatch(
+            r"no leader of study first has answered for \d+ s over RabbitMQ at mq:5672; .*`swarmq study run`", said[0]
+        )
+        await lab.lead()
+        await working
+    assert "the leader of study first answers" in said
+
+
+RESUMED = """
+from pathlib import Path
+
+def trial(attempt):
+    state, left = Path(attempt.folder, "state"), Path("hold").exists() and attempt.steps == 2
+    made = len(state.read_text()) if state.exists() else 0
+    if left:
+        Path("held").touch()
+        __import__("time").sleep(600)
+    state.write_text("x" * attempt.steps)
+    return {"score": float(attempt.settings["arm"]), "made_before": float(made)}
+"""
+RUNGS = {"design": {"kind": "asha", "rungs": [1, 2], "keep": 0.5}, "lease_s": 0.5}
+
+
+@contextlib.asynccontextmanager
+async def hosts_at_work(lab, *names):
+    """Workers of hosts that share no folder."""
+    async with asyncio.TaskGroup() as tasks:
+        working = {}
+        for name in names:
+            folder = StudyFolder(lab.folder.root / "study.toml", lab.study.name, path=lab.folder.root / name)
+            worker = Worker(lab.broker, lab.study, folder, environments=[{}], host=name, ask_s=0.1, greet_s=0.5)
+            working[name] = tasks.create_task(worker.run())
+        yield working
+        for task in working.values():
+            task.cancel()
+
+
+async def test_a_promoted_trial_goes_to_the_host_that_has_its_checkpoint(tmp_path):
+    lab = Lab(tmp_path, RESUMED, seeds=[0, 1], **{**RUNGS, "lease_s": 60.0})
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        async with hosts_at_work(lab, "one", "two"):
+            await leading
+    promoted = {fact.trial.id: fact.trial.lineage for fact in lab.facts(TrialPlanned) if fact.trial.rung}
+    assert len(promoted) == 4, "the best arm and the baseline, with two seeds each"
+    hosts = {fact.trial_id: fact.worker.partition(":")[0] for fact in lab.facts(TrialStarted)}
+    first = {fact.trial.lineage: hosts[fact.trial.id] for fact in lab.facts(TrialPlanned) if not fact.trial.rung}
+    assert set(first.values()) == {"one", "two"}
+    assert {one: hosts[one] for one in promoted} == {one: first[lineage] for one, lineage in promoted.items()}
+    made = {fact.metrics["made_before"] for fact in lab.facts(TrialResult) if fact.trial_id in promoted}
+    assert made == {1.0}, "the first step was not repeated"
+
+
+async def test_a_promoted_trial_whose_host_is_gone_begins_again_on_another_and_the_leader_says_so(tmp_path):
+    lab, said = Lab(tmp_path, RESUMED, seeds=[0], **RUNGS), []
+    (tmp_path / "hold").touch()
+
+    async def lead():
+        with open_leader(lab.study, lab.folder, report=said.append) as leader:
+            await leader.open()
+            await leader.run(lab.broker)
+
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lead())
+        await asyncio.sleep(0)
+        async with hosts_at_work(lab, "one"):
+            await lab.until((tmp_path / "held").exists)
+        (tmp_path / "hold").unlink()
+        async with hosts_at_work(lab, "two"):
+            await leading
+    assert any("one has its checkpoint and no worker; it begins again elsewhere" in line for line in said), said
+    made = [fact.metrics["made_before"] for fact in lab.facts(TrialResult)]
+    assert made == [0.0] * 4
+    assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
+
+
+async def test_an_invited_host_decides_nothing(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    stop = pack(lab.study.name, StudyStopped(kind="asked", reason="mischief"))
+    with open_leader(lab.study, lab.folder) as leader:
+        await leader.open()
+        await leader._hear(stop, by_host="gpu2")
+        assert not leader.state.stopped
+        await leader._hear(stop, by_host="")
+        assert leader.state.stopped
