@@ -15,6 +15,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     collector --LogEntry--> log (a stream)        all collectors of a run with standbys
     proxy     --Turn-->     turns.<n>             collector --Fence--> turns.<n>: instead of `in`, if the collector has several processes
     study     --TrialOffer--> tasks.trials        worker --TrialReport--> in: of a study, which has queues like those of a run
+    everybody --MessageBatch--> in, turns.<n>: several of these records from one process (broker/message_batches.py)
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ SCHEMA = 1
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Maximum size of a published record. RabbitMQ 4 closes the channel on a message above 16 MiB."""
+
+MAX_BATCH = 1000
+"""Maximum number of messages in a batch that a reader accepts."""
 
 MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted: rounding lets an engine report one slightly above 0."""
@@ -492,6 +496,25 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     fields: dict[str, Any] = {}
 
 
+class PackedMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A message of a batch, as it would be published alone."""
+
+    kind: str
+    """AMQP message type: the record's tag."""
+    key: str
+    """Idempotency key."""
+    body: bytes
+
+
+class MessageBatch(Record, frozen=True, kw_only=True, tag="batch"):
+    """everybody -> in, turns.<n>: messages that one process published at about the same time, in their order.
+
+    Not a `Message`: consumers get the messages in it. An older version parks it as a dead letter with an unknown type.
+    """
+
+    messages: tuple[PackedMessage, ...]
+
+
 Message = (
     EpisodeBegin
     | Turn
@@ -515,6 +538,7 @@ Message = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_batch_decoder = msgspec.msgpack.Decoder(MessageBatch)
 
 
 def encode(message: Message) -> bytes:
@@ -536,10 +560,31 @@ def decode(body: bytes) -> Message:
         message = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"not a swarmq record: {error}") from error
-    if message.schema > SCHEMA:
-        raise MessageError(f"schema {message.schema} is newer than this reader's {SCHEMA}: upgrade swarmq")
+    _check_schema(message)
     check(message)
     return message
+
+
+def encode_batch(batch: MessageBatch) -> bytes:
+    """Return the batch as bytes."""
+    return _encoder.encode(batch)
+
+
+def decode_batch(body: bytes) -> MessageBatch:
+    """Decode a batch, but not the messages in it. Raises MessageError."""
+    try:
+        batch = _batch_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise MessageError(f"not a batch of messages: {error}") from error
+    _check_schema(batch)
+    if not 0 < len(batch.messages) <= MAX_BATCH:
+        raise MessageError(f"a batch of {len(batch.messages)} messages: no swarmq sent this")
+    return batch
+
+
+def _check_schema(record: Record) -> None:
+    if record.schema > SCHEMA:
+        raise MessageError(f"schema {record.schema} is newer than this reader's {SCHEMA}: upgrade swarmq")
 
 
 def check(message: Message) -> None:

@@ -12,8 +12,22 @@ import pytest
 from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.broker.admin.dead_letters import list_letters
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.message_batches import KIND as BATCH
+from swarmq.broker.message_batches import pack
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
-from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, RefusedTurn, Slot, Task, Turn, encode, idempotency_key
+from swarmq.messages import (
+    MAX_MESSAGE_BYTES,
+    EpisodeEnd,
+    Event,
+    Message,
+    PackedMessage,
+    RefusedTurn,
+    Slot,
+    Task,
+    Turn,
+    encode,
+    idempotency_key,
+)
 from swarmq.testing import MemoryBroker
 
 SOON_S = 30.0
@@ -25,7 +39,8 @@ class Bench(msgspec.Struct):
 
     broker: Broker
     run: str
-    put: Callable[[str, bytes], Awaitable[None]]
+    put: Callable[..., Awaitable[None]]
+    """Takes a queue, a body and, by name, the message's kind."""
     dead: Callable[[], Awaitable[list[tuple[bytes, str, str, str]]]]
     """(body, key, queue, reason) of the dead letters of this run."""
 
@@ -56,8 +71,8 @@ async def bench(request: pytest.FixtureRequest, run_name: str) -> AsyncIterator[
 def in_memory(run: str) -> Bench:
     broker = MemoryBroker()
 
-    async def put(queue: str, body: bytes) -> None:
-        broker.put(queue, body)
+    async def put(queue: str, body: bytes, kind: str = "") -> None:
+        broker.put(queue, body, kind=kind)
 
     async def dead() -> list[tuple[bytes, str, str, str]]:
         return [
@@ -74,8 +89,8 @@ def in_memory(run: str) -> Bench:
 
 
 def on_rabbitmq(broker: AmqpBroker, url: str, run: str) -> Bench:
-    async def put(queue: str, body: bytes) -> None:
-        await broker._publisher.publish(queue, body, kind="", headers={}, deadline_s=None)
+    async def put(queue: str, body: bytes, kind: str = "") -> None:
+        await broker._publisher.publish(queue, body, kind=kind, headers={}, deadline_s=None)
 
     async def dead() -> list[tuple[bytes, str, str, str]]:
         found = await list_letters(url)
@@ -279,6 +294,111 @@ async def test_poison_is_parked_with_its_reason_and_its_neighbours_arrive(bench:
     [(dead_body, _, queue, reason)] = await bench.dead()
     assert (dead_body, queue) == (body, bench.inbox)
     assert "not a swarmq record" in reason
+
+
+async def put_batch(bench: Bench, *messages: PackedMessage) -> None:
+    await bench.put(bench.inbox, pack(bench.run, messages).body, kind=BATCH)
+
+
+def packed(message: Message) -> PackedMessage:
+    return PackedMessage(str(message.__struct_config__.tag), idempotency_key(message), encode(message))
+
+
+async def test_the_messages_of_a_batch_arrive_one_by_one_among_others(bench: Bench) -> None:
+    ends = [end(bench.run, number) for number in range(5)]
+    await bench.broker.publish(bench.inbox, ends[0])
+    await put_batch(bench, *map(packed, ends[1:4]))
+    await bench.broker.publish(bench.inbox, ends[4])
+    taken = await take(bench, bench.inbox, 5)
+    assert [delivery.message for delivery in taken] == ends
+    assert [delivery.key for delivery in taken] == [idempotency_key(message) for message in ends]
+    assert [delivery.body for delivery in taken] == [encode(message) for message in ends]
+    assert await take_redelivered(bench) == []
+
+
+async def test_a_batch_comes_again_whole_unless_all_its_messages_are_acknowledged(bench: Bench) -> None:
+    await put_batch(bench, *(packed(end(bench.run, number)) for number in range(3)))
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        for delivery in await deliveries.batch(2):
+            await delivery.ack()
+    assert await take_redelivered(bench, ack=3) == ["e0:end", "e1:end", "e2:end"]
+    assert await take_redelivered(bench) == []
+
+
+async def test_what_came_before_a_batch_is_acknowledged_through_a_part_of_it(bench: Bench) -> None:
+    await bench.broker.publish(bench.inbox, end(bench.run, 0))
+    await put_batch(bench, packed(end(bench.run, 1)), packed(end(bench.run, 2)))
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        first = [await anext(deliveries), await anext(deliveries)]
+        await deliveries.ack_through(first[-1])
+    assert await take_redelivered(bench) == ["e1:end", "e2:end"]
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        last = [await anext(deliveries), await anext(deliveries)]
+        await deliveries.ack_through(last[-1])
+    assert await take_redelivered(bench) == []
+
+
+async def take_redelivered(bench: Bench, *, ack: int = 0) -> list[str]:
+    """Return the keys of the messages that are in the inbox, and acknowledge the first ones."""
+    await bench.broker.publish(bench.inbox, end(bench.run, 99))
+    keys: list[str] = []
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        async for delivery in deliveries:
+            if delivery.key == "e99:end":
+                await delivery.ack()
+                return keys
+            keys.append(delivery.key)
+            if len(keys) <= ack:
+                await delivery.ack()
+    return keys
+
+
+async def test_poison_in_a_batch_is_parked_alone(bench: Bench) -> None:
+    bad = Turn(
+        run=bench.run,
+        episode_id="e",
+        policy="main",
+        call_id="r.0",
+        request_id="r",
+        prompt_ids=b"\0\0\0",
+        sampled_ids=b"",
+        logprobs=b"",
+    )
+    await put_batch(
+        bench,
+        packed(end(bench.run, 1)),
+        PackedMessage("end", "rubbish", b"\xc1"),
+        packed(bad),
+        packed(end(bench.run, 2)),
+    )
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        first, refused, last = await deliveries.batch(10)
+        assert [first.key, last.key] == ["e1:end", "e2:end"]
+        assert isinstance(refused.message, RefusedTurn)
+        assert (refused.message.episode_id, refused.message.call_id) == ("e", "r.0")
+        await bench.broker.dead_letter(refused, "no turn")
+        await deliveries.ack_through(last)
+    parked = {(body, key, queue) for body, key, queue, _ in await bench.dead()}
+    assert parked == {(b"\xc1", "rubbish", bench.inbox), (encode(bad), "e:r.0", bench.inbox)}
+    assert await take_redelivered(bench) == []
+
+
+@pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode({"type": "batch", "run": "r", "messages": []})])
+async def test_a_batch_that_is_no_batch_is_parked(bench: Bench, body: bytes) -> None:
+    await bench.put(bench.inbox, body, kind=BATCH)
+    await bench.broker.publish(bench.inbox, end(bench.run, 2))
+    await take(bench, bench.inbox, 1)
+    [(dead_body, _, queue, _)] = await bench.dead()
+    assert (dead_body, queue) == (body, bench.inbox)
+
+
+async def test_messages_that_are_published_at_once_arrive_once_and_in_order(bench: Bench) -> None:
+    ends = [end(bench.run, number) for number in range(300)]
+    async with asyncio.TaskGroup() as tasks:
+        for message in ends:
+            tasks.create_task(bench.broker.publish(bench.inbox, message))
+    assert [delivery.message for delivery in await take(bench, bench.inbox, 300)] == ends
+    assert await take_redelivered(bench) == []
 
 
 async def test_a_turn_that_is_poison_is_told_to_its_reader_who_parks_it(bench: Bench) -> None:

@@ -80,6 +80,7 @@ class AmqpBroker:
         self._stack = stack
         self._user = user
         self._publisher = Publisher(link, user=user)
+        stack.callback(self._publisher.close)
         self._emitter = EventEmitter(link)
         self._control: BrokerLink | None = None
 

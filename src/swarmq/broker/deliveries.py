@@ -1,7 +1,9 @@
 """Deliveries as a consumer gets them from an async iterator: decoded and checked.
 
 A source (an AMQP session, or memory in tests) calls `put` for each message, `forget` when its session is lost and its
-messages will be redelivered, and `fail` or `close` at the end. The consumer iterates.
+messages will be redelivered, and `fail` or `close` at the end. The consumer iterates. A batch (message_batches.py) becomes as many
+deliveries as it has messages: one that cannot be used is parked alone, and RabbitMQ gets its acknowledgement when all are
+acknowledged.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from swarmq.broker import topology
 from swarmq.broker.client_rules import find_violation
+from swarmq.broker.message_batches import KIND as BATCH
 from swarmq.errors import BrokerError, MessageError
-from swarmq.messages import Message, RefusedTurn, Turn, decode, idempotency_key
+from swarmq.messages import Message, RefusedTurn, Turn, decode, decode_batch, idempotency_key
 
 Item = TypeVar("Item")
 
@@ -56,6 +59,25 @@ class Arrival(NamedTuple):
     """Message type stated by the sender."""
     sender: str = ""
     """User of the invited client that published the message, verified by RabbitMQ; empty for the run's own processes."""
+
+
+class BatchSettler:
+    """Acknowledges a batch once all its messages are acknowledged; their tags are their places in it."""
+
+    def __init__(self, settler: Settler, tag: int, num_messages: int) -> None:
+        self._settler = settler
+        self._tag = tag
+        self._unacked = set(range(num_messages))
+
+    async def ack(self, tag: int, *, through: bool) -> None:
+        self._unacked -= set(range(tag + 1)) if through else {tag}
+        if not self._unacked:
+            await self._settler.ack(self._tag, through=through)
+        elif through:
+            await self._settler.ack(self._tag - 1, through=True)
+
+    async def reject(self, tag: int) -> None:
+        raise NotImplementedError("the messages of a batch are parked with `dead_letter`")
 
 
 class Delivery:
@@ -139,6 +161,10 @@ class Deliveries(FeedQueue[Arrival]):
             if (delivery := await self._admit(await self._next_item())) is not None:
                 return delivery
 
+    def put(self, item: Arrival) -> None:
+        for arrival in _unpack(item):
+            super().put(arrival)
+
     async def batch(self, limit: int) -> list[Delivery]:
         """Wait for a delivery, and return it with the deliveries that have arrived after it, at most `limit` in all. Returns
         an empty list once the context is closed."""
@@ -174,6 +200,21 @@ class Deliveries(FeedQueue[Arrival]):
 
     def forget(self) -> None:
         self._items.clear()
+
+
+def _unpack(arrival: Arrival) -> list[Arrival]:
+    """Return the messages of a batch. A batch that cannot be decoded, and any other message, is returned as it is."""
+    if arrival.kind != BATCH:
+        return [arrival]
+    try:
+        messages = decode_batch(arrival.body).messages
+    except MessageError:
+        return [arrival]
+    settler = BatchSettler(arrival.settler, arrival.tag, len(messages))
+    return [
+        arrival._replace(settler=settler, tag=place, body=one.body, headers={KEY_HEADER: one.key}, kind=one.kind)
+        for place, one in enumerate(messages)
+    ]
 
 
 def _to_refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:

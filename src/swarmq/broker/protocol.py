@@ -17,7 +17,7 @@ class Depth(NamedTuple):
     """Numbers of messages and consumers of a queue."""
 
     ready: int
-    """Number of messages that wait for delivery; delivered messages without an acknowledgement are not counted."""
+    """Number of messages that wait for delivery, a batch counted once; delivered messages without an acknowledgement are not counted."""
     consumers: int
 
 

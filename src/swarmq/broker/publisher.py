@@ -1,6 +1,7 @@
 """Publishing: persistent, confirmed, mandatory, and retried under the same idempotency key until confirmed.
 
-Publishes share one channel and await their confirms separately, so that concurrent calls pipeline.
+Publishes share one channel and await their confirms separately, so that concurrent calls pipeline. To the queues of the collector,
+concurrent calls share messages (message_batches.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from aiormq import spec
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER
+from swarmq.broker.message_batches import BatchingPublisher
 from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import RECYCLED_PREFIX, Session
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
+from swarmq.messages import PackedMessage
 from swarmq.runtime.logs import log
 from swarmq.version import __version__
 
@@ -53,6 +56,12 @@ class Publisher:
         self._slots = asyncio.Semaphore(IN_FLIGHT)
         self._warned: dict[str, float] = {}
         self._rejected_since: dict[str, float] = {}
+        self._batching: dict[str, BatchingPublisher] = {}
+        """Queue -> its publisher of batches."""
+
+    def close(self) -> None:
+        for batching in self._batching.values():
+            batching.close()
 
     async def publish(
         self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
@@ -60,9 +69,15 @@ class Publisher:
         """Publish `body` to `queue`, and return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline,
         BrokerError when refused."""
         try:
-            async with asyncio.timeout(deadline_s), self._slots:
-                while not await self._attempt(queue, body, kind=kind, headers=headers):
-                    pass
+            async with asyncio.timeout(deadline_s):
+                if run := topology.parse_turns_run(queue):
+                    await self._find_batching(run, queue).publish(
+                        PackedMessage(kind, str(headers.get(KEY_HEADER, "")), body)
+                    )
+                else:
+                    async with self._slots:
+                        while not await self._attempt(queue, body, kind=kind, headers=headers):
+                            pass
         except TimeoutError as error:
             trouble = self._link.trouble or (
                 "it is blocked by a memory or disk alarm, or overloaded, or the queue lacks a majority of its nodes"
@@ -70,6 +85,14 @@ class Publisher:
             raise UnconfirmedError(
                 f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
             ) from error
+
+    def _find_batching(self, run: str, queue: str) -> BatchingPublisher:
+        async def attempt(message: PackedMessage) -> bool:
+            return await self._attempt(queue, message.body, kind=message.kind, headers={KEY_HEADER: message.key})
+
+        if queue not in self._batching:
+            self._batching[queue] = BatchingPublisher(run, attempt)
+        return self._batching[queue]
 
     async def is_blocked(self) -> bool:
         """Return whether the broker blocks publishers.

@@ -31,7 +31,7 @@ RECENT_BYTES = 1024 * 1024
 WAIT_SHARE = 0.3
 """Minimum share of a step spent waiting at which a learner counts as held up."""
 LONG_INBOX = 200
-"""Minimum number of messages in the queue `in` at which the collector counts as too slow."""
+"""Minimum number of messages, batches included, in the queue `in` at which the collector counts as too slow."""
 RECENT_STEPS = 5
 
 

@@ -17,7 +17,7 @@ from swarmq.observe.monitor import Follower, follow
 log = structlog.get_logger()
 
 LONG_QUEUE = 1000
-"""Minimum number of messages in the collector's queue at which a line mentions the queue."""
+"""Minimum number of messages, batches included, in the collector's queue at which a line mentions the queue."""
 WAIT_SHARE = 0.5
 """Minimum share of a step spent waiting at which its line mentions the waiting."""
 

@@ -1,7 +1,8 @@
 """Reading, requeueing and purging of the dead-letter queue: `swarmq dead`.
 
 Letters are read with `basic.get` and only those requeued or purged are acknowledged. The rest returns to the queue when the session
-closes, so listing loses nothing; two concurrent readers each see only part of the letters.
+closes, so listing loses nothing; two concurrent readers each see only part of the letters. A process of the run parks the messages of a
+batch one by one; a batch that RabbitMQ has parked is one letter.
 
 The origin of a letter is taken from what RabbitMQ or a process of the run has written, except for letters that clients of older
 versions parked themselves:
@@ -25,10 +26,11 @@ from aio_pika.exceptions import PublishError
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER
+from swarmq.broker.message_batches import KIND as BATCH
 from swarmq.broker.publisher import send_once
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, MessageError
-from swarmq.messages import decode
+from swarmq.messages import decode, decode_batch
 
 LIST_LIMIT = 1000
 SHOWN_BYTES = 400
@@ -78,12 +80,19 @@ async def list_letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]
 def format_letter(letter: DeadLetter) -> str:
     """Format a letter as text: its record as JSON, or the first bytes of an undecodable body."""
     try:
-        record = msgspec.msgpack.decode(letter.body)
+        record = _read_record(letter.kind, letter.body)
         content = json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=str), indent=2)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, MessageError, RecursionError, UnicodeDecodeError):
         content = f"{len(letter.body)} bytes that cannot be decoded: {letter.body[:SHOWN_BYTES]!r}"
     head = {name: getattr(letter, name) for name in ("id", "key", "kind", "queue", "sender", "reason")}
     return "\n".join([*(f"{name}: {value}" for name, value in head.items()), content])
+
+
+def _read_record(kind: str, body: bytes) -> Any:
+    record = msgspec.msgpack.decode(body)
+    if kind == BATCH:
+        record["messages"] = [_read_record(one.kind, one.body) for one in decode_batch(body).messages]
+    return record
 
 
 async def requeue_letters(url: str, ids: Collection[str] | None = None) -> RequeueResult:

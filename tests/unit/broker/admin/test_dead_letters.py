@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from swarmq.broker.admin.dead_letters import DeadLetter, format_letter
-from swarmq.messages import EpisodeEnd, Turn, encode
+from swarmq.broker.message_batches import pack
+from swarmq.messages import EpisodeEnd, PackedMessage, Turn, encode
 
 
 def letter(body: bytes) -> DeadLetter:
@@ -20,6 +22,14 @@ def test_a_letter_that_is_no_record_is_shown_as_bytes(body: bytes) -> None:
 def test_a_letter_is_shown_as_its_record() -> None:
     text = format_letter(letter(encode(EpisodeEnd(run="r", episode_id="e7", status="finished", rewards={"main": 0.5}))))
     for words in ("queue: swarmq.r.in", "reason: too odd", '"episode_id": "e7"', '"main": 0.5'):
+        assert words in text
+
+
+def test_a_batch_is_shown_with_its_records() -> None:
+    ends = [EpisodeEnd(run="r", episode_id=f"e{n}", status="failed") for n in range(2)]
+    batch = pack("r", [PackedMessage("end", f"e{n}:end", encode(end)) for n, end in enumerate(ends)])
+    text = format_letter(msgspec.structs.replace(letter(batch.body), kind=batch.kind, key=batch.key))
+    for words in ("key: e0:end+1", "kind: batch", '"episode_id": "e0"', '"episode_id": "e1"'):
         assert words in text
 
 
