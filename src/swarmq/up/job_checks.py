@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from swarmq.config import BrokerSettings, Critic, EngineSettings, SwarmJob, Train, resolve_amqp_url
-from swarmq.engine.server.gpus import FP8_CAPABILITY, GpuCapacity, find_visible_gpus
+from swarmq.config import BrokerSettings, Critic, SwarmJob, Train, resolve_amqp_url
+from swarmq.engine.server.gpus import GpuCapacity, check_fp8, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
 from swarmq.errors import ConfigError, SetUpError
@@ -75,7 +75,7 @@ def check_settings(
     gpus = find_gpus() if served and is_cuda_build() else []
     for name, policy in job.policies.items():
         if not policy.engine.urls:
-            _check_fp8(f"policies.{name}.engine", policy.engine, gpus)
+            check_fp8(f"policies.{name}.engine", policy.engine, dict(enumerate(gpus)))
     for name in job.trained:
         with _prefix_errors(name):
             train = job.policies[name].train
@@ -86,20 +86,6 @@ def check_settings(
             if not gpus:
                 preflight.check_settings(train, _num_ranks(train, None))
     return gpus
-
-
-def _check_fp8(path: str, engine: EngineSettings, gpus: Sequence[GpuCapacity]) -> None:
-    """Raise ConfigError for FP8 engines without a GPU that has FP8."""
-    asked = [name for name in ("quantization", "kv_cache_dtype") if getattr(engine, name) == "fp8"]
-    without = next((number for number, gpu in enumerate(gpus) if not gpu.has_fp8), None)
-    if not asked or (gpus and without is None):
-        return
-    here = (
-        f"GPU {without} has compute capability {gpus[without].compute_capability:g}, and FP8 needs {FP8_CAPABILITY:g}"
-        if without is not None
-        else "this host has no GPU"
-    )
-    raise ConfigError(f"{path}.{asked[0]} = 'fp8', but {here}: leave the setting out, or choose another host")
 
 
 def _check_broker(broker: BrokerSettings) -> None:

@@ -233,3 +233,60 @@ def test_what_a_model_writes_past_the_loaders_is_noticed_and_a_tied_head_is_none
             else:
                 parameter.weight_loader(parameter, torch.ones(parameter.shape))
     assert weights_reload.find_unloaded(model) == left
+
+
+quantization = pytest.importorskip("vllm.model_executor.layers.quantization.base_config")
+
+
+class PerRow(quantization.QuantizeMethodBase):
+    """FP8 weights with a scale for each row, as vLLM makes them of the weights that it reads."""
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **fields: Any) -> None:
+        raise NotImplementedError
+
+    def apply(self, layer: torch.nn.Module, *args: Any, **fields: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        scale = layer.weight.abs().amax(1, keepdim=True) / 448
+        quantised = (layer.weight / scale).to(torch.float8_e4m3fn)
+        layer.weight = torch.nn.Parameter(quantised, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+
+
+class Quantised(torch.nn.Module):
+    """A served model with two FP8 layers, which passes `loaded` on to their loaders."""
+
+    def __init__(self, loaded: set[str]) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(3, 2, bias=False).requires_grad_(False) for _ in range(2))
+        self._loaded = loaded
+        layerwise.record_metadata_for_reloading(self)
+        for layer in (self.a, self.b):
+            layer.quant_method = PerRow()
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name in self._loaded:
+                parameter = self.get_submodule(name).weight
+                parameter.weight_loader(parameter, tensor)
+
+
+@pytest.mark.parametrize("loaded", [{"a", "b"}, {"a"}])
+def test_an_fp8_layer_that_a_push_did_not_reach_is_reported(tmp_path: Path, loaded: set[str]) -> None:
+    pushed = {name: torch.full((2, 3), value) for name, value in {"a": 2.0, "b": 3.0}.items()}
+    save_file(pushed, tmp_path / "model.safetensors")
+    receiver = serving(str(tmp_path), tmp_path)
+    receiver.device, receiver.model = CPU, Quantised(loaded)
+    receiver.model_config.quantization = "fp8_per_channel"
+    receiver.model_config.hf_text_config = SimpleNamespace(tie_word_embeddings=False)
+    update = weights_receiver.UpdateInfo(path=str(tmp_path / "model.safetensors"))
+    if loaded == {"a"}:
+        with pytest.raises(RuntimeError, match=r"does not reload \['b.weight'\]"):
+            receiver.receive_weights(update)
+    else:
+        receiver.receive_weights(update)
+    for name in loaded:
+        layer = receiver.model.get_submodule(name)
+        assert torch.equal(layer.weight.float() * layer.weight_scale, pushed[name])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 
 import msgspec
 
+from swarmq.config import EngineSettings
+from swarmq.errors import ConfigError
 from swarmq.runtime.logs import log
 
 QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
@@ -33,6 +36,20 @@ class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
     def has_fp8(self) -> bool:
         """Whether the GPU multiplies FP8 matrices; True if unknown."""
         return self.compute_capability is None or self.compute_capability >= FP8_CAPABILITY
+
+
+def check_fp8(path: str, engine: EngineSettings, gpus: Mapping[int, GpuCapacity]) -> None:
+    """Raise ConfigError for an FP8 engine without a GPU that has FP8. `path`: of the settings. `gpus`: those of the engine, by number."""
+    asked = [name for name in ("quantization", "kv_cache_dtype") if getattr(engine, name) == "fp8"]
+    without = next((number for number, gpu in gpus.items() if not gpu.has_fp8), None)
+    if not asked or (gpus and without is None):
+        return
+    here = (
+        f"GPU {without} has compute capability {gpus[without].compute_capability:g}, and FP8 needs {FP8_CAPABILITY:g}"
+        if without is not None
+        else "this host has no GPU"
+    )
+    raise ConfigError(f"{path}.{asked[0]} = 'fp8', but {here}: leave the setting out, or choose another host")
 
 
 def find_visible_gpus() -> list[GpuCapacity]:

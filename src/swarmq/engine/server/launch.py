@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from swarmq.config import Policy
 from swarmq.engine.auth import SECRET_ENV
 from swarmq.engine.client.versions import check_installed_version, strip_local_part
 from swarmq.engine.server.arguments import check_arguments
+from swarmq.engine.server.gpus import GpuCapacity, check_fp8, find_visible_gpus
 from swarmq.engine.server.model_check import ModelFacts, check_model
 from swarmq.engine.server.pause_watchdog import PauseWatchdog
 from swarmq.engine.server.startup_error import find_root_cause
@@ -107,10 +108,11 @@ class EngineProcess:
         host: str = HOST,
         tls: TlsFiles | None = None,
         environment: Mapping[str, str] | None = None,
+        find_gpus: Callable[[], list[GpuCapacity]] = find_visible_gpus,
     ) -> None:
         """`host`: address to listen on. `tls`: files for https; the certificate is for `host`. `secret`: secret that callers
         must send; None: a new random secret. `progress`: called with each new stage of the start. `gpus`: GPU numbers; None: all.
-        `environment`: further environment variables for vLLM, such as those of a weight receiver."""
+        `environment`: further environment variables for vLLM, such as those of a weight receiver. `find_gpus`: returns this host's GPUs."""
         self.url = format_url("https" if tls else "http", host, port)
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
@@ -118,7 +120,7 @@ class EngineProcess:
         """Reason why `wait` killed the server; empty if the server ended by itself."""
         self._policy = policy
         self._host, self._port, self._tls = host, port, tls
-        self._gpus = gpus
+        self._gpus, self._find_gpus = gpus, find_gpus
         self._environment = dict(environment or {})
         self._progress = progress or (lambda _stage: None)
         self._process: asyncio.subprocess.Process | None = None
@@ -190,6 +192,10 @@ class EngineProcess:
 
     async def _start(self) -> None:
         cuda = is_cuda_build()
+        if self._policy.engine.uses_fp8:
+            present = dict(enumerate(self._find_gpus() if cuda else []))
+            chosen = present if self._gpus is None else {number: present[number] for number in self._gpus}
+            check_fp8("policies.*.engine", self._policy.engine, chosen)
         model = check_model(self._policy.model, trained=self._policy.trained)
         if not is_port_free(self._port, self._host):
             raise EngineError(
@@ -204,19 +210,14 @@ class EngineProcess:
             with contextlib.suppress(OSError):  # a full disk: vLLM itself only loses lines of its log
                 sink.write(f"$ {shlex.join(argv)}\n".encode())
             begin_at = sink.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                *argv,
-                env=os.environ
+            environment = (
+                os.environ
                 | build_environment(model, cuda=cuda, given=os.environ)
                 | build_gpu_environment(self._gpus)
                 | self._environment
-                | {SECRET_ENV: self.secret},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                # on SIGTERM vLLM waits for open calls, which never end without its core
-                preexec_fn=partial(die_with_parent, signal.SIGKILL),
+                | {SECRET_ENV: self.secret}
             )
+            self._process = await self._spawn(argv, environment, sink)
         try:
             async with asyncio.timeout(self._policy.engine.start_timeout_s):
                 await self._wait_until_healthy(self._process, begin_at)
@@ -227,6 +228,19 @@ class EngineProcess:
         except BaseException:
             await self._stop()
             raise
+
+    async def _spawn(
+        self, argv: Sequence[str], environment: Mapping[str, str], sink: IO[bytes]
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            # on SIGTERM vLLM waits for open calls, which never end without its core
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        )
 
     async def _wait_until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
         self._progress("starting vLLM")

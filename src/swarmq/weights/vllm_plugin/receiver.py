@@ -116,7 +116,7 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
             self.loads, self.checksum = self.loads + 1, self._update_checksum
             initialize_layerwise_reload(self.model)
             self.model.load_weights(named)
-            left_out = reload.find_unloaded(self.model) if self.model_config.quantization is None else []
+            left_out = reload.find_unloaded(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
             reload.repack_tied_heads(self.model)
             if left_out:

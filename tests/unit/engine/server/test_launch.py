@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from swarmq.config import EngineSettings, Policy
 from swarmq.engine.client.versions import check_installed_version
 from swarmq.engine.server import launch
+from swarmq.engine.server.gpus import GpuCapacity
 from swarmq.engine.server.launch import EngineProcess, build_command, build_environment, choose_cpu_cache_gib
 from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError, EngineError
@@ -174,6 +175,34 @@ async def test_a_missing_model_is_an_error_before_anything_starts(tmp_path):
         async with engine:
             pass
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "capabilities", "gpus", "words"),
+    [
+        ({"quantization": "fp8"}, [9.0, 8.0], None, "quantization = 'fp8', but GPU 1 has compute capability 8"),
+        ({"kv_cache_dtype": "fp8"}, [9.0, 8.6], [1], "kv_cache_dtype = 'fp8', but GPU 1 has compute capability 8.6"),
+        ({"quantization": "fp8"}, [], None, "quantization = 'fp8', but this host has no GPU"),
+    ],
+)
+async def test_an_fp8_engine_is_refused_on_every_host_without_fp8(
+    settings, capabilities, gpus, words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launch, "is_cuda_build", lambda: True)
+    found = [GpuCapacity(total=80 << 30, free=80 << 30, compute_capability=each) for each in capabilities]
+
+    async def start(gpus):
+        policy = Policy(model=str(tmp_path / "none"), engine=EngineSettings(**settings))
+        log = tmp_path / "log"
+        async with EngineProcess(policy, port=1, log_path=log, gpus=gpus, find_gpus=lambda: found):
+            pass
+
+    with pytest.raises(ConfigError, match=words):
+        await start(gpus)
+    if found:
+        with pytest.raises(EngineError, match="does not exist"):  # the model, after this check
+            await start([0])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
