@@ -235,6 +235,50 @@ def test_what_a_model_writes_past_the_loaders_is_noticed_and_a_tied_head_is_none
     assert weights_reload.find_unloaded(model) == left
 
 
+class Direct(torch.nn.Module):
+    """A served model that copies into `pair` instead of calling its loaders, one half at a time, and calls the loader of `plain`."""
+
+    def __init__(self, halves: int, *, quantised: bool) -> None:
+        super().__init__()
+        self.pair, self.plain = (torch.nn.Linear(2, 2, bias=False).requires_grad_(False) for _ in range(2))
+        self._halves = halves
+        layerwise.record_metadata_for_reloading(self)
+        if quantised:
+            self.pair.quant_method = PerRow()
+            self.pair.quant_method.process_weights_after_loading(self.pair)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "plain":
+                self.plain.weight.weight_loader(self.plain.weight, tensor)
+            else:
+                for half in range(self._halves):
+                    self.pair.weight.data[:, half].copy_(tensor[:, half])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("halves", [2, 1])
+def test_what_a_model_writes_past_the_loaders_is_loaded_if_it_is_whole(
+    tmp_path: Path, halves: int, quantised: bool
+) -> None:
+    pushed = {"pair": torch.tensor([[1.0, 2.0], [4.0, 3.0]]), "plain": torch.ones(2, 2)}
+    save_file(pushed, tmp_path / "model.safetensors")
+    receiver = serving(str(tmp_path), tmp_path)
+    receiver.device, receiver.model = CPU, Direct(halves, quantised=quantised)
+    receiver.model_config.hf_text_config = SimpleNamespace(tie_word_embeddings=False)
+    kept = receiver.model.pair.weight
+    update = weights_receiver.UpdateInfo(path=str(tmp_path / "model.safetensors"))
+    if halves == 1:
+        with pytest.raises(RuntimeError, match=r"does not reload \['pair.weight'\]"):
+            receiver.receive_weights(update)
+    else:
+        receiver.receive_weights(update)
+        scale = receiver.model.pair.weight_scale if quantised else 1
+        assert torch.allclose(receiver.model.pair.weight.float() * scale, pushed["pair"], rtol=0.07)
+    assert receiver.model.pair.weight is kept, "captured graphs read the same memory"
+    assert torch.equal(receiver.model.plain.weight, pushed["plain"])
+
+
 quantization = pytest.importorskip("vllm.model_executor.layers.quantization.base_config")
 
 

@@ -115,7 +115,9 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
             named = self._with_head(tensors, own=reload.has_untied_head(self.model))
             self.loads, self.checksum = self.loads + 1, self._update_checksum
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(named)
+            with reload.DirectWrites(self.model) as writes:
+                self.model.load_weights(named)
+            writes.finish()
             left_out = reload.find_unloaded(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
             reload.repack_tied_heads(self.model)

@@ -6,16 +6,19 @@ elsewhere, where they may be part of a captured graph, the model is refused.
 
 A tied head shares its weight with the embedding, but on a CPU computes with a packed copy, which is repacked after each reload.
 
-Some models write weights without the loaders that vLLM observes. vLLM leaves such weights unchanged, so they are reported.
+Some models (gpt-oss: experts and attention sinks) write weights without the loaders that vLLM observes, into tensors without memory. Such writes
+are recorded and done when the layer has memory. Weights that nothing has written, which would stay unchanged, are reported.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from swarmq.weights.format.conventions import UNTOUCHED
@@ -72,6 +75,72 @@ def _find_tied_heads(model: torch.nn.Module) -> list[Any]:
     others = (module for module in model.modules() if not isinstance(module, ParallelLMHead))
     places = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     return [head for head in _find_heads(model) if id(head.weight) in places]
+
+
+class DirectWrite(NamedTuple):
+    """A copy into a part of a parameter."""
+
+    name: str
+    part: tuple[torch.Size, tuple[int, ...], int]
+    """Size, stride and offset."""
+    source: torch.Tensor
+
+
+class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what a model writes into its parameters past their loaders, between the beginning and the end of a reload:
+
+    with DirectWrites(model) as writes:
+        model.load_weights(weights)
+    writes.finish()
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writes: dict[torch.nn.Module, list[DirectWrite]] = {}
+        self._places = {
+            _get_storage(parameter): (layer, name)
+            for layer in model.modules()
+            if not is_deferred_attention_layer(layer)
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.is_meta
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            target, source = args[:2]
+            layer, name = self._places.get(_get_storage(target), (None, ""))
+            if layer is not None and not _is_read(layer, name):
+                part = (target.size(), target.stride(), target.storage_offset())
+                self._writes.setdefault(layer, []).append(DirectWrite(name, part, source))
+        return func(*args, **(kwargs or {}))
+
+    def finish(self) -> None:
+        """Write into every layer of which nothing is missing, and let vLLM process it as after its first load."""
+        for layer, writes in self._writes.items():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or not self._is_complete(layer, writes):
+                continue
+            meta.materialize_layer(layer, info)
+            for write in writes:
+                torch.as_strided(getattr(layer, write.name).data, *write.part).copy_(write.source)
+            layerwise._layerwise_process(layer, info)  # noqa: SLF001 - vLLM's own loaders call it, too
+
+    def _is_complete(self, layer: torch.nn.Module, writes: list[DirectWrite]) -> bool:
+        def count(name: str) -> int:
+            return sum(write.part[0].numel() for write in writes if write.name == name)
+
+        names = get_layerwise_info(layer).restore_metadata[0]
+        return all(_is_read(layer, name) or count(name) == getattr(layer, name).numel() for name in names)
+
+
+def _get_storage(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share if they are parts of one another, also without memory."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - there is no public name
+
+
+def _is_read(layer: torch.nn.Module, name: str) -> bool:
+    """Return whether a loader of the parameter has been called in this reload."""
+    return any(name == read for read, _ in reversed(get_layerwise_info(layer).loaded_weights))
 
 
 def find_unloaded(model: torch.nn.Module) -> list[str]:
