@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import kept, parser, save, table
+from swarmq.learner.memory.outline import get_auto_class
 from swarmq.learner.model.batched_attention import AttentionForm
 from swarmq.learner.model.layout_attention import Visibility
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
@@ -163,7 +164,8 @@ def main() -> None:
     options.add_argument("--rest", action="store_true", help="families without a result")
     asked = options.parse_args()
     os.environ.update(ENGINE)
-    CONTEXT.set_forkserver_preload(["benchmarks.oracle", "vllm"])
+    import vllm  # noqa: F401, PLC0415 - for all processes, which find the variables above
+
     _, detail = kept("oracle", out=asked.out)
     rows: dict[str, Any] = {name: row for name, row in detail.get("families", {}).items() if name in FAMILIES}
     names = [name.strip() for name in asked.only.split(";")] if asked.only else list(FAMILIES)
@@ -241,7 +243,8 @@ def _tell(there: Connection, do: Callable[..., object], *arguments: object) -> N
         there.send((None, f"{type(error).__name__}: {words}"))
 
 
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("fork")
+"""This process imports libraries once and computes nothing, so it has no threads that a fork would lose."""
 ENGINE = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -266,7 +269,7 @@ def measure(name: str) -> dict[str, Any]:
         try:
             turns, engine = in_a_process(sample, folder)
         except NotDoneError as error:
-            turns, engine, refused = _prompts(), "", f"vLLM does not serve it: {error}"
+            turns, engine, refused = make_prompts(), "", f"vLLM does not serve it: {error}"
         try:
             found = in_a_process(compare, folder, turns)
         except NotDoneError as error:
@@ -278,28 +281,33 @@ def measure(name: str) -> dict[str, Any]:
 
 def make(name: str, folder: Path) -> None:
     """Save a random model."""
-    kind, special = FAMILIES[name]
-    torch.manual_seed(0)
-    fields = {name: value for name, value in {**SHAPE, **special}.items() if value is not None}
-    config = AutoConfig.for_model(kind, **fields)
-    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in lm.parameters():
-        if parameter.ndim == 1:  # norms that are all ones, and biases that are all zeros, would hide what is left out
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    lm = random_lm(*FAMILIES[name])
     lm.save_pretrained(folder)
     if "logits of" in name:
         wanted = float(name.rsplit(" ", 1)[1])
-        while (largest := compare(folder, _prompts())["largest_logit"]) < wanted:
+        while (largest := compare(folder, make_prompts())["largest_logit"]) < wanted:
             for layer in lm.model.layers:
                 layer.self_attn.q_proj.weight.data *= 1.1 * wanted / largest
             lm.save_pretrained(folder)
 
 
-def _prompts() -> list[Turn]:
+def random_lm(kind: str, special: Fields) -> Any:
+    """Return a tiny model of the family that transformers calls `kind`. `special`: what its configuration has besides SHAPE; None leaves
+    a field of SHAPE out."""
+    torch.manual_seed(0)
+    fields = {name: value for name, value in {**SHAPE, **special}.items() if value is not None}
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)
+    for parameter in lm.parameters():
+        if parameter.ndim == 1:  # norms that are all ones, and biases that are all zeros, would hide what is left out
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return lm
+
+
+def make_prompts(vocab: int = VOCAB) -> list[Turn]:
     """Turns before an engine sampled anything: answers are made up."""
     rng = random.Random(0)
-    ids = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (5, 40, 90, 12)]
-    return [Turn(prompt, [rng.randrange(2, VOCAB) for _ in range(TOKENS)], [0.0] * TOKENS) for prompt in ids]
+    ids = [[rng.randrange(2, vocab) for _ in range(length)] for length in (5, 40, 90, 12)]
+    return [Turn(prompt, [rng.randrange(2, vocab) for _ in range(TOKENS)], [0.0] * TOKENS) for prompt in ids]
 
 
 @dataclasses.dataclass
@@ -340,7 +348,7 @@ def sample(folder: Path) -> tuple[list[Turn], str]:
             for choice in output.outputs
         ]
 
-    first = answered([turn.prompt for turn in _prompts()])
+    first = answered([turn.prompt for turn in make_prompts()])
     again = [[*turn.prompt, *turn.sampled, 7, 8, 9] for turn in first[::2]]
     forked = [[*turn.prompt, *turn.sampled[:9], 11] for turn in first[1::2]]
     names = engine.apply_model(lambda model: type(model).__name__)
@@ -383,7 +391,8 @@ Gradient = dict[str, Tensor]
 def oracle(folder: Path, turns: Sequence[Turn]) -> tuple[dict[Key, float], Gradient]:
     """Log-probabilities and gradient in float64, by transformers' eager attention, every turn alone."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval().double()
+    auto = get_auto_class(AutoConfig.from_pretrained(folder))
+    lm = auto.from_pretrained(folder, dtype=torch.float32, **eager).eval().double()
     truth: dict[Key, float] = {}
     for t, turn in enumerate(turns):
         ids = torch.tensor([*turn.prompt, *turn.sampled])

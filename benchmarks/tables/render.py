@@ -40,6 +40,7 @@ PAGES = (
             "explanation/learning/whole-loop",
             "reference/dialects",
             "reference/figures",
+            "reference/models",
             "reference/track",
         )
     ),
@@ -145,6 +146,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "timelines": learning.timelines_block,
         "learner": learning.learner_block,
         "oracle": learning.oracle_block,
+        "models": learning.models_block,
         "loop": learning.loop_block,
         "limit": learning.limit_block,
         "learns": learning.learns_block,

@@ -98,6 +98,21 @@ def test_the_oracle_has_a_row_for_every_family_also_for_those_that_do_not_load(t
     assert "| `moshi` | - | - | - | - | vLLM does not serve it: no such architecture | - |" in made
 
 
+def test_a_model_that_trains_has_its_differences_and_any_other_the_reason(tmp_path):
+    text = "<!-- figures: models -->\n<!-- end of figures -->\n"
+    assert render(text, tmp_path) == text
+    row = {"family": "f", "date": "2026-01-02", "vllm": "0.32", "transformers": "5.1", "loaded": True, "served": True}
+    equal = {"layouts": "rows, trees", "engine_max": 1e-6, "engine_k3": 2e-9, "grad_rel": 3e-7}
+    models = {
+        "A": row | equal | {"trained": True, "pushed_max": 4e-6, "pushed_k3": 5e-9},
+        "B": row | {"trained": False, "by": "vLLM", "reason": "no | yes"},
+    }
+    (tmp_path / "models.json").write_text(json.dumps(MADE | {"figures": {}, "detail": {"models": models}}))
+    made = render(text, tmp_path)
+    assert "| A | `f` | rows, trees | 1.0e-06 | 2.0e-09 | 3.0e-07 | 4.0e-06 | 5.0e-09 | 2026-01-02, 0.32, 5.1 |" in made
+    assert "| B | `f` | yes | yes | - | vLLM: no / yes | 2026-01-02, 0.32, 5.1 |" in made
+
+
 def test_the_loop_says_medians_and_means_and_what_was_dropped(tmp_path):
     text = "<!-- figures: loop -->\n<!-- end of figures -->\n"
     phases = {phase: {"samples": [0.5, 0.5, 5.0]} for phase in ("wait_s", "train_s", "push_s", "pause_s", "step_s")}
