@@ -48,9 +48,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def url(trained: tuple[Trainer, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine that serves the checkpoint."""
-    gpt_oss = trained[0].lm.config.model_type == "gpt_oss"
-    parser = ("--tool-call-parser", "openai") if gpt_oss else ()  # vLLM has no other for it
-    with running_engine(trained[1], tmp_path_factory.mktemp("vllm") / "engine.log", *parser) as engine:
+    with running_engine(trained[1], tmp_path_factory.mktemp("vllm") / "engine.log") as engine:
         yield engine.url
 
 

@@ -26,6 +26,8 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekke
 """Patterns of vocabulary files, of which every tokenizer has at least one."""
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """Tool-call marker in a chat template -> vLLM's parser."""
+HARMONY = {"gpt_oss": "openai"}
+"""`model_type` whose chats vLLM renders in OpenAI's Harmony format, whatever the chat template -> its only parser."""
 
 REASONING_PARSERS = (
     (("<seed:think>",), "seed_oss"),
@@ -84,7 +86,8 @@ def check_model(name: str, *, trained: bool) -> ModelFacts:
         * _get_head_size(config),
         is_folder=is_folder,
         max_length=_get_int(config, "max_position_embeddings") or None,
-        tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
+        tool_call_parser=HARMONY.get(str(config.get("model_type")))
+        or next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
         reasoning_parser=_choose_reasoning_parser(template),
     )
 

@@ -50,6 +50,16 @@ def test_thoughts_are_told_apart_where_the_template_asks_for_them(folder, templa
     assert check_model(str(folder), trained=True).reasoning_parser == parser
 
 
+@pytest.mark.parametrize(("kind", "parser"), [("qwen3", "hermes"), ("gpt_oss", "openai")])
+def test_tool_calls_are_parsed_by_the_template_and_those_of_gpt_oss_by_the_only_parser_that_vllm_takes(
+    folder, kind, parser
+):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    (folder / "chat_template.jinja").write_text("<tool_call>")
+    assert check_model(str(folder), trained=True).tool_call_parser == parser
+
+
 def test_a_tokenizer_without_chat_template_is_refused(folder):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(EngineError, match="no chat template.*instruction-tuned"):
