@@ -31,6 +31,7 @@ ELSEWHERE = {
     "entropy_coef": "policies.*.train.loss.entropy_bonus",
     "entropy_coeff": "policies.*.train.loss.entropy_bonus",
     "gamma": "policies.*.train.call_discount",
+    "critic.gamma": "policies.*.train.critic.discount",
     "lam": "policies.*.train.critic.gae_lambda",
     "cliprange_value": "policies.*.train.critic.value_clip",
     "critic_warmup": "policies.*.train.critic.warmup_steps",
@@ -60,7 +61,7 @@ ELSEWHERE = {
     "model_name": "policies.*.model",
     "name": "run",
 }
-"""Name of a setting in other libraries -> path of the same setting in swarmq."""
+"""Name of a setting in other libraries, or section and name, -> path of the same setting in swarmq."""
 
 MAX_HINTS = 3
 MAX_VALUE_CHARS = 60
@@ -84,6 +85,10 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
         meant = suggest_settings(wrong[1], steps, tree, root)
         names = f"there are {', '.join(field.encode_name for field in there.fields)}"
         return f"{_join_steps([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
+    if missing := re.fullmatch("Object missing required field `(.*)`", what):
+        return f"{_join_steps([*steps, missing[1]])}: missing"
+    if path and isinstance(there, msgspec.inspect.StructType) and re.match(_any_field_of(there), what):
+        return f"{path}.{what}"  # the complaint of a check that compares the section's settings
     value = _get_at(tree, steps)
     if (choices := list_choices(there)) and what.startswith(("Invalid enum value", "Expected `str` matching regex")):
         what = f"{value!r} is none of {', '.join(map(str, choices))}" + _hint_of_value(value, steps, tree, root)
@@ -91,6 +96,11 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
         what = what.replace("`object | null`", "a table").replace("`object`", "a table")
         what = f"{what}{'' if ', got ' in what else ', got'} {_format_short(value)}"
     return f"{path}: {what}" if path else what
+
+
+def _any_field_of(section: msgspec.inspect.StructType) -> str:
+    """Return a pattern of the beginning of a complaint that names a setting of the section: `name: ...` or `name.name: ...`."""
+    return rf"({'|'.join(field.encode_name for field in section.fields)})(\.\w+)*: "
 
 
 def list_choices(there: Type) -> tuple[Any, ...]:
@@ -115,7 +125,7 @@ def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], 
     section = _pattern(steps, root)
     own = [path for path in every if path.rpartition(".")[0] == section]
     others = [path for path in every if path not in own]
-    alias = ELSEWHERE.get(_plain(wrong))
+    alias = ELSEWHERE.get(".".join([*steps[-1:], _plain(wrong)])) or ELSEWHERE.get(_plain(wrong))
 
     def name(path: str) -> str:
         return path.rpartition(".")[2]

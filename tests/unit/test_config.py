@@ -69,13 +69,13 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
         (["policies.main.sampling.temperature=inf"], ["policies.main.sampling.temperature"]),
         (["policies.main.train.learning_rate=inf"], ["policies.main.train.learning_rate"]),
         (["policies.main.train.seed=-1"], ["policies.main.train.seed", ">= 0"]),
-        (["policies.main.train.loss.name=distill"], ["policies.main.train: teacher", "needs a teacher"]),
+        (["policies.main.train.loss.name=distill"], ["policies.main.train.teacher: ", "needs a teacher"]),
         (
             [
                 "policies.main.train={loss={name='distill'}, teacher='http://t'}",
                 "policies.main.sampling.temperature=0.7",
             ],
-            ["policies.main: sampling.temperature: a served teacher", "temperature 1, not at 0.7"],
+            ["policies.main.sampling.temperature: a served teacher", "temperature 1, not at 0.7"],
         ),
         (
             ["policies.main.train={loss={name='distill'}, teacher='policies.main'}"],
@@ -85,7 +85,11 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
             ["policies.main.train={loss={name='distill'}, teacher='policies.tutor'}"],
             ["policies.main.train.teacher: policies.tutor is no policy"],
         ),
-        (["policies.main.train.teacher=m"], ["policies.main.train: teacher", "not with 'tis_mask'"]),
+        (["policies.main.train.teacher=m"], ["policies.main.train.teacher: ", "not with 'tis_mask'"]),
+        (
+            ["policies.main.train.critic.gamma=0.9"],
+            ["policies.main.train.critic.gamma: unknown field; did you mean discount?"],
+        ),
         (["zzz=4"], ["--set 'zzz=4': zzz: unknown field; there are run, folder, "]),
         (["groups.when_dry=never"], ["groups.when_dry: 'never' is none of lend, wait"]),
         (
@@ -150,7 +154,7 @@ def test_what_is_wrong_on_the_command_line_is_not_laid_to_the_file(sets, says):
 
 
 def test_what_is_wrong_in_the_file_is_not_laid_to_the_command_line():
-    with pytest.raises(ConfigError, match=r"^settings: policies.main: Object missing required field `model`"):
+    with pytest.raises(ConfigError, match=r"^settings: policies.main.model: missing"):
         build("policies.main.train.seed=3", policies={"main": {}})
 
 

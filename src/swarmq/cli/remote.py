@@ -28,9 +28,7 @@ from swarmq.runtime.files import write_atomically
 if TYPE_CHECKING:
     from swarmq.remote.client import HostClient
 
-HOST_HELP = (
-    "Run it on another host, for a run by its NAME: http(s)://HOST:PORT or ssh://HOST of its `swarmq host serve`."
-)
+HOST_HELP = "Run the command on another host, for a run by its NAME: http(s)://HOST:PORT or ssh://HOST of its `swarmq host serve`."
 TOKEN_HELP = "With --host: operator token of the host, which ssh does not need; $SWARMQ_TOKEN by default."  # noqa: S105
 
 

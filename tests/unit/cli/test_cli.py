@@ -200,7 +200,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path, command):
     [
         (b'run = "\xff"', "resolved.toml: not TOML: 'utf-8' codec can't decode"),
         (b"run = ", "resolved.toml: not TOML"),
-        (b"", "resolved.toml: Object missing required field `run`"),
+        (b"", "resolved.toml: run: missing"),
         (None, "resolved.toml: cannot be read (Is a directory)"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_method_that_cannot_be_used_is_refused_by_its_setting(tmp_path: Path, 
 
 
 def test_options_of_a_built_in_loss_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policies.main.train: loss.options: only a loss of your own has options"):
+    with pytest.raises(ConfigError, match=r"policies.main.train.loss.options: only a loss of your own has options"):
         SwarmJob.load(write_job(tmp_path, "loss.options.cap = 1.0"))
 
 
