@@ -43,6 +43,9 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 MAX_BATCH = 1000
 """Maximum number of messages in a batch that a reader accepts."""
 
+MAX_IMAGE_BYTES = 6 * 1024 * 1024
+"""Maximum size of all images that an episode's turns of one policy carry, compressed, so that its rollout fits a message."""
+
 MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted: rounding lets an engine report one slightly above 0."""
 

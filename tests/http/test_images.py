@@ -1,4 +1,4 @@
-"""Images: for models that take them, where nothing is trained on what was said about them."""
+"""Images for models that take them, where nothing is trained on what was said about them (test_trained_images.py: where it is)."""
 
 from unittest.mock import Mock
 
@@ -83,12 +83,6 @@ async def test_an_engine_fetches_from_https_where_the_run_says_so(stages):
         away = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}
         status, _ = await stage.refused({"model": "main", "messages": [{"role": "user", "content": [away]}]}, key=key)
         assert status == 400
-
-
-async def test_a_training_episode_with_images_is_refused_and_nothing_is_sampled(seeing):
-    status, error = await seeing.refused({"model": "main", "messages": [LOOK]})
-    assert (status, error["param"]) == (400, "messages")
-    assert seeing.engine.requests == []
 
 
 @pytest.mark.parametrize("picture", [False, True])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import zstandard
 
+from swarmq.engine.client.image_features import GRID, GRID_FORM, PIXELS, RAW_VIEW
 from swarmq.messages import Image, Turn, pack_floats, pack_ids
 from swarmq.timeline.images import digest_image
 
@@ -63,3 +66,21 @@ def make_turn(
         sampled_ids=pack_ids(sampled),
         logprobs=pack_floats([-1.0] * len(sampled)),
     )
+
+
+def make_features(images: Sequence[Image]) -> dict[str, Any]:
+    """The images of a prompt as vLLM's rendering has them."""
+    return {
+        "mm_hashes": {"image": [image.digest[:32] for image in images]},
+        "mm_placeholders": {"image": [{"offset": image.offset, "length": image.length} for image in images]},
+        "kwargs_data": {"image": [_encode(image) for image in images]},
+    }
+
+
+def _encode(image: Image) -> str:
+    patches = zstandard.decompress(image.patches)
+    shape = [len(patches) // VALUES, VALUES]
+    pixels, grid = (msgspec.msgpack.Ext(RAW_VIEW, data) for data in (patches, GRID_FORM.pack(*image.grid)))
+    inputs = {PIXELS: ("uint8", shape, pixels), GRID: ("int64", [3], grid)}
+    fields = {name: {"data": data, "field": ["batched", {}]} for name, data in inputs.items()}
+    return base64.b64encode(msgspec.msgpack.encode(fields)).decode()

@@ -10,7 +10,7 @@ import msgspec
 
 from swarmq.engine.client.protocol import Delta, Logprob
 from swarmq.keys import Claims
-from swarmq.messages import Sampling, Timings, VersionSpan
+from swarmq.messages import Image, Sampling, Timings, VersionSpan
 from swarmq.proxy.deltas import LeadingBlanks, StopTrim
 from swarmq.proxy.episodes.conversation_graph import EMPTY_HISTORY, EMPTY_PROMPT, HistoryKeys, Stitched
 from swarmq.proxy.http_errors import RefusedError
@@ -102,6 +102,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation before the answer."""
     stitched: Stitched = EMPTY_PROMPT
     """The prompt, and how it continues earlier turns."""
+    images: tuple[Image, ...] = ()
+    """Images of the prompt that the continued turn does not have; empty unless the turn is trained."""
     fresh: bytes = b""
     """Packed int32: the prompt tokens of a fresh rendering."""
     sampling: Sampling = Sampling()

@@ -6,6 +6,7 @@ trainer <--BatchReady, EvaluationReady, SaveCheckpoint, TrainingDone, QueueEmpty
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 
 from swarmq.config import SwarmJob, Train, rename_former
 from swarmq.estimates import MetricSum, add_metrics
-from swarmq.messages import Evaluation, Rollout
+from swarmq.messages import Evaluation, Rollout, Turn
 
 SCHEMA = 1
 """Version of the formats of batch log and checkpoint. A reader accepts its own version and older ones."""
@@ -119,6 +120,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Code of the methods that `settings` name; empty in records of earlier versions."""
     demonstrations: tuple[Rollout, ...] = ()
     """Demonstrations that were drawn for this step; their ids name file and line."""
+    patches: dict[str, bytes] = {}
+    """Digest of an image -> its patches, in an encoded record: there, images are without them, because a group shares images."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -225,15 +228,34 @@ _record = msgspec.msgpack.Decoder(BatchRecord)
 
 
 def encode_record(record: BatchRecord) -> bytes:
+    """Encode a record, with each distinct image once."""
+    images = [image for episode in record.episodes for turn in episode.turns for image in turn.images]
+    if images:
+        patches = {image.digest: image.patches for image in images}
+        record = msgspec.structs.replace(_set_patches(record, dict.fromkeys(patches, b"")), patches=patches)
     return _encoder.encode(record)
 
 
 def decode_record(body: bytes) -> BatchRecord:
     """Decode a record of the batch log, also one with former names of settings."""
     try:
-        return _record.decode(body)
+        record = _record.decode(body)
     except msgspec.ValidationError:
         tree = msgspec.msgpack.decode(body)
         if isinstance(tree, dict) and isinstance(settings := tree.get("settings"), dict):
             rename_former(settings, "policies.*.train")
-        return _record.decode(msgspec.msgpack.encode(tree))
+        record = _record.decode(msgspec.msgpack.encode(tree))
+    if record.patches:
+        record = msgspec.structs.replace(_set_patches(record, record.patches), patches={})
+    return record
+
+
+def _set_patches(record: BatchRecord, patches: Mapping[str, bytes]) -> BatchRecord:
+    """Return the record with these patches in its images, by digest."""
+    replace = msgspec.structs.replace
+
+    def change(turn: Turn) -> Turn:
+        return replace(turn, images=tuple(replace(image, patches=patches[image.digest]) for image in turn.images))
+
+    episodes = (replace(episode, turns=tuple(map(change, episode.turns))) for episode in record.episodes)
+    return replace(record, episodes=tuple(episodes))

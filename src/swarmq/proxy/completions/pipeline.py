@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from swarmq.engine.client.protocol import CompleteAnswer, Delta, RenderedPrompt
+from swarmq.engine.client.image_features import list_images, prepare_image
+from swarmq.engine.client.protocol import CompleteAnswer, Delta
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
-from swarmq.messages import Timings, VersionSpan, pack_ids, unpack_ids
+from swarmq.messages import MAX_IMAGE_BYTES, Image, Timings, VersionSpan, pack_ids, unpack_ids
 from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.deadline import Deadline
 from swarmq.proxy.completions.limiter import CallLimiter
@@ -32,7 +33,7 @@ from swarmq.proxy.deltas import LeadingBlanks, StopTrim, extend
 from swarmq.proxy.engines.pool import EngineLane, EnginePool
 from swarmq.proxy.engines.stream_coalescing import CoalescingPace, coalesce
 from swarmq.proxy.episodes.cache import EpisodeCache, EpisodeState
-from swarmq.proxy.episodes.conversation_graph import Stitched, history_of
+from swarmq.proxy.episodes.conversation_graph import Graph, Stitched, history_of, limit_to_images
 from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.proxy.episodes.special_tokens import escape
 from swarmq.proxy.episodes.token_budget import Reservation
@@ -205,8 +206,12 @@ class Completions:
                 lost=memory.lost,
                 messages=chat["messages"],
             )
-            if "features" in rendered.passthrough:
-                stitched = self._keep_image_positions(request, rendered, stitched)
+            images: tuple[Image, ...] = ()
+            if features := rendered.passthrough.get("features"):
+                if stitched.repaired:  # the engine finds images by their positions in the rendering
+                    stitched = Stitched(prompt=pack_ids(rendered.token_ids), branch="drift")
+                if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
+                    stitched, images = await _prepare_images(features, stitched, memory.graph(request.policy))
             setting = self._tuning.sampling(request.policy, request.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = resolve_sampling(
@@ -242,6 +247,7 @@ class Completions:
             request,
             history=history,
             stitched=stitched,
+            images=images,
             fresh=fresh,
             sampling=tuned.record,
             overridden=tuned.overridden if shown is chat else (*tuned.overridden, "special_tokens"),
@@ -279,16 +285,6 @@ class Completions:
     def _counted_kind(self, request: RequestContext) -> str:
         """Return the kind under which a call is counted: its key's kind, or "" for a kind that the job does not have."""
         return request.claims.kind if request.claims.kind in self._tuning.job.task_kinds else ""
-
-    def _keep_image_positions(self, request: RequestContext, rendered: RenderedPrompt, stitched: Stitched) -> Stitched:
-        """Return the prompt as rendered instead of repaired, because the engine finds images by their positions in the
-        rendering. Raises RefusedError in training."""
-        if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
-            raise RefusedError(
-                "images are only served in evaluation and for policies that are not trained, because learners read only tokens",
-                code="unsupported_parameter", param="messages",
-            )  # fmt: skip
-        return Stitched(prompt=pack_ids(rendered.token_ids), branch="drift") if stitched.repaired else stitched
 
     async def _finish_choice(self, begun: ActiveCall, choice: ChoiceState) -> ChoiceResult:
         assert choice.finish_reason
@@ -396,6 +392,24 @@ async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
         message.pop("role", None)
         trimmed = StopTrim(stop_strings(begun.chat))(message, met=met, ended=True)
         extend(choice.message, LeadingBlanks()(trimmed, ended=True))
+
+
+async def _prepare_images(features: Json, stitched: Stitched, graph: Graph) -> tuple[Stitched, tuple[Image, ...]]:
+    """Return the prompt with the places of its images, and the images that its turn may have to carry. Raises RefusedError if the
+    episode's images would be too large to train."""
+    shown = list_images(features)
+    stitched = msgspec.structs.replace(stitched, images=tuple((image.offset, image.key) for image in shown))
+    shared = limit_to_images(stitched.parent, stitched.shared, stitched.images) if stitched.parent else 0
+    new = [image for image in shown if image.offset >= shared]
+    prepared = await asyncio.to_thread(lambda: tuple(map(prepare_image, new)))
+    size = sum(len(each.patches) for image, each in zip(new, prepared, strict=True) if image.key not in graph.images)
+    if graph.image_bytes + size > MAX_IMAGE_BYTES:
+        raise RefusedError(
+            f"the images of this episode would have {graph.image_bytes + size} bytes as compressed pixels, more than the "
+            f"{MAX_IMAGE_BYTES} that an episode can be trained with: send fewer or smaller ones",
+            code="images_too_large", param="messages",
+        )  # fmt: skip
+    return stitched, prepared
 
 
 def _select_for_engine(chat: Json) -> Json:

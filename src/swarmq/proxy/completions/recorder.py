@@ -29,6 +29,11 @@ MAX_READABLE_BYTES = 1024 * 1024
 """Maximum bytes of the messages in a turn. Larger ones (images) are left out, because they are only for display."""
 
 
+MAX_URL = 200
+"""Maximum number of characters of an image's URL that is kept as it is in a trained turn's messages."""
+URL_SHOWN = 40
+
+
 class TurnPublisher(Protocol):
     """The broker, as far as the proxy uses it."""
 
@@ -58,6 +63,7 @@ class Recorder:
         await self._broker.publish(queue, turn, deadline_s=self._confirm_timeout_s)
         node = build_node(request, choice, turn, origin)
         graph.add(node, request.stitched, request.history)  # the collector must have a turn before others refer to it
+        graph.image_bytes += sum(len(image.patches) for image in turn.images)
         self._meter.take(turn, time.monotonic() - sampled_at, kind=kind)
 
 
@@ -90,6 +96,7 @@ def build_turn(request: RequestContext, choice: ChoiceResult, origin: Origin) ->
         shared=origin.shared,
         begins=origin.begins,
         prompt_ids=stitched.prompt[origin.shared * ID_BYTES :],
+        images=tuple(image for image in request.images if image.offset >= origin.shared),
         sampled_ids=pack_ids(choice.token_ids),
         logprobs=pack_floats(choice.logprobs),
         versions=choice.versions,
@@ -100,7 +107,7 @@ def build_turn(request: RequestContext, choice: ChoiceResult, origin: Origin) ->
         branch=stitched.branch,
         repaired=stitched.repaired,
         timings=choice.timings,
-        messages=_readable([*request.messages[origin.depth :], choice.message]),
+        messages=_readable([*request.messages[origin.depth :], choice.message], shorten=bool(stitched.images)),
     )
 
 
@@ -118,6 +125,7 @@ def build_node(request: RequestContext, choice: ChoiceResult, turn: Turn, origin
         shared=turn.shared,
         prompt=turn.prompt_ids,
         sampled=turn.sampled_ids,
+        images=tuple(place for place in request.stitched.images if place[0] >= turn.shared),
         repaired=request.stitched.repaired,
         fresh_bytes=len(request.fresh),
         fresh_digest=digest(request.fresh),
@@ -125,6 +133,24 @@ def build_node(request: RequestContext, choice: ChoiceResult, turn: Turn, origin
     )
 
 
-def _readable(messages: list[Json]) -> bytes:
+def _readable(messages: list[Json], *, shorten: bool) -> bytes:
+    """Return the messages as JSON. `shorten`: cut the content of images, which the turn has as pixels."""
+    if shorten:
+        messages = [{**message, "content": _shorten(message.get("content"))} for message in messages]
     raw = msgspec.json.encode(messages)
     return raw if len(raw) <= MAX_READABLE_BYTES else msgspec.json.encode(messages[-1:])
+
+
+def _shorten(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "image_url": {"url": _shorten_url(str(url))}}
+        if isinstance(part, dict) and isinstance(image := part.get("image_url"), dict) and (url := image.get("url"))
+        else part
+        for part in content
+    ]
+
+
+def _shorten_url(url: str) -> str:
+    return url if len(url) <= MAX_URL else f"{url[:URL_SHOWN]}... ({len(url)} characters)"

@@ -46,12 +46,16 @@ ID_BYTES = 4
 """Bytes of a token id: packed little-endian int32, so that prefixes are compared at memory speed."""
 
 WORTH_TOKENS = 64
-"""Number of shared tokens below which they are sent again, because a reference costs about as much."""
+"""Number of shared tokens below which they are sent again, because a reference costs about as much; images are never sent again."""
 
 NODE_BYTES, KEY_BYTES = 832, 128
 """Bytes of a turn and of a key besides tokens, measured by tracemalloc."""
 
 _hash_json = msgspec.json.Encoder(order="deterministic")
+
+
+ImagePlace = tuple[int, str]
+"""(index of an image's first token in the prompt, hash of the image)"""
 
 
 class HistoryKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +92,8 @@ class TurnNode(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     sampled: bytes
     repaired: bool
     """Whether the prompt differs from its rendering."""
+    images: tuple[ImagePlace, ...] = ()
+    """Images after the shared tokens, if the turn is trained."""
     fresh_bytes: int
     fresh_digest: bytes
     """Digest of the prompt's fresh rendering."""
@@ -115,6 +121,16 @@ class TurnNode(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             node = node.parent
         return b"".join(reversed(pieces))
 
+    def find_images(self, count: int) -> set[ImagePlace]:
+        """Return the images among the first `count` tokens of the sequence."""
+        found: set[ImagePlace] = set()
+        node: TurnNode | None = self
+        while node is not None:
+            found |= {place for place in node.images if place[0] < count}
+            count = min(count, node.shared)
+            node = node.parent
+        return found
+
     def begins_rendering(self, fresh: bytes) -> bool:
         """Return whether a rendering begins with the fresh rendering of this node's prompt."""
         return len(fresh) >= self.fresh_bytes and digest(fresh[: self.fresh_bytes]) == self.fresh_digest
@@ -124,6 +140,8 @@ class Stitched(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to sample from, and how it continues earlier turns."""
 
     prompt: bytes
+    images: tuple[ImagePlace, ...] = ()
+    """Images in the prompt, if the turn will be trained."""
     parent: TurnNode | None = None
     shared: int = 0
     """Number of first tokens that are the first tokens of the parent's sequence."""
@@ -151,7 +169,18 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 class Graph:
     """The nodes of one episode under one policy."""
 
-    __slots__ = ("_answers", "_claims", "_edited", "_given", "_newest", "_prompts", "_seen", "size_bytes")
+    __slots__ = (
+        "_answers",
+        "_claims",
+        "_edited",
+        "_given",
+        "_newest",
+        "_prompts",
+        "_seen",
+        "image_bytes",
+        "images",
+        "size_bytes",
+    )
 
     def __init__(self) -> None:
         self._answers: dict[bytes, list[TurnNode]] = {}
@@ -163,11 +192,15 @@ class Graph:
         """Hashes of all answers sent to the agent, regardless of the messages before them."""
         self._edited: set[bytes] = set()
         """Keys of conversations up to an answer that the agent sent back changed."""
-        self._prompts: dict[tuple[bytes, str], TurnNode] = {}
-        """(digest of a prompt, continued call id) -> first node with it."""
+        self._prompts: dict[tuple[bytes, tuple[ImagePlace, ...], str], TurnNode] = {}
+        """(digest of a prompt, its images, continued call id) -> first node with it."""
         self._newest: dict[bytes, TurnNode] = {}
         """First key of a conversation -> its newest node; b"" -> the newest of all."""
         self.size_bytes = 0
+        self.images: set[str] = set()
+        """Hashes of the images in the recorded turns."""
+        self.image_bytes = 0
+        """Size of the images that the recorded turns carry."""
 
     def known(self, history: HistoryKeys) -> list[list[TurnNode]]:
         """Return the nodes of known prefixes of the messages, the longest first, twins together, the newest first."""
@@ -207,16 +240,21 @@ class Graph:
         another choice of the same request also covers the messages: an earlier sending may be dropped as lost.
         """
         begins = stitched.parent is None and stitched.branch is None
-        same = self._prompts.get(_prompt_key(digest(stitched.prompt), stitched.parent))
-        if same and same.prompt_tokens - stitched.shared >= WORTH_TOKENS:
+        worth = 1 if stitched.images else WORTH_TOKENS
+        same = self._prompts.get(_prompt_key(digest(stitched.prompt), stitched))
+        if same and same.prompt_tokens - stitched.shared >= worth:
             depth = same.depth - 1 if same.request_id == request_id else stitched.depth
             return Origin(node=same, shared=same.prompt_tokens, depth=depth, begins=begins)
         near = self._newest.get(history.keys[0]) or self._newest.get(b"")
-        if stitched.parent or near is None:
-            return Origin(node=stitched.parent, shared=stitched.shared, depth=stitched.depth)
+        if stitched.parent:
+            shared = limit_to_images(stitched.parent, stitched.shared, stitched.images)
+            return Origin(node=stitched.parent, shared=shared, depth=stitched.depth)
+        if near is None:
+            return Origin()
         # Only the prompt of the other turn: with its answer, that turn would count as continued.
         shared = common_tokens(near.tokens(near.prompt_tokens), stitched.prompt)
-        return Origin(node=near, shared=shared, begins=begins) if shared >= WORTH_TOKENS else Origin()
+        shared = limit_to_images(near, shared, stitched.images)
+        return Origin(node=near, shared=shared, begins=begins) if shared >= worth else Origin()
 
     def add(self, node: TurnNode, stitched: Stitched, history: HistoryKeys) -> None:
         """Add a confirmed turn, so that later ones may refer to it."""
@@ -226,8 +264,9 @@ class Graph:
         if node.answer:
             self._given.add(node.answer)
         same = node.fresh_digest if not node.repaired else digest(stitched.prompt)
-        self._prompts.setdefault(_prompt_key(same, stitched.parent), node)
+        self._prompts.setdefault(_prompt_key(same, stitched), node)
         self._newest[history.keys[0]] = self._newest[b""] = node
+        self.images.update(key for _, key in node.images)
         known = len(self._seen)
         self._seen.update(history.keys)
         self.size_bytes += len(node.prompt) + len(node.sampled) + NODE_BYTES + KEY_BYTES * (len(self._seen) - known)
@@ -306,6 +345,13 @@ def branch_reason(node: TurnNode, history: HistoryKeys) -> Reason:
     return "answer_cut" if node.cut else "template_rewrote_history"
 
 
+def limit_to_images(node: TurnNode, shared: int, images: Sequence[ImagePlace]) -> int:
+    """Return how many of the first `shared` tokens a prompt with these images shares with the node: equal placeholder tokens may
+    stand for different images."""
+    ours = {place for place in images if place[0] < shared}
+    return min((offset for offset, _ in ours ^ node.find_images(shared)), default=shared)
+
+
 def common_tokens(one: bytes, other: bytes) -> int:
     """Return the length of the common prefix, in tokens."""
     low, high = 0, min(len(one), len(other)) // ID_BYTES
@@ -318,8 +364,8 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return low
 
 
-def _prompt_key(prompt: bytes, parent: TurnNode | None) -> tuple[bytes, str]:
-    return prompt, parent.call_id if parent else ""
+def _prompt_key(prompt: bytes, stitched: Stitched) -> tuple[bytes, tuple[ImagePlace, ...], str]:
+    return prompt, stitched.images, stitched.parent.call_id if stitched.parent else ""
 
 
 def digest(raw: bytes) -> bytes:

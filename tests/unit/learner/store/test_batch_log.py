@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from support.disk import Disk
 from support.episodes import make_group
+from support.images import make_image, make_turn
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.store import batch_log
@@ -264,3 +265,19 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
     assert f"DiskFullError: {tmp_path}: {os.strerror(errno.EFBIG)}" in done.stderr
     assert only_segment(tmp_path).stat().st_size == size
     assert list(batch_log.read_records(tmp_path)) == written
+
+
+def test_a_group_s_images_are_stored_once_and_read_again(tmp_path: Path) -> None:
+    cat = make_image(1, height=16, width=16)
+    group = [
+        msgspec.structs.replace(each, turns=(make_turn("c", [1, cat], [2], placeholder=7),))
+        for each in make_group("g1")
+    ]
+    log = BatchLog(tmp_path / "log", OURS)
+    index = BatchIndex(record=1, version=1, trained=tuple(each.episode_id for each in group))
+    log.append(BatchRecord(index=index, episodes=tuple(group), settings=Train()))
+    log.close()
+    assert len(cat.patches) < only_segment(tmp_path / "log").stat().st_size < 2 * len(cat.patches)
+    [read] = batch_log.read_records(tmp_path / "log")
+    assert read.episodes == tuple(group)
+    assert read.patches == {}
