@@ -87,6 +87,7 @@ def test_costs_have_the_tokens_of_trainings(story):
     text = render_markdown(compose(trained.entries))
     assert "| arm | results | calls | money | trained calls | trained tokens |" in text
     assert "| all | 4 | 0 | 0 | 80 | 6,000 |" in text
+    assert "n = 2 seeds; p" in text, "a score of the whole trial is not one task"
 
 
 def test_every_claim_has_its_interval_and_n(story):

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from swarmq.studies.analysis import compare
 from swarmq.studies.ledger import read_ledger
 from swarmq.studies.report import write_report
+from swarmq.studies.report.compose import sentence
 from swarmq.studies.state import StudyState
 
-SHIPPED = sorted((Path(__file__).parents[3] / "docs" / "studies").glob("*/studies/*/ledger.jsonl"))
+STUDIES = Path(__file__).parents[3] / "docs" / "studies"
+SHIPPED = sorted(STUDIES.glob("*/studies/*/ledger.jsonl"))
 
 
 def test_studies_are_shipped():
@@ -30,3 +33,12 @@ def test_a_shipped_study_has_three_seeds_an_arm_or_more(ledger):
     assert state.stopped.kind == "complete"
     assert len(state.study.seeds) >= 3
     assert all(one.result for one in state.trials.values())
+
+
+@pytest.mark.parametrize("ledger", SHIPPED, ids=lambda path: path.parent.name)
+def test_the_index_says_what_each_study_has_found(ledger):
+    state = StudyState(read_ledger(ledger))
+    index = " ".join((STUDIES / "index.md").read_text().split())
+    assert state.study.question in index
+    for found in compare(state.study, state.results):
+        assert sentence(found, state.study) in index

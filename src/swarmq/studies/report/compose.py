@@ -113,10 +113,11 @@ def sentence(found: Comparison, study: Study) -> str:
     if found.mean is None:
         return f"{found.arm}: undecided, since no seed has results of both arms."
     corrected = f"p = {p_value(found.p_holm)}".replace("= <", "<")
+    tasks = f", {_count(found.tasks, 'task')}" if found.tasks > 1 else ""  # one: a score of the whole trial
     return (
         f"{found.arm}: {found.verdict}. Difference of {study.metric.name} {number(found.mean)} ({_level(study)} interval "
-        f"{span(found.interval.low, found.interval.high)}; n = {_count(len(found.seeds), 'seed')}, "
-        f"{_count(found.tasks, 'task')}; {corrected} after Holm's correction)."
+        f"{span(found.interval.low, found.interval.high)}; n = {_count(len(found.seeds), 'seed')}{tasks}; "
+        f"{corrected} after Holm's correction)."
     )
 
 
