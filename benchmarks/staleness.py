@@ -55,8 +55,8 @@ class Row(NamedTuple):
 
 
 def read_trials(ledger: Path) -> list[Trained]:
-    state = StudyState(read_ledger(ledger))
-    return [make_trained(one.trial.settings, one.trial.seed, one.result) for one in state.trials.values() if one.result]
+    results = StudyState(read_ledger(ledger)).results
+    return [make_trained(trial.settings, trial.seed, result) for trial, result in results]
 
 
 def make_trained(settings: Mapping[str, Any], seed: int, result: TrialResult) -> Trained:

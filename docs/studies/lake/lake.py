@@ -17,7 +17,7 @@ def train() -> Iterator[dict[str, Any]]:
 
 
 def held_out() -> Iterator[dict[str, Any]]:
-    return tasks("held_out", 64)
+    return tasks("held_out", 96)
 
 
 def step(ep: Episode) -> Outcome:

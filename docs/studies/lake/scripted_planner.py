@@ -12,13 +12,13 @@ PORT = 8377
 RATE = "policies.main.train.learning_rate"
 ANSWER = {
     "proposals": [
-        {"name": "rate-1e-3-again", "hypothesis": "A little more may help.", "settings": {RATE: 1.05e-3}},
+        {"name": "rate-5e-4-again", "hypothesis": "A little more may help.", "settings": {RATE: 5.2e-4}},
         {
             "name": "easier-reward",
             "hypothesis": "Every move is good.",
             "edits": [{"file": "lake.py", "old": "is_first = read_move", "new": "is_first = True or read_move"}],
         },
-        {"name": "rate-3e-3", "hypothesis": "So few steps may need a higher rate.", "settings": {RATE: 3e-3}},
+        {"name": "rate-2e-3", "hypothesis": "So few steps may need a higher rate.", "settings": {RATE: 2e-3}},
     ],
     "notes": "The higher of both rates seems to learn faster; it reaches 0.98765 in the end.",
 }
