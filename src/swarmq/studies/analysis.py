@@ -63,7 +63,10 @@ def collect_scores(study: Study, results: Results) -> dict[str, dict[int, dict[s
 def compare(study: Study, results: Results) -> list[Comparison]:
     """Compare each arm with the first one, the baseline."""
     scores: dict[str, Scores] = {**collect_scores(study, results)}
-    return compare_arms(scores, next(iter(scores)), study.seeds, rule_of(study)) if scores else []
+    if not scores:
+        return []
+    dropped = max(_num_arms(study) - len(scores), 0)
+    return compare_arms(scores, next(iter(scores)), study.seeds, rule_of(study), dropped=dropped)
 
 
 class MainEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,8 +188,11 @@ def _scores(study: Study, result: TrialResult) -> dict[str, float]:
 
 def _num_comparisons(study: Study) -> int:
     """Return over how many arms Holm's correction holds the level, with all that a sampler or a planner may add."""
-    arms = study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
-    return max(arms - 1 + study.planner.max_arms, 1)
+    return max(_num_arms(study) - 1 + study.planner.max_arms, 1)
+
+
+def _num_arms(study: Study) -> int:
+    return study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
 
 
 def _looks(study: Study, noise: Noise, seeds: int, alpha: float) -> float:

@@ -95,3 +95,13 @@ def test_scores_that_are_not_the_metric_are_not_compared_in_its_place():
     (trial, result), *_ = results({"gspo": 0.0})
     other = msgspec.structs.replace(result, metrics={"held_out": 0.9})
     assert collect_scores(study(), [(trial, other)]) == {"gspo": {0: {"held_out": 0.9}}, "cispo": {}}
+
+
+def test_arms_that_were_not_promoted_count_in_holms_correction():
+    """The best of many arms was chosen among all of them."""
+    space = {"lr": {"values": [1, 2, 3, 4, 5, 6]}}
+    rungs = {"kind": "halving", "rungs": [1, 2], "num_arms": 6}
+    searched = study(arms={}, space=space, design=rungs)
+    last = results({"arm-001": 0.0, "arm-004": 0.03}, rung=1)
+    (found,) = compare(searched, last)
+    assert found.p_holm == 5 * found.p, "five arms are compared with the baseline, four of them without a result here"

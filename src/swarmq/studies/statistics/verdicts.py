@@ -60,23 +60,27 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Literal["better", "worse", "no effect of interest", "undecided"]
 
 
-def compare_arms(scores: Mapping[str, Scores], baseline: str, seeds: Sequence[int], rule: Rule) -> list[Comparison]:
-    """Compare each arm with the baseline, in the order of `scores`. Scores that are missing leave their pair out."""
+def compare_arms(
+    scores: Mapping[str, Scores], baseline: str, seeds: Sequence[int], rule: Rule, *, dropped: int = 0
+) -> list[Comparison]:
+    """Compare each arm with the baseline, in the order of `scores`. Scores that are missing leave their pair out. `dropped`: number of
+    further arms that were tried and not promoted; Holm's correction counts them, because the others were chosen among them."""
     arms = [arm for arm in scores if arm != baseline]
     paired = {arm: pair(scores[arm], scores[baseline], seeds) for arm in arms}
     means = {arm: matrix.mean(axis=1) if found else np.empty(0) for arm, (found, matrix) in paired.items()}
     return [
         _compare(arm, *paired[arm], means[arm], rule=rule, p=p, p_holm=p_holm)
-        for arm, (p, p_holm) in zip(arms, adjust_p(list(means.values()), rule), strict=True)
+        for arm, (p, p_holm) in zip(arms, adjust_p(list(means.values()), rule, dropped=dropped), strict=True)
     ]
 
 
-def adjust_p(differences: Sequence[NDArray[np.float64]], rule: Rule) -> list[tuple[float, float]]:
-    """Return the p-value of each arm's differences, before and after Holm's correction over all arms (Holm 1979)."""
+def adjust_p(differences: Sequence[NDArray[np.float64]], rule: Rule, *, dropped: int = 0) -> list[tuple[float, float]]:
+    """Return the p-value of each arm's differences, before and after Holm's correction over all arms (Holm 1979). `dropped`: number
+    of further arms, whose p-values are 1."""
     p = [anytime_p(differences) if rule.looks else t_test_p(differences) for differences in differences]
     adjusted, largest = p.copy(), 0.0
     for place, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        largest = max(largest, min(1.0, p[i] * (len(p) - place)))
+        largest = max(largest, min(1.0, p[i] * (len(p) + dropped - place)))
         adjusted[i] = largest
     return [*zip(p, adjusted, strict=True)]
 

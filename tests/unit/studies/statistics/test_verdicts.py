@@ -57,6 +57,12 @@ def test_holms_correction_is_that_of_statsmodels(shifts):
     assert adjust_p([], RULE) == []
 
 
+def test_arms_that_were_dropped_count_as_if_they_had_no_effect():
+    draws = [np.random.default_rng(i).normal(shift, 1, 12) for i, shift in enumerate((1.2, 0.9))]
+    p, holm = zip(*adjust_p(draws, RULE, dropped=6), strict=True)
+    assert holm == pytest.approx(multipletests([*p, *[1.0] * 6], method="holm")[1][:2])
+
+
 def test_many_arms_without_effect_keep_the_level_together():
     rng = np.random.default_rng(11)
     false = [
