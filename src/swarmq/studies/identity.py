@@ -112,7 +112,9 @@ class TrialMaker:
         if key not in self._inputs:
             effective, models, methods = self._resolve(settings)
             code = hash_json([__version__, _hash_files(self._list_code(agent, methods)), files])
-            model = hash_json({name: _hash_model(self._root, one) for name, one in models.items()}) if models else ""
+            model = (
+                hash_json({name: _hash_model(self._root, name, one) for name, one in models.items()}) if models else ""
+            )
             self._inputs[key] = Inputs(hash_json([effective, agent]), code, self._hash_data(tasks), model)
         return self._inputs[key]
 
@@ -227,9 +229,13 @@ def _find_module(root: Path, target: str) -> Path:
     return Path(found.origin)
 
 
-def _hash_model(root: Path, model: str) -> str:
+def _hash_model(root: Path, policy: str, model: str) -> str:
     path = root / model
-    return _hash_files([path]) if path.is_dir() else model
+    if path.is_dir():
+        return _hash_files([path])
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(f"policies.{policy}.model: {path}: no such folder; make or copy the model there")
+    return model
 
 
 def _hash_files(paths: Sequence[Path]) -> str:

@@ -80,6 +80,21 @@ def test_arms_that_cannot_be_told_apart_are_refused(tmp_path):
         TrialMaker(study, write_function(tmp_path)).check()
 
 
+@pytest.mark.parametrize("model", ["./models/tiny", "/models/tiny", "runs/models/tiny"])
+def test_a_study_whose_model_is_a_folder_that_is_not_there_is_refused(tmp_path, model):
+    (tmp_path / "job.toml").write_text(JOB.replace("hub/model", model))
+    (tmp_path / "agent.py").write_text("")
+    cispo = {"settings": {"policies.main.train.loss.name": "cispo"}}
+    trial = {"job": "job.toml", "agent": "agent:attempt", "max_seconds": 9}
+    study = study_of(trial=trial, metric={"name": "reward"}, arms={"plain": {}, "cispo": cispo})
+    with pytest.raises(
+        ConfigError, match=r"policies\.main\.model: .*tiny: no such folder; make or copy the model there"
+    ):
+        TrialMaker(study, tmp_path).check()
+    (tmp_path / "job.toml").write_text(JOB)
+    TrialMaker(study, tmp_path).check()
+
+
 def test_an_arm_that_sets_a_default_is_the_arm_that_leaves_it_out(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "agent.py").write_text("def attempt(ep): return 1.0\n")
