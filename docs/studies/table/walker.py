@@ -16,7 +16,7 @@ from swarmq.learner.methods.losses import LossInputs
 from swarmq.learner.methods.losses.ppo_clip import ppo_clip
 from swarmq.learner.methods.losses.reinforce import reinforce
 from swarmq.learner.methods.losses.tis_mask import tis_mask
-from swarmq.studies.trial import Attempt, Outcome
+from swarmq.studies.trial import Attempt, TrialOutcome
 
 LOSSES = {"tis_mask": tis_mask, "reinforce": reinforce, "ppo_clip": ppo_clip}
 STATES = 4096
@@ -49,7 +49,7 @@ class Walker:
         return torch.log_softmax(self.logits.detach(), dim=-1).tolist()
 
 
-def trial(attempt: Attempt) -> Outcome:
+def trial(attempt: Attempt) -> TrialOutcome:
     """Train with the settings of an arm, and measure the share of walks that reach the goal on held-out lakes."""
     torch.set_num_threads(1)
     chosen = {
@@ -80,7 +80,7 @@ def trial(attempt: Attempt) -> Outcome:
         task["id"]: fmean(walker.walk(task, past[-1], shaping=0.0)[1] for _ in range(WALKS))
         for task in tasks("held_out", 96)
     }
-    return Outcome(
+    return TrialOutcome(
         metrics={"held_out_success": fmean(scores.values())}, curves={"reward": tuple(rewards)}, scores=scores
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +15,7 @@ from swarmq.errors import StudyError
 from swarmq.observe.run import Run, StepRow
 from swarmq.runtime.processes import die_with_parent
 from swarmq.studies.identity import to_sets
-from swarmq.studies.trial import Order, Outcome
+from swarmq.studies.trial import Order, TrialOutcome
 from swarmq.whole_run.report import END_STEPS, TrainingRecord
 
 RUN = "trial"
@@ -24,7 +25,7 @@ SUMS = {"trained_episodes": "episodes", "trained_calls": "turns", "trained_token
 """Metric -> field of a step that is summed over all steps."""
 
 
-def train(order: Order) -> Outcome:
+def train(order: Order) -> TrialOutcome:
     """Run `swarmq train`, or continue it, and return its result. Raises StudyError if it fails."""
     plan, attempt = order.plan, order.attempt
     sets, last = choose_settings(order)
@@ -65,10 +66,23 @@ def _die_at_once() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def read_training(folder: RunFolder, last: int) -> Outcome:
+def read_training(folder: RunFolder, last: int) -> TrialOutcome:
     """Return the result of a run of `swarmq train` that has made its step `last`; without held-out metrics if that step was
-    not measured."""
+    not measured. Raises StudyError if held-out attempts have failed there: a mean over the others would compare arms on different
+    tasks. The next start of the trial measures that step again."""
     record, run = TrainingRecord.load(folder.training), Run(folder.path, cache=folder.path)
+    measured = record.held_out.get(last, {}).values()
+    if failed := sum(one.failed for one in measured):
+        record.held_out.pop(last)
+        record.save(folder.training)
+        why = Counter[str]()
+        for one in measured:
+            why.update(one.failures)
+        raise StudyError(
+            f"{failed} of {failed + sum(one.n for one in measured)} held-out attempts have ended without a reward "
+            f"({'; '.join(f'{times} times {line}' for line, times in why.most_common(3))}), and the mean of the others is no result; "
+            "an agent should return a reward for what it fails to do"
+        )
     steps = [*run.steps()]
     curves = {name: tuple(float(step.values[name]) for step in steps if name in step.values) for name in CURVES}
     curves["staleness"] = tuple(_mean(_count_staleness(step)) or 0.0 for step in steps)
@@ -83,13 +97,15 @@ def read_training(folder: RunFolder, last: int) -> Outcome:
         metrics["reward"] = fmean(rewards[-END_STEPS:])
     for suffix, version in (("_before", 0), ("", last)):
         reports = record.held_out.get(version, {}).values()
+        if any(one.failed for one in reports):
+            continue
         for name, mean in (
             ("held_out", _mean((one.mean_reward, one.tasks) for one in reports)),
             ("held_out_success", _mean((one.success_rate, one.tasks) for one in reports)),
         ):
             if mean is not None:
                 metrics[name + suffix] = mean
-    return Outcome(metrics=metrics, curves=curves)
+    return TrialOutcome(metrics=metrics, curves=curves)
 
 
 def _count_staleness(step: StepRow) -> list[tuple[float, int]]:

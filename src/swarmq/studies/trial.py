@@ -22,7 +22,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the arm and seed, kept over rungs and interruptions."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial's function returns, if it returns more than a dict of metrics."""
 
     metrics: dict[str, float]
@@ -53,9 +53,9 @@ def log_path(folder: Path) -> Path:
     return folder / "log"
 
 
-def read_outcome(folder: Path) -> Outcome:
+def read_outcome(folder: Path) -> TrialOutcome:
     """Return the result of a trial that has ended. Raises StudyError without one."""
     try:
-        return msgspec.json.decode(result_path(folder).read_bytes(), type=Outcome)
+        return msgspec.json.decode(result_path(folder).read_bytes(), type=TrialOutcome)
     except (OSError, msgspec.MsgspecError) as error:
         raise StudyError(f"{result_path(folder)}: the trial has ended without a result ({error})") from error

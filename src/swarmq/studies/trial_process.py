@@ -15,10 +15,10 @@ import msgspec
 from swarmq.client.data.targets import load_object
 from swarmq.errors import StudyError
 from swarmq.runtime.files import write_atomically
-from swarmq.studies.trial import Order, Outcome, order_path, result_path
+from swarmq.studies.trial import Order, TrialOutcome, order_path, result_path
 
 
-def run(folder: Path) -> Outcome:
+def run(folder: Path) -> TrialOutcome:
     """Run the trial of a folder. The working directory is the folder of the study file."""
     order = msgspec.json.decode(order_path(folder).read_bytes(), type=Order)
     if order.plan.function:
@@ -28,16 +28,20 @@ def run(folder: Path) -> Outcome:
     return train(order)
 
 
-def call(order: Order) -> Outcome:
+def call(order: Order) -> TrialOutcome:
     """Call the trial's function. Raises StudyError for an answer that is no result."""
     target = order.plan.function
     returned = load_object(target)(order.attempt)
     try:
         outcome = msgspec.convert(
-            returned if isinstance(returned, Outcome) else {"metrics": returned}, Outcome, from_attributes=True
+            returned if isinstance(returned, TrialOutcome) else {"metrics": returned},
+            TrialOutcome,
+            from_attributes=True,
         )
     except msgspec.ValidationError as error:
-        raise StudyError(f"{target} returned {returned!r}: {error}; return a dict of numbers, or an Outcome") from error
+        raise StudyError(
+            f"{target} returned {returned!r}: {error}; return a dict of numbers, or a TrialOutcome"
+        ) from error
     for name, value in outcome.metrics.items():
         if not math.isfinite(value):
             raise StudyError(f"{target} returned {value} as {name!r}; a metric is a finite number")

@@ -3,6 +3,8 @@ result is finite numbers."""
 
 import pytest
 
+import pytest
+
 from support.run_folder import MadeRun
 from support.small_job import small_job
 from swarmq.client.runners.report import EvalReport
@@ -15,13 +17,10 @@ from swarmq.studies.trial_process import call
 from swarmq.whole_run.report import TrainingRecord
 
 
-def measured(reward):
+def measured(reward, **more):
     fields = dict.fromkeys(EvalReport.__struct_fields__) | {"tasks": 2, "n": 2, "failed": 0, "seconds": 1.0}
-    return {
-        "default": EvalReport(
-            **fields | {"mean_reward": reward, "success_rate": reward, "reward_by_kind": {}, "failures": {}}
-        )
-    }
+    means = {"mean_reward": reward, "success_rate": reward, "reward_by_kind": {}, "failures": {}}
+    return {"default": EvalReport(**fields | means | more)}
 
 
 def test_a_training_that_was_killed_before_it_was_measured_has_no_result(tmp_path):
@@ -36,6 +35,27 @@ def test_a_training_that_was_killed_before_it_was_measured_has_no_result(tmp_pat
     record.save(made.folder.training)
     metrics = read_training(made.folder, 1).metrics
     assert (metrics["held_out_before"], metrics["held_out"], metrics["held_out_success"]) == (0.25, 0.75, 0.75)
+
+
+def test_a_mean_over_the_held_out_attempts_that_did_not_fail_is_no_result(tmp_path):
+    made = MadeRun(tmp_path)
+    made.finish("taught")
+    made.step()
+    made.close()
+    failed = measured(1.0, failed=1, failures={"TimeoutError: no answer": 3})
+    record = TrainingRecord(held_out={0: failed, 1: failed})
+    record.save(made.folder.training)
+    with pytest.raises(
+        StudyError, match=r"1 of 3 held-out attempts have ended without a reward \(3 times TimeoutError"
+    ):
+        read_training(made.folder, 1)
+    record = TrainingRecord.load(made.folder.training)
+    assert list(record.held_out) == [0], "the next start measures the last step again"
+    record.held_out[1] = measured(0.5)
+    record.save(made.folder.training)
+    metrics = read_training(made.folder, 1).metrics
+    assert metrics["held_out"] == 0.5
+    assert "held_out_before" not in metrics
 
 
 def test_trainings_share_no_rabbitmq_with_each_other(tmp_path, monkeypatch):
