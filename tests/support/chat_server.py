@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 
 class ChatServer(http.server.ThreadingHTTPServer):
-    def __init__(self, answer: Callable[[str], str | int]) -> None:
+    def __init__(self, answer: Callable[[str], str | int], usage: dict[str, int] | None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer = answer
+        self.answer, self.usage = answer, usage
         """Last message -> text of the answer, or an HTTP status."""
         self.asked: list[dict] = []
 
@@ -29,7 +29,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.asked.append(body)
         answer = self.server.answer(body["messages"][-1]["content"])
         status = answer if isinstance(answer, int) else 200
-        reply = {"error": {"message": "down"}} if status != 200 else {"choices": [{"message": {"content": answer}}]}
+        reply = {"error": {"message": "down"}}
+        if status == 200:
+            reply = {"choices": [{"message": {"content": answer}}], "usage": self.server.usage}
         raw = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
@@ -41,8 +43,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve_chat(answer: Callable[[str], str | int]) -> Iterator[ChatServer]:
-    with ChatServer(answer) as server:
+def serve_chat(answer: Callable[[str], str | int], *, usage: dict[str, int] | None = None) -> Iterator[ChatServer]:
+    """Serve in a thread. `usage`: tokens of each answer, as the endpoint counts them."""
+    with ChatServer(answer, usage) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -39,6 +39,10 @@ class Budget(msgspec.Struct, kw_only=True):
     """Maximum number of tokens, prompts and answers together, as the endpoint counts them."""
     spent_calls: int = 0
     spent_tokens: int = 0
+    answer_tokens: int = 0
+    """Tokens of answers, a part of `spent_tokens`."""
+    uncounted_calls: int = 0
+    """Calls that have failed, or whose tokens the endpoint has not counted."""
 
     def check(self) -> None:
         """Raise EndpointError if the budget is spent."""
@@ -114,6 +118,7 @@ class ChatEndpoint:
             with self._lock:
                 self.budget.check()
                 self.budget.spent_calls += 1
+                self.budget.uncounted_calls += 1
             try:
                 answer = post_json(f"{self._url}/chat/completions", body, token=self._key, timeout_s=self._timeout_s)
                 text = str(answer["choices"][0]["message"]["content"])
@@ -127,7 +132,10 @@ class ChatEndpoint:
                 trouble = "its answer is not a chat completion"
                 continue
             with self._lock:
-                self.budget.spent_tokens += int((answer.get("usage") or {}).get("total_tokens") or 0)
+                usage = answer.get("usage") or {}
+                self.budget.spent_tokens += int(usage.get("total_tokens") or 0)
+                self.budget.answer_tokens += int(usage.get("completion_tokens") or 0)
+                self.budget.uncounted_calls -= bool(usage.get("total_tokens"))
             try:
                 return text, parse(text)
             except ValueError as error:

@@ -13,7 +13,7 @@ from swarmq.studies.records import (
     TrialResult,
     TrialStarted,
 )
-from swarmq.studies.reports import Claim, Verdict, hash_terms
+from swarmq.studies.reports import Claim, LeaseVerdict, hash_terms
 from swarmq.studies.state import COUNTED, StudyState, TrialState, find_exceeded, largest_cost
 
 MAX_LOST = 50
@@ -24,7 +24,7 @@ class Decision(NamedTuple):
     """Facts to append, then the answer to the worker."""
 
     facts: list[AnyFact]
-    verdict: Verdict | None = None
+    verdict: LeaseVerdict | None = None
 
 
 def on_claim(state: StudyState, claim: Claim, *, elapsed_s: float) -> Decision:

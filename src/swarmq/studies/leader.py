@@ -24,14 +24,13 @@ from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.messages import Event, TrialOffer, TrialReport, new_id
 from swarmq.runtime.logs import log
 from swarmq.studies.decide import on_claim, on_end, on_loss
-from swarmq.studies.design import look_next, plan_next
+from swarmq.studies.design import choose_arms, look_next, plan_next
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import LedgerFile, StudyFolder
 from swarmq.studies.records import (
     AnyFact,
     Cost,
     Looked,
-    PlannerAsked,
     PlannerDecided,
     Promoted,
     StudyAmended,
@@ -51,7 +50,7 @@ from swarmq.studies.reports import (
     Claim,
     FileWanted,
     Hello,
-    Verdict,
+    LeaseVerdict,
     inbox,
     kind_of,
     offers,
@@ -59,7 +58,7 @@ from swarmq.studies.reports import (
     unpack,
 )
 from swarmq.studies.shared_files import FileServer
-from swarmq.studies.state import StudyState, TrialState, find_exceeded
+from swarmq.studies.state import AMENDED, REMOVED, StudyState, TrialState, find_exceeded
 from swarmq.studies.study import Study, hash_study
 
 MAX_OFFERS = 16
@@ -67,7 +66,6 @@ MAX_OFFERS = 16
 VANISHED_LEASES = 10
 """Number of lease times without a sign of life after which a trial is offered again even if nobody else has claimed it: its offer
 must have vanished with the broker's files."""
-AMENDED = "it was planned with a job, code, tasks or a model that were amended since"
 STOP_TIMES = 10
 """Number of attempts to tell the workers that the study has ended; the broker may be busy for a moment."""
 RETRY_S = 1.0
@@ -274,7 +272,8 @@ class Leader:
     async def _advance(self) -> None:
         """Plan what comes next, offer it, and end a study that is complete."""
         if not self.state.stopped:
-            await self._append([TrialParked(trial_id=one, reason=AMENDED) for one in self._find_outdated()])
+            parked = [(one.trial.id, self._find_outdated(one.trial)) for one in self.state.open]
+            await self._append([TrialParked(trial_id=one, reason=why) for one, why in parked if why])
             await self._append(look_next(self.state))
         if not self.state.stopped:
             await self._append(plan_next(self.state, self._maker.make))
@@ -302,9 +301,19 @@ class Leader:
         offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(trial))
         await self._broker.publish(offers(self._study.name, host), offer)
 
-    def _find_outdated(self) -> list[str]:
-        """Return the open trials that can no longer be run, because they were planned with other files."""
-        return [one.trial.id for one in self.state.open if self._maker.find_lineage(one.trial) != one.trial.lineage]
+    def _find_outdated(self, trial: Trial) -> str:
+        """Return why the study as amended does not run a trial, or "" if it does."""
+        if self._maker.find_lineage(trial) != trial.lineage:
+            return AMENDED
+        design, arms = self._study.design, choose_arms(self._study) | self.state.added_arms
+        if trial.purpose == "compare" and trial.seed not in self._study.seeds:
+            return REMOVED
+        if design.kind == "optuna":  # its arms are in the ledger alone
+            return ""
+        if trial.arm not in arms or trial.rung >= max(len(design.rungs), 1):
+            return REMOVED
+        planned = self._maker.make(trial.arm, arms[trial.arm], trial.seed, rung=trial.rung, purpose=trial.purpose)
+        return "" if planned.id == trial.id else REMOVED
 
     def _is_settled(self) -> bool:
         return all(one.is_settled for one in self.state.trials.values())
@@ -315,15 +324,10 @@ class Leader:
             return
         from swarmq.studies import planner  # noqa: PLC0415 - an extra
 
-        while (
-            self._is_settled()
-            and not self.state.waiting
-            and (self.state.answer is not None or planner.may_ask(self.state))
-        ):
+        while self._is_settled() and not self.state.waiting:
             if self.state.answer is None:
-                asked = PlannerAsked(
-                    prompt=planner.make_prompt(self.state, self._root), reserved=planner.reserve(self.state)
-                )
+                if (asked := planner.prepare(self.state, self._root)) is None:
+                    return
                 await self._append([asked])
                 await self._append([await asyncio.to_thread(planner.ask, self._study, asked)])
             await self._append(await asyncio.to_thread(planner.judge, self.state, self._maker.make, self._root))
@@ -363,7 +367,7 @@ class Leader:
             if line := describe(entry.fact, self.state):
                 self._report(line)
 
-    async def _tell(self, claim_id: str, verdict: Verdict, fence: int) -> bool:
+    async def _tell(self, claim_id: str, verdict: LeaseVerdict, fence: int) -> bool:
         """Answer a worker, and return whether the answer was sent."""
         fields = {"claim_id": claim_id, "verdict": verdict, "fence": fence}
         return await self._broker.emit(

@@ -38,7 +38,7 @@ TEST_SECONDS = 60.0
 
 TASK = """\
 You plan experiments. Propose further arms for the study below; each is run with all seeds and compared with the baseline.
-Answer with one JSON object and nothing else:
+Proposals with one JSON object and nothing else:
 {"proposals": [{"name": "short-name", "hypothesis": "why it may be better", "settings": {"path": value},
   "edits": [{"file": "path", "old": "text that occurs once", "new": "its replacement"}]}],
  "notes": "what the results say so far"}
@@ -54,7 +54,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     edits: list[Edit] = []
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Proposals(msgspec.Struct, frozen=True, kw_only=True):
     proposals: list[Proposal] = []
     notes: str = ""
 
@@ -106,9 +106,28 @@ def make_prompt(state: StudyState, root: Path) -> str:
     return f"{TASK}\n{json.dumps(facts, indent=1, ensure_ascii=False)}"
 
 
-def reserve(state: StudyState) -> Cost:
-    """Return the most that the next answer may cost."""
-    return Cost(calls=min(MAX_CALLS, _calls_left(state)))
+def prepare(state: StudyState, root: Path) -> PlannerAsked | None:
+    """Return the next question, with the most that its answer may cost; None if the planner may not be asked again."""
+    if not may_ask(state):
+        return None
+    asked = PlannerAsked(prompt=(prompt := make_prompt(state, root)), reserved=reserve(state, prompt))
+    return asked if asked.reserved.calls else None
+
+
+def reserve(state: StudyState, prompt: str) -> Cost:
+    """Return the most that the answer may cost; no calls if the money that is left does not pay for one."""
+    study = _study(state)
+    calls, price, cap = min(MAX_CALLS, _calls_left(state)), _price(study, prompt), study.budget.money
+    if price and cap is not None:
+        left = cap - add(state.spent, state.reserved).money
+        calls = min(calls, max(math.floor(left / price), 0))
+    return Cost(calls=calls, money=calls * price)
+
+
+def _price(study: Study, prompt: str) -> float:
+    """Return the most that one call costs: a token of the prompt is at least one byte."""
+    planner = study.planner
+    return (len(prompt.encode()) * planner.prompt_price + planner.max_tokens * planner.answer_price) / 1e6
 
 
 def ask(study: Study, asked: PlannerAsked) -> PlannerAnswered:
@@ -120,19 +139,23 @@ def ask(study: Study, asked: PlannerAsked) -> PlannerAnswered:
         base_url=planner.base_url or None,
         api_key=os.environ.get(planner.api_key_env),
         budget=budget,
+        options={"max_tokens": planner.max_tokens} if planner.answer_price else {},
     )
     try:
         answer = endpoint.ask(asked.prompt, str)
     except EndpointError as error:
         answer = f"(no answer: {error})"
-    return PlannerAnswered(answer=answer, cost=Cost(calls=budget.spent_calls))
+    prompt_tokens = budget.spent_tokens - budget.answer_tokens
+    money = (prompt_tokens * planner.prompt_price + budget.answer_tokens * planner.answer_price) / 1e6
+    money += budget.uncounted_calls * _price(study, asked.prompt)
+    return PlannerAnswered(answer=answer, cost=Cost(calls=budget.spent_calls, money=money))
 
 
 def judge(state: StudyState, make: MakeTrial, root: Path) -> list[AnyFact]:
     """Decide on every proposal of the answer that was not judged yet. Returns at least one decision."""
     assert state.answer is not None
     try:
-        answer = msgspec.convert(extract_json(state.answer), Answer)
+        answer = msgspec.convert(extract_json(state.answer), Proposals)
     except (ValueError, msgspec.ValidationError) as error:
         return [_refuse("", f"the answer is no list of proposals: {error}")]
     facts: list[AnyFact] = []

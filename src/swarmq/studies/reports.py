@@ -25,7 +25,7 @@ LEASE_EVENT: Literal["lease"] = "lease"
 PIECE_EVENT: Literal["piece"] = "piece"
 SOURCE = "study"
 
-Verdict = Literal["welcome", "run", "wait", "drop", "stop", "differs", "revoked"]
+LeaseVerdict = Literal["welcome", "run", "wait", "drop", "stop", "differs", "revoked"]
 """`welcome`: there is a leader. `run`: the trial is leased to this worker. `wait`: ask again later. `drop`: the trial needs no further start; forget the offer.
 `stop`: no further trial starts. `differs`: the worker's files or study are not the leader's. `revoked`: the lease has ended, so the
 trial must."""

@@ -27,6 +27,8 @@ from swarmq.studies.records import (
 )
 from swarmq.studies.study import KILL_S, Arm, Study
 
+AMENDED = "it was planned with a job, code, tasks or a model that were amended since"
+REMOVED = "the amended study has no such arm, seed or rung"
 COUNTED = ("failure", "timeout")
 """Kinds of failures that count towards `max_failures`."""
 
@@ -82,6 +84,7 @@ class StudyState:
         match entry.fact:
             case StudyOpened() | StudyAmended():
                 self.study, self.inputs = entry.fact.study, entry.fact.inputs
+                self._reopen(AMENDED, REMOVED)  # an amendment may be taken back
             case TrialPlanned(trial=trial):
                 one = self.trials.pop(trial.id, None) or TrialState(trial=trial)  # known: an amendment was taken back
                 one.trial, one.parked, one.num_failures, one.num_lost = trial, None, 0, 0
@@ -131,6 +134,12 @@ class StudyState:
                         one.parked, one.num_failures, one.num_lost = None, 0, 0
             case _:
                 pass
+
+    def _reopen(self, *reasons: str) -> None:
+        """Open trials again that were parked for one of these reasons."""
+        for one in self.trials.values():
+            if one.parked and one.parked.reason in reasons:
+                one.parked = None
 
     @property
     def added_arms(self) -> dict[str, Arm]:

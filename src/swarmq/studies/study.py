@@ -84,7 +84,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether the range holds whole numbers only."""
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StudyBudget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hard caps of a study. None: no cap. Trials reserve what they may need before they start."""
 
     gpu_seconds: Positive | None = None
@@ -151,6 +151,12 @@ class Planner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Share of the budget that accepted arms may use with `approval = "budget"` before a person approves another one."""
     max_arms: Whole = 0
     """Number of arms that the planner may add."""
+    prompt_price: NotNegative = 0.0
+    """Price of a million tokens of prompts, in the currency of `budget.money`."""
+    answer_price: NotNegative = 0.0
+    """Price of a million tokens of answers."""
+    max_tokens: Count = 16_384
+    """Largest number of tokens of one answer, which requests state if answers have a price."""
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,7 +179,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seeds of every arm. Arms are compared seed by seed."""
     noise_trials: Whole = 0
     """Number of further seeds with which the baseline is run against itself, to measure the noise of seeds (A/A)."""
-    budget: Budget
+    budget: StudyBudget
     design: Design = Design()
     stopping: StoppingRule = StoppingRule()
     planner: Planner = Planner()

@@ -34,7 +34,19 @@ from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import StudyFolder
 from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
-from swarmq.studies.reports import SOURCE, Beat, Claim, Hello, Report, Verdict, hash_terms, inbox, offers, pack, run_of
+from swarmq.studies.reports import (
+    SOURCE,
+    Beat,
+    Claim,
+    Hello,
+    LeaseVerdict,
+    Report,
+    hash_terms,
+    inbox,
+    offers,
+    pack,
+    run_of,
+)
 from swarmq.studies.study import Study
 from swarmq.studies.trial import Attempt, Order, log_path, order_path, read_outcome, result_path
 
@@ -54,17 +66,17 @@ STOP_S = 30.0
 """Largest number of seconds in which a trial stops in order when its worker is stopped; its time limit holds, too."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    verdict: Verdict
+class LeaseAnswer(msgspec.Struct, frozen=True):
+    verdict: LeaseVerdict
     fence: int
 
 
-class Answers:
+class LeaseAnswers:
     """The leader's newest answers to the claims of this worker, and whether the study has ended."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
-        self._newest: dict[str, Answer | None] = {}
+        self._newest: dict[str, LeaseAnswer | None] = {}
         self.stopped = asyncio.Event()
 
     async def follow(self, broker: Broker, run: str, *, ready: asyncio.Event) -> None:
@@ -75,7 +87,7 @@ class Answers:
                 if not claim_id:
                     self.stopped.set()
                 elif claim_id in self._newest:
-                    self._newest[claim_id] = Answer(event.fields["verdict"], event.fields["fence"])
+                    self._newest[claim_id] = LeaseAnswer(event.fields["verdict"], event.fields["fence"])
                     self._changed.set()
 
     @contextlib.contextmanager
@@ -87,7 +99,7 @@ class Answers:
         finally:
             del self._newest[claim_id]
 
-    async def wait(self, claim_id: str, seconds: float) -> Answer | None:
+    async def wait(self, claim_id: str, seconds: float) -> LeaseAnswer | None:
         """Return the next answer to a claim; None if there is none within `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -151,7 +163,7 @@ class Worker:
         self._broker, self._study, self._folder, self._where = broker, study, folder, where
         self._environments, self._ask_s, self._greet_s, self._report = environments, ask_s, greet_s, report
         self._host = host or socket.gethostname().split(".")[0]
-        self._answers = Answers()
+        self._answers = LeaseAnswers()
         self._own = asyncio.Queue[Delivery]()
         """Offers of trials for this host alone."""
 

@@ -11,11 +11,11 @@ import pytest
 from support.studies import FIRST
 from swarmq.errors import LearnerError, StudyError
 from swarmq.runtime.processes import is_alive
-from swarmq.studies.leader import AMENDED, open_leader
+from swarmq.studies.leader import open_leader
 from swarmq.studies.ledger import StudyFolder, read_ledger
 from swarmq.studies.records import StudyStopped, TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
 from swarmq.studies.reports import Claim, hash_terms, inbox, pack
-from swarmq.studies.state import StudyState
+from swarmq.studies.state import AMENDED, REMOVED, StudyState
 from swarmq.studies.study import Study
 from swarmq.studies.worker import Worker, end_leftovers
 from swarmq.testing import MemoryBroker
@@ -119,7 +119,7 @@ async def test_a_trial_that_always_breaks_is_parked_with_its_log_and_the_rest_go
         ("def trial(attempt): return {'other': 1.0}\n", "returned no 'score', only other"),
         ("def trial(attempt): return {'score': float('nan')}\n", "ended without a result"),
         (
-            "from swarmq.studies.trial import Outcome\n\ndef trial(attempt): return Outcome(metrics={'score': 1.0}, calls=9)\n",
+            "from swarmq.studies.trial import TrialOutcome\n\ndef trial(attempt): return TrialOutcome(metrics={'score': 1.0}, calls=9)\n",
             "has spent 9 calls, and trial.max_calls is 0",
         ),
     ],
@@ -249,6 +249,34 @@ async def test_open_trials_of_code_that_was_amended_are_parked_and_planned_anew(
     assert [fact.reason for fact in lab.facts(TrialParked)] == [AMENDED] * 2
     assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0]
     assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
+
+
+async def test_an_arm_that_an_amendment_removes_is_not_run_until_another_one_takes_it_back(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    both = FIRST["arms"]
+
+    def amend(arms):
+        lab.study = msgspec.convert(FIRST | TWO_ARMS | {"arms": arms}, Study)
+
+    first = asyncio.create_task(lab.lead())
+    await lab.until(lambda: lab.folder.ledger.exists() and len(lab.facts(TrialPlanned)) == 2)  # and offered, to nobody
+    first.cancel()
+    await asyncio.wait([first])
+    amend({"a": both["a"], "c": {"settings": {"arm": 3}}})
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead(amend="b is hopeless"))
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await leading
+    assert [fact.reason for fact in lab.facts(TrialParked)] == [REMOVED]
+    assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 3.0]
+    amend(both)
+    async with asyncio.TaskGroup() as tasks:
+        leading = tasks.create_task(lab.lead(amend="it was not"))
+        await asyncio.sleep(0)
+        async with lab.at_work():
+            await leading
+    assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0, 3.0]
 
 
 async def test_an_amendment_names_no_metric_that_results_lack(tmp_path):

@@ -1,9 +1,11 @@
-"""A study whose planner proposes a change of code, from the file to the report: real broker, leader, worker and trials."""
+"""A study whose planner proposes a change of code that a person approves while the leader runs, from the file to the report: real broker,
+leader, worker and trials."""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from support.studies import FIRST
 from swarmq.studies.ledger import StudyFolder, read_ledger
 from swarmq.studies.state import StudyState
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
 WORK = """\
 from gain import GAIN
@@ -44,19 +46,24 @@ def test_a_planner_adds_an_arm_of_changed_code(tmp_path, amqp_url):
 
     with serve_chat(answer) as server:
         planner = {"kind": "endpoint", "model": "m", "base_url": server.url, "max_arms": 2, "files": ["gain.py"]}
+        planner["approval"] = "arm"
         study = FIRST | {"name": f"planned-{os.getpid()}", "planner": planner, "seeds": [0, 1]}
         study["trial"] = FIRST["trial"] | {"code": ["gain.py"]}
         (tmp_path / "study.toml").write_text(tomli_w.dumps(study))
         command = [sys.executable, "-m", "swarmq", "study"]
-        run = subprocess.run(
-            [*command, "run", "study.toml", "--amqp", amqp_url],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-    entries = read_ledger(StudyFolder(tmp_path / "study.toml", study["name"]).ledger)
+        ledger = StudyFolder(tmp_path / "study.toml", study["name"]).ledger
+        leader = subprocess.Popen([*command, "run", "study.toml", "--amqp", amqp_url], cwd=tmp_path)
+        try:
+            while "more-gain" not in StudyState(read_ledger(ledger)).waiting:
+                assert leader.poll() is None
+                time.sleep(0.1)
+            approve = [*command, "approve", "study.toml", "more-gain", "--by", "ada", "--amqp", amqp_url]
+            subprocess.run(approve, cwd=tmp_path, check=True)
+            assert leader.wait(240) == 0
+        finally:
+            leader.kill()
+            leader.wait()
+    entries = read_ledger(ledger)
     state = StudyState(entries)
     assert state.stopped.kind == "complete"
     scores = {(one.trial.arm, one.trial.seed): one.result.metrics["score"] for one in state.trials.values()}
@@ -69,6 +76,7 @@ def test_a_planner_adds_an_arm_of_changed_code(tmp_path, amqp_url):
         ("more-gain", 1): 10.1,
     }
     assert (tmp_path / "gain.py").read_text() == "GAIN = 1\n"
+    assert (state.proposed["more-gain"].decision, state.proposed["more-gain"].by) == ("accepted", "ada")
     assert "'work.py' may not be changed" in state.proposed["bad"].reason
     made = subprocess.run([*command, "report", "study.toml"], cwd=tmp_path, capture_output=True, text=True, check=True)
     report = Path(made.stdout.split()[0]).read_text()

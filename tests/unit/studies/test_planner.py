@@ -193,8 +193,9 @@ def test_the_endpoint_is_asked_once_and_its_calls_count(root, monkeypatch):
     with serve_chat(lambda _: answer) as server:
         told = story(base_url=server.url, budget={"calls": 10})
         prompt = planner.make_prompt(told.state, root)
-        asked = PlannerAsked(prompt=prompt, reserved=planner.reserve(told.state))
+        asked = planner.prepare(told.state, root)
         answered = planner.ask(told.study, asked)
+        assert asked.prompt == prompt
         assert server.asked[0]["messages"] == [{"role": "user", "content": prompt}]
     assert (answered.answer, answered.cost.calls) == (answer, 1)
     told.add(asked, answered)
@@ -209,7 +210,7 @@ def test_the_endpoint_is_asked_once_and_its_calls_count(root, monkeypatch):
 def test_an_endpoint_that_refuses_is_an_answer_without_proposals(root):
     with serve_chat(lambda _: 401) as server:
         told = story(base_url=server.url)
-        asked = PlannerAsked(prompt="?", reserved=planner.reserve(told.state))
+        asked = PlannerAsked(prompt="?", reserved=planner.reserve(told.state, "?"))
         answered = planner.ask(told.study, asked)
     assert "no answer" in answered.answer
     told.add(asked, answered)
@@ -218,13 +219,38 @@ def test_an_endpoint_that_refuses_is_an_answer_without_proposals(root):
 
 def test_the_calls_of_a_leader_that_died_before_it_had_the_answer_are_spent():
     told = story(budget={"calls": 8})
-    told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state)))
-    assert planner.reserve(told.state) == Cost(calls=3)
-    told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state)))
+    told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state, "?")))
+    assert planner.reserve(told.state, "?") == Cost(calls=3)
+    told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state, "?")))
     assert (told.state.spent.calls, told.state.reserved.calls) == (5, 3)
     assert not planner.may_ask(told.state)
     told.add(PlannerAnswered(answer="{}", cost=Cost(calls=1)))
     assert (told.state.spent.calls, told.state.reserved.calls) == (6, 0)
+
+
+PRICES = {"prompt_price": 1.0, "answer_price": 4.0, "max_tokens": 250_000}
+"""A call of a prompt of one byte costs at most one."""
+
+
+@pytest.mark.parametrize(
+    ("usage", "money"),
+    [({"total_tokens": 300, "completion_tokens": 100}, (200 * 1.0 + 100 * 4.0) / 1e6), (None, 1.000001)],
+)
+def test_the_money_of_an_answer_is_reserved_before_and_settled_after_it(root, usage, money):
+    with serve_chat(lambda _: "{}", usage=usage) as server:
+        told = story(base_url=server.url, budget={"money": 3.5}, **PRICES)
+        asked = PlannerAsked(prompt="?", reserved=planner.reserve(told.state, "?"))
+        assert (asked.reserved.calls, asked.reserved.money) == (3, pytest.approx(3.000003))
+        told.add(asked)
+        assert planner.reserve(told.state, "?").calls == 0, "the rest does not pay for another call"
+        told.add(planner.ask(told.study, asked))
+        assert server.asked[0]["max_tokens"] == 250_000
+    assert (told.state.spent.money, told.state.reserved.money) == (pytest.approx(money), 0)
+
+
+def test_a_planner_that_the_money_does_not_pay_for_is_not_asked(root):
+    assert planner.prepare(story(budget={"money": 1.0}, **PRICES).state, root) is None
+    assert planner.prepare(story(budget={"money": 9.0}, **PRICES).state, root) is not None
 
 
 def test_a_spent_budget_asks_nobody():
