@@ -162,7 +162,7 @@ def _render_listener(tls_port: int | None, certificate: Path | None, key: Path |
 
 
 @study_group.command("invite")
-@STUDY
+@NAMED_STUDY
 @click.argument("name")
 @REACH
 @CA

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from swarmq.broker import Broker
-from swarmq.errors import ConfigError, StudyError
+from swarmq.errors import ConfigError, StudyError, SwarmqError
 from swarmq.messages import Event, new_id
 from swarmq.studies.identity import TrialMaker, hash_file
 from swarmq.studies.ledger import StudyFolder
@@ -66,7 +66,7 @@ class FileServer:
         fields: dict[str, object] = {"path": wanted.path, "offset": wanted.offset}
         try:
             fields["data"] = self._read(wanted) if wanted.path else self._list(study, trials)
-        except (OSError, ConfigError) as error:
+        except (OSError, SwarmqError) as error:
             fields["refused"] = str(error)
         return Event(run=run_of(study.name), source=wanted.reader, name=PIECE_EVENT, at=time.time(), fields=fields)
 

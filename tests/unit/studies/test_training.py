@@ -3,8 +3,6 @@ result is finite numbers."""
 
 import pytest
 
-import pytest
-
 from support.run_folder import MadeRun
 from support.small_job import small_job
 from swarmq.client.runners.report import EvalReport
