@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import msgspec
+import torch
 from aiohttp import ClientSession, TCPConnector
 from transformers import AutoConfig
 
@@ -45,6 +46,7 @@ from swarmq.config import SwarmJob, Train
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.engine.server.launch import EngineProcess, get_installed_vllm
 from swarmq.engine.server.model_check import check_model
+from swarmq.engine.server.startup_error import find_root_cause
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, unpack_floats, unpack_ids
@@ -72,7 +74,7 @@ TEXTS = (
 TRAIN = Train(advantage="ema", warmup_steps=0, learning_rate=1e-3)
 """An advantage that an episode has without others to compare it with."""
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "kv_lora_rank": 512}
+MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "head_dim": None}
 """The only sizes for which vLLM's CPU build computes multi-head latent attention; its kernel needs BF16."""
 
 
@@ -87,6 +89,8 @@ class Model(NamedTuple):
     """What the configuration has besides `oracle.SHAPE` and what `oracle.FAMILIES` says of the family."""
     dtype: str = "float32"
     """Of the engine."""
+    chats: bool = True
+    """Whether it is asked in chats, else by texts alone: vLLM renders the chats of gpt-oss with a vocabulary that a tiny model has not."""
     make: Callable[[], Path] | None = None
     """Makes the folder, for a model that takes images."""
     refused: str = ""
@@ -119,7 +123,7 @@ MODELS = (
     Model("GLM-4", "glm4"),
     Model("GLM-4.5, 4.6", "glm4_moe"),
     Model("GLM-4.7-Flash", "glm4_moe_lite", {**oracle.DEEPSEEK, **MLA}, dtype="bfloat16"),
-    Model("GPT-OSS", "gpt_oss"),
+    Model("GPT-OSS", "gpt_oss", chats=False),
     Model("OLMo 2", "olmo2"),
     Model("OLMo 3", "olmo3"),
     Model("OLMoE", "olmoe"),
@@ -147,7 +151,6 @@ def main() -> None:
     options.add_argument("--rest", action="store_true", help="models without a result")
     asked = options.parse_args()
     os.environ |= oracle.ENGINE  # before vLLM is imported
-    sys.path += map(str, TORCHVISION)
     from vllm.entrypoints.launchers.api_server import entry  # noqa: F401, PLC0415 - for all engines
 
     _, detail = kept("models", out=asked.out)
@@ -221,7 +224,7 @@ class RefusedError(Exception):
 
 def run(name: str) -> dict[str, Any]:
     """Take a model through the product, in a process of its own."""
-    oracle.torch.set_num_threads(1)
+    torch.set_num_threads(1)
     model, row = next(model for model in MODELS if model.name == name), dict[str, Any]()
     with tempfile.TemporaryDirectory() as place:
         try:
@@ -267,7 +270,7 @@ class Measurement:
 
     async def _serve(self, *, trains: bool) -> RefusedError | None:
         """Start the engine and take the model through it; return the refusal, because a raised one would end the proxy's tasks."""
-        async with open_stage(self._folder, self._place, self._model.dtype, trains=trains) as stage:
+        async with open_stage(self._model, self._folder, self._place, trains=trains) as stage:
             self._row["loaded"] = True
             try:
                 await self._ask_and_train(stage, trains=trains)
@@ -277,7 +280,7 @@ class Measurement:
 
     async def _ask_and_train(self, stage: Stage, *, trains: bool) -> None:
         with blame("proxy"):
-            turns = await stage.ask("first")
+            turns = await stage.ask_episode("first", chats=self._model.chats)
         self._row["served"] = True
         self._compare_engine("engine", turns, self._folder)
         if not trains:
@@ -290,7 +293,7 @@ class Measurement:
         with blame("push"):
             pusher = WeightPusher([stage.engine.url], self._place, secret=SECRET)
             await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 1)
-            after = await stage.ask("second")
+            after = await stage.ask_episode("second", chats=self._model.chats)
         self._compare_engine("pushed", after, self._trained)
         self._row["trained"] = True
 
@@ -379,16 +382,36 @@ class Stage(Agent):
 
     engine: VllmEngine
     broker: MemoryBroker
+    process: EngineProcess
 
-    async def ask(self, episode: str) -> list[tuple[Turn, Any]]:
-        """Return the turns of an episode, with their whole token sequences: two answers to a question, and one in each of two
-        conversations that go on from the first."""
-        key, question = self.key(episode), {"role": "user", "content": TEXTS[0]}
-        first = await self.ask_logprobs(question, key=key, n=2)
-        said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
-        for text in ("Why?", TEXTS[1]):
-            await self.ask_logprobs(question, said, {"role": "user", "content": text}, key=key)
-        turns = []
+    async def ask_episode(self, episode: str, *, chats: bool) -> list[tuple[Turn, Any]]:
+        """Return the turns of `_ask`. Raises RefusedError if the engine ends meanwhile."""
+        asking, ended = asyncio.create_task(self._ask(episode, chats=chats)), asyncio.create_task(self.process.wait())
+        await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            asking.cancel()
+            raise RefusedError("vLLM", f"ends when it is asked: {find_root_cause(self.process.log_path, 0)}")
+        ended.cancel()
+        return await asking
+
+    async def _ask(self, episode: str, *, chats: bool) -> list[tuple[Turn, Any]]:
+        """Return the turns of an episode, with their whole token sequences: two answers to a question, and one to each of two
+        conversations, or texts, that go on from the first."""
+        key, question = self.key(episode), TEXTS[0]
+        followers = ("Why?", TEXTS[1])
+        if chats:
+            asked = {"role": "user", "content": question}
+            first = await self.call("chat/completions", key, messages=[asked], logprobs=True, n=2)
+            said = {"role": "assistant", "content": first[0]["message"]["content"]}
+            for text in followers:
+                messages = [asked, said, {"role": "user", "content": text}]
+                await self.call("chat/completions", key, messages=messages, logprobs=True)
+        else:
+            fields = {"logprobs": 1, "max_tokens": oracle.TOKENS}
+            first = await self.call("completions", key, prompt=question, n=2, **fields)
+            for text in followers:
+                await self.call("completions", key, prompt=f"{question}{first[0]['text']} {text}", **fields)
+        turns: list[Turn] = []
         async with self.broker.consume(topology.inbox(self.run), prefetch=10) as deliveries:
             while len(turns) < 4:
                 delivery = await anext(deliveries)
@@ -397,15 +420,15 @@ class Stage(Agent):
                     turns.append(delivery.message)
         return list(zip(turns, resolve(turns), strict=True))
 
-    async def ask_logprobs(self, *messages: Any, key: str, **fields: Any) -> Any:
-        body = {"model": POLICY, "messages": list(messages), "logprobs": True, **fields}
-        status, _, raw = await self.post(body, key=key)
+    async def call(self, route: str, key: str, **body: Any) -> Any:
+        """Return the choices of an answer with log-probabilities."""
+        status, _, raw = await self.post({"model": POLICY, **body}, f"/v1/{route}", key=key)
         if status != 200:
             raise RuntimeError(f"{status} {msgspec.json.decode(raw)['error']['message']}")
-        answer = msgspec.json.decode(raw)
-        if not all(choice["logprobs"]["content"] for choice in answer["choices"]):
+        choices = msgspec.json.decode(raw)["choices"]
+        if not all(any(choice["logprobs"].values()) for choice in choices):
             raise RuntimeError("an answer without log-probabilities")
-        return answer
+        return choices
 
 
 class ForkedEngine(EngineProcess):
@@ -444,22 +467,25 @@ class ForkedEngine(EngineProcess):
 
 
 @asynccontextmanager
-async def open_stage(folder: Path, place: Path, dtype: str, *, trains: bool) -> AsyncIterator[Stage]:
+async def open_stage(model: Model, folder: Path, place: Path, *, trains: bool) -> AsyncIterator[Stage]:
     """Start engine and proxy. Raises RefusedError if the engine does not start."""
     policy = {
         "model": str(folder),
-        "engine": {"max_model_len": CONTEXT, "dtype": dtype, "start_timeout_s": 300.0},
+        "engine": {"max_model_len": CONTEXT, "dtype": model.dtype, "start_timeout_s": 300.0},
         "sampling": {"max_tokens": oracle.TOKENS, "temperature": oracle.TEMPERATURE},
     }
     groups = {"group_size": 1, "min_group": 1}
     job = SwarmJob.build({"run": RUN, "folder": str(place / "runs"), "policies": {POLICY: policy}, "groups": groups})
     broker = MemoryBroker()
     await broker.declare(RUN, policies=[POLICY], kinds=job.task_kinds)
-    process = ForkedEngine(
+    sees = model.make is not None
+    path = os.pathsep.join([*map(str, TORCHVISION), os.environ.get("PYTHONPATH", "")])
+    process = (EngineProcess if sees else ForkedEngine)(
         msgspec.structs.replace(job.policies[POLICY], trained=trains),
         port=reserve_port(),
         log_path=place / "engine.log",
         secret=SECRET,
+        environment={"PYTHONPATH": path} if sees else None,  # before transformers is imported
     )
     with blame("vLLM"):
         await process.__aenter__()
@@ -469,7 +495,7 @@ async def open_stage(folder: Path, place: Path, dtype: str, *, trains: bool) -> 
             # vLLM closes connections that are idle for a few seconds: none is used again.
             async with served(app) as url, ClientSession(connector=TCPConnector(keepalive_timeout=0)) as http:
                 stage = Stage(url, RUN, http)
-                stage.engine, stage.broker = engine, broker
+                stage.engine, stage.broker, stage.process = engine, broker, process
                 yield stage
     finally:
         await process.__aexit__(None, None, None)

@@ -69,6 +69,12 @@ def check_model(name: str, *, trained: bool) -> ModelFacts:
     config = _read_json(folder / "config.json", f"{name} is not a Hugging Face model folder")
     architectures = config.get("architectures") or ["none named"]
     _check_architecture(name, config, architectures, trained=trained)
+    if trained and (quantization := config.get("quantization_config")):
+        raise EngineError(
+            f"{name} has quantised weights (config.json: quantization_config, quant_method {quantization.get('quant_method')!r}), for which "
+            "engines take no pushes from a learner: use the model with BF16 weights (engine.quantization = 'fp8' lets engines quantise "
+            "them), or serve it untrained (policies.*.trained = false)"
+        )
     if is_folder:
         check_weight_files(folder)
         _check_vocabulary(folder)

@@ -60,6 +60,14 @@ def test_tool_calls_are_parsed_by_the_template_and_those_of_gpt_oss_by_the_only_
     assert check_model(str(folder), trained=True).tool_call_parser == parser
 
 
+def test_quantised_weights_are_refused_for_a_trained_policy_alone(folder):
+    config = CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=r"quantised weights .*'mxfp4'.*: use the model with BF16 weights"):
+        check_model(str(folder), trained=True)
+    assert check_model(str(folder), trained=False).is_folder
+
+
 def test_a_tokenizer_without_chat_template_is_refused(folder):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(EngineError, match="no chat template.*instruction-tuned"):
