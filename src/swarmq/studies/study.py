@@ -62,7 +62,7 @@ class TrialPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the alternatives that a study compares. What is empty is as in the trial's plan."""
+    """One of the alternatives that a study compares. Fields that are empty have the values of `[trial]`."""
 
     settings: dict[str, Any] = {}
     """Settings of the job by path, e.g. `{"policies.main.train.loss.name" = "cispo"}`; of a function, its arguments."""

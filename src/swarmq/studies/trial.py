@@ -15,6 +15,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial's function gets."""
 
     settings: dict[str, Any]
+    """Settings of the arm, with those that all arms share."""
     seed: int
     steps: int = 0
     """Step at which to stop; 0: the study has no rungs."""
@@ -26,10 +27,15 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial's function returns, if it returns more than a dict of metrics."""
 
     metrics: dict[str, float]
+    """Finite numbers by name; the study's metric must be among them."""
     curves: dict[str, tuple[float, ...]] = {}
+    """Metric -> its values, one for each step."""
     scores: dict[str, float] = {}
+    """Held-out task -> its score. If the metric is the mean of these, arms are compared task by task."""
     calls: int = 0
+    """Paid calls that the trial has made."""
     money: float = 0.0
+    """Money that the trial has spent, in the currency of the budget."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

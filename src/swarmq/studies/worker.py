@@ -1,4 +1,4 @@
-"""`swarmq study worker`: runs trials of a study on this host, one at a time in each lane.
+"""`swarmq study worker`: runs trials of a study on this host, one at a time in each lane, which has GPUs of its own.
 
     trials, and those for this host alone --> offer held ─> claim ─> lease ─> trial's process, beats ─> end confirmed ─> ack
                               ├── this worker dies: RabbitMQ gives the offer to another one, whose claim waits until this one's beats

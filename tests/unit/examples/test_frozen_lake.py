@@ -54,7 +54,7 @@ def test_the_player_sees_the_four_neighbours_and_where_the_goal_is():
     ],
     ids=["goal", "hole", "edge", "no move", "out of moves", "goal with the last move"],
 )
-def test_the_rules(moves, at, over):
+def test_a_walk_ends_in_a_hole_at_the_goal_or_after_its_moves(moves, at, over):
     lake = play(*moves)
     assert (lake.at, lake.over) == (at, over)
 

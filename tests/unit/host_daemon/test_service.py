@@ -156,7 +156,7 @@ async def test_a_resume_that_is_sent_again_changes_nothing(tmp_path, launcher):
     assert launcher.starts == ["math", "code", "math"]
 
 
-async def test_a_full_disk_is_said_to_be_so_and_nothing_is_launched(tmp_path, launcher):
+async def test_a_full_disk_is_reported_and_nothing_is_launched(tmp_path, launcher):
     async with open_host(tmp_path, launcher) as host:
         host.folder.records.rename(tmp_path / "gone")
         status, answer = await host.launch("math")

@@ -170,7 +170,7 @@ async def test_a_daemon_that_is_away_for_a_moment_is_waited_for(tmp_path):
     assert caught.value.status == 0
 
 
-async def test_an_address_that_is_none_is_said_to_be_so():
+async def test_an_invalid_address_is_refused():
     for address in ("gpu-box", "ftp://gpu-box", "https://", ""):
         with pytest.raises(ConfigError, match="write it as http://HOST:PORT, https://HOST:PORT or ssh://HOST"):
             HostClient(address)

@@ -33,7 +33,7 @@ def helpers():
         ("", "<think> occurs 0 times"),
     ],
 )
-def test_tags(answer, reason):
+def test_an_answer_needs_every_tag_in_order(answer, reason):
     score = tags_match(answer, ["think", "answer"])
     assert reason in score.reason
     assert score.value == (not reason)
@@ -75,7 +75,7 @@ def test_a_pattern_must_match_the_whole_answer_and_cannot_be_stalled():
         (" " * 2_000_000, "2000000 characters"),
     ],
 )
-def test_json_against_a_schema(answer, reason):
+def test_json_must_match_the_schema(answer, reason):
     score = schema_match(answer, SCHEMA)
     assert reason in score.reason
     assert score.value == (not reason)

@@ -32,7 +32,7 @@ def test_four_factors_in_eight_arms_mix_no_effect_with_an_interaction_of_two():
 
 
 @pytest.mark.parametrize(("factors", "arms"), [(3, 6), (4, 4), (3, 16), (2, 0)])
-def test_numbers_of_arms_that_make_no_design(factors, arms):
+def test_a_number_of_arms_that_makes_no_design_is_refused(factors, arms):
     with pytest.raises(ValueError, match="need a power of two"):
         fractional(factors, arms)
 

@@ -89,7 +89,7 @@ def test_an_accepted_arm_gets_all_seeds_and_is_compared(root):
         (propose(edits=[edit(old="x")]), "occurs 2 times, not once"),
     ],
 )
-def test_proposals_that_are_refused(root, proposal, why):
+def test_a_wrong_proposal_is_refused_with_the_reason(root, proposal, why):
     told = story()
     (reason,) = reasons(judge(told, root, proposal))
     assert why in reason
@@ -157,7 +157,7 @@ def test_a_change_of_code_runs_its_tests_first(root):
     assert (root / "advantage.py").read_text() == CODE, "a trial runs in a copy"
 
 
-def test_arms_wait_for_a_person(root):
+def test_an_arm_that_needs_approval_waits_for_a_person(root):
     told = story(approval="arm")
     judge(told, root, propose())
     assert told.state.waiting == ["c"]

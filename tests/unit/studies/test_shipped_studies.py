@@ -14,7 +14,7 @@ STUDIES = Path(__file__).parents[3] / "docs" / "studies"
 SHIPPED = sorted(STUDIES.glob("*/studies/*/ledger.jsonl"))
 
 
-def test_studies_are_shipped():
+def test_there_is_a_shipped_study():
     assert SHIPPED
 
 

@@ -45,7 +45,7 @@ max_steps = 2
         ({"metrics": 1}, "unknown field"),
     ],
 )
-def test_what_a_study_cannot_be(changes, words):
+def test_an_impossible_study_is_refused_with_the_reason(changes, words):
     with pytest.raises(msgspec.ValidationError) as refused:
         study_of(**changes)
     assert words in str(refused.value)

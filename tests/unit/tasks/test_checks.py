@@ -35,7 +35,7 @@ def test_the_last_answer_counts(text: str, answer: str) -> None:
         (Check(type="choice", expected=("B",)), "A or B", 0.0),
     ],
 )
-def test_scores(check: Check, answer: str, value: float) -> None:
+def test_a_check_scores_right_and_wrong_answers(check: Check, answer: str, value: float) -> None:
     assert check.score(answer).value == value
 
 

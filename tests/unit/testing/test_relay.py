@@ -34,7 +34,7 @@ async def test_bytes_pass_both_ways(relay: TcpRelay) -> None:
     assert relay.connections == 1
 
 
-async def test_a_cut_resets(relay: TcpRelay) -> None:
+async def test_a_cut_resets_connections(relay: TcpRelay) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
     writer.write(b"hello")
     await reader.readexactly(5)

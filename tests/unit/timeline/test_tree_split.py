@@ -162,5 +162,5 @@ def test_a_batch_of_a_million_tokens_is_divided_in_moments():
     assert total(lengths, passes) < 1.05 * sum(lengths)
 
 
-def test_nothing_needs_no_pass():
+def test_no_trees_need_no_pass():
     assert divide([], [], 10) == []

@@ -48,7 +48,7 @@ def gone(plan, number, frame):
 
 
 @given(made=segments(), cap=st.integers(0, 6000))
-def test_the_size_cap(made, cap):
+def test_the_size_limit_removes_the_least_interesting_first(made, cap):
     target = int(cap * 0.9)
     plan = plan_size(made, INTERESTS, cap=cap, target=target, kept=KEPT)
     total = sum(index.size for index in made)
@@ -83,7 +83,7 @@ def test_the_size_cap(made, cap):
 
 
 @given(made=segments(), before=st.floats(0, 70))
-def test_the_age_cap(made, before):
+def test_the_age_limit_removes_old_segments_and_keeps_the_protected(made, before):
     plan = plan_age(made, before=before, kept=KEPT)
     protected = find_protected(made, kept=KEPT)
     assert not plan.strip

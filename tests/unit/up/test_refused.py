@@ -58,7 +58,7 @@ def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None
         ({"kv_cache_dtype": "fp8"}, None, "kv_cache_dtype = 'fp8', but this host has no GPU"),
     ],
 )
-def test_fp8_on_a_host_without_it(
+def test_fp8_is_refused_on_a_host_without_it(
     settings: dict[str, Any], capability: float | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmq.up.job_checks.is_cuda_build", lambda: True)

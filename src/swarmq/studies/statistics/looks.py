@@ -40,7 +40,8 @@ def anytime_p(differences: ArrayLike) -> float:
 
 
 def confidence_sequence(differences: ArrayLike, *, alpha: float = 0.05) -> Interval:
-    """Return the means whose e-value is below 1 / alpha now: all looks together cover the mean with 1 - alpha."""
+    """Return the interval of the means with e-values below 1 / alpha. The intervals of all looks together cover the mean with
+    probability 1 - alpha."""
     values = np.asarray(differences, float)
     n = len(values)
     if n < 2:

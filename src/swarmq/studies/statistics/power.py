@@ -80,7 +80,7 @@ def seeds_needed(
 def plan(
     effect: float, noise: Noise, seeds: int, *, comparisons: int = 1, alpha: float = 0.05, power: float = 0.8
 ) -> Plan:
-    """Say what a study can find whose `comparisons` arms share the level `alpha` by Holm's correction."""
+    """Return what a study can find if its `comparisons` arms share the level `alpha` by Holm's correction."""
     level = alpha / max(comparisons, 1)
     return Plan(
         effect=effect,

@@ -28,7 +28,7 @@ def test_begin_turns_and_end_make_one_episode(bench, say):
     }
 
 
-def test_everything_twice_is_once(bench, say):
+def test_messages_that_come_twice_count_once(bench, say):
     pieces = [say.begin(), say.turn(), say.end()]
     bench.take(*[piece for piece in pieces for _ in range(2)], *pieces)
     assert len(bench.sent) == 1

@@ -130,7 +130,7 @@ def in_half_precision(tokens: LossInputs, _: Loss) -> TokenLoss:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_loss_that_is_wrong_is_told_what_is(loss: Any, check: str, says: str) -> None:
+def test_a_wrong_loss_is_refused_with_the_reason(loss: Any, check: str, says: str) -> None:
     assert says in flaws("loss", loss).get(check, "passed")
 
 
@@ -146,7 +146,7 @@ def test_a_loss_that_is_wrong_is_told_what_is(loss: Any, check: str, says: str) 
         ),
     ],
 )
-def test_a_filter_that_is_wrong_is_told_what_is(keep: Any, check: str, says: str) -> None:
+def test_a_wrong_filter_is_refused_with_the_reason(keep: Any, check: str, says: str) -> None:
     assert says in flaws("filter", keep).get(check, "passed")
 
 
@@ -163,7 +163,7 @@ def test_every_built_in_filter_passes(name: str) -> None:
         (lambda e, reward, train: reward + random.random(), "no state", "random numbers"),
     ],
 )
-def test_a_reward_transform_that_is_wrong_is_told_what_is(transform: Any, check: str, says: str) -> None:
+def test_a_wrong_reward_transform_is_refused_with_the_reason(transform: Any, check: str, says: str) -> None:
     assert says in flaws("reward", transform).get(check, "passed")
 
 
@@ -193,7 +193,7 @@ def test_what_is_detached_counts_as_constant_for_finite_differences() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_an_advantage_that_is_wrong_is_told_what_is(method: Any, check: str, says: str) -> None:
+def test_a_wrong_advantage_is_refused_with_the_reason(method: Any, check: str, says: str) -> None:
     assert says in flaws("advantage", method).get(check, "passed")
 
 

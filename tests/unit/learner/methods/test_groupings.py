@@ -106,7 +106,7 @@ def by_place(episodes: Sequence[Rollout], _: Train) -> list[list[Rollout]]:
         (by_place, "order of slots", "if the slots come in another order"),
     ],
 )  # fmt: skip
-def test_a_wrong_grouping_is_told_what_is(grouping: Callable[..., Any], check: str, says: str) -> None:
+def test_a_wrong_grouping_is_refused_with_the_reason(grouping: Callable[..., Any], check: str, says: str) -> None:
     assert says in flaws(grouping).get(check, "passed")
 
 

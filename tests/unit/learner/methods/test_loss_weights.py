@@ -90,7 +90,7 @@ def disguised(draw: st.DrawFn, turn: Turn) -> Turn:
 
 
 @given(data=st.data())
-def test_nothing_depends_on_roles_or_text(data: st.DataObject) -> None:
+def test_timelines_do_not_depend_on_roles_or_text(data: st.DataObject) -> None:
     group = make_group(f"g{data.draw(st.integers(0, 999))}", (0.0, 1.0), turns=5, vocab=3)
     others = [[data.draw(disguised(turn)) for turn in episode.turns] for episode in group]
     plain, disguise = ([resolve(turns) for turns in each] for each in ([e.turns for e in group], others))

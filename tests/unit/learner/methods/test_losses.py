@@ -267,7 +267,7 @@ def test_candidates_that_the_teacher_does_not_name_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str) -> None:
+def test_tokens_reported_as_cut_are_those_without_a_policy_gradient(name: str) -> None:
     logprobs = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)
     behavior_logprobs = torch.tensor([-2.0, -0.1, -2.0, -0.1])
     a, calls = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.arange(4)
@@ -281,7 +281,7 @@ def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str
 
 
 @pytest.mark.parametrize("name", ["tis_mask", "reinforce", "cispo", "distill"])
-def test_a_ratio_beyond_its_bound_is_truncated_and_said_to_be(name: str) -> None:
+def test_a_ratio_beyond_its_bound_is_truncated_and_reported(name: str) -> None:
     """Ratios 1, 2, 8 under a bound of 4; the last token has also moved further than `tis_mask` lets it."""
     behavior_logprobs = torch.full((4,), -9.0)
     behavior_logprobs[3] = -0.9
@@ -395,7 +395,7 @@ OTHER = {"mask_delta": 0.99, "logratio_penalty": 0.5, "clip_low": 0.01, "clip_hi
 
 @pytest.mark.parametrize("constant", OTHER)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_depends_on_the_constants_that_it_is_said_to_have_and_on_no_other(name: str, constant: str) -> None:
+def test_a_loss_depends_on_the_constants_that_are_listed_for_it_and_on_no_other(name: str, constant: str) -> None:
     def of(loss: Loss) -> list[float]:
         logprobs = torch.tensor([-3.0, -0.1, -3.0, -0.1])
         tokens = LossInputs(

@@ -140,5 +140,5 @@ class Stubborn(torch.optim.SGD):
         (lambda named, train: Stubborn([p for _, p in named], lr=1.0), "learning rate", "it moves parameters at a learning rate of 0"),
     ],
 )  # fmt: skip
-def test_a_wrong_optimizer_is_told_what_is(optimizer: Any, check: str, says: str) -> None:
+def test_a_wrong_optimizer_is_refused_with_the_reason(optimizer: Any, check: str, says: str) -> None:
     assert says in flaws(optimizer).get(check, "passed")

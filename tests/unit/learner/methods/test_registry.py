@@ -79,7 +79,7 @@ def test_what_trained_is_used_again_although_the_file_has_changed_or_gone(tmp_pa
     assert "is no longer there" in next(registry.explain_changes(codes, str(tmp_path)))
 
 
-def test_a_built_in_method_that_has_changed_is_said_to_have() -> None:
+def test_a_built_in_method_that_has_changed_is_reported() -> None:
     code, *_ = registry.describe_methods(Train())
     assert list(registry.explain_changes([code])) == []
     (change,) = registry.explain_changes([msgspec.structs.replace(code, sha256="0")])

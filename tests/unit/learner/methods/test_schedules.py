@@ -84,5 +84,5 @@ steps: list[int] = []
         (remembered, "it keeps state"),
     ],
 )
-def test_a_wrong_schedule_is_told_what_is(schedule: Any, says: str) -> None:
+def test_a_wrong_schedule_is_refused_with_the_reason(schedule: Any, says: str) -> None:
     assert says in next(check_method("schedule", schedule, Train())).flaw

@@ -107,7 +107,7 @@ async def test_every_sampled_token_of_a_conversation_stays_as_it_was_sampled(exc
     assert sent == len(sequence), "a token travelled twice"
 
 
-def test_the_tokenizer_drifts():
+def test_re_encoding_gives_other_tokens_than_were_sampled():
     tokens = spell("hello there, you", random.Random(0))
     assert decode(tokens) == "hello there, you"
     assert encode(decode(tokens)) != tokens

@@ -61,14 +61,14 @@ def test_the_confidence_sequence_covers_the_mean_at_all_looks_together():
     assert 0 < missed <= 0.1 * 300
 
 
-def test_a_discovery_stays_one():
+def test_later_seeds_take_no_discovery_back():
     """The p-value is that of the best look: later seeds cannot take a discovery back."""
     later = [*DIFFERENCES[:4], 0.1, 0.1, -0.9]
     assert anytime_p(later) == pytest.approx(anytime_p(later[:-1]))
     assert e_values(later)[-1] < 1 < e_values(later)[-2]
 
 
-def test_few_or_equal_seeds():
+def test_one_seed_discovers_nothing_and_equal_differences_count_by_their_number():
     assert anytime_p([]) == anytime_p([0.5]) == 1.0
     assert confidence_sequence([0.5]).low == -math.inf
     assert confidence_sequence([0.5, 0.6]).high == math.inf

@@ -32,7 +32,7 @@ def fit(values):
     return [float(found.fe_params.iloc[0]), float(found.bse_fe.iloc[0]), *sds]
 
 
-def test_it_is_the_reml_of_statsmodels():
+def test_the_mixed_model_is_that_of_statsmodels():
     values = draw(1.0, 2.0)
     found = mixed_effect(values)
     error = (found.interval.high - found.interval.low) / 2 / stats.t.ppf(0.975, len(values) - 1)
@@ -73,5 +73,5 @@ def test_an_effect_on_few_of_the_tasks_holds_for_these_tasks_only():
 
 
 @pytest.mark.parametrize("values", [np.zeros((4, 4)), np.ones((1, 5)), [[0.1], [0.2]], np.empty((0, 0))])
-def test_what_has_no_two_seeds_and_tasks_has_no_mixed_model(values):
+def test_fewer_than_two_seeds_or_tasks_have_no_mixed_model(values):
     assert mixed_effect(values) is None

@@ -10,7 +10,7 @@ from swarmq.studies.statistics.intervals import Interval
 from swarmq.studies.statistics.power import MAX_SEEDS
 
 
-def test_noise_of_seeds_and_its_interval():
+def test_the_interval_of_the_noise_covers_it():
     """The SD of a difference is that of a seed times the root of 2, and 95 of 100 intervals hold it."""
     rng = np.random.default_rng(0)
     found = [estimate_noise(rng.normal(0.5, 0.3, 6)) for _ in range(1_000)]
@@ -42,7 +42,7 @@ def test_power_after_a_pilot_is_the_share_of_studies_that_find_the_effect():
     assert promised < paired_power(0.08, 0.1, 8) - 0.02, "a small pilot promises less than a known SD"
 
 
-def test_the_fewest_seeds_with_the_wanted_power():
+def test_seeds_needed_is_the_fewest_with_the_wanted_power():
     needed = seeds_needed(0.1, 0.15, power=0.9, alpha=0.025, dof=12)
     assert paired_power(0.1, 0.15, needed, alpha=0.025, dof=12) >= 0.9
     assert paired_power(0.1, 0.15, needed - 1, alpha=0.025, dof=12) < 0.9

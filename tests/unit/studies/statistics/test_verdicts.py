@@ -24,7 +24,7 @@ def verdicts(rule=RULE, **arms):
     return {found.arm: found.verdict for found in compare_arms({"base": arm(), **arms}, "base", SEEDS, rule)}
 
 
-def test_verdicts():
+def test_an_effect_is_better_worse_of_no_interest_or_undecided():
     arms = {"up": other(0.2), "down": other(-0.2, 6), "same": other(0, 7), "noisy": other(0, 8, sd=1.0)}
     expected = {"up": "better", "down": "worse", "same": "no effect of interest", "noisy": "undecided"}
     assert verdicts(**arms) == expected

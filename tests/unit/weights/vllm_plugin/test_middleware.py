@@ -63,7 +63,7 @@ async def test_who_does_not_know_the_secret_reaches_nothing(ask, served, headers
     assert b"s3" not in served.sent[1]["body"]
 
 
-async def test_who_knows_it_does(ask, served):
+async def test_a_request_with_the_secret_reaches_the_engine(ask, served):
     assert await ask("/health", KNOWN) is None
     assert served.reached == ["/health"]
 
