@@ -506,6 +506,9 @@ class Train(Settings, frozen=True, kw_only=True):
     the tokens of the whole micro-batch. The number of ranks must be a multiple of it."""
     lora: Lora | None = None
     """Low-rank adapters; None: train all parameters."""
+    routing_replay: bool = False
+    """Compute every token of a mixture of experts with the experts to which the engine routed it, weighted by the learner's own
+    router. Turns then record the experts: layers x experts per token bytes for each token."""
     checkpoint_every: Count = 20
     """Steps between two checkpoints."""
     keep_checkpoints: Count = 3
@@ -720,6 +723,11 @@ class Policy(Settings, frozen=True, kw_only=True):
     """Sampling parameters of training episodes."""
     train: Train = field(default_factory=Train)
     """Training settings."""
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether turns record the experts to which the engine routed their tokens."""
+        return self.trained and self.train.routing_replay
 
     def __post_init__(self) -> None:
         if self.train.has_served_teacher and self.sampling.temperature != TEACHER_TEMPERATURE:

@@ -205,6 +205,10 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     """Packed int32: the sampled tokens."""
     logprobs: bytes
     """Packed float32: natural log-probability of each sampled token under the distribution that was sampled from."""
+    routed_experts: bytes = b""
+    """Rows of expert ids, layer by layer, as uint8, or little-endian uint16 for more than 256 experts: for each token of `prompt_ids` and
+    `sampled_ids` the experts to which the engine routed the token before it; the first token of a conversation has none before it. Empty
+    unless `train.routing_replay`."""
     versions: tuple[VersionSpan, ...] = ()
     sampling: Sampling = Sampling()
     finish_reason: str = "stop"
@@ -227,6 +231,15 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     @property
     def num_sampled(self) -> int:
         return len(self.sampled_ids) // 4
+
+    @property
+    def num_routed(self) -> int:
+        """Number of rows of `routed_experts`, if it has any."""
+        return self.num_prompt + self.num_sampled - max(self.shared, 1)
+
+    def first_routed(self, count: int) -> bytes:
+        """Return the first `count` rows of `routed_experts`."""
+        return self.routed_experts[: count * (len(self.routed_experts) // self.num_routed)] if count else b""
 
 
 class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
@@ -625,6 +638,8 @@ def _check_turn(turn: Turn) -> None:
         raise MessageError(f"{where}: token ids are not whole int32 values")
     if len(turn.logprobs) != len(turn.sampled_ids):
         raise MessageError(f"{where}: {turn.num_sampled} sampled tokens but {len(turn.logprobs) / 4} log-probabilities")
+    if turn.routed_experts and (turn.num_routed < 1 or len(turn.routed_experts) % turn.num_routed):
+        raise MessageError(f"{where}: {len(turn.routed_experts)} bytes of routed experts for {turn.num_routed} tokens")
     if turn.shared < 0 or (turn.parent is None and turn.shared):
         raise MessageError(f"{where}: {turn.shared} shared tokens with parent {turn.parent}")
     if min(unpack_ids(turn.prompt_ids), default=0) < 0 or min(unpack_ids(turn.sampled_ids), default=0) < 0:

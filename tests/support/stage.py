@@ -55,6 +55,7 @@ async def staged(
     number: int = 0,
     watchers: Any = (),
     frozen: bool = False,
+    replays_routing: bool = False,
     aliases: Any = (),
     broker: MemoryBroker | None = None,
     most_connections: int = 4096,
@@ -68,6 +69,7 @@ async def staged(
         "model": "x",
         "engine": {"urls": urls},
         "sampling": {"temperature": 0.8, "max_tokens": 200, **(sampling or {})},
+        "train": {"routing_replay": replays_routing},
     }
     tree = {
         "run": RUN,

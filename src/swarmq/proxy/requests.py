@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.engine.client.protocol import Delta, Logprob
+from swarmq.engine.client.protocol import Delta, Logprob, RoutedExperts
 from swarmq.keys import Claims
 from swarmq.messages import Image, Sampling, Timings, VersionSpan
 from swarmq.proxy.deltas import LeadingBlanks, StopTrim
@@ -151,6 +151,8 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities for the agent, if it asks for them."""
     num_reasoning_tokens: int = 0
     """Number of reasoning tokens among `token_ids`, without their markers."""
+    routed_experts: RoutedExperts | None = None
+    """Experts to record with the turn; None: the turn records none."""
 
     @property
     def num_tokens(self) -> int:
@@ -172,6 +174,7 @@ class ChoiceState:
         self.logprobs: array[float] = array("f")
         self.entries: list[Logprob] = []
         self.versions: tuple[VersionSpan, ...] = ()
+        self.routed_experts: RoutedExperts | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.message: Json = {"role": "assistant", "content": ""}
@@ -190,6 +193,7 @@ class ChoiceState:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.versions = delta.versions
+        self.routed_experts = delta.routed_experts
 
 
 def strip_end_token(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:

@@ -25,6 +25,7 @@ from swarmq.engine.client.protocol import (
     Json,
     Logprob,
     RenderedPrompt,
+    RoutedExperts,
 )
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
@@ -117,6 +118,8 @@ class ScriptedEngine:
         self.version = 0
         self.reports_versions = True
         """Whether the engine reports the weight version that sampled each token."""
+        self.returns_routed_experts = False
+        """Whether the engine returns the experts of tokens: two layers with one expert each, which depend on the token."""
         self.down = False
         self.has_parsers = False
         self.accepts_images = False
@@ -179,12 +182,12 @@ class ScriptedEngine:
         lines = [self.lines.popleft() for _ in range(rendered.sampling.get("n", 1))]
         try:
             if stream:
-                async for deltas in self._stream(lines, rendered.sampling["max_tokens"], detailed=detailed):
+                async for deltas in self._stream(rendered, lines, detailed=detailed):
                     yield deltas
             else:
                 for line in lines:
                     await self._pause(line)
-                yield [self._whole(i, line, rendered.sampling["max_tokens"]) for i, line in enumerate(lines)]
+                yield [self._whole(rendered, i, line) for i, line in enumerate(lines)]
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
             raise
@@ -221,10 +224,10 @@ class ScriptedEngine:
             raise EngineError(f"the engine at {self.url} cannot be reached")
 
     async def _stream(
-        self, lines: Sequence[ScriptedAnswer], max_tokens: int, *, detailed: bool
+        self, rendered: RenderedPrompt, lines: Sequence[ScriptedAnswer], *, detailed: bool
     ) -> AsyncGenerator[list[Delta], None]:
         for index, line in enumerate(lines):
-            whole = self._whole(index, line, max_tokens)
+            whole = self._whole(rendered, index, line)
             for at, token in enumerate(whole.token_ids):
                 if at == 1:
                     await self._pause(line)
@@ -238,6 +241,7 @@ class ScriptedEngine:
                         entries=[whole.entries[at]] if detailed else [],
                         finish_reason=whole.finish_reason if last else None,
                         versions=whole.versions if last else (),
+                        routed_experts=whole.routed_experts if last else None,
                     )
                 ]
 
@@ -247,8 +251,8 @@ class ScriptedEngine:
         if line.error is not None:
             raise EngineError(line.error)
 
-    def _whole(self, index: int, line: ScriptedAnswer, max_tokens: int) -> Delta:
-        ids = line.token_ids[:max_tokens]
+    def _whole(self, rendered: RenderedPrompt, index: int, line: ScriptedAnswer) -> Delta:
+        ids = line.token_ids[: rendered.sampling["max_tokens"]]
         return Delta(
             index=index,
             text=decode(token for token in ids if token != END),
@@ -257,7 +261,13 @@ class ScriptedEngine:
             entries=[Logprob(token=_spell(token), logprob=-0.5) for token in ids],
             finish_reason=line.finish_reason if len(ids) == len(line.token_ids) else "length",
             versions=(VersionSpan(version=self.version, start=0, end=len(ids)),) if self.reports_versions else (),
+            routed_experts=self._route(rendered, ids) if self.returns_routed_experts else None,
         )
+
+    def _route(self, rendered: RenderedPrompt, sampled: Sequence[int]) -> RoutedExperts:
+        first = rendered.sampling.get("routed_experts_prompt_start", 0)
+        tokens = [*rendered.token_ids[first:], *sampled[:-1]]
+        return RoutedExperts(num_tokens=len(tokens), ids=bytes(i for t in tokens for i in (t % 256, t // 256 % 256)))
 
 
 def _spell(token: int) -> str:

@@ -201,18 +201,24 @@ def decode_parts(begin: bytes, end: bytes, turns: Sequence[bytes]) -> tuple[Epis
 
 def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Turn:
     """Return the turn with its prompt as an extension of its nearest ancestor in `sent`."""
-    parent, shared, prompt_ids, images = turn.parent, turn.shared, turn.prompt_ids, turn.images
+    parent, shared, prompt_ids = turn.parent, turn.shared, turn.prompt_ids
+    images, routed = turn.images, turn.routed_experts
     while parent is not None and parent not in sent:
         lost = by_id[parent]
         if shared > lost.shared:
             own = lost.prompt_ids + lost.sampled_ids
             prompt_ids = own[: 4 * (shared - lost.shared)] + prompt_ids
             images = (*(image for image in lost.images if image.offset < shared), *images)
+            known = shared - max(lost.shared, 1)
+            above = lost.first_routed(known)
+            routed = above + routed if above or not known else b""
             shared = lost.shared
         parent = lost.parent
     if parent == turn.parent:
         return turn
-    return msgspec.structs.replace(turn, parent=parent, shared=shared, prompt_ids=prompt_ids, images=images)
+    return msgspec.structs.replace(
+        turn, parent=parent, shared=shared, prompt_ids=prompt_ids, images=images, routed_experts=routed
+    )
 
 
 def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:

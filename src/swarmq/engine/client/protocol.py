@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from swarmq.errors import EngineAnswerError
 from swarmq.messages import VersionSpan
 
 Json = dict[str, Any]
@@ -45,6 +46,23 @@ class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top_logprobs: list[Json] = []
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts to which an engine routed consecutive tokens, of which the last one is that before the last sampled token."""
+
+    num_tokens: int
+    ids: bytes
+    """Expert ids by token, layer and rank, as uint8 or little-endian uint16."""
+
+    def of_last(self, count: int) -> bytes:
+        """Return the ids of the last `count` tokens. Raises EngineAnswerError if there are fewer."""
+        if count > self.num_tokens:
+            raise EngineAnswerError(
+                "routed_experts", f"the engine returned routed experts of {self.num_tokens} tokens, not of {count}"
+            )
+        size = len(self.ids) // self.num_tokens
+        return self.ids[(self.num_tokens - count) * size :]
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Output of one choice since its last delta; without streaming, the whole output."""
 
@@ -63,6 +81,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Stop string or stop token that ended the choice; None for the end-of-turn token."""
     versions: tuple[VersionSpan, ...] = ()
     """Weight versions of all tokens of the choice. Set only in its last delta."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the tokens from the prompt's `routed_experts_prompt_start` on, if the engine returns them. Set only in the last delta."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import base64
 import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -20,6 +22,7 @@ from swarmq.engine.client.protocol import (
     Json,
     Logprob,
     RenderedPrompt,
+    RoutedExperts,
 )
 from swarmq.engine.client.versions import check_server_version, strip_local_part
 from swarmq.engine.client.vllm_errors import make_secret_error, map_connection_error, parse_refusal
@@ -75,6 +78,7 @@ class _Choice(msgspec.Struct, Generic[Entry], gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_versions: list[_VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class _Chunk(msgspec.Struct, Generic[Entry], gc=False):
@@ -389,7 +393,25 @@ def _merge_pieces(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         versions=_parse_spans(last.weight_versions) if last.weight_versions else (),
+        routed_experts=_parse_routed_experts(last.routed_experts) if last.routed_experts else None,
     )
+
+
+def _parse_routed_experts(encoded: str) -> RoutedExperts:
+    """Decode the base64 of a NumPy file (.npy, version 1) with an array [tokens, layers, experts per token]. Proxies have no NumPy."""
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+        begin = 10 + int.from_bytes(raw[8:10], "little")
+        header = ast.literal_eval(raw[10:begin].decode())
+        num_tokens, layers, experts = header["shape"]
+        width = {"|u1": 1, "<u2": 2}[header["descr"]]
+        if header["fortran_order"] or len(raw) - begin != num_tokens * layers * experts * width:
+            raise ValueError(f"{len(raw) - begin} bytes for {header}")
+    except (ValueError, KeyError, TypeError, SyntaxError) as error:
+        raise EngineAnswerError(
+            "routed_experts", f"vLLM's routed experts have an unexpected format: {error!r}"
+        ) from error
+    return RoutedExperts(num_tokens=num_tokens, ids=raw[begin:])
 
 
 def _check_image_placeholders(features: Json | None, token_ids: Sequence[int]) -> None:

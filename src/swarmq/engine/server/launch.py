@@ -339,6 +339,8 @@ def build_command(
     if tls:
         options |= {"--ssl-certfile": tls.certificate, "--ssl-keyfile": tls.key}
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    if policy.replays_routing:
+        flags.append("--enable-return-routed-experts")
     if cuda:
         options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization or DEFAULT_GPU_SHARE)
         options["--api-server-count"] = str(max(1, min(MAX_API_SERVERS, cores // CORES_PER_API_SERVER)))

@@ -230,6 +230,9 @@ class Completions:
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
             if request.stream and (rests or not rendered.needs_parsing) and lane.together > 1:
                 tuned.params.setdefault("stream_interval", lane.together)
+            if self._tuning.job.policies[request.policy].replays_routing:
+                known = stitched.shared - 1 if request.claims.mode == "train" else len(prompt_ids)
+                tuned.params["routed_experts_prompt_start"] = max(known, 0)
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             version = lane.version or 0
@@ -299,6 +302,15 @@ class Completions:
         if begun.request.stream:
             begun.lane.measure_stream(len(choice.token_ids) - 1, total_s - choice.first_token_s)
         reasoning = choice.message.get("reasoning")
+        replayed = (
+            begun.request.claims.mode == "train" and self._tuning.job.policies[begun.request.policy].replays_routing
+        )
+        if replayed and choice.routed_experts is None:
+            raise EngineAnswerError(
+                "routed_experts",
+                f"the engine at {begun.lane.engine.url} returned no routed experts, which train.routing_replay needs: start vLLM with "
+                "--enable-return-routed-experts, or set train.routing_replay to false",
+            )
         result = ChoiceResult(
             index=choice.index,
             token_ids=choice.token_ids,
@@ -309,6 +321,7 @@ class Completions:
             message=choice.message,
             timings=Timings(began_at=begun.request.began_at, first_token_s=choice.first_token_s, total_s=total_s),
             entries=choice.entries,
+            routed_experts=choice.routed_experts if replayed else None,
             num_reasoning_tokens=len(await begun.lane.engine.tokenize(reasoning)) if reasoning else 0,
         )
         call_id = begun.request.call_id(choice.index)

@@ -80,7 +80,7 @@ def _check(turn: Turn) -> None:
 
 def build_turn(request: RequestContext, choice: ChoiceResult, origin: Origin) -> Turn:
     stitched = request.stitched
-    return Turn(
+    turn = Turn(
         run=request.claims.run,
         episode_id=request.claims.episode_id,
         policy=request.policy,
@@ -109,6 +109,9 @@ def build_turn(request: RequestContext, choice: ChoiceResult, origin: Origin) ->
         timings=choice.timings,
         messages=_readable([*request.messages[origin.depth :], choice.message], shorten=bool(stitched.images)),
     )
+    if choice.routed_experts is None:
+        return turn
+    return msgspec.structs.replace(turn, routed_experts=choice.routed_experts.of_last(turn.num_routed))
 
 
 def build_node(request: RequestContext, choice: ChoiceResult, turn: Turn, origin: Origin) -> TurnNode:

@@ -126,9 +126,20 @@ def test_a_child_of_an_orphan_keeps_the_images_of_its_whole_prompt():
     assert assemble_rollout("main", begin, end, [first, lost, child], group_members=1).turns == (first, alone)
 
 
+def routes(turns):
+    """Experts of every token of every turn but the last, by following parents."""
+    by_id = {turn.call_id: turn for turn in turns}
+
+    def route(turn):
+        above = route(by_id[turn.parent]) if turn.parent is not None else b""
+        return above[: max(turn.shared, 1) - 1] + turn.routed_experts
+
+    return {turn.call_id: route(turn) for turn in turns}
+
+
 @st.composite
 def forests(draw):
-    """Turns with any parents among the earlier ones, any overlap, two policies, any set of named calls."""
+    """Turns with any parents among the earlier ones, any overlap, two policies, any set of named calls, and experts of their own."""
     turns = []
     lengths = {}
     for number in range(draw(st.integers(1, 12))):
@@ -138,6 +149,7 @@ def forests(draw):
         sampled = draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
         name = f"c{number}"
         lengths[name] = shared + len(prompt) + len(sampled)
+        rows = lengths[name] - max(shared, 1)
         turns.append(
             Turn(
                 run="r",
@@ -152,6 +164,7 @@ def forests(draw):
                 prompt_ids=array("i", prompt).tobytes(),
                 sampled_ids=array("i", sampled).tobytes(),
                 logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
+                routed_experts=bytes(draw(st.lists(st.integers(0, 255), min_size=rows, max_size=rows))),
             )
         )
     named = draw(st.none() | st.lists(st.sampled_from(list(lengths)), unique=True).map(tuple))
@@ -159,7 +172,7 @@ def forests(draw):
 
 
 @given(forests())
-def test_whatever_is_left_out_the_rest_resolves_to_the_same_prompts(forest):
+def test_whatever_is_left_out_the_rest_resolves_to_the_same_prompts_and_experts(forest):
     turns, named = forest
     begin = EpisodeBegin(
         run="r", episode_id="e", slot=Slot(task_id="t"), kind="k", group_size=1, policies=("main",), client_id="c"
@@ -171,6 +184,8 @@ def test_whatever_is_left_out_the_rest_resolves_to_the_same_prompts(forest):
         turn.call_id for turn in turns if turn.call_id in kept(turns, named) and turn.policy == "main"
     ]
     assert prompts(sent) == {turn.call_id: whole[turn.call_id] for turn in sent}
+    routed = routes(turns)
+    assert routes(sent) == {turn.call_id: routed[turn.call_id] for turn in sent}
 
 
 @pytest.mark.parametrize("missing", ["a", "b"])

@@ -1,17 +1,20 @@
 """The client of a vLLM server, against canned answers: what is read from them, and which error each failure becomes."""
 
 import asyncio
+import base64
+import io
 import json
 import time
 from contextlib import asynccontextmanager, closing
 
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from swarmq.engine.client.protocol import RenderedPrompt
 from swarmq.engine.client.vllm import EngineFaultError, EngineRouteError, VllmEngine
-from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 from swarmq.proxy.completions.deadline import Deadline
 from swarmq.proxy.http_errors import DeadlineError
@@ -133,6 +136,34 @@ async def test_weight_versions_are_numbers(name, version):
     async with generating(event(choice("a", [5], finish="stop", version=name))) as engine:
         [delta] = await collected(engine)
     assert delta.versions == (VersionSpan(version=version, start=0, end=1),)
+
+
+def npy(array):
+    """The array as vLLM sends it."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+async def test_routed_experts_are_those_of_the_last_tokens(kind):
+    experts = np.arange(3 * 2 * 4, dtype=kind).reshape(3, 2, 4)
+    last = choice("a", [5], finish="stop") | {"routed_experts": npy(experts)}
+    async with generating(event(choice("x", [4])), event(last)) as engine:
+        routed = (await collected(engine))[-1].routed_experts
+    assert (routed.of_last(2), routed.num_tokens) == (experts[1:].tobytes(), 3)
+    with pytest.raises(EngineAnswerError, match="of 3 tokens, not of 4"):
+        routed.of_last(4)
+
+
+@pytest.mark.parametrize(
+    "sent", ["?", base64.b64encode(b"x").decode(), npy(np.zeros((3, 2))), npy(np.zeros((3, 2, 4)))]
+)
+async def test_routed_experts_in_another_form_are_refused(sent):
+    last = choice("a", [5], finish="stop") | {"routed_experts": sent}
+    async with generating(event(last)) as engine:
+        with pytest.raises(EngineAnswerError, match="routed experts have an unexpected format"):
+            await collected(engine)
 
 
 async def test_an_answer_that_is_not_streamed_is_one_delta_per_choice():
