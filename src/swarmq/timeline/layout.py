@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from swarmq.timeline.fold import Timeline
 from swarmq.timeline.images import ImagePatches
-from swarmq.timeline.turns import FloatArray, IntArray
+from swarmq.timeline.turns import FloatArray, IntArray, RoutingArray
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     images: Sequence[ImagePatches] = ()
     """Images of the batch, which this layout need not all show."""
+    routing: RoutingArray | None = None  # [T, bytes] packed expert ids of each token; None: the router chooses
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +88,7 @@ def pad_rows(layout: Layout, count: int) -> Layout:
         exits=np.concatenate([layout.exits, extra + 1]),
         node_starts=np.concatenate([layout.node_starts, extra]),
         node_parents=np.concatenate([layout.node_parents, 0 * extra - 1]),
+        routing=None if layout.routing is None else np.pad(layout.routing, ((0, len(extra)), (0, 0))),
     )
 
 

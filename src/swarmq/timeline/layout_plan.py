@@ -16,6 +16,7 @@ import msgspec
 from swarmq.timeline.fold import Timeline, fold
 from swarmq.timeline.layout import Layout, count_pairs, lay_rows
 from swarmq.timeline.pack import pack
+from swarmq.timeline.routing import RoutedTokens
 from swarmq.timeline.tree import PrefixTree
 from swarmq.timeline.turns import ResolvedTurn
 
@@ -61,10 +62,15 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoldedEpisodes:
-    """Resolved episodes with their timelines and tree, computed once and used with several budgets."""
+    """Resolved episodes with their timelines and tree, computed once and used with several budgets. Their layouts have to be restored."""
 
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
         self.episodes = episodes
+        self._routed: RoutedTokens | None = None
+        sizes = [turn.routing.shape[1] for turns in episodes for turn in turns if turn.routing is not None]
+        if sizes:
+            self._routed = RoutedTokens(sizes[0])
+            self.episodes = [self._routed.number(turns) for turns in episodes]
 
     @cached_property
     def rows(self) -> list[tuple[int, Timeline]]:
@@ -74,6 +80,10 @@ class FoldedEpisodes:
     @cached_property
     def tree(self) -> PrefixTree:
         return PrefixTree(self.episodes)
+
+    def restore(self, layouts: Sequence[Layout]) -> list[Layout]:
+        """Return the layouts with the experts of their tokens, if these were recorded."""
+        return list(layouts if self._routed is None else map(self._routed.restore, layouts))
 
 
 def plan_layouts(
@@ -94,10 +104,10 @@ def plan_layouts(
     lengths = [len(turn) for turns in folded.episodes for turn in turns]
     unfolded, longest = sum(lengths), max(lengths, default=0)
     if only == "tree":
-        return _make_plan(folded.tree.layouts(budget), "tree", because, unfolded)
+        return _make_plan(folded, folded.tree.layouts(budget), "tree", because, unfolded)
     rows = _pack_rows(folded.rows, budget if row_pass is None else min(budget, max(row_pass, longest)))
     if only == "rows":
-        return _make_plan(rows, "rows", because, unfolded)
+        return _make_plan(folded, rows, "rows", because, unfolded)
     trees = folded.tree.layouts(budget)
     row_price, tree_price = (cost.training(layouts) for layouts in (rows, trees))
     saved = 1 - tree_price / row_price if row_price else 0.0
@@ -105,15 +115,16 @@ def plan_layouts(
         f"the tree needs {_count_tokens(trees)} tokens where rows need {_count_tokens(rows)}, {saved:.1%} less work"
     )
     return (
-        _make_plan(trees, "tree", reason, unfolded)
+        _make_plan(folded, trees, "tree", reason, unfolded)
         if saved >= TREE_MUST_SAVE
-        else _make_plan(rows, "rows", reason, unfolded)
+        else _make_plan(folded, rows, "rows", reason, unfolded)
     )
 
 
 def plan_rows(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
     """Return the folded timelines of all episodes as packed rows."""
-    return _pack_rows(FoldedEpisodes(episodes).rows, budget)
+    folded = FoldedEpisodes(episodes)
+    return folded.restore(_pack_rows(folded.rows, budget))
 
 
 def _pack_rows(rows: Sequence[tuple[int, Timeline]], budget: int) -> list[Layout]:
@@ -124,5 +135,11 @@ def _count_tokens(layouts: Sequence[Layout]) -> int:
     return sum(layout.num_tokens for layout in layouts)
 
 
-def _make_plan(layouts: list[Layout], way: Way, reason: str, unfolded: int) -> LayoutPlan:
-    return LayoutPlan(layouts=layouts, way=way, reason=reason, tokens=_count_tokens(layouts), tokens_unfolded=unfolded)
+def _make_plan(folded: FoldedEpisodes, layouts: list[Layout], way: Way, reason: str, unfolded: int) -> LayoutPlan:
+    return LayoutPlan(
+        layouts=folded.restore(layouts),
+        way=way,
+        reason=reason,
+        tokens=_count_tokens(layouts),
+        tokens_unfolded=unfolded,
+    )

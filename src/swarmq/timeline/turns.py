@@ -2,12 +2,12 @@
 
 A turn carries the tokens that its prompt added and the number of tokens that it shares with its parent. The turns of a chat that
 only grows are prefixes of one buffer, so memory and time grow with the episode's tokens and not with turns x tokens. A fork
-copies the tokens that it shares.
+copies the tokens that it shares. The same holds for the experts to which an engine routed the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from swarmq.timeline.images import ImageTable
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+RoutingArray = NDArray[np.uint8]
 
 
 class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,9 @@ class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
     prompt_length: int  # P, at least 1
     logprobs: FloatArray  # [A] natural log under the weights and parameters that sampled
     versions: IntArray  # [A] weight version that sampled the token
+    routing: RoutingArray | None = (
+        None  # [P + A, bytes] packed expert ids; zeros for a last token that no turn continues
+    )
     parent: int = -1
     """Index of a turn in the same list whose first `shared` tokens are known to be equal; -1 for none."""
     shared: int = 0
@@ -50,29 +54,35 @@ def resolve(
     vocab_size: int | None = None,
     max_length: int | None = None,
     images: ImageTable | None = None,
+    routing: bool = False,
 ) -> list[ResolvedTurn]:
     """Return the turns of one episode and policy, in their order, each with its full prompt: what it shares with its parent is filled in.
 
     `images`: table to which the turns' images are added, and whose marks replace placeholder tokens; None keeps the tokens.
+    `routing`: whether turns have the recorded experts of their tokens.
+
     Raises TimelineError, whose `reason` is one of `duplicate_call`, `parent_unknown`, `parent_cycle`, `shared_beyond_parent`,
     `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`), `id_outside_vocabulary`, `logprob_missing`,
-    `logprob_not_finite`, `version_missing`.
+    `logprob_not_finite`, `version_missing`, `routing_missing` (a turn without experts, or with another number of them for each token).
     """
     parents = _find_parents(turns)
     lengths = _measure_lengths(turns, parents, max_length)
     for turn in turns:
         _check_ids(turn, vocab_size)
-    sequences = _build_sequences(turns, parents, lengths, images)
+    chains = list(_order_chains(turns, parents, lengths))
+    sequences = _build_sequences(turns, parents, lengths, chains, images)
+    routings = _build_routings(turns, parents, lengths, chains) if routing else [None] * len(turns)
     return [
         ResolvedTurn(
             token_ids=sequence,
             prompt_length=len(sequence) - turn.num_sampled,
             logprobs=_decode_logprobs(turn),
             versions=_expand_versions(turn),
+            routing=routing,
             parent=parent,
             shared=turn.shared,
         )
-        for turn, parent, sequence in zip(turns, parents, sequences, strict=True)
+        for turn, parent, sequence, routing in zip(turns, parents, sequences, routings, strict=True)
     ]
 
 
@@ -127,10 +137,9 @@ def _measure_lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: 
     return lengths
 
 
-def _build_sequences(
-    turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int], images: ImageTable | None
-) -> list[IntArray]:
-    """Return the whole token sequences. The first turn that continues its parent's whole sequence shares the parent's buffer."""
+def _order_chains(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the turns as chains that share one buffer, each after its first turn's parent. The first turn that continues its parent's
+    whole sequence is in the parent's chain."""
     continuations: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for i, (turn, parent) in enumerate(zip(turns, parents, strict=True)):
@@ -138,30 +147,67 @@ def _build_sequences(
             continuations[parent] = i
         else:
             children.setdefault(parent, []).append(i)
-    sequences: list[IntArray] = [np.empty(0, np.int32)] * len(turns)
-    heads, resolved = list(reversed(children.get(-1, []))), 0
+    heads, seen = list(reversed(children.get(-1, []))), set[int]()
     while heads:
         chain = [heads.pop()]
         while chain[-1] in continuations:
             chain.append(continuations[chain[-1]])
+        yield chain
+        seen.update(chain)
+        for i in chain:
+            heads.extend(reversed(children.get(i, [])))
+    if len(seen) < len(turns):
+        lost = next(turn for i, turn in enumerate(turns) if i not in seen)
+        raise _make_error("parent_cycle", lost, "is its own ancestor")
+
+
+def _build_sequences(
+    turns: Sequence[Turn],
+    parents: Sequence[int],
+    lengths: Sequence[int],
+    chains: Sequence[Sequence[int]],
+    images: ImageTable | None,
+) -> list[IntArray]:
+    """Return the whole token sequences."""
+    sequences: list[IntArray] = [np.empty(0, np.int32)] * len(turns)
+    for chain in chains:
         first = chain[0]
         buffer = np.empty(lengths[chain[-1]], np.int32)
         if parents[first] >= 0:
             buffer[: turns[first].shared] = sequences[parents[first]][: turns[first].shared]
         for i in chain:
-            own = np.frombuffer(turns[i].prompt_ids + turns[i].sampled_ids, "<i4")
-            buffer[turns[i].shared : lengths[i]] = own
+            buffer[turns[i].shared : lengths[i]] = np.frombuffer(turns[i].prompt_ids + turns[i].sampled_ids, "<i4")
             if images is not None:
                 for image in turns[i].images:
                     buffer[image.offset : image.offset + image.length] = images.mark(image)
             sequences[i] = buffer[: lengths[i]]
-            heads.extend(reversed(children.get(i, [])))
-        resolved += len(chain)
-    if resolved < len(turns):
-        raise _make_error(
-            "parent_cycle", next(t for t, s in zip(turns, sequences, strict=True) if not len(s)), "is its own ancestor"
-        )
     return sequences
+
+
+def _build_routings(
+    turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int], chains: Sequence[Sequence[int]]
+) -> list[RoutingArray]:
+    """Return the packed experts of all tokens of each turn.
+
+    A token has the experts with which the token after it was sampled: a turn has the row of the last token before its own, and its
+    parent's rows for those before.
+    """
+    width = len(turns[0].routed_experts) // max(turns[0].num_routed, 1) if turns else 0
+    for turn in turns:
+        if not width or len(turn.routed_experts) != width * turn.num_routed:
+            size = len(turn.routed_experts)
+            raise _make_error("routing_missing", turn, f"{size} bytes of routed experts for {turn.num_routed} tokens")
+    routings: list[RoutingArray] = [np.empty((0, width), np.uint8)] * len(turns)
+    for chain in chains:
+        first = chain[0]
+        buffer = np.zeros((lengths[chain[-1]], width), np.uint8)
+        if parents[first] >= 0:
+            buffer[: turns[first].shared] = routings[parents[first]][: turns[first].shared]
+        for i in chain:
+            own = np.frombuffer(turns[i].routed_experts, np.uint8).reshape(-1, width)
+            buffer[lengths[i] - 1 - len(own) : lengths[i] - 1] = own
+            routings[i] = buffer[: lengths[i]]
+    return routings
 
 
 def _check_ids(turn: Turn, vocab_size: int | None) -> None:
