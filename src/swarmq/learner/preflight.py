@@ -12,6 +12,7 @@ from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.ranks import check_offload, check_rank_count
 from swarmq.learner.methods import registry
 from swarmq.learner.store.records import RunIdentity
+from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.learner.teachers.token_alignment import TokenAligner
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 from swarmq.learner.train.tracker_packages import check_trackers
@@ -23,6 +24,10 @@ def check(job: SwarmJob, policy: str, *, ranks: int | None) -> None:
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
     load_demonstrations(model, train)
+    if train.routing_replay:
+        from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - imports torch
+
+        RoutingShape.of(load_config(model))
     if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
         discovery.check_continues(found.path, train.lora)
     if train.teacher_tokenizer:

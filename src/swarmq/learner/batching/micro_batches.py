@@ -122,7 +122,8 @@ def build_rank_batch(
     than `train.micro_batch_tokens`.
     """
     images = ImageTable()
-    resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens, images=images) for episode in episodes]
+    most, replays = train.micro_batch_tokens, train.routing_replay
+    resolved = [resolve(one.turns, max_length=most, images=images, routing=replays) for one in episodes]
     folded = FoldedEpisodes(resolved)
     whole = _plan_layouts(folded, train, traits, train.micro_batch_tokens)
     if world > 1:

@@ -26,6 +26,7 @@ from swarmq.learner.batching.sampling_checks import find_altered_sampling
 from swarmq.learner.feed.batch_summary import add_sums, newest_version, oldest_version, sum_episodes
 from swarmq.learner.methods.credit import group_by_slot, has_signal, update_baselines
 from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
+from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.messages import EQUAL_REWARDS, Rollout
 from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import ImageTable, resolve
@@ -51,6 +52,8 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     min_group: int = SMALLEST_GROUP
     vocab_size: int | None = None
     max_length: int | None = None
+    routing: RoutingShape | None = None
+    """Size of the routed experts that turns must have; None if they need none."""
     train: Train = Train()
     stretches: tuple[Stretch, ...] = ()
     """The mix from step to step, in order of steps; empty if the mix is constant."""
@@ -141,10 +144,12 @@ class Batcher:
         """Accept a rollout. Returns False if the log already has it; a rollout that already waits changes nothing.
 
         A rollout of an older term is refused, because its id may be forgotten already. The leading collector sends all unreported
-        rollouts again.
+        rollouts again. Raises SetUpError for a rollout whose routing should be replayed and cannot be.
         """
         if episode.term < self.term or episode.episode_id in self.known:
             return False
+        if self.limits.routing:
+            self.limits.routing.check(episode)
         self.term = episode.term
         if episode.episode_id in self._waiting or episode.episode_id in self._dropped:
             return True
@@ -244,8 +249,8 @@ class Batcher:
     def _find_fault(self, episode: Rollout) -> tuple[str, str]:
         """Return why an episode cannot be trained, as a reason to count and a sentence; two empty strings if it can."""
         try:
-            limits = {"vocab_size": self.limits.vocab_size, "max_length": self.limits.max_length}
-            resolve(episode.turns, **limits, images=ImageTable())
+            vocab_size, max_length = self.limits.vocab_size, self.limits.max_length
+            resolve(episode.turns, vocab_size=vocab_size, max_length=max_length, images=ImageTable())
         except TimelineError as error:
             return error.reason, str(error)
         for turn in episode.turns:

@@ -15,6 +15,7 @@ from swarmq import live_settings
 from swarmq.config import SwarmJob, Train
 from swarmq.learner.feed.batcher import BatchLimits
 from swarmq.learner.store.durable_files import map_os_errors
+from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.messages import Control
 from swarmq.runtime.files import read_or_reset, write_atomically
 
@@ -61,7 +62,9 @@ class ControlState:
         """Record that the requested checkpoints up to `number` are written."""
         self._write(msgspec.structs.replace(self._kept, checkpoints=max(number, self._kept.checkpoints)))
 
-    def limits(self, *, vocab_size: int | None, max_length: int | None) -> BatchLimits:
+    def limits(
+        self, *, vocab_size: int | None, max_length: int | None, routing: RoutingShape | None = None
+    ) -> BatchLimits:
         """Return the limits of batches under the present settings."""
         groups, changes = self.job.groups, self.state.changes
         return BatchLimits(
@@ -76,6 +79,7 @@ class ControlState:
             group_size=max(self.job.group_size(kind) for kind in self.job.task_kinds),
             vocab_size=vocab_size,
             max_length=max_length,
+            routing=routing,
             train=self.train,
             control=self.state.number,
         )

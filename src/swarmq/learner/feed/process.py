@@ -184,7 +184,11 @@ class BatchFeeder:
         self.reports = ReportOffsets(folder / "reported", self.log)
         self.version = hello.version
         self.replay = self.log.after(hello.version)
-        self.model_limits = {"vocab_size": hello.vocab_size, "max_length": hello.max_length}
+        self.model_limits: dict[str, Any] = {
+            "vocab_size": hello.vocab_size,
+            "max_length": hello.max_length,
+            "routing": hello.routing,
+        }
         self.intake = Batcher(self.control.limits(**self.model_limits), self.log.indices)
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"

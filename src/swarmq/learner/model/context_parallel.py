@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swarmq.errors import LearnerError
 from swarmq.timeline.layout import Layout, pad_rows
-from swarmq.timeline.turns import IntArray
+from swarmq.timeline.turns import IntArray, RoutingArray
 
 T = TypeVar("T")
 
@@ -57,6 +57,10 @@ class ContextPart(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def targets(self) -> IntArray:
         return self.layout.targets[self.sampled]
+
+    @property
+    def routing(self) -> RoutingArray | None:
+        return None if self.layout.routing is None else self.layout.routing[self.tokens]
 
 
 def cut_for_rank(layout: Layout, context: ContextGroup, *, block: int = 1) -> ContextPart:

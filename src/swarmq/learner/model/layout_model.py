@@ -42,6 +42,7 @@ from swarmq.learner.model.logprob_head import (
     score_hidden,
     score_logits,
 )
+from swarmq.learner.model.routing_replay import ROUTING, install_replay
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, make_resolved_turn, unfold
 from swarmq.timeline.images import compute_positions
 
@@ -81,6 +82,7 @@ class PlacedLayout:
     num_sampled: int = 0
     """Number of sampled tokens of the whole layout."""
     images: vision.PlacedImages | None = None
+    routing: Tensor | None = None  # [T, bytes] packed expert ids to replay
 
     @classmethod
     def of(
@@ -110,6 +112,7 @@ class PlacedLayout:
             sampled=to_device(part.sampled.astype(np.int64), device) if part else None,
             num_sampled=layout.num_trained,
             images=images,
+            routing=None if mine.routing is None else to_device(mine.routing, device),
         )
 
 
@@ -136,12 +139,14 @@ class LayoutModel(nn.Module):
         pass_tokens: int = 0,
         ranks: int = 1,
         max_model_len: int | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Wrap and check `model`.
 
         `device`, `dtype`: device and precision of attention in training; None: the present ones. `pass_tokens`: largest pass, in
         tokens, for which attention is compiled now; for larger passes it is compiled later. `ranks`: number of ranks that share
         each pass. `max_model_len`: context length of the engine, on which rotary positions may depend; None: the model's own.
+        `replays_routing`: whether tokens with recorded experts are computed with these.
         """
         super().__init__()
         rotary_embeddings.pin_rotations(model, max_model_len)
@@ -158,6 +163,7 @@ class LayoutModel(nn.Module):
         self._row_attention: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
         """transformers' attention with which rows are computed one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
+        self._replays = replays_routing and install_replay(model.config, find_decoder_layers(model))
         self._device = device or self.model.device
         self._check(self._device, dtype or self.model.dtype, pass_tokens)
 
@@ -245,6 +251,8 @@ class LayoutModel(nn.Module):
     def _compute(self, placed: PlacedLayout, network: Callable[..., tuple[Tensor, ...]]) -> Tensor:
         """Return the outputs of `network` that predict the layout's targets."""
         seen = vision.embed(self.model, placed.input_ids, placed.images) if placed.images else None
+        if not self._replays:
+            placed = replace(placed, routing=None)
         outputs = (_run_row_by_row if self.rows_only else _run_whole)(network, placed, seen)
         # At a fork one token predicts several tokens. An embedding sums their gradients in a fixed order.
         return F.embedding(placed.predictors, outputs)
@@ -391,6 +399,7 @@ def _run_whole(
         attention_mask=None,
         use_cache=False,
         visibility=placed.visibility,
+        **({} if placed.routing is None else {ROUTING: placed.routing}),
     )[0][0]
 
 
@@ -402,11 +411,13 @@ def _run_row_by_row(
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
         raise LearnerError("this model computes only packed rows, each on one rank: plan with only='rows'")
+    parts = [slice(a, b) for a, b in visibility.nodes]
     if embeddings is None:
-        rows = [{"input_ids": placed.input_ids[:, a:b]} for a, b in visibility.nodes]
+        rows = [{"input_ids": placed.input_ids[:, p]} for p in parts]
     else:
-        parts = [slice(a, b) for a, b in visibility.nodes]
         rows = [{"inputs_embeds": embeddings[:, p], "position_ids": placed.position_ids[..., p]} for p in parts]
+    if placed.routing is not None:
+        rows = [row | {ROUTING: placed.routing[p]} for row, p in zip(rows, parts, strict=True)]
     return torch.cat([network(**row, use_cache=False)[0][0] for row in rows])
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from swarmq.config import SwarmJob, Train, rename_former
 from swarmq.estimates import MetricSum, add_metrics
+from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.messages import Evaluation, Rollout, Turn
 
 SCHEMA = 1
@@ -132,6 +133,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     vocab_size: int
     max_length: int | None = None
+    routing: RoutingShape | None = None
+    """Size of the routed experts that turns must have; None if they need none."""
     methods: tuple[MethodCode, ...] = ()
     """Code of the own methods that the settings name."""
     demonstrations: tuple[Rollout, ...] = ()

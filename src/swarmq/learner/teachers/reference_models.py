@@ -56,6 +56,7 @@ class FrozenModel:
             pass_tokens=pass_tokens,
             ranks=ranks,
             max_model_len=max_model_len,
+            replays_routing=role == "reference",  # so that equal weights have no divergence
         )
         self.rows_only = judge.rows_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - accelerate reads it to shard

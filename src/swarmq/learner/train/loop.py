@@ -180,6 +180,7 @@ class Learner:
             version=self.trainer.version,
             vocab_size=self.trainer.vocab_size,
             max_length=self.trainer.max_length,
+            routing=self.trainer.routing,
             methods=self._own_methods,
             demonstrations=self._demonstrations,
         )

@@ -72,6 +72,7 @@ from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import get_vocab_size, load_lm
 from swarmq.learner.model.vision import takes_images
 from swarmq.learner.store.records import BatchRecord
+from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.learner.store.token_trace import EpisodeTrace
 from swarmq.learner.teachers.reference_models import ReferenceModels
 from swarmq.learner.teachers.served_teacher import ServedTeacher, TeacherScores
@@ -157,7 +158,10 @@ class Trainer:
             pass_tokens=train.micro_batch_tokens,
             ranks=self.context.ranks,
             max_model_len=max_model_len,
+            replays_routing=True,
         )
+        self.routing = RoutingShape.of(lm.config) if train.routing_replay else None
+        """Size of the routed experts that turns must have; None if they need none."""
         if train.layout == "tree" and policy.rows_only:
             raise SetUpError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - accelerate reads it to shard
@@ -367,7 +371,7 @@ class Trainer:
         """Return this rank's part of an optimizer step's demonstrations; None if there are none."""
         if not demonstrations or train.sft is None:
             return None
-        (rank, world), plain = self.share, msgspec.structs.replace(train, normalisation="token")
+        (rank, world), plain = self.share, msgspec.structs.replace(train, normalisation="token", routing_replay=False)
         credit = {each.episode_id: [0.0] * len(each.turns) for each in demonstrations}
         return build_rank_batch(demonstrations, plain, self.traits, rank=rank, world=world, credit=credit)
 
