@@ -126,6 +126,7 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
             settings.model,
             lambda: roster.urls()[policy],
             max_model_len=settings.engine.max_model_len,
+            replays_routing=settings.replays_routing,
             secret=roster.secret(),
         )
         tokenizers.check()

@@ -37,6 +37,7 @@ from swarmq.broker.node.install import find_server
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.run_claim import claim_run
 from swarmq.config import Policy, RunFolder, SwarmJob, make_folder, resolve_amqp_url
+from swarmq.engine.client.identity import check_routing_replay, identify_all
 from swarmq.engine.server.launch import EngineProcess, build_gpu_environment
 from swarmq.engine.server.membership import find_unprotected_engines
 from swarmq.errors import BrokerError, SwarmqError
@@ -414,6 +415,10 @@ async def _start_engines(
                 report(f"engine {name}: the configured URLs")
                 for line in await find_unprotected_engines(policy.engine.urls, EngineRegistry(job).secret()):
                     report(f"warning: {line}")
+                if policy.replays_routing:
+                    identities = await identify_all(policy.engine.urls, secret=EngineRegistry(job).secret())
+                    for url, identity in identities.items():
+                        check_routing_replay(url, identity)
     for name in engines:
         report(f"engine {name}: serving")
 

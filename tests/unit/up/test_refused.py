@@ -110,6 +110,13 @@ def test_a_tracker_whose_package_is_not_installed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_routing_that_cannot_be_replayed(tmp_path: Path) -> None:
+    policy = Policy(model=str(tiny_model()), engine=ELSEWHERE, train=Train(routing_replay=True))
+    error = refused(SwarmJob(run="r", folder=str(tmp_path / "runs"), policies={"main": policy}))
+    assert "policies.main.train.routing_replay: the routing of a model of type 'qwen3' cannot be replayed" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_that_are_to_share_passes_and_are_not_there(tmp_path: Path) -> None:
     error = refused(training(tmp_path / "runs", context_parallel=2))
     assert "policies.main.train.context_parallel: 2 ranks share each pass, but the learner has 1 ranks: " in str(error)

@@ -49,6 +49,15 @@ def check_like_others(url: str, present: Mapping[str, EngineIdentity]) -> None:
             raise EngineError(difference)
 
 
+def check_routing_replay(url: str, identity: EngineIdentity) -> None:
+    """Raise EngineError if the engine does not return routed experts, which `train.routing_replay` needs."""
+    if not identity.returns_routed_experts:
+        raise EngineError(
+            f"train.routing_replay: the engine at {url} (vLLM {identity.vllm or 'of an unknown version'}) returns no routed experts: start "
+            "it with --enable-return-routed-experts and swarmq's plug-in, or set train.routing_replay to false"
+        )
+
+
 def describe_version_difference(url: str, own: EngineIdentity, other: str, theirs: EngineIdentity) -> str:
     """Return a text on the first package whose versions differ, or ""."""
     for package in ("vllm", "swarmq"):

@@ -99,6 +99,8 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Version of vLLM, without a local part such as `+cpu`."""
     swarmq: str = ""
     """Version of swarmq's plug-in."""
+    returns_routed_experts: bool = False
+    """Whether answers have the experts of their tokens."""
     shape: dict[str, str] = {}
     """Field of the served model's config.json -> its value as JSON (hosts/model_files.py)."""
 

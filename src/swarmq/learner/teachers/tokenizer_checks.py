@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from swarmq.engine.client.identity import describe_version_difference, identify_all
+from swarmq.engine.client.identity import check_routing_replay, describe_version_difference, identify_all
 from swarmq.engine.client.protocol import EngineIdentity
 from swarmq.engine.client.tokenizer_compat import (
     PROBE_TEXT,
@@ -20,7 +20,7 @@ from swarmq.engine.client.tokenizer_compat import (
     fetch_max_model_len,
     tokenize_with_all,
 )
-from swarmq.errors import SetUpError
+from swarmq.errors import EngineError, SetUpError
 from swarmq.hosts.model_files import describe_shape, find_other_field
 from swarmq.learner.memory.model_copies import find_files
 from swarmq.learner.teachers.availability import teacher_key
@@ -41,12 +41,13 @@ class EngineTokenizers:
         current: Callable[[], Sequence[str]],
         *,
         max_model_len: int | None = None,
+        replays_routing: bool = False,
         secret: str = "",
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """`current`: returns the URLs of the engines that are up. `max_model_len`: context length that the learner assumes for
-        the engines. `secret`: secret that the engines require. `timeout_s`: maximum seconds to wait for an engine's token ids."""
-        self._timeout_s = timeout_s
+        the engines. `replays_routing`: whether engines must return routed experts. `secret`: secret that the engines require. `timeout_s`: maximum seconds to wait for an engine's token ids."""
+        self._timeout_s, self._replays_routing = timeout_s, replays_routing
         self._model, self._current, self._max_model_len, self._secret = model, current, max_model_len, secret
         self._same: set[str] = set()
         self._first: tuple[str, EngineIdentity] | None = None
@@ -89,6 +90,11 @@ class EngineTokenizers:
                 f"{identity.shape.get(field)}, not {ours[field]}; serve the trained model, or set policies.*.model to the served model. If "
                 "agents have already sampled from this engine, start a new run"
             )
+        if self._replays_routing:
+            try:
+                check_routing_replay(url, identity)
+            except EngineError as error:
+                raise SetUpError(str(error)) from error
         self._first = self._first or (url, identity)
         if difference := describe_version_difference(url, identity, *self._first):
             log.warning("engine_versions_differ", reason=difference)

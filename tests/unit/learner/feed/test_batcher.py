@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
+from swarmq.errors import SetUpError
 from swarmq.estimates import MetricSum
 from swarmq.learner.feed.batch_summary import batch_metrics
 from swarmq.learner.feed.batcher import MIN_KNOWN, WINDOWS_KNOWN, Batcher, BatchLimits
 from swarmq.learner.store.records import BatchIndex, BatchRecord
+from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.messages import Rollout, Sampling
 from swarmq.task_mix import deal
 
@@ -450,3 +452,39 @@ def test_ids_of_logged_episodes_are_kept_as_long_as_they_may_come_again_and_no_l
 def test_a_large_window_is_kept_several_times() -> None:
     limits = BatchLimits(groups_per_batch=256, group_size=64, mix={"a": 1.0}, max_staleness=3)
     assert limits.num_known == WINDOWS_KNOWN * 4 * 256 * 64
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        (b"", "turn .* of a-1 has no routed experts, so it was recorded without this setting"),
+        (
+            bytes(7),
+            "7 bytes of routed experts.*the learner's model has 4 bytes for each, and 4 experts: its engine serves",
+        ),
+        (bytes([9] * 16), "up to number 9"),
+    ],
+)
+def test_a_rollout_whose_routing_cannot_be_replayed_is_an_error_and_stays_where_it_is(
+    experts: bytes, words: str
+) -> None:
+    """It is neither dropped nor acknowledged: who sets `train.routing_replay` to false can train it."""
+    good, bad = (
+        msgspec.structs.replace(
+            each,
+            turns=tuple(
+                msgspec.structs.replace(turn, routed_experts=bytes(4 * turn.num_routed)) for turn in each.turns
+            ),
+        )
+        for each in make_group("a", (0.0, 1.0))
+    )
+    limits = intake().limits
+    box = Batcher(msgspec.structs.replace(limits, routing=RoutingShape(layers=2, experts_per_token=2, experts=4)))
+    assert box.accept(good)
+    with pytest.raises(SetUpError, match=words):
+        box.accept(altered(bad, routed_experts=experts))
+    plain = intake()
+    feed(plain, [good, bad])
+    record = take(plain)
+    assert record is not None
+    assert len(record.episodes) == 2

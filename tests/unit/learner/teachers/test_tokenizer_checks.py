@@ -54,6 +54,7 @@ class Tokenizing:
         self.asked = 0
         self.room: int | None = 2048
         self.version = "0.32.0"
+        self.returns_routed_experts = False
         self.shape = describe_shape(json.loads((Path(model) / "config.json").read_text()))
         self._model, self._shift = model, shift
 
@@ -66,7 +67,8 @@ class Tokenizing:
         return web.json_response({"version": self.version})
 
     async def report_facts(self, _: web.Request) -> web.Response:
-        return web.json_response({"results": [{"swarmq": "1.0", "shape": self.shape}]})
+        facts = {"swarmq": "1.0", "shape": self.shape, "returns_routed_experts": self.returns_routed_experts}
+        return web.json_response({"results": [facts]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -111,6 +113,17 @@ async def test_an_engine_that_serves_another_model_with_the_same_tokenizer_is_re
             match=f"{served.url} serves another model than {tiny_model()}: num_hidden_layers in its config.json is 99, not {ours}",
         ):
             await asyncio.to_thread(check, tiny_model(), served.url)
+
+
+async def test_an_engine_without_routed_experts_is_refused_where_routing_is_replayed() -> None:
+    async with engine() as served:
+        compared = EngineTokenizers(str(tiny_model()), lambda: [served.url], replays_routing=True)
+        with pytest.raises(
+            LearnerError, match=rf"{served.url} \(vLLM 0.32.0\) returns no routed experts: start it with"
+        ):
+            await asyncio.to_thread(compared.check)
+        served.returns_routed_experts = True
+        await asyncio.to_thread(compared.check)
 
 
 async def test_engines_of_two_versions_are_a_warning() -> None:
