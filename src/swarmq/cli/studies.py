@@ -35,6 +35,8 @@ AMQP = click.option(
     "--amqp", metavar="URL", envvar="SWARMQ_AMQP_URL", help="RabbitMQ of the study; the study's own by default."
 )
 STOP_WORKER_S = 60.0
+LOG_LINES = 12
+"""Number of last lines of a parked trial's output that `status` shows; the ledger has more."""
 
 
 def _check_name(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
@@ -287,9 +289,8 @@ def status(study_file: Path) -> None:
     click.echo(f"spent: {', '.join(spent)}")
     for one in state.trials.values():
         if one.parked:
-            click.echo(
-                visible(f"{one.trial.arm}, seed {one.trial.seed} is parked: {one.parked.reason}\n{one.parked.log}")
-            )
+            log = "\n".join(one.parked.log.strip().splitlines()[-LOG_LINES:])
+            click.echo(visible(f"{one.trial.arm}, seed {one.trial.seed} is parked: {one.parked.reason}\n{log}"))
     click.echo(f"stopped: {state.stopped.reason}" if state.stopped else "not stopped")
 
 

@@ -391,7 +391,8 @@ def describe(fact: AnyFact, state: StudyState) -> str:
             done = sum(one.result is not None for one in state.trials.values())
             return f"{trial(fact.trial_id)}: {value:g} ({done} of {len(state.trials)} trials)"
         case TrialFailed():
-            return f"{trial(fact.trial_id)}: {fact.kind}, {fact.reason}"
+            last = fact.log.strip().rpartition("\n")[2].strip()
+            return f"{trial(fact.trial_id)}: {fact.kind}, {fact.reason}" + (f": {last}" if last else "")
         case TrialParked():
             return f"{trial(fact.trial_id)}: parked, {fact.reason}"
         case Promoted():

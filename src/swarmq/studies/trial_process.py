@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from swarmq.client.data.targets import load_object
-from swarmq.errors import StudyError
+from swarmq.errors import StudyError, SwarmqError
 from swarmq.runtime.files import write_atomically
 from swarmq.studies.trial import Order, TrialOutcome, order_path, result_path
 
@@ -50,7 +50,10 @@ def call(order: Order) -> TrialOutcome:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    write_atomically(result_path(folder), msgspec.json.encode(run(folder)))
+    try:
+        write_atomically(result_path(folder), msgspec.json.encode(run(folder)))
+    except SwarmqError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """One lease for a trial, one result, and no start beyond the budget, whatever is claimed and reported how often."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.studies import Story, study_of
 from swarmq.studies.decide import MAX_LOST, on_claim, on_end, on_loss
+from swarmq.studies.leader import describe
 from swarmq.studies.records import (
     Cost,
     StudyAmended,
@@ -128,6 +130,16 @@ def test_the_third_failure_parks_a_trial_with_its_log_and_is_no_result():
     one = story.state.trials[trial.id]
     assert (one.result, one.parked) == (None, TrialParked(trial_id=trial.id, reason="broke", log="the log"))
     assert decide(story, claim(trial, "c9")) == "drop"
+
+
+def test_a_failure_is_shown_with_the_last_line_of_its_log():
+    story = Story(study_of())
+    trial = story.plan()
+    failed = failure(trial, 1)
+    assert describe(failed, story.state).endswith(f"{trial.arm}, seed {trial.seed}: failure, broke: the log")
+    log = "Traceback:\n  ...\nTypeError: no\n"
+    assert describe(msgspec.structs.replace(failed, log=log), story.state).endswith("failure, broke: TypeError: no")
+    assert describe(msgspec.structs.replace(failed, log=""), story.state).endswith("failure, broke")
 
 
 def test_a_resumed_study_starts_parked_trials_again():
