@@ -46,6 +46,7 @@ EXPLANATIONS = {
     "nothing_sampled": "An answer has no sampled token, so there is nothing to learn from.",
     "over_budget": "A conversation is longer than one pass of the learner. Raise train.micro_batch_tokens, or shorten it.",
     "id_outside_vocabulary": "A token id is outside the model's vocabulary. Engine and learner serve different models.",
+    "image_damaged": "An image's pixels are not those that the proxy recorded. Check the disks, and please report this as a bug.",
     "logprob_missing": "An answer has no log-probability for each of its tokens. Check the engine's version.",
     "logprob_not_finite": "A log-probability is not a finite number. Look at the engine's numerics.",
     "version_missing": "The engine did not say which weights sampled a token. Check that swarmq's plug-in is loaded.",

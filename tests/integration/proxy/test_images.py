@@ -1,13 +1,17 @@
 """A real model that takes images, as a policy that is not trained beside one that takes text alone: every dialect's answer
-is vLLM's own, and what is recorded are the tokens that it sampled from and sampled. Runs on a GPU, too."""
+is vLLM's own, and what is recorded are the tokens that it sampled from and sampled. As a trained policy, its turns also have the
+pixels: the learner computes vLLM's log-probabilities from them. Runs on a GPU, too."""
 
 import base64
 import io
+from collections import defaultdict
 
 import anthropic
 import msgspec
 import openai
 import pytest
+import torch
+from benchmarks.vlm import oracle
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -15,6 +19,8 @@ from support.engine import KNOWN, running_engine
 from support.real_proxy import real_stage
 from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
 from swarmq.engine.server.launch import is_cuda_build
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
+from swarmq.learner.model.loading import load_lm
 from swarmq.timeline import resolve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
@@ -178,3 +184,58 @@ async def test_a_truncated_png_is_a_400_in_anthropic_s_form(stage):
     status, _, raw = await stage.post(body, "/v1/messages", key=key(stage))
     assert (status, msgspec.json.decode(raw)["error"]["type"]) == (400, "invalid_request_error")
     assert "image" in msgspec.json.decode(raw)["error"]["message"]
+
+
+@pytest.fixture
+async def trained(eyes_url, amqp_url, run_name):
+    urls = {"engine_url": eyes_url, "amqp_url": amqp_url}
+    async with real_stage(run_name, tiny_vision_model(), **urls, max_tokens=8) as made:
+        yield made
+
+
+async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pixels(trained):
+    """In a conversation that shows two images, then another one, and in another conversation about other pictures."""
+    said = [looking_at(png(), png("indigo"))]
+    for number, following in enumerate((HI, looking_at(png("red")), None), start=1):
+        answer = await trained.ask(*said, key=trained.key(), seed=number)
+        said += [answer["choices"][0]["message"], following]
+    await trained.ask(looking_at(png("red"), png("indigo")), key=trained.key(), seed=9)
+    turns = await trained.turns(4)
+    assert [len(turn.images) for turn in turns] in ([2, 0, 1, 2], [2, 2, 3, 2])  # the second if answers drifted
+    model = LayoutModel(load_lm(str(tiny_vision_model()), gradient_checkpointing=False))
+    resolved = resolve(turns)
+    sampled = [turn.logprobs.tolist() for turn in resolved]
+    for way in ("rows", "tree"):
+        with torch.no_grad():
+            found = compute_logprobs(model, oracle.lay(turns, way, 2000))
+        assert [found[turn] for turn in range(4)] == [pytest.approx(each, abs=2e-3) for each in sampled]
+
+
+def compute_logprobs(model, layouts):
+    found = defaultdict(list)
+    for layout in layouts:
+        chosen = model(PlacedLayout.of(layout, torch.device("cpu"))).logprobs.tolist()
+        for turn, _, value in sorted(zip(layout.turns.tolist(), layout.offsets.tolist(), chosen, strict=True)):
+            found[turn].append(value)
+    return found
+
+
+async def test_a_trained_policy_refuses_what_cannot_be_seen_before_it_samples(trained):
+    bomb = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(bomb, "PNG")  # a few hundred kilobytes that would be gigabytes
+    refused = {
+        "more images than the model takes": looking_at(*[png()] * 5),
+        "broken": looking_at("bm8gcGljdHVyZQ=="),
+        "huge": looking_at(base64.b64encode(bomb.getvalue()).decode()),
+        "missing": {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        "at a private address": {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/cat.png"}}],
+        },
+    }
+    for what, message in refused.items():
+        status, error = await trained.refused({"model": "main", "messages": [message]}, key=trained.key())
+        assert (status, error["type"]) == (400, "invalid_request_error"), what
+    await trained.ask(looking_at(png()), key=trained.key())
+    [turn] = await trained.turns(1)
+    assert len(turn.images) == 1

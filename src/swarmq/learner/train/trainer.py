@@ -304,7 +304,8 @@ class Trainer:
 
     def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
         """Return the weights by their names in the folder, without a tied head, which the folder omits."""
-        tied = self.lm.config.get_text_config().tie_word_embeddings
+        configs = (self.lm.config, self.lm.config.get_text_config())  # a model with images says it in the former
+        tied = any(getattr(each, "tie_word_embeddings", False) for each in configs)
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
         return to_hf_names(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
 

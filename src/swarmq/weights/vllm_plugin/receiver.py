@@ -191,7 +191,11 @@ class WeightReceiver(WeightTransferEngine[RendezvousInfo, UpdateInfo]):  # type:
 
     @property
     def _is_tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        configs = (
+            self.model_config.hf_config,
+            self.model_config.hf_text_config,
+        )  # a model with images says it in the former
+        return any(getattr(each, "tie_word_embeddings", False) for each in configs)
 
     def _with_head(self, tensors: Tensors, *, own: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, but leave out a head that is tied to the embedding, because several of vLLM's models (Gemma 2,

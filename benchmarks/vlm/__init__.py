@@ -1,0 +1,1 @@
+"""Learning from images on a CPU: the model, the task, the runs, and the comparison with transformers."""
