@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
@@ -75,6 +78,20 @@ def make_episode(
 def make_group(name: str = "g0", rewards: tuple[float, ...] = (0.0, 1.0), **fields: Any) -> list[Rollout]:
     """A whole group, one episode per reward."""
     return [make_episode(name, i, reward=reward, members=len(rewards), **fields) for i, reward in enumerate(rewards)]
+
+
+def route(episodes: Iterable[Rollout], *, layers: int = 2, chosen: int = 2, experts: int = 4) -> list[Rollout]:
+    """The episodes with experts drawn at random, by default for `tiny_experts`."""
+
+    def routed(turn: Turn, rng: random.Random) -> Turn:
+        ids = (id_ for _ in range(turn.num_routed * layers) for id_ in rng.sample(range(experts), chosen))
+        return msgspec.structs.replace(turn, routed_experts=bytes(ids))
+
+    made = []
+    for episode in episodes:
+        rng = random.Random(episode.episode_id)
+        made.append(msgspec.structs.replace(episode, turns=tuple(routed(turn, rng) for turn in episode.turns)))
+    return made
 
 
 def make_qwen(folder: Path, *, seed: int = 0) -> Path:

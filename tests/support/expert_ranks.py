@@ -12,7 +12,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from support.episodes import make_group
+from support.episodes import make_group, route
 from swarmq.config import Train
 from swarmq.learner.distributed.rendezvous import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
@@ -23,7 +23,7 @@ from swarmq.weights.push.transfers import deduplicate
 
 
 def main(model: str, train: Train, folder: Path) -> None:
-    trainer, episodes = Trainer(model, train), tuple(make_group("a", (0.0, 1.0)))
+    trainer, episodes = Trainer(model, train), tuple(route(make_group("a", (0.0, 1.0))))
     assert is_sharded(trainer.model)
     trainer.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=train))
     trainer.save_weights(folder)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.episodes import make_episode, make_group
+from support.episodes import make_episode, make_group, route
 from swarmq.config import Loss, Train
 from swarmq.errors import SetUpError
 from swarmq.estimates import MetricSum
@@ -469,15 +469,7 @@ def test_a_rollout_whose_routing_cannot_be_replayed_is_an_error_and_stays_where_
     experts: bytes, words: str
 ) -> None:
     """It is neither dropped nor acknowledged: who sets `train.routing_replay` to false can train it."""
-    good, bad = (
-        msgspec.structs.replace(
-            each,
-            turns=tuple(
-                msgspec.structs.replace(turn, routed_experts=bytes(4 * turn.num_routed)) for turn in each.turns
-            ),
-        )
-        for each in make_group("a", (0.0, 1.0))
-    )
+    good, bad = route(make_group("a", (0.0, 1.0)))
     limits = intake().limits
     box = Batcher(msgspec.structs.replace(limits, routing=RoutingShape(layers=2, experts_per_token=2, experts=4)))
     assert box.accept(good)
