@@ -1,7 +1,7 @@
 """Routing replay of a mixture of experts: mismatch, reward and bytes, with and without.
 
-    python -m benchmarks.moe_routing                    # two seeds on a CPU; about ten minutes
-    python -m benchmarks.moe_routing --seeds 0          # one of them; results of the others stay
+    python -m benchmarks.moe_routing                               # two seeds on a CPU; about ten minutes
+    python -m benchmarks.moe_routing --seeds 0 --parts mismatch    # a part; results of the others stay
 
 A tiny Qwen3-MoE with random weights: 32 experts, of which close logits choose four. The engine computes in BF16, the learner in FP32,
 so their routers choose other experts for some tokens.
@@ -19,7 +19,7 @@ import random
 import statistics
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks import report
 from support.tiny_model import tiny_tokenizer
-from support.toy_task import GROUP_SIZE, Toy, toy_settings
+from support.toy_task import Toy, toy_settings
 from swarmq import SwarmClient
 from swarmq.config import EngineSettings, Policy, SwarmJob, Train
 from swarmq.engine.client.protocol import RenderedPrompt
@@ -46,27 +46,28 @@ from swarmq.whole_run.session import open_session
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 48, 64
 ROUNDS = 6
 TEMPERATURE = 1.0
+PARTS = ("mismatch", "with", "without")
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="results of the others stay")
     arguments = parser.parse_args()
-    earlier = report.kept("moe_routing", out=arguments.out)[1].get("runs", [])
-    runs: list[dict[str, Any]] = [one for one in earlier if one["seed"] not in arguments.seeds]
+    earlier = report.kept("moe_routing", out=arguments.out)[1].get("runs", {})
+    runs: dict[str, dict[str, Any]] = {**earlier}
     with tempfile.TemporaryDirectory(prefix="swarmq-moe-") as scratch:
         for seed in arguments.seeds:
             folder = Path(scratch) / str(seed)
             model = make_model(folder / "model", seed)
-            one = {"seed": seed} | asyncio.run(measure_mismatch(folder, model, seed))
-            for name, replay in (("with", True), ("without", False)):
-                one[f"rewards_{name}"], one[f"run_k3_{name}"] = asyncio.run(train(folder, model, seed, replay=replay))
-            runs.append(one)
-            report.save("moe_routing", summarize(runs), detail={"runs": runs}, out=arguments.out)
-    heads = ("seed", "k3 with", "k3 without", "other experts", "bytes per token", "reward with", "reward without")
-    keys = ("seed", "k3_with", "k3_without", "rerouted_share", "bytes_per_token")
-    ends = [[one[key][-1] for key in ("rewards_with", "rewards_without")] for one in runs]
-    print(report.table(heads, [[*(one[key] for key in keys), *end] for one, end in zip(runs, ends, strict=True)]))
+            for part in arguments.parts:
+                if part == "mismatch":
+                    measured = asyncio.run(measure_mismatch(folder, model, seed))
+                else:
+                    measured = asyncio.run(train(folder, model, seed, replay=part == "with"))
+                runs = runs | {str(seed): runs.get(str(seed), {}) | measured}
+                report.save("moe_routing", summarize(runs), detail={"runs": runs}, out=arguments.out)
+                print(f"seed {seed}, {part}: {measured}", flush=True)
 
 
 def make_model(folder: Path, seed: int) -> Path:
@@ -170,9 +171,10 @@ def measure_rerouted(learner: LayoutModel, turns: Sequence[Turn]) -> float:
     return float(np.concatenate(differs).mean())
 
 
-async def train(folder: Path, model: Path, seed: int, *, replay: bool) -> tuple[list[float], float]:
+async def train(folder: Path, model: Path, seed: int, *, replay: bool) -> dict[str, Any]:
     """Return the mean reward of every round, and the run's mean k3, which includes that of older weights."""
-    settings = toy_settings(model, run=f"{'with' if replay else 'without'}-{seed}") | {"folder": str(folder / "runs")}
+    name = "with" if replay else "without"
+    settings = toy_settings(model, run=f"{name}-{seed}") | {"folder": str(folder / "runs")}
     policy = settings["policies"]["main"]
     policy["engine"]["dtype"] = "bfloat16"
     policy["train"] |= {"routing_replay": replay, "seed": seed, "checkpoint_every": 1000}
@@ -186,19 +188,22 @@ async def train(folder: Path, model: Path, seed: int, *, replay: bool) -> tuple[
     async with open_session(job, name="moe_routing", report=lambda text: print(text, flush=True)):
         await asyncio.to_thread(play)
     steps = [event.fields for event in read_events(job.run_folder.events) if event.name == "step"]
-    return toy.rewards, statistics.mean(fields["kl_k3"] for fields in steps)
+    k3 = statistics.mean(fields["kl_k3"] for fields in steps)
+    return {f"rewards_{name}": toy.rewards, f"run_k3_{name}": k3, f"steps_{name}": len(steps)}
 
 
-def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the medians over all seeds."""
-    keys = ("k3_with", "k3_without", "rerouted_share", "bytes_per_token", "zlib_bytes_per_token")
-    medians = {key: statistics.median(one[key] for one in runs) for key in keys}
-    ends = {
-        f"reward_{when}_{name}": statistics.median(one[f"rewards_{name}"][at] for one in runs)
-        for when, at in (("before", 0), ("after", -1))
-        for name in ("with", "without")
-    }
-    return medians | ends | {"seeds": len(runs), "episodes_per_run": ROUNDS * 8 * GROUP_SIZE}
+def summarize(runs: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the medians over the seeds; of rewards, those of the first and the last round."""
+    figures: dict[str, float] = {"seeds": len(runs)}
+    for key in dict.fromkeys(key for one in runs.values() for key in one):
+        values = [one[key] for one in runs.values() if key in one]
+        if key.startswith("rewards_"):
+            name = key.removeprefix("rewards_")
+            figures[f"reward_before_{name}"] = statistics.median(rewards[0] for rewards in values)
+            figures[f"reward_after_{name}"] = statistics.median(rewards[-1] for rewards in values)
+        else:
+            figures[key] = statistics.median(values)
+    return figures
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ class _TurnFacts(msgspec.Struct):
     sampled_ids: bytes = b""
     call_id: str = ""
     versions: tuple[VersionSpan, ...] = ()
+    routed_experts: bytes = b""
 
 
 _turns = msgspec.msgpack.Decoder(_TurnFacts)
@@ -107,7 +108,7 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
     assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd | None)  # noqa: PT018
     facts = [(body, _turns.decode(body)) for body in closed.turns]
     facts = [(body, turn) for body, turn in facts if turn.type == "turn"]
-    body = pack_body(closed.begin, closed.end or None, [body for body, _ in facts])
+    body = pack_body(closed.begin, closed.end or None, [_leave_experts_out(body, turn) for body, turn in facts])
     versions = [span.version for _, turn in facts for span in turn.versions]
     sampled = sum(len(turn.sampled_ids) for _, turn in facts) // 4
     prompt = sum(turn.shared + len(turn.prompt_ids) // 4 for _, turn in facts)
@@ -146,6 +147,15 @@ def describe(closed: ClosedEpisode) -> tuple[TranscriptMeta, bytes]:
         body_bytes=len(body),
     )
     return meta, body
+
+
+def _leave_experts_out(body: bytes, turn: _TurnFacts) -> bytes:
+    """Return a turn without its routed experts, which nobody reads in a transcript and which would take most of its room."""
+    if not turn.routed_experts:
+        return body
+    fields: dict[str, Any] = msgspec.msgpack.decode(body)
+    fields["routed_experts"] = b""
+    return msgspec.msgpack.encode(fields)
 
 
 def _limit_entries(entries: dict[str, float]) -> dict[str, float]:

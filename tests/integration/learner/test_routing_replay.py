@@ -59,6 +59,7 @@ def test_ranks_that_share_experts_out_replay_them_as_one_rank_does(tmp_path: Pat
     alone.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=TRAIN))
     shared = msgspec.structs.replace(TRAIN, sharding="full", micro_batch_tokens=64)
     launch(2, expert_ranks.__file__, str(model), msgspec.json.encode(shared).decode(), str(tmp_path))
+    (tmp_path / "alone").mkdir()
     alone.save_weights(tmp_path / "alone")
     before = load_file(model / "model.safetensors")
     ours, wanted = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "alone" / "model.safetensors")

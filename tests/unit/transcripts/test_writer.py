@@ -4,11 +4,13 @@ import errno
 import os
 import stat
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from support.transcripts import make_closed as close
 from support.transcripts import make_transcript
+from swarmq.messages import encode
 from swarmq.transcripts import writer as writer_module
 from swarmq.transcripts.format import find_segments, segment_path
 from swarmq.transcripts.read import read, scan
@@ -51,6 +53,12 @@ def test_the_meta_says_what_became_of_the_episode():
     assert meta.outcomes == {"main": ("trained", 7, "")}
     assert meta.orphan_turns == 1
     assert meta.body_bytes == len(body)
+
+
+def test_routed_experts_take_no_room():
+    closed = close()
+    turns = [encode(msgspec.structs.replace(turn, routed_experts=bytes(64))) for turn in make_transcript().turns]
+    assert describe(msgspec.structs.replace(closed, turns=turns))[1] == describe(closed)[1]
 
 
 def test_an_episode_without_end_or_turns_has_a_meta():
