@@ -3,15 +3,17 @@
 The messages of many episodes wait in the queues (turns divided as proxies divide them); the collector commits them and publishes
 rollouts, and this process takes and reports these. Time counts from the first consumer to the last rollout. It is the speed only if
 each process has a core of its own, RabbitMQ and this one included. Processor time tells more elsewhere: `carried` is the number of
-episodes per second at which the busiest process of the collector would use a whole core. Example:
+episodes per second at which the busiest process of the collector would use a whole core. With `--before` every pass is made with
+another version, too, right before or after; each version's own proxies, i.e. its feeders, and its collector. Example:
 
-    python -m benchmarks.hosts.processes --episodes 1600 --rounds 5
+    python -m benchmarks.hosts.processes --episodes 1600 --rounds 5 --before ../swarmq-0.1.0/src
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import sys
@@ -21,6 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+import swarmq
 from benchmarks import report
 from benchmarks.hosts.collectors import collector, feeding, make_job, take_rollouts
 from swarmq.broker import topology
@@ -29,6 +32,17 @@ from swarmq.broker.node.process import PrivateNode
 from swarmq.runtime.processes import find_children
 
 PROCESSES = (1, 2, 4)
+HERE = Path(__file__).parents[2]
+
+
+class Drained(NamedTuple):
+    episodes_per_s: float
+    cpu_ms: tuple[float, ...]
+    """Processor time for an episode of each process."""
+
+    @property
+    def carried(self) -> float:
+        return 1000 / max(self.cpu_ms)
 
 
 def main() -> None:
@@ -38,13 +52,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a turn, half of them sampled")
     parser.add_argument("--feeders", type=int, default=4, help="processes that publish, before the collector starts")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each number of processes, in turns")
+    parser.add_argument("--processes", type=int, nargs="+", default=PROCESSES)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further round after this time")
+    parser.add_argument(
+        "--before", type=lambda path: Path(path).resolve(), help="the `src` of a checkout to compare with"
+    )
+    parser.add_argument("--pass", nargs=2, dest="one", metavar=("RUN", "URL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    passes = asyncio.run(measure(arguments))
+    if arguments.one:
+        run, url = arguments.one
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(asyncio.run(drain(Path(folder), run, url, arguments, arguments.processes[0]))))
+        return
+    passes, before = asyncio.run(measure(arguments))
     rows, figures = [], {}
     for num, done in passes.items():
         speed = report.Spread.of(one.episodes_per_s for one in done)
-        carried = report.Spread.of(1000 / max(one.cpu_ms) for one in done)
+        carried = report.Spread.of(one.carried for one in done)
         total = report.Spread.of(sum(one.cpu_ms) for one in done)
         first = report.Spread.of(one.cpu_ms[0] for one in done)
         rows += [
@@ -57,28 +81,54 @@ def main() -> None:
         figures[f"collector_carried_{num}"] = carried.median
         figures[f"collector_ms_{num}"] = total.median
         figures[f"collector_first_ms_{num}"] = first.median
+        if arguments.before:
+            pairs = list(zip(done, before[num], strict=True))
+            by_clock = report.Spread.of(now.episodes_per_s / then.episodes_per_s for now, then in pairs)
+            by_core = report.Spread.of(now.carried / then.carried for now, then in pairs)
+            rows += [
+                [num, "episodes per s, ratio to before", *by_clock[:3]],
+                [num, "carried, ratio to before", *by_core[:3]],
+            ]
+            figures[f"collector_ratio_{num}"] = by_clock.median
+            figures[f"collector_carried_ratio_{num}"] = by_core.median
     print(report.table(["processes", "", "median", "low", "high"], rows))
-    detail = {**vars(arguments), "out": None, "minutes": None, "load": os.getloadavg(), "passes": passes}
+    hidden = {"out": None, "minutes": None, "before": None, "one": None}
+    detail = {**vars(arguments), **hidden, "load": os.getloadavg(), "passes": passes, "passes_before": before}
     report.save("hosts_processes", figures, detail=detail, out=arguments.out)
 
 
-class Drained(NamedTuple):
-    episodes_per_s: float
-    cpu_ms: tuple[float, ...]
-    """Processor time for an episode of each process."""
-
-
-async def measure(arguments: argparse.Namespace) -> dict[int, list[Drained]]:
-    passes: dict[int, list[Drained]] = {num: [] for num in PROCESSES}
+async def measure(arguments: argparse.Namespace) -> tuple[dict[int, list[Drained]], dict[int, list[Drained]]]:
+    """Return the passes with each number of processes, of this version and of the one before."""
+    versions = {"now": Path(swarmq.__file__).parents[1]} | ({"before": arguments.before} if arguments.before else {})
+    passes: dict[str, dict[int, list[Drained]]] = {
+        version: {num: [] for num in arguments.processes} for version in ("now", "before")
+    }
     until = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         async with PrivateNode(Path(folder) / "broker") as node:
             for number in takewhile(lambda number: not number or time.monotonic() < until, range(arguments.rounds)):
-                for num in PROCESSES if number % 2 == 0 else reversed(PROCESSES):
-                    run = f"pass-{number}-{num}"
-                    passes[num].append(await drain(Path(folder), run, node.amqp_url, arguments, num))
-                    print(run, passes[num][-1], flush=True)
-    return passes
+                turns = [(num, version) for num in arguments.processes for version in versions]
+                for num, version in turns if number % 2 == 0 else reversed(turns):
+                    run = f"pass-{number}-{num}-{version}"
+                    passes[version][num].append(await drain_by(versions[version], run, node.amqp_url, arguments, num))
+                    print(run, passes[version][num][-1], flush=True)
+    return passes["now"], passes["before"]
+
+
+async def drain_by(source: Path, run: str, url: str, arguments: argparse.Namespace, processes: int) -> Drained:
+    """Make one pass with the version whose `src` is given."""
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("episodes", "turns", "tokens", "feeders")]
+    python = [sys.executable, "-m", "benchmarks.hosts.processes"]
+    process = await asyncio.create_subprocess_exec(
+        *(*python, *sizes, "--processes", str(processes), "--pass", run, url),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    if process.returncode:
+        raise SystemExit(f"the pass {run} has failed with status {process.returncode}")
+    speed, cpu_ms = json.loads(output.splitlines()[-1])
+    return Drained(speed, tuple(cpu_ms))
 
 
 async def drain(folder: Path, run: str, url: str, arguments: argparse.Namespace, processes: int) -> Drained:

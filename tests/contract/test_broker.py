@@ -464,6 +464,15 @@ async def test_events_reach_every_listener_of_their_run_and_nobody_else(bench: B
             assert [await anext(listener), await anext(listener)] == [mine, last]
 
 
+async def test_events_that_are_emitted_together_arrive_in_order(bench: Bench) -> None:
+    events = [Event(run=bench.run, source="collector", name="episode", at=float(n), fields={"n": n}) for n in range(20)]
+    async with bench.broker.events(bench.run) as everybody, bench.broker.events(bench.run, senders=("proxy",)) as few:
+        assert await bench.broker.emit(*events)
+        assert await bench.broker.emit(Event(run=bench.run, source="proxy.0", name="state", at=99.0))
+        assert [await anext(everybody) for _ in events] == events
+        assert (await anext(few)).at == 99.0
+
+
 async def test_a_listener_may_choose_senders(bench: Bench) -> None:
     sources = ("collector", "proxy.0", "learner.main", "host.gpu2", "proxy.7")
     events = {source: Event(run=bench.run, source=source, name="state", at=1.0) for source in sources}

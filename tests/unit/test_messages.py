@@ -1,6 +1,7 @@
 """What crosses a process survives it exactly, and what is not ours is refused with a reason."""
 
 import math
+import struct
 
 import msgspec
 import pytest
@@ -175,6 +176,27 @@ def test_a_record_that_contradicts_itself_is_refused(bad, reason):
 def test_a_reward_that_nothing_can_be_learned_from_is_refused_wherever_it_stands(record, path, value):
     with pytest.raises(MessageError, match=f"{path} is {value:g}".replace("+", r"\+")):
         m.decode(m.encode(record(value)))
+
+
+@given(st.lists(st.binary(min_size=4, max_size=4) | st.floats(-110, 1, width=32).map(lambda x: struct.pack("<f", x))))
+def test_log_probabilities_are_judged_by_their_values_whatever_their_bits(values):
+    packed = b"".join(values)
+    known = turn(sampled_ids=m.pack_ids([1] * len(values)), logprobs=packed)
+    if m.are_valid_logprobs(*m.unpack_floats(packed)):
+        m.check(known)
+    else:
+        with pytest.raises(MessageError, match="a log-probability is"):
+            m.check(known)
+
+
+@given(ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4))
+def test_negative_token_ids_are_refused(ids):
+    known = turn(prompt_ids=m.pack_ids(ids))
+    if min(ids, default=0) >= 0:
+        m.check(known)
+    else:
+        with pytest.raises(MessageError, match="negative token id"):
+            m.check(known)
 
 
 @pytest.mark.parametrize("logprob", [-104.5, -9999.0, -1e30])

@@ -192,8 +192,8 @@ class AmqpBroker:
     async def is_blocked(self) -> bool:
         return await self._publisher.is_blocked()
 
-    async def emit(self, event: Event) -> bool:
-        return await self._emitter.emit(event)
+    async def emit(self, *events: Event) -> bool:
+        return await self._emitter.emit(*events)
 
     def events(
         self, run: str, *, senders: Sequence[str] = (), on_gap: Callable[[], None] = lambda: None

@@ -17,7 +17,7 @@ NAME_SEPARATOR = "@"
 
 def is_foreign(client_id: str, owner_id: str) -> bool:
     """Return whether a client speaks for an episode that another client began. Operators may speak for any episode."""
-    name, owner = (one.partition(NAME_SEPARATOR)[0] for one in (client_id, owner_id))
+    name, owner = client_id.partition(NAME_SEPARATOR)[0], owner_id.partition(NAME_SEPARATOR)[0]
     return bool(name and owner) and name != owner
 
 

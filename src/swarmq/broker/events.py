@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aio_pika import DeliveryMode, ExchangeType
-from aio_pika import Message as AmqpMessage
-from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+from aio_pika.abc import AbstractIncomingMessage
+from aiormq import spec
+from aiormq.abc import AbstractChannel
 
 from swarmq.broker import topology
 from swarmq.broker.deliveries import FeedQueue
+from swarmq.broker.message_batches import KIND as BATCH
+from swarmq.broker.message_batches import pack
 from swarmq.broker.publisher import APP_ID, CONTENT_TYPE
 from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
 from swarmq.errors import MessageError
-from swarmq.messages import Event, decode, encode
+from swarmq.messages import Event, PackedMessage, decode, decode_batch, encode
 
 EMIT_S = 1.0
 """Seconds after which an unsent event is dropped."""
@@ -33,11 +36,11 @@ class EventEmitter:
         self._channel: AbstractChannel | None = None
         self._lock = asyncio.Lock()
 
-    async def emit(self, event: Event) -> bool:
+    async def emit(self, *events: Event) -> bool:
         session = self._link.current
         if session is None or await session.is_blocked():
             return False
-        task = asyncio.create_task(self._send(session, event))
+        task = asyncio.create_task(self._send(session, events))
         try:
             await asyncio.wait({task}, timeout=EMIT_S)
             return task.done() and not task.cancelled() and task.exception() is None
@@ -45,21 +48,26 @@ class EventEmitter:
             task.cancel()
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
-    async def _send(self, session: Session, event: Event) -> None:
+    async def _send(self, session: Session, events: Sequence[Event]) -> None:
         async with self._lock:
             if self._session is not session or self._channel is None or self._channel.is_closed:
-                self._channel = await session.connection.channel(publisher_confirms=False)
+                channel = await session.connection.channel(publisher_confirms=False)
+                self._channel = await channel.get_underlay_channel()
                 self._session = session
-        # `ensure` would need more rights than writing, and a round trip.
-        exchange = await self._channel.get_exchange(topology.EVENTS, ensure=False)
-        message = AmqpMessage(
-            encode(event),
+        run, source = events[0].run, events[0].source
+        message = pack(run, [PackedMessage("event", "", encode(event)) for event in events])
+        properties = spec.Basic.Properties(
             content_type=CONTENT_TYPE,
             delivery_mode=DeliveryMode.NOT_PERSISTENT,
-            type="event",
+            message_type=message.kind,
             app_id=APP_ID,
         )
-        await exchange.publish(message, topology.event_key(event.run, event.source, event.name), mandatory=False)
+        await self._channel.basic_publish(
+            message.body,
+            exchange=topology.EVENTS,
+            routing_key=topology.event_key(run, source, events[0].name),
+            properties=properties,
+        )
 
 
 @asynccontextmanager
@@ -112,4 +120,9 @@ class EventFeed(FeedQueue[bytes]):
                 return event
 
     async def on_message(self, message: AbstractIncomingMessage) -> None:
-        self.put(message.body)
+        bodies = [message.body]
+        if message.type == BATCH:
+            with suppress(MessageError):  # as any message that is no event
+                bodies = [one.body for one in decode_batch(message.body).messages]
+        for body in bodies:
+            self.put(body)

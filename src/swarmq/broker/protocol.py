@@ -56,9 +56,9 @@ class Broker(Protocol):
     async def is_blocked(self) -> bool:
         """Return whether publishers wait because the broker is low on memory or disk; False if the broker is away."""
 
-    async def emit(self, event: Event) -> bool:
-        """Publish an event and return whether it was sent. Best effort: an event is dropped when the broker is away or blocked;
-        never raises, never blocks long."""
+    async def emit(self, *events: Event) -> bool:
+        """Publish events of one source in their order, and return whether they were sent. Best effort: events are dropped when the
+        broker is away or blocked; never raises, never blocks long."""
 
     def events(
         self, run: str, *, senders: Sequence[str] = (), on_gap: Callable[[], None] = lambda: None

@@ -167,4 +167,5 @@ async def send_once(
         routing_key=topology.client_key(user, queue) if user else queue,
         properties=properties,
         mandatory=True,
+        wait=False,  # the confirm says more than an empty send buffer, and the next message need not wait for it
     )

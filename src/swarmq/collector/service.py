@@ -89,6 +89,8 @@ BATCH = 500
 """Maximum number of messages in one transaction."""
 WINDOW = 32
 """Maximum number of messages that a process publishes at the same time, which bounds the memory of outgoing rollouts."""
+MAX_EVENTS = 100
+"""Maximum number of events in one message."""
 MAX_TURN_QUEUES = 32
 DRAIN_S = 10.0
 
@@ -584,15 +586,22 @@ class Collector:
 
     async def _emit_pending(self) -> None:
         while self._events:
-            emit = self._events.popleft()
-            await self._emit_event(emit.name, emit.fields)
-            if emit.name == "episode" and (line := self._no_turns.check(emit.fields, self._clock())):
-                log.warning("no_turns", reason=line)
-                await self._emit_event("warning", {"text": line})
+            emits = [self._events.popleft() for _ in range(min(MAX_EVENTS, len(self._events)))]
+            await self._emit(*emits)
+            for emit in emits:
+                if emit.name == "episode" and (line := self._no_turns.check(emit.fields, self._clock())):
+                    log.warning("no_turns", reason=line)
+                    await self._emit_event("warning", {"text": line})
 
     async def _emit_event(self, name: EventName, fields: Mapping[str, Any]) -> None:
-        event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))
-        await (self._workers or self._broker).emit(event)
+        await self._emit(Emit(name, fields))
+
+    async def _emit(self, *emits: Emit) -> None:
+        now = self._clock()
+        events = [
+            Event(run=self.job.run, source="collector", name=one.name, at=now, fields=dict(one.fields)) for one in emits
+        ]
+        await (self._workers or self._broker).emit(*events)
 
     async def _revive(self, queue: str) -> None:
         """Delete a queue that RabbitMQ could not recover and declare it again. Only the collector fills such queues, so it

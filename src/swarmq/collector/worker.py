@@ -77,8 +77,8 @@ class Worker:
                         tasks.create_task(self._publish(token, queue, message, deadline_s))
                     case workers.Forward(token, queue, rollout, deadline_s):
                         tasks.create_task(self._publish(token, queue, rollout.assemble(), deadline_s))
-                    case workers.Emit(event):
-                        tasks.create_task(self._broker.emit(event))
+                    case workers.Emit(events):
+                        tasks.create_task(self._broker.emit(*events))
 
     async def _consume(self, queue: str, prefetch: int) -> None:
         try:

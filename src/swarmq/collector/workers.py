@@ -100,9 +100,9 @@ class Forward(Record, frozen=True):
 
 
 class Emit(Record, frozen=True):
-    """Publish an event, if possible."""
+    """Publish events, if possible."""
 
-    event: Event
+    events: tuple[Event, ...]
 
 
 class Received(Record, frozen=True):
@@ -281,9 +281,9 @@ class Workers:
         idlest = min(self._workers, key=lambda worker: worker.num_waiting)
         await idlest.ask(make, queue, message, deadline_s)
 
-    async def emit(self, event: Event) -> None:
-        """Publish an event, if possible; see `Broker.emit`."""
-        await self._workers[-1].send(Emit(event))
+    async def emit(self, *events: Event) -> None:
+        """Publish events, if possible; see `Broker.emit`."""
+        await self._workers[-1].send(Emit(events))
 
 
 @asynccontextmanager

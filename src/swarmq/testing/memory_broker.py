@@ -96,13 +96,14 @@ class MemoryBroker:
     async def is_blocked(self) -> bool:
         return self._present.is_set() and not self._room.is_set()
 
-    async def emit(self, event: Event) -> bool:
+    async def emit(self, *events: Event) -> bool:
         if not (self._present.is_set() and self._room.is_set()):
             return False
-        self.emitted.append(event)
-        for one in self._feeds:
-            if one.run == event.run and (not one.senders or event.source.partition(".")[0] in one.senders):
-                one.feed.put(encode(event))
+        for event in events:
+            self.emitted.append(event)
+            for one in self._feeds:
+                if one.run == event.run and (not one.senders or event.source.partition(".")[0] in one.senders):
+                    one.feed.put(encode(event))
         return True
 
     @asynccontextmanager

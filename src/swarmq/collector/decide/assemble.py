@@ -149,7 +149,10 @@ def assemble_rollout(
 ) -> Rollout:
     """Build the rollout of one policy. Pure: the same stored rows always give the same bytes."""
     by_id = {turn.call_id: turn for turn in turns}
-    kept = decide_received({turn.call_id: TurnMeta.of(turn, 0) for turn in turns}, end.calls, end.received).kept
+    if end.calls is not None:
+        kept = set(end.calls) & by_id.keys()
+    else:
+        kept = decide_received({turn.call_id: TurnMeta.of(turn, 0) for turn in turns}, None, end.received).kept
     sent = {call_id for call_id in kept if by_id[call_id].policy == policy}
     return Rollout(
         run=begin.run,
