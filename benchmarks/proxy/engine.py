@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -45,17 +46,19 @@ class Engine:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if body["stream"]:
-            return await self.stream(request, _generate_chunks(self.tokens))
+            together = int(body["sampling_params"].get("stream_interval", 1))
+            return await self.stream(request, _generate_chunks(self.tokens, together), together)
         await asyncio.sleep(self.interval_s * self.tokens)
         return web.json_response({"choices": [_gain(self.tokens, self.tokens)]})
 
-    async def stream(self, request: web.Request, chunks: Iterator[bytes]) -> web.StreamResponse:
+    async def stream(self, request: web.Request, chunks: Iterator[bytes], together: int = 1) -> web.StreamResponse:
+        """Answer with chunks of `together` tokens; the first has one."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         with contextlib.suppress(ConnectionResetError):
             await response.prepare(request)
-            for chunk in chunks:
+            for place, chunk in enumerate(chunks):
                 if self.interval_s:
-                    await asyncio.sleep(self.interval_s)
+                    await asyncio.sleep(self.interval_s * (together if place else 1))
                 await response.write(chunk)
         return response
 
@@ -96,12 +99,17 @@ def _gain(count: int, total: int | None = None) -> Json:
     return gain
 
 
-TOKEN_CHUNK = _event({"choices": [_gain(1)]})
+@functools.cache
+def _token_chunk(count: int) -> bytes:
+    return _event({"choices": [_gain(count)]})
 
 
-def _generate_chunks(tokens: int) -> Iterator[bytes]:
-    yield from (TOKEN_CHUNK for _ in range(tokens - 1))
-    yield _event({"choices": [_gain(1, tokens)]}) + b"data: [DONE]\n\n"
+def _generate_chunks(tokens: int, together: int) -> Iterator[bytes]:
+    """The first token, then so many together, as vLLM streams with `stream_interval`."""
+    yield _token_chunk(1)
+    whole, rest = divmod(tokens - 2, together)
+    yield from (_token_chunk(together) for _ in range(whole))
+    yield _event({"choices": [_gain(rest + 1, tokens)]}) + b"data: [DONE]\n\n"
 
 
 def main(port: str) -> None:

@@ -8,7 +8,9 @@ confirmed by a real RabbitMQ before its last byte. Direct calls and calls throug
 do swarmq's proxy and LiteLLM's (which records nothing). The proxy that is measured has a core to itself; engine, broker
 and callers share the others. Added latency is the difference of the percentiles, of the time to the first token and
 of the whole answer. Memory is read when all streams are open and again when they end. Requests and tokens a second are
-those of as many callers as there were streams, each making short calls one after another.
+those of as many callers as there were streams, each making short calls one after another. Streamed tokens a second are those of
+long answers, by the clock and by a second of the proxy's processor. `--before` measures the proxy of another version in the same
+run, in turns, in these last two parts.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from swarmq.runtime.processes import die_with_parent, find_free_port, stop_group
 
 RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)
+PARTS = ("latency", "short", "long")
 REPEATS = 5
 TOKEN_S, MAX_TOKENS_PER_S = 0.025, 4000
 WINDOW_S, HOLD_S, COUNT_S = 5.0, 20.0, 3.0
@@ -50,7 +53,9 @@ ARRIVALS_PER_S = 100
 """At which pace streams begin: an avalanche of connections would be measured otherwise."""
 COMPARED = 512
 """More callers than this are not sent to LiteLLM, which takes minutes to answer them."""
-SHORT = 16
+SHORT, LONG = 16, 400
+"""Tokens of the short answers, and of those that are streamed for long."""
+OURS = ("swarmq", "before")
 LITELLM_KEY = f"sk-{secrets.token_hex(24)}"
 OPEN_FILES = 16_384
 CORES = sorted(os.sched_getaffinity(0))
@@ -80,7 +85,7 @@ class Client:
         self._secret = secret
 
     async def stream(self, target: Target, opened: asyncio.Event | None = None) -> Call:
-        key = episode_key(self._secret) if target.name == "swarmq" else LITELLM_KEY
+        key = episode_key(self._secret) if target.name in OURS else LITELLM_KEY
         body = {"model": target.model, "messages": [{"role": "user", "content": "hello"}]}
         began, first = time.perf_counter(), 0.0
         async with contextlib.aclosing(streamed(self._http, target.url, key, body)) as blocks:
@@ -126,7 +131,7 @@ def episode_key(secret: bytes, *, mode: Mode = "train") -> str:
 
 
 async def play(
-    folder: Path, *, streams: Sequence[int], litellm: Path | None
+    folder: Path, *, streams: Sequence[int], litellm: Path | None, before: Path | None, parts: Sequence[str]
 ) -> AsyncIterator[tuple[dict[str, float], dict[str, Any]]]:
     """Figures and detail, whenever there are more of them."""
     async with contextlib.AsyncExitStack() as stack:
@@ -164,21 +169,31 @@ async def play(
         await until_serving(http, f"{engine}/health")
         await until_serving(http, f"http://127.0.0.1:{port}/health")
         figures: dict[str, float] = {}
-        detail: dict[str, Any] = {"latency": {}, "saturated": {}, "machine_load": os.getloadavg()}
-        for count in streams:
+        detail: dict[str, Any] = {"latency": {}, "saturated": {}, "streamed": {}, "machine_load": os.getloadavg()}
+        for count in streams if "latency" in parts else ():
             detail["latency"][count] = measured = await latency(client, http, engine, direct, swarmq, count)
             print(count, {key: value for key, value in measured.items() if not isinstance(value, list)}, flush=True)
-        figures["added_p50_ms"] = detail["latency"][streams[0]]["added_first_p50_ms"]
-        for count in streams:
+        for count in detail["latency"]:
             for name in ("added_first_p50_ms", "added_first_p99_ms", "added_whole_p50_ms", "added_whole_p99_ms"):
                 figures[f"{name.removesuffix('_ms')}_ms_{count}"] = detail["latency"][count][name]
-        if 512 in streams:
+        if detail["latency"]:
+            figures["added_p50_ms"] = detail["latency"][streams[0]]["added_first_p50_ms"]
+            most = max(streams)
+            figures["streams_held"] = detail["latency"][most]["held"]
+            figures["rss_growth_ratio"] = detail["latency"][most]["rss_growth_ratio"]
+        if 512 in detail["latency"]:
             figures["added_p99_ms_512"] = detail["latency"][512]["added_first_p99_ms"]
-        most = max(streams)
-        figures["streams_held"] = detail["latency"][most]["held"]
-        figures["rss_growth_ratio"] = detail["latency"][most]["rss_growth_ratio"]
         yield figures, detail
         targets = [swarmq]
+        if before:
+            before_port = find_free_port()
+            settings = job.to_toml().replace(str(port), str(before_port))
+            (folder / "before.toml").write_text(settings)
+            version = ["env", f"PYTHONPATH={before}"]
+            theirs = [*version, *MEASURED, *python, "swarmq", "proxy", str(folder / "before.toml")]
+            former = await stack.enter_async_context(running(folder, "before", theirs))
+            targets.append(Target("before", f"http://127.0.0.1:{before_port}/v1", "main", former.pid))
+            await until_serving(http, f"http://127.0.0.1:{before_port}/health")
         if litellm:
             offline = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True"]  # or it asks the internet when it starts
             argv = [*offline, *MEASURED, str(litellm), "--config", _litellm_config(folder, engine)]
@@ -188,16 +203,31 @@ async def play(
             await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness", within_s=600)
             targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
             detail["litellm"] = litellm_version(litellm)
-        for count in streams:
-            chosen = targets if count <= COMPARED else targets[:1]
+        for count in streams if "short" in parts else ():
+            chosen = [one for one in targets if count <= COMPARED or one.name in OURS]
             rates, cpu_ms = await saturated(client, http, engine, chosen, count)
             detail["saturated"][count] = {"requests_per_s": rates, "cpu_ms_per_request": cpu_ms}
             figures[f"requests_per_s_{count}"] = statistics.median(rates["swarmq"])
             figures[f"tokens_per_s_{count}"] = SHORT * figures[f"requests_per_s_{count}"]
             print(count, {name: statistics.median(each) for name, each in rates.items()}, flush=True)
-            if len(chosen) > 1:
+            if "litellm" in rates:
                 pairs = zip(rates["swarmq"], rates["litellm"], strict=True)
                 figures["over_litellm"] = statistics.median(one / other for one, other in pairs)
+            if before:
+                pairs = zip(cpu_ms["before"], cpu_ms["swarmq"], strict=True)
+                figures[f"calls_per_cpu_s_ratio_{count}"] = statistics.median(one / other for one, other in pairs)
+            yield figures, detail
+        for count in streams if "long" in parts else ():
+            by_clock, by_core = await streamed_rates(
+                client, http, engine, [t for t in targets if t.name in OURS], count
+            )
+            detail["streamed"][count] = {"tokens_per_s": by_clock, "tokens_per_cpu_s": by_core}
+            figures[f"streamed_tokens_per_s_{count}"] = statistics.median(by_clock["swarmq"])
+            figures[f"streamed_tokens_per_cpu_s_{count}"] = statistics.median(by_core["swarmq"])
+            if before:
+                pairs = zip(by_core["swarmq"], by_core["before"], strict=True)
+                figures[f"streamed_per_cpu_s_ratio_{count}"] = statistics.median(one / other for one, other in pairs)
+            print(count, {name: statistics.median(each) for name, each in by_core.items()}, flush=True)
             yield figures, detail
 
 
@@ -250,6 +280,24 @@ async def saturated(
             rates[target.name].append(done / (time.perf_counter() - began))
             cpu_ms[target.name].append(1000 * (report.processor_s(target.pid) - used_s) / done)
     return rates, cpu_ms
+
+
+async def streamed_rates(
+    client: Client, http: aiohttp.ClientSession, engine: str, targets: list[Target], count: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens of long answers a second, by the clock and by the proxy's processor, the targets in turns."""
+    await set_pace(http, engine, tokens=LONG, interval_s=TOKEN_S)
+    by_clock: dict[str, list[float]] = {target.name: [] for target in targets}
+    by_core: dict[str, list[float]] = {target.name: [] for target in targets}
+    for target in targets:
+        await client.together(target, min(count, 16))  # it learns the engine's pace
+    for _ in range(REPEATS):
+        for target in targets:
+            used_s, began = report.processor_s(target.pid), time.perf_counter()
+            await client.together(target, count, over_s=count / ARRIVALS_PER_S)
+            by_clock[target.name].append(LONG * count / (time.perf_counter() - began))
+            by_core[target.name].append(LONG * count / (report.processor_s(target.pid) - used_s))
+    return by_clock, by_core
 
 
 async def _calls(client: Client, target: Target, count: int, *, until: float) -> int:
@@ -340,6 +388,8 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--litellm", type=Path, help="the `litellm` program of a virtual environment of its own")
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
+    parser.add_argument("--before", type=Path, help="the `src` of a checkout whose proxy is measured, too")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (OPEN_FILES, max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -353,8 +403,9 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> None:
     """Play, and save after each part: what cuts a run short leaves what it had."""
     figures: dict[str, float] = {}
     detail: dict[str, Any] = {}
-    async with contextlib.aclosing(play(folder, streams=arguments.streams, litellm=arguments.litellm)) as parts:
-        async for figures, detail in parts:
+    chosen = {name: getattr(arguments, name) for name in ("streams", "litellm", "before", "parts")}
+    async with contextlib.aclosing(play(folder, **chosen)) as measured:
+        async for figures, detail in measured:
             report.save("proxy", figures, detail=detail, out=arguments.out, finished=False)
     report.save("proxy", figures, detail=detail, out=arguments.out)
     print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from swarmq.engine.client.protocol import EngineIdentity
-from swarmq.proxy.engines.pool import CROWD_MARGIN, MAX_TOGETHER, EnginePool, PoolTimings
+from swarmq.proxy.engines.pool import CROWD_MARGIN, MAX_TOGETHER, EngineLane, EnginePool, PoolTimings
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
@@ -63,10 +63,18 @@ async def test_probes_find_who_is_ill_who_is_well_again_and_which_weights_each_h
 @pytest.mark.parametrize(("token_s", "together"), [(0.2, 1), (0.02, 1), (0.01, 3), (0.0001, MAX_TOGETHER)])
 def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together):
     lane = pool_of(1).lanes[0]
-    assert lane.together == 1
+    assert lane.together(1) == 1
     lane.measure_stream(0, 1.0)
     lane.measure_stream(100, 100 * token_s)
-    assert lane.together == together
+    assert lane.together(1) == together
+
+
+@pytest.mark.parametrize(("num_calls", "together"), [(100, 1), (300, 2), (600, 4), (10_000, 5)])
+def test_streams_of_a_crowd_bring_more_at_a_time(num_calls, together):
+    timings = PoolTimings(portion_s=0.03, portions_per_s=3000.0, crowded_portion_s=0.25)
+    lane = EngineLane(ScriptedEngine(), timings=timings)
+    lane.measure_stream(100, 100 * 0.05)
+    assert lane.together(num_calls) == together
 
 
 async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_their_agent_wants_otherwise(

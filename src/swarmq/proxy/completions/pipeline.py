@@ -228,8 +228,9 @@ class Completions:
             if tuned.cut_from and setting.max_tokens:
                 self._meter.cut(request.policy, asked=tuned.cut_from, limit=setting.max_tokens)
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
-            if request.stream and (rests or not rendered.needs_parsing) and lane.together > 1:
-                tuned.params.setdefault("stream_interval", lane.together)
+            together = lane.together(self._gate.open)
+            if request.stream and (rests or not rendered.needs_parsing) and together > 1:
+                tuned.params.setdefault("stream_interval", together)
             if self._tuning.job.policies[request.policy].replays_routing:
                 known = stitched.shared - 1 if request.claims.mode == "train" else len(prompt_ids)
                 tuned.params["routed_experts_prompt_start"] = max(known, 0)

@@ -52,6 +52,11 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     portion_s: float = 0.03
     """Maximum seconds for which a stream collects sampled tokens into one portion. Agents do not notice the delay, and it saves
     work: a portion costs engine and proxy the same, however many tokens it has."""
+    portions_per_s: float = 6000.0
+    """Number of portions per second, of all streams of a proxy together, that its core can carry with room to spare. With more open
+    calls, streams collect tokens for longer."""
+    crowded_portion_s: float = 0.25
+    """Maximum seconds for which a stream then collects tokens."""
 
 
 TIMINGS = PoolTimings()
@@ -72,9 +77,9 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLane:
     """One engine with its measured state."""
 
-    def __init__(self, engine: Engine, *, portion_s: float = TIMINGS.portion_s) -> None:
+    def __init__(self, engine: Engine, *, timings: PoolTimings = TIMINGS) -> None:
         self.engine = engine
-        self._portion_s = portion_s
+        self._timings = timings
         self.open_calls = 0
         self.healthy = True
         self.draining = False
@@ -106,10 +111,12 @@ class EngineLane:
             newest = seconds / num_tokens
             self.token_s = newest if self.token_s is None else self.token_s + PACE_WEIGHT * (newest - self.token_s)
 
-    @property
-    def together(self) -> int:
-        """Maximum number of tokens in each portion of a stream after its first token."""
-        return 1 if not self.token_s else max(1, min(MAX_TOGETHER, int(self._portion_s / self.token_s)))
+    def together(self, num_calls: int) -> int:
+        """Return the maximum number of tokens in each portion of a stream after its first token. `num_calls`: number of the proxy's open
+        calls."""
+        timings = self._timings
+        portion_s = max(timings.portion_s, min(num_calls / timings.portions_per_s, timings.crowded_portion_s))
+        return 1 if not self.token_s else max(1, min(MAX_TOGETHER, int(portion_s / self.token_s)))
 
     async def finds_calls(self) -> bool:
         """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the
@@ -184,7 +191,7 @@ class EnginePool:
 
     def lane(self, engine: Engine) -> EngineLane:
         """Return a new lane for an engine; the caller adds it to the pool."""
-        return EngineLane(engine, portion_s=self._timings.portion_s)
+        return EngineLane(engine, timings=self._timings)
 
     def order(self, favourite: EngineLane | None, episode_id: str = "") -> list[EngineLane]:
         """Return the lanes in the order in which to try them, without draining ones. `favourite`: the lane that answered the
