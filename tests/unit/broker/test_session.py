@@ -19,9 +19,7 @@ async def test_a_connection_that_could_not_be_opened_is_closed() -> None:
         async with open_session(URL, name="closed"):
             pass
     left = [
-        one
-        for one in gc.get_objects()
-        if type(one) is aio_pika.Connection and one.url.query.get("name") == "closed"
+        one for one in gc.get_objects() if type(one) is aio_pika.Connection and one.url.query.get("name") == "closed"
     ]
     assert left, held
     assert all(one.is_closed for one in left)
