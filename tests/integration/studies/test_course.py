@@ -117,7 +117,7 @@ async def test_a_trial_that_always_breaks_is_parked_with_its_log_and_the_rest_go
     ("code", "why"),
     [
         ("def trial(attempt): return {'other': 1.0}\n", "returned no 'score', only other"),
-        ("def trial(attempt): return {'score': float('nan')}\n", "ended without a result"),
+        ("def trial(attempt): return {'score': float('nan')}\n", "returned nan as 'score'"),
         (
             "from swarmq.studies.trial import TrialOutcome\n\ndef trial(attempt): return TrialOutcome(metrics={'score': 1.0}, calls=9)\n",
             "has spent 9 calls, and trial.max_calls is 0",
@@ -128,7 +128,7 @@ async def test_what_is_no_result_is_a_failure(tmp_path, code, why):
     lab = Lab(tmp_path, code, max_failures=1)
     await lab.run()
     assert not lab.facts(TrialResult)
-    assert all(why in fact.reason for fact in lab.facts(TrialParked))
+    assert all(why in f"{fact.reason}\n{fact.log}" for fact in lab.facts(TrialParked))
     assert len(lab.facts(TrialParked)) == 2
 
 
