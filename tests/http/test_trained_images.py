@@ -11,8 +11,8 @@ from swarmq.messages import MAX_IMAGE_BYTES, unpack_ids
 from swarmq.testing.scripted_engine import encode, encode_characters
 from swarmq.timeline import ImageTable, resolve
 
-[PAD] = encode_characters("#")
-"""Placeholder token."""
+[PAD] = encode("</think>")
+"""Placeholder token: one that is encoded alone, as those of models are."""
 HI = {"role": "user", "content": "hi"}
 BYE = {"role": "user", "content": "bye"}
 CAT, DOG, HUGE = make_image(1), make_image(2), make_image(3, height=80, width=80)
@@ -44,6 +44,7 @@ def seeing(stage):
                     ids += [PAD] * SEEN[name].length
             text = message["content"] if not content else content[0]["text"]
             ids += encode(f"<|start|>{message['role']}\n{text}<|end|>")
+        ids += encode("<|start|>assistant\n")
         rendered = await render({**chat, "messages": [HI]})
         features = {"features": make_features(shown)} if shown else {}
         return msgspec.structs.replace(rendered, token_ids=ids, passthrough=features)
@@ -85,6 +86,22 @@ async def test_turns_do_not_repeat_the_images_of_the_turn_they_continue(seeing):
     table = ImageTable()
     assert (resolve(seeing.turns(), images=table)[-1].token_ids < 0).sum() == 3 * 4
     assert len(table.images) == 2
+
+
+async def test_a_repaired_prompt_keeps_its_tokens_and_its_images_move_with_them(seeing):
+    """The first answer was sampled in other tokens than its text is rendered in."""
+    seeing.engine.say("", tokens=encode_characters("hello"))
+    first = await seeing.ask(HI, look("cat"))
+    seeing.engine.say("a dog")
+    await seeing.ask(HI, look("cat"), first["choices"][0]["message"], HI, look("dog"))
+    earlier, later = seeing.turns()
+    assert (later.parent, later.branch, later.repaired) == (earlier.call_id, None, True)
+    assert later.shared == earlier.num_prompt + earlier.num_sampled
+    check_images(later, DOG)
+    asked = seeing.engine.requests[1]
+    places = asked.passthrough["features"]["mm_placeholders"]["image"]
+    assert [asked.token_ids[place["offset"]] for place in places] == [PAD, PAD]
+    assert [place["offset"] for place in places] == [earlier.images[0].offset, later.images[0].offset]
 
 
 async def test_another_image_in_the_same_words_is_not_taken_for_shared(seeing):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import struct
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -66,6 +67,16 @@ def list_images(features: Json) -> list[RenderedImage]:
     except (KeyError, TypeError, ValueError) as error:
         raise _make_error(repr(error)) from error
     return sorted(images, key=lambda image: image.offset)
+
+
+def move_images(
+    features: Json, shown: Sequence[RenderedImage], offsets: Sequence[int]
+) -> tuple[Json, list[RenderedImage]]:
+    """Return the features and images with the images at other offsets."""
+    new = {image.offset: offset for image, offset in zip(shown, offsets, strict=True)}
+    places = [{**place, "offset": new[place["offset"]]} for place in features["mm_placeholders"]["image"]]
+    moved = [msgspec.structs.replace(image, offset=new[image.offset]) for image in shown]
+    return {**features, "mm_placeholders": {"image": places}}, moved
 
 
 def prepare_image(rendered: RenderedImage) -> Image:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from swarmq.engine.client.image_features import list_images, prepare_image
+from swarmq.engine.client.image_features import RenderedImage, list_images, move_images, prepare_image
 from swarmq.engine.client.protocol import CompleteAnswer, Delta
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import MAX_IMAGE_BYTES, Image, Timings, VersionSpan, pack_ids, unpack_ids
@@ -33,7 +33,7 @@ from swarmq.proxy.deltas import LeadingBlanks, StopTrim, extend
 from swarmq.proxy.engines.pool import EngineLane, EnginePool
 from swarmq.proxy.engines.stream_coalescing import CoalescingPace, coalesce
 from swarmq.proxy.episodes.cache import EpisodeCache, EpisodeState
-from swarmq.proxy.episodes.conversation_graph import Graph, Stitched, history_of, limit_to_images
+from swarmq.proxy.episodes.conversation_graph import Graph, Stitched, find_places, history_of, limit_to_images
 from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.proxy.episodes.special_tokens import escape
 from swarmq.proxy.episodes.token_budget import Reservation
@@ -193,8 +193,8 @@ class Completions:
         choices = request.num_choices
         allowed = self._tuning.episode_tokens(request.claims)
         with self._use_lane(lane, request.policy):
-            shown = await self._escape_special_tokens(lane, chat)
-            rendered = await lane.engine.render(shown)
+            escaped = await self._escape_special_tokens(lane, chat)
+            rendered = await lane.engine.render(escaped)
             rests = request.stream and rendered.needs_parsing and (not chat.get("tools") or await lane.finds_calls())
             history = history_of(chat)
             stitched = await stitch(
@@ -208,10 +208,19 @@ class Completions:
             )
             images: tuple[Image, ...] = ()
             if features := rendered.passthrough.get("features"):
-                if stitched.repaired:  # the engine finds images by their positions in the rendering
-                    stitched = Stitched(prompt=pack_ids(rendered.token_ids), branch="drift")
-                if request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained:
-                    stitched, images = await _prepare_images(features, stitched, memory.graph(request.policy))
+                is_trained = request.claims.mode == "train" and self._tuning.job.policies[request.policy].trained
+                shown = list_images(features) if is_trained else []
+                if stitched.repaired:  # the engine finds images by their places, which are those in the rendering
+                    moved = find_places(stitched, pack_ids(rendered.token_ids), shown)
+                    if moved:
+                        features, shown = move_images(features, shown, moved)
+                        rendered = msgspec.structs.replace(
+                            rendered, passthrough={**rendered.passthrough, "features": features}
+                        )
+                    else:
+                        stitched = Stitched(prompt=pack_ids(rendered.token_ids), branch="drift")
+                if shown:
+                    stitched, images = await _prepare_images(shown, stitched, memory.graph(request.policy))
             setting = self._tuning.sampling(request.policy, request.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = resolve_sampling(
@@ -254,7 +263,7 @@ class Completions:
             images=images,
             fresh=fresh,
             sampling=tuned.record,
-            overridden=tuned.overridden if shown is chat else (*tuned.overridden, "special_tokens"),
+            overridden=tuned.overridden if escaped is chat else (*tuned.overridden, "special_tokens"),
         )
         return ActiveCall(
             request=filled,
@@ -408,10 +417,11 @@ async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
         extend(choice.message, LeadingBlanks()(trimmed, ended=True))
 
 
-async def _prepare_images(features: Json, stitched: Stitched, graph: Graph) -> tuple[Stitched, tuple[Image, ...]]:
+async def _prepare_images(
+    shown: Sequence[RenderedImage], stitched: Stitched, graph: Graph
+) -> tuple[Stitched, tuple[Image, ...]]:
     """Return the prompt with the places of its images, and the images that its turn may have to carry. Raises RefusedError if the
     episode's images would be too large to train."""
-    shown = list_images(features)
     stitched = msgspec.structs.replace(stitched, images=tuple((image.offset, image.key) for image in shown))
     shared = limit_to_images(stitched.parent, stitched.shared, stitched.images) if stitched.parent else 0
     new = [image for image in shown if image.offset >= shared]

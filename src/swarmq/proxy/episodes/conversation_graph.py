@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -350,6 +350,34 @@ def limit_to_images(node: TurnNode, shared: int, images: Sequence[ImagePlace]) -
     stand for different images."""
     ours = {place for place in images if place[0] < shared}
     return min((offset for offset, _ in ours ^ node.find_images(shared)), default=shared)
+
+
+class Placed(Protocol):
+    """An image of a rendering."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+
+
+def find_places(stitched: Stitched, fresh: bytes, shown: Sequence[Placed]) -> list[int] | None:
+    """Return the offsets, in a repaired prompt, of the images that its fresh rendering shows; None if they are not certain.
+
+    Images of the continued turn are where they were recorded. The rest of the prompt is the end of the rendering.
+    """
+    recorded = sorted(stitched.parent.find_images(stitched.shared)) if stitched.parent else []
+    if [key for _, key in recorded] != [image.key for image in shown[: len(recorded)]]:
+        return None
+    later = shown[len(recorded) :]
+    moved_by = len(stitched.prompt) // ID_BYTES - len(fresh) // ID_BYTES
+    if later:
+        first = later[0].offset
+        if first + moved_by < stitched.shared:
+            return None
+        if stitched.prompt[(first + moved_by) * ID_BYTES :] != fresh[first * ID_BYTES :]:
+            return None
+    return [*(offset for offset, _ in recorded), *(image.offset + moved_by for image in later)]
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
