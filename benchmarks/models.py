@@ -179,8 +179,9 @@ def write(rows: Mapping[str, Mapping[str, Any]], out: Path | None, *, finished: 
 
 
 def figures_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Counts, and the worst of those that were trained."""
+    """Counts, and the worst of those that were trained in FP32."""
     trained = [row for row in rows.values() if row["trained"]]
+    exact = [row for row in trained if row.get("dtype") != "bfloat16"]
     worst = {
         "logprob_max_abs": ("engine_max", "pushed_max"),
         "grad_rel_max": ("grad_rel",),
@@ -191,7 +192,7 @@ def figures_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         "trained": len(trained),
         "refused": len(rows) - len(trained),
         **{
-            figure: max((row[field] for row in trained for field in fields), default=0.0)
+            figure: max((row[field] for row in exact for field in fields), default=0.0)
             for figure, fields in worst.items()
         },
     }
@@ -202,6 +203,7 @@ def measure(name: str) -> dict[str, Any]:
     model = next(model for model in MODELS if model.name == name)
     row = {
         "family": model.family,
+        "dtype": model.dtype,
         "date": datetime.now(UTC).date().isoformat(),
         "vllm": get_installed_vllm(),
         "transformers": importlib.metadata.version("transformers"),
@@ -282,10 +284,11 @@ class Measurement:
         with blame("proxy"):
             turns = await stage.ask_episode("first", chats=self._model.chats)
         self._row["served"] = True
+        if trains:
+            self._compare_learner([as_oracle_turn(turn, whole) for turn, whole in turns])
         self._compare_engine("engine", turns, self._folder)
         if not trains:
             return
-        self._compare_learner([as_oracle_turn(turn, whole) for turn, whole in turns])
         with blame("learner"):
             trainer = self._step([turn for turn, _ in turns])
             self._trained.mkdir()

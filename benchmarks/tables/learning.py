@@ -82,7 +82,8 @@ def models_block(known: dict[str, Any]) -> Iterator[str]:
 
     def trained(name: str, row: dict[str, Any]) -> Iterable[Any]:
         numbers = (number(row, figure) for figure in ("engine_max", "engine_k3", "grad_rel", "pushed_max", "pushed_k3"))
-        return (name, f"`{row['family']}`", row["layouts"], *numbers, measured(row))
+        own = " (engine in BF16)" if row.get("dtype") == "bfloat16" else ""
+        return (f"{name}{own}", f"`{row['family']}`", row["layouts"], *numbers, measured(row))
 
     def refused(name: str, row: dict[str, Any]) -> Iterable[Any]:
         reached = ({True: "yes", False: "no"}.get(row.get(step), "not tried") for step in ("loaded", "served"))
@@ -91,10 +92,10 @@ def models_block(known: dict[str, Any]) -> Iterator[str]:
 
     heads = ("model", "family", "learner computes", "engine", "k3", "gradient", "after the push", "k3")
     when = "date, vLLM, transformers"
-    yield "\n**Trained**\n\n"
+    yield "\n**Trained**\n"
     yield from _table((*heads, when), (trained(*row) for row in rows if row[1]["trained"]))
     if any(not row["trained"] for _, row in rows):
-        yield "\n**Not trained**\n\n"
+        yield "\n**Not trained**\n"
         heads = ("model", "family", "loaded", "served", "gradient", "why not", when)
         yield from _table(heads, (refused(*row) for row in rows if not row[1]["trained"]))
 

@@ -12,15 +12,18 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own
     pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     from swarmq.weights.format.conventions import UNANNOUNCED
-    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, unannounced_changes
+    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, cpu_rotation, unannounced_changes
 
 pytestmark = pytest.mark.vllm
 
-STOCK = {place: getattr(*place) for place in ((EngineCore, "collective_rpc"), (CPUModelRunner, "sample_tokens"))}
+PATCHED = ((EngineCore, "collective_rpc"), (CPUModelRunner, "sample_tokens"), (RotaryEmbedding, "forward_cpu"))
+STOCK = {place: getattr(*place) for place in PATCHED}
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +86,21 @@ def test_every_draft_is_judged_at_its_requests_temperature():
         [0.2, 0.2, 1.0, 0.7, 0.7]
     )
     assert cpu_drafts.expand(torch.tensor([3, 4]), torch.tensor([0, 2]), 2).tolist() == [4, 4]
+
+
+@pytest.mark.skipif(not torch.cpu.is_available() or torch.cuda.is_available(), reason="of the CPU build")
+@pytest.mark.parametrize("heads", ["slices", "flat"])
+def test_positions_of_queries_that_are_slices_of_heads_are_those_of_whole_ones(heads):
+    cpu_rotation.register()
+    cpu_rotation.register()
+    with set_current_vllm_config(VllmConfig()):
+        rope = RotaryEmbedding(64, 64, 128, 10_000.0, is_neox_style=False, dtype=torch.float32)
+    torch.manual_seed(0)
+    positions, queries, keys = torch.arange(7), torch.randn(7, 4, 96), torch.randn(7, 576)
+    query, key = queries[..., 32:], keys[:, None, 512:]
+    wanted = rope.forward_native(positions, query.clone(), key.clone())
+    if heads == "flat":
+        query, key = query.reshape(7, -1), key.reshape(7, -1)
+    rotated = rope.forward_cpu(positions, query, key)
+    for ours, native in zip(rotated, wanted, strict=True):
+        assert torch.allclose(ours.reshape(native.shape), native, atol=1e-5)

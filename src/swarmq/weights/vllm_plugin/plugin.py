@@ -26,6 +26,7 @@ def register() -> None:
     from swarmq.weights.vllm_plugin import (  # noqa: PLC0415 - they import vLLM, as the line below does
         chunked_prefill,
         cpu_drafts,
+        cpu_rotation,
         cpu_routed_experts,
         forked_core,
         logprob_columns,
@@ -37,6 +38,7 @@ def register() -> None:
     chunked_prefill.register()
     cpu_drafts.register()
     cpu_routed_experts.register()
+    cpu_rotation.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up
