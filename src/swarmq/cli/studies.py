@@ -199,6 +199,7 @@ def invite(
     from swarmq.studies.reports import run_of
 
     study, folder = _load(study_file, is_checked=False)
+    _read_opened(folder)
     url = _read_endpoint(folder)
     api = find_management_api_of(url, folder.broker, management)
     if remove:

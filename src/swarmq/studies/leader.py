@@ -66,8 +66,8 @@ MAX_OFFERS = 16
 VANISHED_LEASES = 10
 """Number of lease times without a sign of life after which a trial is offered again even if nobody else has claimed it: its offer
 must have vanished with the broker's files."""
-STOP_TIMES = 10
-"""Number of attempts to tell the workers that the study has ended; the broker may be busy for a moment."""
+DISMISS_S = 10.0
+"""Largest number of seconds in which a leader waits for workers to go."""
 RETRY_S = 1.0
 """Seconds between two attempts to write to a full disk."""
 
@@ -138,9 +138,16 @@ class Leader:
                     await self._hear(delivery.message, by_host=topology.parse_host(delivery.arrival.sender))
                 with contextlib.suppress(BrokerLostError):  # it comes again, and decides nothing new
                     await delivery.ack()
-        for _ in range(STOP_TIMES):
-            if await self._tell("", "stop", 0):
-                break
+        await self._dismiss_workers()
+
+    async def _dismiss_workers(self) -> None:
+        """Tell the workers that the study has ended until they have gone: events may be lost, and the broker may end with this leader."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISMISS_S):
+                await self._tell("", "stop", 0)
+                while await self._has_workers():
+                    await asyncio.sleep(DISMISS_S / 20)
+                    await self._tell("", "stop", 0)
 
     async def open(self, *, amend: str = "", resume: str = "") -> None:
         """Open the study, or check that it is the one that was opened. `amend`: reason of a change. Raises StudyError."""
@@ -292,7 +299,7 @@ class Leader:
         host = self.state.hosts.get(trial.lineage, "") if trial.rung else ""
         return host if host and await self._has_workers(host) else ""
 
-    async def _has_workers(self, host: str) -> bool:
+    async def _has_workers(self, host: str = "") -> bool:
         depths = await self._broker.depths([queue := offers(self._study.name, host)])
         return queue in depths and depths[queue].consumers > 0
 
@@ -367,10 +374,9 @@ class Leader:
             if line := describe(entry.fact, self.state):
                 self._report(line)
 
-    async def _tell(self, claim_id: str, verdict: LeaseVerdict, fence: int) -> bool:
-        """Answer a worker, and return whether the answer was sent."""
+    async def _tell(self, claim_id: str, verdict: LeaseVerdict, fence: int) -> None:
         fields = {"claim_id": claim_id, "verdict": verdict, "fence": fence}
-        return await self._broker.emit(
+        await self._broker.emit(
             Event(run=run_of(self._study.name), source=SOURCE, name=LEASE_EVENT, at=time.time(), fields=fields)
         )
 

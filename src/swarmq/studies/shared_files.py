@@ -65,7 +65,9 @@ class FileServer:
         """Return the event with what is wanted, or with the reason why it cannot be had."""
         fields: dict[str, object] = {"path": wanted.path, "offset": wanted.offset}
         try:
-            fields["data"] = self._read(wanted) if wanted.path else self._list(study, trials)
+            # a file that is not listed may have been by the leader before
+            listing = b"" if wanted.path in self._listed else self._list(study, trials)
+            fields["data"] = self._read(wanted) if wanted.path else listing
         except (OSError, SwarmqError) as error:
             fields["refused"] = str(error)
         return Event(run=run_of(study.name), source=wanted.reader, name=PIECE_EVENT, at=time.time(), fields=fields)

@@ -157,9 +157,11 @@ class StudyState:
 
     @property
     def newest(self) -> list[TrialState]:
-        """Trials without those that were planned anew, for the same arm, seed and rung, after an amendment."""
+        """Trials without those that an amendment has removed, or that were planned anew after it, for the same arm, seed and rung."""
         by_place = {
-            (one.trial.purpose, one.trial.arm, one.trial.seed, one.trial.rung): one for one in self.trials.values()
+            (one.trial.purpose, one.trial.arm, one.trial.seed, one.trial.rung): one
+            for one in self.trials.values()
+            if not (one.parked and one.parked.reason == REMOVED)
         }
         return [*by_place.values()]
 

@@ -269,6 +269,8 @@ async def test_an_arm_that_an_amendment_removes_is_not_run_until_another_one_tak
         async with lab.at_work():
             await leading
     assert [fact.reason for fact in lab.facts(TrialParked)] == [REMOVED]
+    newest = StudyState(read_ledger(lab.folder.ledger)).newest
+    assert {one.trial.arm for one in newest} == {"a", "c"}, "a report calls nothing a failure that was removed"
     assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 3.0]
     amend(both)
     async with asyncio.TaskGroup() as tasks:
@@ -363,6 +365,25 @@ async def test_a_stopped_worker_gives_its_trial_no_more_time_than_it_may_take(tm
         await lab.until(lambda: len(lab.facts(TrialFailed)) == 2)
         leading.cancel()
     assert all(fact.cost.gpu_seconds < 20 for fact in lab.facts(TrialFailed)), "STOP_S would be 30"
+
+
+async def test_a_worker_that_misses_the_end_of_a_study_is_told_again(tmp_path):
+    lab, missed = Lab(tmp_path, SCORE), []
+    emit = lab.broker.emit
+
+    async def lose_the_first(event):
+        if event.fields["verdict"] == "stop" and not missed:
+            missed.append(event)
+            return True
+        return await emit(event)
+
+    lab.broker.emit = lose_the_first
+    worker = Worker(lab.broker, lab.study, lab.folder, environments=[{}], ask_s=0.2)
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+        tasks.create_task(lab.lead())
+        await asyncio.sleep(0)
+        tasks.create_task(worker.run())
+    assert missed
 
 
 def test_a_second_leader_is_refused(tmp_path):

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from urllib.parse import urlsplit
 
 import pytest
 import tomli_w
 
 from support.studies import FIRST
+from support.tls import self_signed
+from swarmq.runtime.processes import find_free_port
 from swarmq.studies.ledger import StudyFolder, read_ledger
 from swarmq.studies.records import TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
 
@@ -38,8 +39,8 @@ PIECES = 600_000
 class Hosts:
     """The leader's host, with the study, and others, with an invite alone."""
 
-    def __init__(self, folder, broker_node):
-        self.home, self.others, self.node = folder / "leader", folder / "others", broker_node
+    def __init__(self, folder):
+        self.home, self.others, self.port = folder / "leader", folder / "others", find_free_port()
         self.study = FIRST | {
             "name": f"elsewhere-{os.getpid()}",
             "trial": FIRST["trial"] | {"code": ["gain.py", "data"], "max_seconds": 600},
@@ -50,6 +51,7 @@ class Hosts:
             "budget": {"gpu_seconds": 1e6},
         }
         self.home.mkdir()
+        self_signed(self.home)
         (self.home / "data").mkdir()
         (self.home / "data" / "numbers").write_bytes(os.urandom(PIECES))
         (self.home / "secret").write_text("no trial depends on it")
@@ -60,14 +62,15 @@ class Hosts:
 
     @contextlib.contextmanager
     def lead(self):
-        command = [*SWARMQ, "run", "study.toml", "--workers", "0", "--amqp", self.node.amqp_url]
+        opened = ["--tls-port", str(self.port), "--certificate", "cert.pem", "--key", "key.pem"]
+        command = [*SWARMQ, "run", "study.toml", "--workers", "0", *opened]
         with run(command, self.home) as process:
             wait_until((self.ledger.parent / "endpoint").exists, process)
             yield process
 
     def invite(self, name):
-        port, login = urlsplit(self.node.amqp_url).port, self.node.identity.management_login
-        command = [*SWARMQ, "invite", "study.toml", name, "--amqp", f"amqp://127.0.0.1:{port}/", "--management", login]
+        where = ["--amqp", f"amqps://127.0.0.1:{self.port}/", "--ca", "cert.pem"]
+        command = [*SWARMQ, "invite", "study.toml", name, *where]
         done = subprocess.run(command, cwd=self.home, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -110,8 +113,8 @@ def wait_until(condition, *processes):
 
 
 @pytest.fixture
-def hosts(tmp_path, broker_node):
-    return Hosts(tmp_path, broker_node)
+def hosts(tmp_path):
+    return Hosts(tmp_path)
 
 
 def test_invited_hosts_run_the_trials_of_a_study_and_one_that_is_killed_is_replaced(hosts):

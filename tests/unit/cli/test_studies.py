@@ -5,6 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarmq.cli import main
+from swarmq.keys import HostInvite
 from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
 from swarmq.studies.records import StudyOpened
 from swarmq.studies.state import StudyState
@@ -33,7 +34,7 @@ def study(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [["status"], ["report"], ["stop", "--reason", "x"], ["approve", "study.toml", "b", "--by", "ada"],
-     ["fork", "study.toml", "other"]],
+     ["fork", "study.toml", "other"], ["invite", "study.toml", "gpu2"]],
 )  # fmt: skip
 def test_commands_on_a_study_that_has_never_run_say_so_and_write_nothing(study, command):
     before = sorted(study.rglob("*"))
@@ -81,3 +82,34 @@ def test_a_study_that_was_stopped_keeps_its_reason(study, ledger):
     assert CliRunner().invoke(main, ["study", "stop", "--reason", "clear"]).exit_code == 0
     assert "already stopped: clear" in CliRunner().invoke(main, ["study", "stop", "--reason", "no"]).output
     assert StudyState(read_ledger(ledger)).stopped.reason == "clear"
+
+
+def test_an_invite_to_a_broker_that_other_hosts_cannot_reach_is_refused(study):
+    folder = StudyFolder(study / "study.toml", "toy")
+    ledger = LedgerFile(folder.ledger)
+    ledger.append([StudyOpened(study=load_study(study / "study.toml"), digest="", inputs="")])
+    ledger.close()
+    folder.endpoint.write_text("amqp://user:secret@127.0.0.1:5672/")
+    result = CliRunner().invoke(main, ["study", "invite", "study.toml", "gpu2"])
+    assert result.exit_code == 1
+    assert "--amqp: missing, and the study's RabbitMQ listens on this host alone" in result.output
+    assert not folder.hosts.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"run": "math"}, "this is an invite to the run 'math', not to a study"), ({"expires_at": 1.0}, "expired at 1970-01-01")],
+)  # fmt: skip
+def test_an_invite_that_is_no_good_is_refused_before_anything_is_written(tmp_path, monkeypatch, changes, why):
+    monkeypatch.chdir(tmp_path)
+    fields = {"run": "study-toy", "host": "gpu2", "user": "u", "amqp_url": "amqp://u:p@127.0.0.1:1/", "root": b""}
+    invite = HostInvite(**fields | {"engine_secret": "", "expires_at": 1e12} | changes)
+    result = CliRunner().invoke(main, ["study", "worker", "--join", invite.encode()])
+    assert (result.exit_code, why in result.output) == (1, True), result.output
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_options_that_open_the_broker_belong_together(study):
+    result = CliRunner().invoke(main, ["study", "run", "--tls-port", "5671"])
+    assert (result.exit_code, "give all three, or none" in result.output) == (1, True)
+    assert not (study / "studies").exists()

@@ -26,7 +26,7 @@ class Sender:
         (root / "secret").write_text("not for workers")
         self.study = study_of(trial={"function": "work:trial", "max_seconds": 9, "code": ["large"]})
         self.before_answer = lambda _wanted: None
-        maker = TrialMaker(self.study, root)
+        self.maker = maker = TrialMaker(self.study, root)
         self.trials = [maker.make(name, arm, 0) for name, arm in self.study.arms.items()]
         self.server = FileServer(maker)
 
@@ -78,6 +78,12 @@ async def test_only_listed_files_are_sent(sender):
         event = sender.server.answer(FileWanted(reader="r", path=path), sender.study, sender.trials)
         assert "no file that the study's trials depend on" in event.fields["refused"]
         assert "data" not in event.fields
+
+
+async def test_a_leader_that_follows_another_one_sends_what_that_one_has_listed(sender):
+    for path in ("work.py", "large"):
+        event = FileServer(sender.maker).answer(FileWanted(reader="r", path=path), sender.study, sender.trials)
+        assert event.fields["data"] == (sender.root / path).read_bytes()[:PIECE_BYTES]
 
 
 async def test_a_file_that_changes_while_it_is_sent_is_refused(sender, tmp_path):
