@@ -476,7 +476,8 @@ async def _work(study: Study, folder: StudyFolder, url: str, parallel: int | Non
 
 
 async def _join(invite: HostInvite, parallel: int | None) -> None:
-    """Run trials with nothing but an invite: the study and its files come from the leader, again after each amendment of them."""
+    """Run trials with nothing but an invite: the study and its files come from the leader. Once they are amended, this process starts
+    itself again, because it may have imported some of them."""
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.studies.reports import parse_run
     from swarmq.studies.shared_files import fetch
@@ -487,32 +488,27 @@ async def _join(invite: HostInvite, parallel: int | None) -> None:
         raise ConfigError(
             f"--join: this is an invite to the run {invite.run!r}, not to a study; `swarmq study invite` prints one"
         )
-    here, where = Path.cwd() / invite.run, redact_url(invite.amqp_url)
-    before: tuple[Study, Path] | None = None
+    here, where, is_amended = Path.cwd() / invite.run, redact_url(invite.amqp_url), False
+
+    def report_silence(seconds: float) -> None:
+        _say(no_leader(name, where, seconds))
+
     async with AmqpBroker.open(invite.broker_url, name=f"study {name}", user=invite.user, deadline_s=None) as broker:
-        while True:
-            study, folder = await fetch(
-                broker, name, here, report_silence=lambda seconds: _say(no_leader(name, where, seconds))
-            )
-            fetched = (study, folder.root)
-            os.chdir(folder.root)  # jobs and tasks are named from there
-            worker = Worker(
-                broker,
-                study,
-                folder,
-                environments=_split_gpus(study, parallel),
-                host=invite.host,
-                where=where,
-                report=_say,
-            )
-            try:
-                await worker.run()
-                return
-            except* FilesDifferError:
-                if fetched == before:
-                    raise
-                before = fetched
-                _say("the study was amended; fetching its files again")
+        study, folder = await fetch(broker, name, here, report_silence=report_silence)
+        os.chdir(folder.root)  # jobs and tasks are named from there
+        lanes = _split_gpus(study, parallel)
+        worker = Worker(broker, study, folder, environments=lanes, host=invite.host, where=where, report=_say)
+        try:
+            await worker.run()
+        except* FilesDifferError:
+            newer, there = await fetch(broker, name, here, report_silence=report_silence)
+            if (newer, there.root) == (study, folder.root):
+                raise
+            is_amended = True
+    if is_amended:
+        _say("the study was amended; starting again with its files")
+        os.chdir(here.parent)
+        os.execv(sys.executable, [sys.executable, "-m", "swarmq", *sys.argv[1:]])  # noqa: S606 - there is nothing to quote
 
 
 def _split_gpus(study: Study, parallel: int | None) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ import numpy as np
 from swarmq.studies.design import choose_arms
 from swarmq.studies.records import Trial, TrialResult
 from swarmq.studies.statistics import (
-    Comparison,
+    ArmComparison,
     Interval,
     Noise,
     Plan,
@@ -60,7 +60,7 @@ def collect_scores(study: Study, results: Results) -> dict[str, dict[int, dict[s
     return found
 
 
-def compare(study: Study, results: Results) -> list[Comparison]:
+def compare(study: Study, results: Results) -> list[ArmComparison]:
     """Compare each arm with the first one, the baseline."""
     scores: dict[str, Scores] = {**collect_scores(study, results)}
     if not scores:

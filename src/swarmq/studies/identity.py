@@ -121,23 +121,24 @@ class TrialMaker:
     def check(self) -> None:
         """Raise StudyError for arms that cannot be told apart, and for held-out tasks that are trained on."""
         seen: dict[str, str] = {}
-        for name, arm in self._study.arms.items():
-            trial = self.make(name, arm, self._study.seeds[0])
+        arms = {f"arms.{name}": arm for name, arm in self._study.arms.items()} or {"space": Arm()}
+        for where, arm in arms.items():
+            trial = self.make(where, arm, self._study.seeds[0])
             if other := seen.get(trial.id):
                 raise StudyError(
-                    f"arms.{name}: cannot be told apart from arms.{other}: settings, code, tasks and model are the same"
+                    f"{where}: cannot be told apart from {other}: settings, code, tasks and model are the same"
                 )
-            seen[trial.id] = name
-            self._check_end(name, trial)
+            seen[trial.id] = where
+            self._check_end(where, trial)
             self._check_leaks(trial.tasks)
 
-    def _check_end(self, arm: str, trial: Trial) -> None:
+    def _check_end(self, where: str, trial: Trial) -> None:
         """Raise StudyError if the training of a trial would never end."""
         if self._study.trial.function or trial.steps:
             return
         job = SwarmJob.load(self._root / self._study.trial.job, sets=to_sets(trial.settings))
         if endless := [name for name in job.trained if not job.policies[name].train.max_steps]:
-            raise StudyError(f"arms.{arm}: its training never ends; set policies.{endless[0]}.train.max_steps")
+            raise StudyError(f"{where}: its training never ends; set policies.{endless[0]}.train.max_steps")
 
     def _check_leaks(self, tasks: str) -> None:
         held_out = self._study.trial.held_out

@@ -49,7 +49,7 @@ from swarmq.studies.reports import (
     Beat,
     Claim,
     FileWanted,
-    Hello,
+    Greeting,
     LeaseVerdict,
     inbox,
     kind_of,
@@ -195,7 +195,7 @@ class Leader:
             log.warning("report_refused", reason=f"host {by_host} may run trials, and decide nothing")
             return
         match report:
-            case Hello():
+            case Greeting():
                 await self._broker.declare(run_of(self._study.name), policies=[], kinds=[KIND, kind_of(report.host)])
                 await self._tell(report.claim_id, "welcome", 0)
             case FileWanted():

@@ -1,7 +1,7 @@
 """What workers tell the leader, in the body of a `TrialReport`, and how the leader answers.
 
 leader --TrialOffer--> trials: held unacknowledged by one worker until the trial has ended
-worker --Hello-->   reports    leader --event "lease"--> welcome, once there is a queue for trials that only this host shall run
+worker --Greeting-->   reports    leader --event "lease"--> welcome, once there is a queue for trials that only this host shall run
 worker --Claim-->   reports    leader --event "lease"--> run, wait, drop or stop
 worker --Beat-->    reports    ... while the trial runs
 worker --TrialResult, TrialFailed--> reports; then the worker acknowledges the offer
@@ -31,7 +31,7 @@ LeaseVerdict = Literal["welcome", "run", "wait", "drop", "stop", "differs", "rev
 trial must."""
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="hello"):
+class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="greeting"):
     """A worker asks whether there is a leader."""
 
     claim_id: str
@@ -68,7 +68,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="bea
     """Seconds since the trial's start, by the worker's monotonic clock."""
 
 
-Report = Hello | FileWanted | Claim | Beat | TrialResult | TrialFailed | StudyStopped | PlannerDecided
+Report = Greeting | FileWanted | Claim | Beat | TrialResult | TrialFailed | StudyStopped | PlannerDecided
 
 
 def hash_terms(study: Study, lineage: str) -> str:

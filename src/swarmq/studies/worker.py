@@ -38,7 +38,7 @@ from swarmq.studies.reports import (
     SOURCE,
     Beat,
     Claim,
-    Hello,
+    Greeting,
     LeaseVerdict,
     Report,
     hash_terms,
@@ -188,13 +188,13 @@ class Worker:
         """Ask again and again whether there is a leader, and say so while there is none."""
         await ready.wait()
         while True:
-            hello, began, is_missed = Hello(claim_id=new_id(), host=self._host), time.monotonic(), False
-            with self._answers.expect(hello.claim_id):
-                await self._send(hello)  # it waits in the queue for a leader
-                while await self._answers.wait(hello.claim_id, self._greet_s) is None:
+            greeting, began, is_missed = Greeting(claim_id=new_id(), host=self._host), time.monotonic(), False
+            with self._answers.expect(greeting.claim_id):
+                await self._send(greeting)  # it waits in the queue for a leader
+                while await self._answers.wait(greeting.claim_id, self._greet_s) is None:
                     self._report(no_leader(self._study.name, self._where, time.monotonic() - began))
                     is_missed = True
-                    await self._send(hello)  # the answer may have been lost
+                    await self._send(greeting)  # the answer may have been lost
             if is_missed:
                 self._report(f"the leader of study {self._study.name} answers")
             welcome.set()

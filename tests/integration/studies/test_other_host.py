@@ -16,6 +16,7 @@ from support.tls import self_signed
 from swarmq.runtime.processes import find_free_port
 from swarmq.studies.ledger import StudyFolder, read_ledger
 from swarmq.studies.records import TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
+from swarmq.studies.state import StudyState
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 SWARMQ = [sys.executable, "-m", "swarmq", "study"]
@@ -25,7 +26,7 @@ from pathlib import Path
 from gain import GAIN
 
 def trial(attempt):
-    if attempt.settings["arm"] == 2 and Path.home().name == "gpu2":
+    if attempt.settings["arm"] == 2 and GAIN == 10 and Path.home().name == "gpu2":
         Path("started").touch()
         time.sleep(600)
     if attempt.settings["arm"] == 3:
@@ -61,9 +62,9 @@ class Hosts:
         self.ledger = StudyFolder(self.home / "study.toml", self.study["name"]).ledger
 
     @contextlib.contextmanager
-    def lead(self):
+    def lead(self, *more):
         opened = ["--tls-port", str(self.port), "--certificate", "cert.pem", "--key", "key.pem"]
-        command = [*SWARMQ, "run", "study.toml", "--workers", "0", *opened]
+        command = [*SWARMQ, "run", "study.toml", "--workers", "0", *opened, *more]
         with run(command, self.home) as process:
             wait_until((self.ledger.parent / "endpoint").exists, process)
             yield process
@@ -75,10 +76,10 @@ class Hosts:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def work(self, name):
+    def work(self, name, *more):
         folder = self.others / name
         folder.mkdir(parents=True, exist_ok=True)
-        return run([*SWARMQ, "worker", "--join", self.invite(name)], folder, HOME=str(folder))
+        return run([*SWARMQ, "worker", "--join", self.invite(name), *more], folder, HOME=str(folder))
 
     @property
     def trials(self):
@@ -134,3 +135,18 @@ def test_invited_hosts_run_the_trials_of_a_study_and_one_that_is_killed_is_repla
     (root,) = hosts.others.glob("gpu3/study-*/files/*")
     sent = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert sent == {"work.py", "gain.py", "data/numbers"}
+
+
+def test_an_invited_host_fetches_the_files_of_an_amended_study_and_goes_on(hosts):
+    with hosts.lead() as leader, hosts.work("gpu2", "--parallel", "2") as process:
+        wait_until(lambda: [*hosts.others.glob("gpu2/study-*/files/*/started")], leader, process)
+        leader.terminate()
+        leader.wait()
+        (hosts.home / "gain.py").write_text("GAIN = 20\n")
+        with hosts.lead("--amend", "10 was too little") as second:
+            assert process.wait(240) == 0, process.log.read_text()
+            assert second.wait(60) == 0, second.log.read_text()
+    assert "the study was amended; starting again with its files" in process.log.read_text()
+    state = StudyState(read_ledger(hosts.ledger))
+    scores = {trial.arm: result.metrics["score"] for trial, result in state.results}
+    assert scores == {"a": PIECES + 20, "b": PIECES + 40}

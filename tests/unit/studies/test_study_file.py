@@ -115,8 +115,10 @@ def test_a_held_out_task_that_is_trained_on_is_found_by_its_content_whatever_its
     (tmp_path / "tasks.jsonl").write_text('{"id": "t1", "q": "6 * 7?"}\n{"id": "t2", "q": "1 + 1?"}\n')
     (tmp_path / "held.jsonl").write_text('{"id": "h1", "q": "2 + 2?"}\n{"id": "h2", "q": "6 * 7?"}\n')
     trial = FIRST["trial"] | {"tasks": "tasks.jsonl", "held_out": "held.jsonl"}
-    with pytest.raises(StudyError, match="1 of its tasks are also in tasks.jsonl, e.g. 'h2'"):
-        TrialMaker(study_of(trial=trial), write_function(tmp_path)).check()
+    space = {"arms": {}, "space": {"arm": {"values": [1, 2]}}}
+    for study in (study_of(trial=trial), study_of(trial=trial, **space)):
+        with pytest.raises(StudyError, match="1 of its tasks are also in tasks.jsonl, e.g. 'h2'"):
+            TrialMaker(study, write_function(tmp_path)).check()
 
 
 def test_a_trial_is_another_one_when_its_code_settings_or_seed_change_and_the_same_otherwise(tmp_path):

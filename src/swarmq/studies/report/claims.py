@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 
 from swarmq.studies.analysis import Results
-from swarmq.studies.statistics import Comparison
+from swarmq.studies.statistics import ArmComparison
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?: ?%)?(?![\w])", re.IGNORECASE)
 MAX_PLAIN = 1_000
 """Whole numbers up to this one are counts of seeds, steps or tasks, and need no source."""
 
 
-def find_unknown_numbers(text: str, results: Results, comparisons: Sequence[Comparison]) -> list[str]:
+def find_unknown_numbers(text: str, results: Results, comparisons: Sequence[ArmComparison]) -> list[str]:
     """Return the numbers of a text that are no metric, setting or comparison of the ledger, at the precision of the text.
 
     Values of curves and of single tasks do not count: there are so many that most numbers are near one.
@@ -23,7 +23,7 @@ def find_unknown_numbers(text: str, results: Results, comparisons: Sequence[Comp
     return [shown for shown in dict.fromkeys(NUMBER.findall(text)) if not _is_known(shown, known)]
 
 
-def mark_unknown_numbers(text: str, results: Results, comparisons: Sequence[Comparison]) -> str:
+def mark_unknown_numbers(text: str, results: Results, comparisons: Sequence[ArmComparison]) -> str:
     unknown = {*find_unknown_numbers(text, results, comparisons)}
     return NUMBER.sub(lambda m: f"{m[0]} [not in the ledger]" if m[0] in unknown else m[0], text)
 
@@ -42,7 +42,7 @@ def _is_known(shown: str, known: list[float]) -> bool:
     return any(abs(abs(other) * (100 if percent else 1) - abs(value)) <= tolerance for other in known)
 
 
-def _known(results: Results, comparisons: Sequence[Comparison]) -> Iterator[float]:
+def _known(results: Results, comparisons: Sequence[ArmComparison]) -> Iterator[float]:
     for trial, result in results:
         yield from result.metrics.values()
         yield from (float(v) for v in trial.settings.values() if isinstance(v, int | float))

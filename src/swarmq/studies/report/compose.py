@@ -49,7 +49,7 @@ from swarmq.studies.report.blocks import (
 )
 from swarmq.studies.report.claims import mark_unknown_numbers
 from swarmq.studies.state import StudyState
-from swarmq.studies.statistics import Comparison, Noise, t_interval
+from swarmq.studies.statistics import ArmComparison, Noise, t_interval
 from swarmq.studies.study import Study, hash_json
 
 MAX_CURVES = 6
@@ -103,12 +103,12 @@ def compose(entries: Sequence[Entry], *, operation: bool = True) -> list[Block]:
     return [block for chapter in chapters for block in chapter(ledger)]
 
 
-def read_comparisons(entries: Sequence[Entry]) -> list[Comparison]:
+def read_comparisons(entries: Sequence[Entry]) -> list[ArmComparison]:
     """Return the comparisons of a report."""
     return Ledger(entries).comparisons
 
 
-def sentence(found: Comparison, study: Study) -> str:
+def sentence(found: ArmComparison, study: Study) -> str:
     """Say what is claimed of an arm, with its interval and n."""
     if found.mean is None:
         return f"{found.arm}: undecided, since no seed has results of both arms."

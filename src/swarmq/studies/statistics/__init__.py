@@ -12,10 +12,10 @@ from swarmq.studies.statistics.looks import confidence_sequence, e_values
 from swarmq.studies.statistics.mixed import MixedEffect, mixed_effect
 from swarmq.studies.statistics.noise import Noise, estimate_noise
 from swarmq.studies.statistics.power import Plan, paired_power, plan, power_with_looks, seeds_needed
-from swarmq.studies.statistics.verdicts import Comparison, Rule, adjust_p, compare_arms, pair
+from swarmq.studies.statistics.verdicts import ArmComparison, Rule, adjust_p, compare_arms, pair
 
 __all__ = [
-    "Comparison",
+    "ArmComparison",
     "Interval",
     "MixedEffect",
     "Noise",

@@ -37,7 +37,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the study may stop early, and so decides by e-values; else by t-tests, once, after all seeds."""
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class ArmComparison(msgspec.Struct, frozen=True, kw_only=True):
     """An arm against the baseline; differences are arm minus baseline."""
 
     arm: str
@@ -62,7 +62,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare_arms(
     scores: Mapping[str, Scores], baseline: str, seeds: Sequence[int], rule: Rule, *, dropped: int = 0
-) -> list[Comparison]:
+) -> list[ArmComparison]:
     """Compare each arm with the baseline, in the order of `scores`. Scores that are missing leave their pair out. `dropped`: number of
     further arms that were tried and not promoted; Holm's correction counts them, because the others were chosen among them."""
     arms = [arm for arm in scores if arm != baseline]
@@ -103,10 +103,10 @@ def _compare(
     rule: Rule,
     p: float,
     p_holm: float,
-) -> Comparison:
+) -> ArmComparison:
     mean = float(differences.mean()) if seeds else None
     interval = (confidence_sequence if rule.looks else t_interval)(differences, alpha=rule.alpha)
-    return Comparison(
+    return ArmComparison(
         arm=arm,
         seeds=seeds,
         tasks=matrix.shape[1],
