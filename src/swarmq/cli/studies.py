@@ -291,7 +291,7 @@ def status(study_file: Path) -> None:
     for one in state.trials.values():
         if one.parked:
             log = "\n".join(one.parked.log.strip().splitlines()[-LOG_LINES:])
-            click.echo(visible(f"{one.trial.arm}, seed {one.trial.seed} is parked: {one.parked.reason}\n{log}"))
+            click.echo(visible(f"{one.trial} is parked: {one.parked.reason}\n{log}"))
     click.echo(f"stopped: {state.stopped.reason}" if state.stopped else "not stopped")
 
 

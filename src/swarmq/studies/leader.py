@@ -260,7 +260,7 @@ class Leader:
         for one in self.state.open:
             host = self._offered.get(one.trial.id)
             if host and not await self._has_workers(host):
-                self._report(f"{_name(one.trial)}: {host} has its checkpoint and no worker; it begins again elsewhere")
+                self._report(f"{one.trial}: {host} has its checkpoint and no worker; it begins again elsewhere")
                 await self._offer(one.trial, "")
         why = find_exceeded(self.state, elapsed_s=self._ledger.elapsed_s)
         if why and not (self.state.stopped or self.state.leased):
@@ -381,15 +381,11 @@ class Leader:
         )
 
 
-def _name(trial: Trial) -> str:
-    return f"{trial.arm}, seed {trial.seed}" + (f", rung {trial.rung}" if trial.rung else "")
-
-
 def describe(fact: AnyFact, state: StudyState) -> str:
     """Return the line by which a fact is shown, or "" for one that is not."""
 
-    def trial(trial_id: str) -> str:
-        return _name(state.trials[trial_id].trial)
+    def trial(trial_id: str) -> Trial:
+        return state.trials[trial_id].trial
 
     match fact:
         case TrialResult(metrics=metrics):

@@ -45,6 +45,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, str] = {}
     """Files beside the study file that have another content for this trial."""
 
+    def __str__(self) -> str:
+        return f"{self.arm}, seed {self.seed}" + (f", rung {self.rung}" if self.rung else "")
+
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", omit_defaults=True):
     """Base of all facts."""

@@ -124,9 +124,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     """Time of the monotonic clock."""
 
-    def __str__(self) -> str:
-        return f"{self.trial.arm}, seed {self.trial.seed}" + (f", rung {self.trial.rung}" if self.trial.rung else "")
-
     def fail(self, kind: Literal["failure", "timeout", "returned"], reason: str, cost: Cost) -> TrialFailed:
         return TrialFailed(
             trial_id=self.trial.id,
@@ -294,7 +291,7 @@ class Worker:
             await asyncio.sleep(self._ask_s)
             await self._send(start.fail("failure", f"the trial cannot be started: {error}", Cost()))
             return True
-        self._report(f"{start}: started")
+        self._report(f"{trial}: started")
         try:
             why = await self._watch(process, start)
         except asyncio.CancelledError:
@@ -310,7 +307,7 @@ class Worker:
             limit_s = self._study.trial.max_seconds
             await self._send(start.fail("timeout", f"killed after {limit_s:g} s, its trial.max_seconds", cost))
         elif why:
-            self._report(f"{start}: ended, because {why}")
+            self._report(f"{trial}: ended, because {why}")
             return False
         elif process.returncode:
             status = f"the trial's process has ended with status {process.returncode}"

@@ -406,7 +406,7 @@ def _failures(ledger: Ledger) -> Iterator[Block]:
         return
     yield Text(f"{_count(len(ledger.parked), 'trial')} given up. A failure is never a result: its pair is left out.")
     for trial, fact in ledger.parked:
-        yield Text(f"{trial.arm}, seed {trial.seed}: {fact.reason}")
+        yield Text(f"{trial}: {fact.reason}")
         if fact.log.strip():
             yield Code("\n".join(fact.log.strip().splitlines()[-12:]))
 
