@@ -25,8 +25,6 @@ class WorkerExtension:
             "checksum": getattr(self.weight_transfer_engine, "checksum", None),
             "receiver_port": int(os.environ.get(RECEIVER_PORT_ENV, "0")),
             "swarmq": __version__,
-            "returns_routed_experts": self.vllm_config.aux_output_config.enabled
-            if hasattr(self.vllm_config, "aux_output_config")
-            else False,
+            "returns_routed_experts": getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False),
             "shape": describe_shape(self.model_config.hf_config.to_dict()),
         }
