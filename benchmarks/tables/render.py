@@ -70,6 +70,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/proxy.md", "proxy_h200", "single rounds lie between {low[ratio][direct_logprobs]:.2f} and {high[ratio][direct_logprobs]:.2f}, and between {low[ratio][direct]:.2f} and {high[ratio][direct]:.2f}"),
     ("docs/explanation/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
     ("docs/explanation/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
+    ("docs/explanation/learning/adapters.md", "moe_routing", "choose other experts for {rerouted_share:.0%} of the tokens of a layer, and k3 is {k3_without:.1e} without replay and {k3_with:.1e} with it"),
     ("docs/explanation/learning/weights.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
     ("docs/explanation/studies.md", "studies", "After {kills:.0f} kills, {results_lost:.0f} results were lost and {results_twice:.0f} counted twice, no cap was exceeded, and the reports were equal to the byte"),
     ("docs/how-to/laptop.md", "host", "Of {jobs:.0f} scripted runs, {runs_lost:.0f} were lost in {kills:.0f} kills of daemons and runs"),

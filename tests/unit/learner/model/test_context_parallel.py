@@ -1,5 +1,6 @@
 """How ranks cut a pass: every token once, each rank as much to see, and nobody sees anything else than before."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -106,6 +107,14 @@ def test_there_is_one_kernel_for_each_length(ranks):
         assert len(part.tokens) <= visibility.padded_queries <= visibility.padded_length / ranks + BLOCK
         shapes.setdefault(visibility.padded_length, set()).add(visibility.padded_queries)
     assert {len(queries) for queries in shapes.values()} == {1}
+
+
+def test_ranks_have_the_experts_of_their_own_tokens():
+    for layout in layouts(seed=3)[:2]:
+        routing = np.arange(1, layout.num_tokens + 1, dtype=np.uint16)[:, None].view(np.uint8)
+        for part in parts_of(msgspec.structs.replace(layout, routing=routing), 2):
+            expected = np.where(part.tokens < layout.num_tokens, part.tokens + 1, 0)
+            assert part.routing.view(np.uint16)[:, 0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
