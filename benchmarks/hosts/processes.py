@@ -94,7 +94,9 @@ def main() -> None:
     print(report.table(["processes", "", "median", "low", "high"], rows))
     hidden = {"out": None, "minutes": None, "before": None, "one": None}
     detail = {**vars(arguments), **hidden, "load": os.getloadavg(), "passes": passes, "passes_before": before}
-    report.save("hosts_processes", figures, detail=detail, out=arguments.out)
+    report.save(
+        "hosts_processes_before" if arguments.before else "hosts_processes", figures, detail=detail, out=arguments.out
+    )
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[dict[int, list[Drained]], dict[int, list[Drained]]]:
