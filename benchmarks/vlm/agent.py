@@ -13,7 +13,7 @@ from PIL import Image
 from swarmq import Episode, Outcome
 
 QUESTION = "Which colour?"
-COLOURS = {"red": (200, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 210), "yellow": (220, 200, 50)}
+COLOURS = {"red": (200, 40, 40), "blue": (50, 70, 210)}
 SIDE = 56
 """Pixels of an image each way: 2 x 2 places in a prompt."""
 SHADE = 35

@@ -60,14 +60,14 @@ JOB: dict[str, Any] = {
             },
         }
     },
-    "groups": {"group_size": 8, "groups_per_batch": 32, "max_staleness": 1},
+    "groups": {"group_size": 8, "groups_per_batch": 16, "max_staleness": 0},
 }
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=22, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each run")
     options = parser.parse_args()
     earlier = report.kept("vlm_cpu", out=options.out)[1].get("runs", [])
     runs = [run for run in earlier if run["seed"] not in options.seeds]
