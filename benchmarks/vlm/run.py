@@ -50,9 +50,9 @@ JOB: dict[str, Any] = {
             },
             "sampling": {"temperature": 1.0, "max_tokens": 4},
             "train": {
-                "learning_rate": 2e-3,
+                "learning_rate": 1e-3,
                 "warmup_steps": 2,
-                "loss": {"entropy_bonus": 0.05},  # or it may settle on one colour before it has learned to see
+                "loss": {"entropy_bonus": 0.02},  # or it may settle on one colour before it has learned to see
                 "gradient_checkpointing": False,
                 "mixed_precision": "no",
                 "checkpoint_every": 100,
@@ -67,7 +67,7 @@ JOB: dict[str, Any] = {
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run")
     options = parser.parse_args()
     earlier = report.kept("vlm_cpu", out=options.out)[1].get("runs", [])
     runs = [run for run in earlier if run["seed"] not in options.seeds]
