@@ -105,7 +105,12 @@ MODELS = (
     Model("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe"),
     Model("Qwen3", "qwen3"),
     Model("Qwen3-MoE", "qwen3_moe"),
-    Model("Qwen3-Next", "qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []}),
+    Model(
+        "Qwen3-Next",
+        "qwen3_next",
+        {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
+        dtype="bfloat16",
+    ),
     Model("Llama 2, 3", "llama"),
     Model("Llama 4", "llama4", refused="Llama4ForConditionalGeneration"),
     Model("Mistral", "mistral"),
@@ -140,7 +145,11 @@ MODELS = (
     Model("StarCoder2", "starcoder2"),
     Model("LFM2", "lfm2", {"conv_dim": 128, "conv_dim_out": 128, "conv_use_xavier_init": True}),
     Model("Falcon-H1", "falcon_h1", {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 16}),
-    Model("MiniMax-M2", "minimax_m2", {**oracle.LOCAL_EXPERTS, "intermediate_size": 96, "rotary_dim": 16}),
+    Model(
+        "MiniMax-M2",
+        "minimax_m2",
+        {**oracle.LOCAL_EXPERTS, "intermediate_size": 96, "rotary_dim": 16, "scoring_func": "sigmoid"},
+    ),
 )
 
 
