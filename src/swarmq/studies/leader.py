@@ -203,6 +203,7 @@ class Leader:
                 await self._broker.emit(self._files.answer(report, self._study, trials))
             case Claim():
                 await self._end_if_lost(report)
+                await self._park_outdated()  # one that ran when the study was amended
                 decision = on_claim(self.state, report, elapsed_s=self._ledger.elapsed_s)
                 await self._append(decision.facts)
                 self._offered.setdefault(report.trial_id, "")
@@ -279,8 +280,7 @@ class Leader:
     async def _advance(self) -> None:
         """Plan what comes next, offer it, and end a study that is complete."""
         if not self.state.stopped:
-            parked = [(one.trial.id, self._find_outdated(one.trial)) for one in self.state.open]
-            await self._append([TrialParked(trial_id=one, reason=why) for one, why in parked if why])
+            await self._park_outdated()
             await self._append(look_next(self.state))
         if not self.state.stopped:
             await self._append(plan_next(self.state, self._maker.make))
@@ -307,6 +307,11 @@ class Leader:
         self._offered[trial.id] = host
         offer = TrialOffer(run=run_of(self._study.name), copy_id=new_id(), body=msgspec.json.encode(trial))
         await self._broker.publish(offers(self._study.name, host), offer)
+
+    async def _park_outdated(self) -> None:
+        """Park open trials that the study as amended does not run."""
+        parked = [(one.trial.id, self._find_outdated(one.trial)) for one in self.state.open]
+        await self._append([TrialParked(trial_id=one, reason=why) for one, why in parked if why])
 
     def _find_outdated(self, trial: Trial) -> str:
         """Return why the study as amended does not run a trial, or "" if it does."""
