@@ -145,6 +145,8 @@ def run(
     swarmq study run study.toml --tls-port 5671 --certificate cert.pem --key key.pem
     """
     listener = _render_listener(tls_port, certificate, key)
+    if listener and amqp:
+        raise ConfigError("--tls-port opens the study's own RabbitMQ, and --amqp names another one: give one of them")
     study, folder = _load(study_file)
     _check_functions(study)
     with private_files():
@@ -156,7 +158,7 @@ def _render_listener(tls_port: int | None, certificate: Path | None, key: Path |
     from swarmq.broker.node.files import render_tls_listener
     from swarmq.config import BrokerSettings
 
-    if bool(tls_port) != bool(certificate and key):
+    if len({bool(tls_port), bool(certificate), bool(key)}) > 1:
         raise ConfigError("--tls-port, --certificate and --key belong together: give all three, or none")
     if not tls_port:
         return ""
@@ -213,7 +215,7 @@ def invite(
         )
     reach = ClientAddresses(amqp=amqp, ca=ca)
     with private_files():
-        made = add_user_of_host(run_of(study.name), folder.hosts, name, api, reach, url, hours=hours)
+        made = add_user_of_host(run_of(study.name), folder.hosts, name, api, reach, url, hours=hours, emits=False)
     click.echo(made.encode())
 
 

@@ -103,8 +103,8 @@ class TrialMaker:
             found.update(self._list_code(trial.agent, methods))
         files = sorted({file for path in found if path.exists() for file in _walk(path)})
         below = [file for file in files if file.is_relative_to(self._root)]
-        names = {str(file.relative_to(self._root)): file for file in below}
-        return {name: file for name, file in names.items() if ".." not in file.parts}
+        names = {file.relative_to(self._root): file for file in below}
+        return {str(name): file for name, file in names.items() if ".." not in name.parts}
 
     def _read_inputs(self, settings: Mapping[str, Any], agent: str, tasks: str, files: Mapping[str, str]) -> Inputs:
         """Return the hashes of a trial's inputs. Raises ConfigError for settings that a job refuses, and for missing files."""

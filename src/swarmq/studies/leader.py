@@ -41,6 +41,7 @@ from swarmq.studies.records import (
     TrialFailed,
     TrialParked,
     TrialResult,
+    host_of,
 )
 from swarmq.studies.reports import (
     KIND,
@@ -51,6 +52,7 @@ from swarmq.studies.reports import (
     FileWanted,
     Greeting,
     LeaseVerdict,
+    Report,
     inbox,
     kind_of,
     offers,
@@ -185,14 +187,14 @@ class Leader:
             await self._append([StudyStopped(kind="asked", reason=reason)])
 
     async def _hear(self, message: TrialReport, *, by_host: str) -> None:
-        """Act as a report says. `by_host`: the invited host that sent it, which decides nothing for people."""
+        """Act as a report says. `by_host`: the invited host that sent it, which speaks for its own workers alone."""
         try:
             report = unpack(message)
         except MessageError as error:
             log.warning("report_refused", reason=str(error))
             return
-        if by_host and isinstance(report, StudyStopped | PlannerDecided):
-            log.warning("report_refused", reason=f"host {by_host} may run trials, and decide nothing")
+        if by_host and not self._may_report(report, by_host):
+            log.warning("report_refused", reason=f"host {by_host} may report its own trials and decide nothing")
             return
         match report:
             case Greeting():
@@ -232,6 +234,24 @@ class Leader:
                 with contextlib.suppress(StudyError):  # the command has checked it; it was decided since
                     await self.decide(report)
                 await self._advance()
+
+    def _may_report(self, report: Report, host: str) -> bool:
+        """Return whether a report of an invited host is about its own workers."""
+        match report:
+            case Greeting():
+                return report.host == host
+            case Claim():
+                return host_of(report.worker) == host
+            case Beat() | TrialResult() | TrialFailed():
+                one = self.state.trials.get(report.trial_id)
+                # reports under an older lease are answered, and change nothing
+                return (
+                    one is None or one.lease is None or one.fence != report.fence or host_of(one.lease.worker) == host
+                )
+            case FileWanted():
+                return True
+            case StudyStopped() | PlannerDecided():
+                return False
 
     async def _end_if_lost(self, claim: Claim) -> None:
         """End the lease of a trial whose offer has come to another worker, if the holder has been silent for `lease_s` since."""

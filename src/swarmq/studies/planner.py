@@ -38,7 +38,7 @@ TEST_SECONDS = 60.0
 
 TASK = """\
 You plan experiments. Propose further arms for the study below; each is run with all seeds and compared with the baseline.
-Proposals with one JSON object and nothing else:
+Answer with one JSON object and nothing else:
 {"proposals": [{"name": "short-name", "hypothesis": "why it may be better", "settings": {"path": value},
   "edits": [{"file": "path", "old": "text that occurs once", "new": "its replacement"}]}],
  "notes": "what the results say so far"}

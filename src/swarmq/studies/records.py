@@ -90,6 +90,11 @@ class TrialStarted(Fact, frozen=True, kw_only=True, tag="started"):
     reserved: Cost
 
 
+def host_of(worker: str) -> str:
+    """Return the host of a worker, whose name is `host:process`."""
+    return worker.rpartition(":")[0]
+
+
 class TrialResult(Fact, frozen=True, kw_only=True, tag="result"):
     """A trial has ended with a result: exactly one for each trial. Its costs replace what was reserved."""
 

@@ -9,7 +9,7 @@ worker --TrialResult, TrialFailed--> reports; then the worker acknowledges the o
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ KIND = "trials"
 LEASE_EVENT: Literal["lease"] = "lease"
 PIECE_EVENT: Literal["piece"] = "piece"
 SOURCE = "study"
+READER_PREFIX = "files-"
 
 LeaseVerdict = Literal["welcome", "run", "wait", "drop", "stop", "differs", "revoked"]
 """`welcome`: there is a leader. `run`: the trial is leased to this worker. `wait`: ask again later. `drop`: the trial needs no further start; forget the offer.
@@ -41,10 +42,10 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag=
 class FileWanted(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="file_wanted"):
     """A worker without the study's folder asks for a piece of a file (shared_files.py)."""
 
-    reader: str
+    reader: Annotated[str, msgspec.Meta(pattern=rf"^{READER_PREFIX}[0-9a-f-]+$", max_length=64)]
     """Source of the event with the answer, so that no other worker gets it."""
     path: str
-    offset: int = 0
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**62)] = 0
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag_field="fact", tag="claim"):

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -24,7 +24,7 @@ from swarmq.messages import Event, new_id
 from swarmq.studies.identity import TrialMaker, hash_file
 from swarmq.studies.ledger import StudyFolder
 from swarmq.studies.records import Trial
-from swarmq.studies.reports import PIECE_EVENT, FileWanted, inbox, pack, run_of
+from swarmq.studies.reports import PIECE_EVENT, READER_PREFIX, FileWanted, inbox, pack, run_of
 from swarmq.studies.study import Study, hash_json
 from swarmq.version import __version__
 
@@ -102,22 +102,29 @@ async def fetch(
             raise StudyError(
                 f"the leader of study {name} has swarmq {listing.swarmq}, this host {__version__}: install the same version"
             )
+        for file in listing.files:
+            if (path := PurePosixPath(file.path)).is_absolute() or ".." in path.parts:
+                raise StudyError(f"{file.path!r} is no path below the study's folder, so no file was written")
         root = here / "files" / hash_json(listing.files)[:16]  # files of an amended study are others
+        part = here / f"part-{new_id()}"  # another worker of this host may fetch the same files
         try:
             for file in listing.files:
-                await _fetch_file(reader, file, root / file.path)
+                await _fetch_file(reader, file, root / file.path, part)
         except OSError as error:
             raise StudyError(
                 f"{root}: the study's files cannot be written there ({error.strerror}); make room, then start this worker again"
             ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
     return listing.study, StudyFolder(root / "study.toml", name, path=here)
 
 
-async def _fetch_file(reader: _Reader, file: SharedFile, target: Path) -> None:
+async def _fetch_file(reader: _Reader, file: SharedFile, target: Path, part: Path) -> None:
+    """Fetch a file by way of `part`, which is not among the files whose hashes trials contain."""
     if await asyncio.to_thread(_is_copy, target, file):
         return
-    part = target.with_name(f".{target.name}.part")
-    await asyncio.to_thread(_begin, part)
+    await asyncio.to_thread(_begin, part, target)
     offsets = range(0, file.size_bytes, PIECE_BYTES)
     for first in range(0, len(offsets), AT_ONCE):
         pieces = [reader.read(file.path, offset) for offset in offsets[first : first + AT_ONCE]]
@@ -131,8 +138,8 @@ def _is_copy(path: Path, file: SharedFile) -> bool:
     return path.exists() and path.stat().st_size == file.size_bytes and hash_file(path) == file.sha256
 
 
-def _begin(part: Path) -> None:
-    part.parent.mkdir(parents=True, exist_ok=True)
+def _begin(part: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(b"")
 
 
@@ -147,7 +154,7 @@ class _Reader:
 
     def __init__(self, broker: Broker, name: str, ask_s: float, report_silence: Callable[[float], None]) -> None:
         self._broker, self._name, self._ask_s, self._report_silence = broker, name, ask_s, report_silence
-        self.source = f"files-{new_id()}"
+        self.source = f"{READER_PREFIX}{new_id()}"
         self._awaited: dict[tuple[str, int], asyncio.Future[bytes]] = {}
 
     async def read(self, path: str, offset: int) -> bytes:

@@ -24,6 +24,7 @@ from swarmq.studies.records import (
     TrialPlanned,
     TrialResult,
     TrialStarted,
+    host_of,
 )
 from swarmq.studies.study import KILL_S, Arm, Study
 
@@ -93,7 +94,7 @@ class StudyState:
                 one = self.trials[entry.fact.trial_id]
                 one.lease, one.fence = entry.fact, entry.number
                 one.claims.add(entry.fact.claim_id)
-                self.hosts[one.trial.lineage] = entry.fact.worker.rpartition(":")[0]
+                self.hosts[one.trial.lineage] = host_of(entry.fact.worker)
                 self.num_starts += 1
             case TrialResult():
                 one = self.trials[entry.fact.trial_id]

@@ -13,8 +13,8 @@ from swarmq.errors import LearnerError, StudyError
 from swarmq.runtime.processes import is_alive
 from swarmq.studies.leader import open_leader
 from swarmq.studies.ledger import StudyFolder, read_ledger
-from swarmq.studies.records import StudyStopped, TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
-from swarmq.studies.reports import Claim, hash_terms, inbox, pack
+from swarmq.studies.records import Cost, StudyStopped, TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
+from swarmq.studies.reports import KIND, Beat, Claim, hash_terms, inbox, pack, run_of
 from swarmq.studies.state import AMENDED, REMOVED, StudyState
 from swarmq.studies.study import Study
 from swarmq.studies.worker import Worker, end_leftovers
@@ -501,3 +501,34 @@ async def test_an_invited_host_decides_nothing(tmp_path):
         assert not leader.state.stopped
         await leader._hear(stop, by_host="")
         assert leader.state.stopped
+
+
+async def test_an_invited_host_reports_its_own_trials_alone(tmp_path):
+    lab = Lab(tmp_path, SCORE)
+    with open_leader(lab.study, lab.folder) as leader:
+        await leader.open()
+        leader._broker = lab.broker
+        await lab.broker.declare(run_of(lab.study.name), policies=[], kinds=[KIND])
+        await leader._advance()
+        one = next(iter(leader.state.trials.values()))
+        terms = hash_terms(lab.study, one.trial.lineage)
+
+        async def hear(report, host):
+            await leader._hear(pack(lab.study.name, report), by_host=host)
+
+        def claim(worker):
+            return Claim(claim_id=f"of {worker}", trial_id=one.trial.id, copy_id="o", worker=worker, terms=terms)
+
+        await hear(claim("gpu3:1"), "gpu2")
+        assert not one.lease
+        await hear(claim("gpu3:1"), "gpu3")
+        assert one.lease
+        assert one.lease.worker == "gpu3:1"
+        forged = TrialResult(trial_id=one.trial.id, fence=one.fence, metrics={"score": 99.0}, cost=Cost())
+        await hear(forged, "gpu2")
+        assert not one.result
+        old = Beat(claim_id="old", trial_id=one.trial.id, fence=one.fence - 1, used_s=1.0)
+        await hear(old, "gpu2")
+        assert lab.broker.emitted[-1].fields["verdict"] == "revoked", "a host that lost its lease is told so"
+        await hear(forged, "gpu3")
+        assert one.result

@@ -110,6 +110,7 @@ def test_an_invite_that_is_no_good_is_refused_before_anything_is_written(tmp_pat
 
 
 def test_the_options_that_open_the_broker_belong_together(study):
-    result = CliRunner().invoke(main, ["study", "run", "--tls-port", "5671"])
-    assert (result.exit_code, "give all three, or none" in result.output) == (1, True)
+    for options in (["--tls-port", "5671"], ["--certificate", "cert.pem"], ["--key", "key.pem"]):
+        result = CliRunner().invoke(main, ["study", "run", *options])
+        assert (result.exit_code, "give all three, or none" in result.output) == (1, True)
     assert not (study / "studies").exists()

@@ -186,6 +186,7 @@ def test_the_prompt_tells_results_and_tries_but_no_held_out_task(root):
     assert facts["files"] == {"advantage.py": CODE}
     assert "KEY" not in prompt
     assert prompt == planner.make_prompt(told.state, root)
+    assert "\nAnswer with one JSON object and nothing else:\n" in prompt
 
 
 def test_the_endpoint_is_asked_once_and_its_calls_count(root, monkeypatch):

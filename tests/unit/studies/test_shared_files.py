@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from support.studies import study_of
-from swarmq.errors import StudyError
+from swarmq.errors import MessageError, StudyError
 from swarmq.studies import shared_files
-from swarmq.studies.identity import TrialMaker
-from swarmq.studies.reports import KIND, FileWanted, inbox, run_of, unpack
-from swarmq.studies.shared_files import PIECE_BYTES, FileServer, fetch
+from swarmq.studies.identity import TrialMaker, hash_file
+from swarmq.studies.reports import KIND, FileWanted, inbox, pack, run_of, unpack
+from swarmq.studies.shared_files import PIECE_BYTES, FileServer, Listing, SharedFile, fetch
 from swarmq.testing import MemoryBroker
 
 LARGE = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
@@ -78,6 +79,41 @@ async def test_only_listed_files_are_sent(sender):
         event = sender.server.answer(FileWanted(reader="r", path=path), sender.study, sender.trials)
         assert "no file that the study's trials depend on" in event.fields["refused"]
         assert "data" not in event.fields
+
+
+async def test_a_study_file_that_is_named_by_way_of_a_parent_folder_has_the_same_files(sender, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    maker = TrialMaker(sender.study, tmp_path / "elsewhere" / ".." / "leader")
+    assert {*maker.list_files(sender.trials)} == {*sender.maker.list_files(sender.trials)} == {"work.py", "large"}
+
+
+@pytest.mark.parametrize("path", ["../outside", "{root}/outside", "a/../../outside"])
+async def test_no_file_is_written_outside_the_folder_of_the_files(sender, tmp_path, path):
+    file = SharedFile(path=path.format(root=tmp_path), size_bytes=0, sha256=hash_file(sender.root / "secret"))
+    listing = Listing(study=sender.study, files=(file,), swarmq=shared_files.__version__)
+    sender.server._list = lambda *_: msgspec.json.encode(listing)
+    async with sender.at_work():
+        with pytest.raises(StudyError, match="is no path below the study's folder, so no file was written"):
+            await sender.fetch(tmp_path / "here")
+    assert not (tmp_path / "here").exists()
+
+
+async def test_two_workers_of_a_host_may_fetch_at_the_same_time(sender, tmp_path):
+    async with sender.at_work():
+        both = await asyncio.gather(*(sender.fetch(tmp_path / "here") for _ in range(2)))
+    for _, folder in both:
+        assert (folder.root / "large").read_bytes() == LARGE
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["files"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [FileWanted(reader="files-0", path="large", offset=-1), FileWanted(reader="files-0", path="large", offset=2**63),
+     FileWanted(reader="study", path=""), FileWanted(reader="files-0.study", path="")],
+)  # fmt: skip
+def test_a_request_that_no_worker_makes_is_refused(wanted):
+    with pytest.raises(MessageError):
+        unpack(pack("first", wanted))
 
 
 async def test_a_leader_that_follows_another_one_sends_what_that_one_has_listed(sender):

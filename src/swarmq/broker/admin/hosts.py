@@ -28,7 +28,9 @@ def add_host(
     hours: float,
 ) -> HostInvite:
     """Register a host and return its invite. Raises ConfigError or BrokerError, and then registers no host."""
-    invite = add_user_of_host(job.run, folder.hosts, name, management, reach, job.broker.url or "", hours=hours)
+    invite = add_user_of_host(
+        job.run, folder.hosts, name, management, reach, job.broker.url or "", hours=hours, emits=True
+    )
     secret = EngineRegistry(job, folder).secret()
     return msgspec.structs.replace(invite, root=keys.load_root(folder.root_secret), engine_secret=secret)
 
@@ -42,9 +44,10 @@ def add_user_of_host(
     broker_url: str,
     *,
     hours: float,
+    emits: bool,
 ) -> HostInvite:
     """Register a host that gets a RabbitMQ user and no secret of a run, and return its invite. `broker_url`: where the host reaches
-    RabbitMQ unless `reach` says so. Raises ConfigError or BrokerError, and then registers no host."""
+    RabbitMQ unless `reach` says so. `emits`: whether it publishes events. Raises ConfigError or BrokerError, and then registers no host."""
     amqp_url = reach.amqp or broker_url
     check_amqp_url(amqp_url)
     ca = keys.read_certificate(reach.ca) if reach.ca else b""
@@ -52,7 +55,7 @@ def add_user_of_host(
     with HostRegistry.open(registry) as hosts:
         hosts.check_new(name)
         password = secrets.token_urlsafe(24)
-        user = management.add_host(run, name, password)
+        user = management.add_host(run, name, password, emits=emits)
         expires_at = now + hours * 3600
         hosts.put(InvitedHost(name=name, added_at=now, expires_at=expires_at, broker_user=user))
     return HostInvite(

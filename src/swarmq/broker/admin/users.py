@@ -5,6 +5,7 @@
  operator (the run's url)  | .*        | .*               | .*                              |
  client, `<run>.<client>`  | nothing   | `swarmq.clients` | tickets, tasks, eval of its run |
  host, `<run>.host:<name>` | own feeds | the same, events | the same, and its run's events  |
+ host of a study           | own feeds | the same         | the same, and its study's events |
  viewer                    | nothing   | nothing          | nothing; sees depths in the UI  |
 
 In the exchange `swarmq.clients`, a client or host may use only its own routing keys; in `swarmq.events`, a host may use only those
@@ -126,11 +127,12 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         self._enable(user, password, max_connections=max_connections, max_channels=max_channels)
         return user
 
-    def add_host(self, run: str, host: str, password: str) -> str:
-        """Create the user of a host that runs engines or proxies of this run, and return the user's name."""
+    def add_host(self, run: str, host: str, password: str, *, emits: bool) -> str:
+        """Create the user of a host that runs engines or proxies of this run, or trials of a study, and return the user's name.
+        `emits`: whether the host publishes events."""
         user = topology.host_user(run, host)
         self._put(f"users/{quote(user)}", DISABLED_USER)
-        self.grant_host(user)
+        self.grant_host(user, emits=emits)
         self._enable(user, password, max_connections=MAX_CONNECTIONS, max_channels=MAX_CHANNELS)
         return user
 
@@ -147,7 +149,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         )
         self._topic_rights(user, topology.CLIENTS, write=rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$")
 
-    def grant_host(self, user: str) -> None:
+    def grant_host(self, user: str, *, emits: bool = True) -> None:
         """Set a host's permissions on its user, and remove any others."""
         run, events = user.partition(".")[0], re.escape(topology.EVENTS)
         self._rights(
@@ -158,7 +160,7 @@ class ManagementApi(msgspec.Struct, frozen=True, kw_only=True):
         )
         own_keys, of_run = rf"^{re.escape(user)}\.(in|control|turns\.\d+|(tasks|eval)\..+)$", rf"^{re.escape(run)}\."
         self._topic_rights(user, topology.CLIENTS, write=own_keys)
-        self._topic_rights(user, topology.EVENTS, write=of_run, read=of_run)
+        self._topic_rights(user, topology.EVENTS, write=of_run if emits else "^$", read=of_run)
 
     def add_viewer(self, name: str, password: str) -> None:
         """Create a user who sees queue depths in the management UI, but no messages."""

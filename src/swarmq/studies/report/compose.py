@@ -454,9 +454,7 @@ def _threats(ledger: Ledger) -> Iterator[Block]:
             "permutations unbounded, and the bootstrap too narrow."
         )
     if study.noise_trials < 2:
-        items.append(
-            "No A/A trials: the noise of seeds was not known before the study, and therefore its power neither."
-        )
+        items.append("No A/A trials: neither the noise of seeds nor the power was known before the study.")
     elif ledger.noise:
         worst = [
             f

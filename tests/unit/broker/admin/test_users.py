@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from swarmq.broker import topology
 from swarmq.broker.admin.users import ManagementApi
 from swarmq.errors import BrokerError
 from swarmq.runtime.processes import reserve_port
@@ -70,3 +71,14 @@ def test_an_error_names_every_node_that_was_tried() -> None:
     with pytest.raises(BrokerError) as failed:
         api.users()
     assert all(f"127.0.0.1:{port} (<urlopen error [Errno 111]" in str(failed.value) for port in ports)
+
+
+def test_a_host_of_a_study_publishes_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(ManagementApi, "_put", lambda _self, _path, body: given.append(body))
+    api = ManagementApi.of(CLUSTER)
+    for emits, writes in ((True, r"^study\-toy\."), (False, "^$")):
+        given.clear()
+        api.add_host("study-toy", "gpu2", "password", emits=emits)
+        (topic,) = [one for one in given if one.get("exchange") == topology.EVENTS]
+        assert (topic["write"], topic["read"]) == (writes, r"^study\-toy\.")
