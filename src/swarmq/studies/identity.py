@@ -5,6 +5,7 @@ Settings of a job are compared as they take effect, so an arm that sets a defaul
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -92,15 +93,16 @@ class TrialMaker:
         return hash_json([(name, self.make(name, arm, 0).lineage) for name, arm in arms.items()])
 
     def list_files(self, trials: Iterable[Trial]) -> dict[str, Path]:
-        """Return the files below the study's folder that these trials depend on, by their path there. Raises ConfigError for
-        missing files."""
+        """Return the files below the study's folder that these trials depend on, by their path there. Trials from before an amendment
+        may depend on what is no longer there, and add no files."""
         plan = self._study.trial
         found = {self._root / name for name in (plan.job, plan.held_out, *self._study.planner.files) if name}
         seen = {hash_json([one.settings, one.agent, one.tasks]): one for one in trials}
         for trial in seen.values():
-            _, models, methods = self._resolve(trial.settings)
-            found |= {self._root / name for name in (trial.tasks, *models) if name}
-            found.update(self._list_code(trial.agent, methods))
+            with contextlib.suppress(SwarmqError):
+                _, models, methods = self._resolve(trial.settings)
+                code = self._list_code(trial.agent, methods)
+                found.update([*code, *(self._root / name for name in (trial.tasks, *models.values()) if name)])
         files = sorted({file for path in found if path.exists() for file in _walk(path)})
         below = [file for file in files if file.is_relative_to(self._root)]
         names = {file.relative_to(self._root): file for file in below}

@@ -198,6 +198,21 @@ def test_arms_may_differ_in_nothing_but_the_function_that_is_the_agent(tmp_path)
     TrialMaker(study_of(trial=trial, metric={"name": "reward"}, arms=arms), tmp_path).check()
 
 
+def test_workers_elsewhere_need_the_model_and_nothing_of_arms_that_are_gone(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "job.toml").write_text(JOB.replace("hub/model", "./model"))
+    (tmp_path / "agent.py").write_text("def attempt(ep): return 1.0\n")
+    (tmp_path / "old.py").write_text("def attempt(ep): return 1.0\n")
+    trial = {"job": "job.toml", "agent": "agent:attempt", "max_seconds": 9}
+    study = study_of(trial=trial, metric={"name": "reward"}, arms={"plain": {}, "old": {"agent": "old:attempt"}})
+    maker = TrialMaker(study, tmp_path)
+    trials = [maker.make(name, arm, 0) for name, arm in study.arms.items()]
+    assert {*maker.list_files(trials)} == {"job.toml", "agent.py", "old.py", "model/config.json"}
+    (tmp_path / "old.py").unlink()
+    assert {*maker.list_files(trials)} == {"job.toml", "agent.py", "model/config.json"}
+
+
 def test_a_training_that_would_never_end_is_refused(tmp_path):
     (tmp_path / "job.toml").write_text(JOB.replace("max_steps = 2", ""))
     (tmp_path / "agent.py").write_text("def attempt(ep): return 1.0\n")
