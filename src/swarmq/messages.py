@@ -20,6 +20,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -758,6 +759,11 @@ def created_at(record_id: str) -> float | None:
     except ValueError:
         return None
     return (value.int >> 80) / 1000 if value.version == 7 else None
+
+
+def digest_image(grid: tuple[int, int, int], patches: bytes) -> str:
+    """Return the digest of an image. `patches`: not compressed."""
+    return hashlib.sha256(msgspec.json.encode(grid) + patches).hexdigest()
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -11,8 +11,7 @@ import numpy as np
 import zstandard
 
 from swarmq.engine.client.image_features import GRID, GRID_FORM, PIXELS, RAW_VIEW
-from swarmq.messages import Image, Turn, pack_floats, pack_ids
-from swarmq.timeline.images import digest_image
+from swarmq.messages import Image, Turn, digest_image, pack_floats, pack_ids
 
 VALUES = 3 * 2 * 14 * 14
 """Of a patch of Qwen2.5-VL."""

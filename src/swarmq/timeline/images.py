@@ -7,7 +7,6 @@ one. In the forward pass, the outputs of the vision tower take the place of mark
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from math import isqrt, prod
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from swarmq.errors import TimelineError
-from swarmq.messages import Image
+from swarmq.messages import Image, digest_image
 
 if TYPE_CHECKING:
     from swarmq.timeline.layout import Layout
@@ -63,13 +62,12 @@ class ImageTable:
         return self._marks[image.digest]
 
 
-def digest_image(grid: tuple[int, int, int], patches: bytes) -> str:
-    """Return the digest of an image. `patches`: not compressed."""
-    return hashlib.sha256(msgspec.json.encode(grid) + patches).hexdigest()
-
-
 def _unpack(image: Image) -> ImagePatches:
     try:
+        if (
+            size := zstandard.frame_content_size(image.patches)
+        ) > MAX_PATCH_BYTES:  # zstandard would allocate what a frame says
+            raise _make_error(image, f"its patches claim to have {size} bytes, more than {MAX_PATCH_BYTES}")
         patches = zstandard.ZstdDecompressor().decompress(image.patches, max_output_size=MAX_PATCH_BYTES)
     except zstandard.ZstdError as error:
         raise _make_error(image, f"its patches cannot be read: {error}") from error

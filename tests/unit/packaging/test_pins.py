@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,6 +74,13 @@ def test_the_constraints_cover_every_extra_within_its_ranges(extra):
         name = canonicalize_name(need.name)
         assert name in tested, f"{name} is missing in requirements/tested.txt and the files that it names"
         assert need.specifier.contains(tested[name]), f"{need} does not allow the tested {tested[name]}"
+
+
+def test_a_proxy_needs_no_package_of_other_parts():
+    allowed = {Requirement(need).name for need in [*PROJECT["project"]["dependencies"], *EXTRAS["proxy"]]}
+    missing = {Requirement(need).name for needs in EXTRAS.values() for need in needs} - allowed - {"swarmq"}
+    code = f"import sys; sys.modules |= dict.fromkeys({missing!r}); import swarmq.engine.client.image_features"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", CAPPED)

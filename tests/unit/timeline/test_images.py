@@ -7,7 +7,7 @@ import zstandard
 
 from support.images import make_image, make_turn
 from swarmq.errors import TimelineError
-from swarmq.timeline import ImageTable, PrefixTree, fold, plan_rows, resolve
+from swarmq.timeline import ImageTable, PrefixTree, fold, images, plan_rows, resolve
 from swarmq.timeline.images import compute_positions
 
 PAD = 7
@@ -108,3 +108,9 @@ def test_a_damaged_image_drops_its_episode_with_the_reason(changed, told):
     with pytest.raises(TimelineError, match=told) as raised:
         resolve([broken], images=ImageTable())
     assert raised.value.reason == "image_damaged"
+
+
+def test_an_image_that_claims_to_be_huge_is_not_decompressed(monkeypatch):
+    monkeypatch.setattr(images, "MAX_PATCH_BYTES", 1000)
+    with pytest.raises(TimelineError, match="claim to have .* more than 1000"):
+        resolve([turn("a", [1, CAT, 2])], images=ImageTable())

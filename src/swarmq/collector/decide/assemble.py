@@ -106,7 +106,7 @@ def fits_message(calls: Mapping[str, TurnMeta], kept: Collection[str], end_bytes
     own = sum(calls[call_id].size_bytes for call_id in kept)
     orphans = [calls[call_id] for call_id in kept if calls[call_id].parent not in kept]
     images = sum(call.image_bytes for call in calls.values() if call.call_id not in kept)
-    rebased = sum(4 * call.shared + (images if call.shared else 0) for call in orphans)
+    rebased = sum(call.token_bytes * call.shared + (images if call.shared else 0) for call in orphans)
     return own + rebased + end_bytes + ENVELOPE_BYTES <= MAX_MESSAGE_BYTES
 
 

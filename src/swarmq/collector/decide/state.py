@@ -109,6 +109,8 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int
     size_bytes: int
     image_bytes: int
+    token_bytes: int
+    """Bytes of a token of the prompt: its id and its routed experts."""
 
     @classmethod
     def of(cls, turn: Turn, size_bytes: int) -> TurnMeta:
@@ -128,6 +130,7 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
             sampled=turn.num_sampled,
             size_bytes=size_bytes,
             image_bytes=sum(len(image.patches) for image in turn.images),
+            token_bytes=4 + len(turn.routed_experts) // max(turn.num_routed, 1),
         )
 
 

@@ -12,8 +12,7 @@ import msgspec
 import zstandard
 
 from swarmq.errors import EngineAnswerError, EngineRefusedError
-from swarmq.messages import Image
-from swarmq.timeline.images import digest_image
+from swarmq.messages import Image, digest_image
 
 Json = dict[str, Any]
 

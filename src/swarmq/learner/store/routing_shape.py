@@ -51,10 +51,12 @@ class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
                     f"train.routing_replay: {where} has no routed experts, so it was recorded without this setting. Nothing was trained "
                     "on it, and it is not lost: set train.routing_replay to false until all such episodes are trained"
                 )
-            ids = np.frombuffer(turn.routed_experts, f"<u{self.id_bytes}")
-            if len(turn.routed_experts) != turn.num_routed * self.token_bytes or ids.max() >= self.experts:
+            size = len(turn.routed_experts)
+            whole = size - size % self.id_bytes
+            highest = np.frombuffer(turn.routed_experts[:whole], f"<u{self.id_bytes}").max(initial=0)
+            if size != turn.num_routed * self.token_bytes or highest >= self.experts:
                 raise SetUpError(
-                    f"train.routing_replay: {where} has {len(turn.routed_experts)} bytes of routed experts, up to number {ids.max()}, for "
+                    f"train.routing_replay: {where} has {size} bytes of routed experts, up to number {highest}, for "
                     f"{turn.num_routed} tokens; the learner's model has {self.token_bytes} bytes for each, and {self.experts} experts: "
                     "its engine serves another model"
                 )

@@ -53,6 +53,7 @@ from swarmq.learner.distributed.sharding import (
     keep_layers_gathered,
     prepare_model,
 )
+from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.outline import load_config
 from swarmq.learner.methods import registry
 from swarmq.learner.methods.advantages.gae import Estimates, estimate
@@ -720,6 +721,14 @@ def _check_vision(source: str, train: Train, ranks: int) -> None:
         raise SetUpError(
             f"train.lora: {source} takes images, and such a model is trained without adapters: leave train.lora out"
         )
+    if train.has_served_teacher:
+        raise SetUpError(
+            f"train.teacher: {source} takes images, and a served teacher would score answers without seeing them: set train.teacher to a "
+            "model folder, which the learner then loads"
+        )
+    for role, judge in list_frozen_models(train, source).items():
+        if judge != source and not takes_images(load_config(judge)):
+            raise SetUpError(f"train.{role}: {judge} takes no images, but {source} does: use a model that takes images")
 
 
 def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:

@@ -203,3 +203,12 @@ def test_a_long_conversation_is_checked_in_no_time(say):
         calls[turn.call_id] = TurnMeta.of(turn, 10)
     assert find_flaw(calls, calls.keys()) is None
     assert fits_message(calls, calls.keys(), 0)
+
+
+def test_a_turn_that_may_get_its_ancestors_experts_is_counted_with_them(say):
+    lost = say.turn("a", prompt=(1,) * 30_000, routed_experts=b"\0" * 128 * 30_000)
+    turn = say.turn("b", parent="a", shared=30_000, routed_experts=b"\0" * 128 * 3)
+    calls = {"a": TurnMeta.of(lost, 4_000_000), "b": TurnMeta.of(turn, 1000)}
+    assert fits_message(calls, {"b"}, 0)
+    calls["b"] = TurnMeta.of(turn, 5_000_000)
+    assert not fits_message(calls, {"b"}, 0)

@@ -480,3 +480,10 @@ def test_a_rollout_whose_routing_cannot_be_replayed_is_an_error_and_stays_where_
     record = take(plain)
     assert record is not None
     assert len(record.episodes) == 2
+
+
+def test_experts_that_are_no_whole_numbers_are_refused_with_the_reason() -> None:
+    _, bad = route(make_group("a", (0.0, 1.0)))
+    shape = RoutingShape(layers=2, experts_per_token=2, experts=300)
+    with pytest.raises(SetUpError, match="7 bytes of routed experts"):
+        shape.check(altered(bad, routed_experts=bytes(7)))

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from support.images import make_image, make_turn
 from support.tiny_vision_model import IMAGE_TOKEN, PICTURES, tiny_vision_model
-from swarmq.config import Lora, Train
+from swarmq.config import Lora, Loss, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.model.layout_model import LayoutModel
 from swarmq.learner.model.loading import load_lm
@@ -79,7 +79,12 @@ def test_without_a_processor_s_file_no_image_is_trained(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "train", "told"), [(2, Train(), "with 1 rank, not 2"), (1, Train(lora=Lora()), "train.lora")]
+    ("ranks", "train", "told"),
+    [
+        (2, Train(), "with 1 rank, not 2"),
+        (1, Train(lora=Lora()), "train.lora"),
+        (1, Train(teacher="http://teacher:8000", loss=Loss(name="distill")), "train.teacher: .* without seeing them"),
+    ],
 )
 def test_what_was_not_proven_with_images_is_refused(ranks, train, told):
     with pytest.raises(SetUpError, match=told):
