@@ -47,7 +47,7 @@ def check_fp8(path: str, engine: EngineSettings, gpus: Mapping[int, GpuCapacity]
     here = (
         f"GPU {without} has compute capability {gpus[without].compute_capability:g}, and FP8 needs {FP8_CAPABILITY:g}"
         if without is not None
-        else "this host has no GPU"
+        else "this host has no GPU for the engine"
     )
     raise ConfigError(f"{path}.{asked[0]} = 'fp8', but {here}: leave the setting out, or choose another host")
 

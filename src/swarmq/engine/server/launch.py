@@ -193,8 +193,8 @@ class EngineProcess:
     async def _start(self) -> None:
         cuda = is_cuda_build()
         if self._policy.engine.uses_fp8:
-            present = dict(enumerate(self._find_gpus() if cuda else []))
-            chosen = present if self._gpus is None else {number: present[number] for number in self._gpus}
+            present = enumerate(self._find_gpus() if cuda else [])
+            chosen = {number: gpu for number, gpu in present if self._gpus is None or number in self._gpus}
             check_fp8("policies.*.engine", self._policy.engine, chosen)
         model = check_model(self._policy.model, trained=self._policy.trained)
         if not is_port_free(self._port, self._host):

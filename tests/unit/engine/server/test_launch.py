@@ -184,6 +184,7 @@ async def test_a_missing_model_is_an_error_before_anything_starts(tmp_path):
         ({"quantization": "fp8"}, [9.0, 8.0], None, "quantization = 'fp8', but GPU 1 has compute capability 8"),
         ({"kv_cache_dtype": "fp8"}, [9.0, 8.6], [1], "kv_cache_dtype = 'fp8', but GPU 1 has compute capability 8.6"),
         ({"quantization": "fp8"}, [], None, "quantization = 'fp8', but this host has no GPU"),
+        ({"quantization": "fp8"}, [9.0], [1], "quantization = 'fp8', but this host has no GPU for the engine"),
     ],
 )
 async def test_an_fp8_engine_is_refused_on_every_host_without_fp8(
