@@ -106,32 +106,33 @@ async def fetch(
             if (path := PurePosixPath(file.path)).is_absolute() or ".." in path.parts:
                 raise StudyError(f"{file.path!r} is no path below the study's folder, so no file was written")
         root = here / "files" / hash_json(listing.files)[:16]  # files of an amended study are others
-        part = here / f"part-{new_id()}"  # another worker of this host may fetch the same files
         try:
             for file in listing.files:
-                await _fetch_file(reader, file, root / file.path, part)
+                await _fetch_file(reader, file, root / file.path, here)
         except OSError as error:
             raise StudyError(
                 f"{root}: the study's files cannot be written there ({error.strerror}); make room, then start this worker again"
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink()
     return listing.study, StudyFolder(root / "study.toml", name, path=here)
 
 
-async def _fetch_file(reader: _Reader, file: SharedFile, target: Path, part: Path) -> None:
-    """Fetch a file by way of `part`, which is not among the files whose hashes trials contain."""
+async def _fetch_file(reader: _Reader, file: SharedFile, target: Path, here: Path) -> None:
+    """Fetch a file by way of one in `here`, which no hash of a trial contains and no other worker of this host writes."""
     if await asyncio.to_thread(_is_copy, target, file):
         return
-    await asyncio.to_thread(_begin, part, target)
-    offsets = range(0, file.size_bytes, PIECE_BYTES)
-    for first in range(0, len(offsets), AT_ONCE):
-        pieces = [reader.read(file.path, offset) for offset in offsets[first : first + AT_ONCE]]
-        await asyncio.to_thread(_append, part, await asyncio.gather(*pieces))
-    if not await asyncio.to_thread(_is_copy, part, file):
-        raise StudyError(f"{file.path}: it changed on the leader's host while it was sent; start this worker again")
-    await asyncio.to_thread(part.replace, target)
+    part = here / f"part-{new_id()}"
+    try:
+        await asyncio.to_thread(_begin, part, target)
+        offsets = range(0, file.size_bytes, PIECE_BYTES)
+        for first in range(0, len(offsets), AT_ONCE):
+            pieces = [reader.read(file.path, offset) for offset in offsets[first : first + AT_ONCE]]
+            await asyncio.to_thread(_append, part, await asyncio.gather(*pieces))
+        if not await asyncio.to_thread(_is_copy, part, file):
+            raise StudyError(f"{file.path}: it changed on the leader's host while it was sent; start this worker again")
+        await asyncio.to_thread(part.replace, target)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _is_copy(path: Path, file: SharedFile) -> bool:

@@ -106,6 +106,16 @@ async def test_two_workers_of_a_host_may_fetch_at_the_same_time(sender, tmp_path
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["files"]
 
 
+async def test_files_of_one_size_that_come_at_once_are_told_apart(sender, tmp_path, monkeypatch):
+    stamp = shared_files.hash_file.__globals__["_stamp"]
+    monkeypatch.setitem(shared_files.hash_file.__globals__, "_stamp", lambda path: (0, stamp(path)[1]))
+    (sender.root / "work.py").write_bytes(LARGE[::-1])
+    async with sender.at_work():
+        _, folder = await sender.fetch(tmp_path / "here")
+    assert (folder.root / "work.py").read_bytes() == LARGE[::-1]
+    assert (folder.root / "large").read_bytes() == LARGE
+
+
 @pytest.mark.parametrize(
     "wanted",
     [FileWanted(reader="files-0", path="large", offset=-1), FileWanted(reader="files-0", path="large", offset=2**63),
