@@ -8,6 +8,7 @@ import pytest
 
 from support.images import make_features, make_image
 from swarmq.messages import MAX_IMAGE_BYTES, unpack_ids
+from swarmq.proxy.completions import pipeline
 from swarmq.testing.scripted_engine import encode, encode_characters
 from swarmq.timeline import ImageTable, resolve
 
@@ -132,6 +133,20 @@ async def test_images_too_large_to_train_are_refused_before_anything_is_sampled(
     assert seeing.engine.requests == []
     seeing.engine.say("a huge cat")
     await seeing.ask(look("huge"), key=seeing.key(mode="eval"))
+
+
+async def test_an_image_that_is_sent_again_after_other_words_counts_again(seeing, monkeypatch):
+    monkeypatch.setattr(pipeline, "MAX_IMAGE_BYTES", 2 * len(CAT.patches))
+    answers = []
+    for said in (HI, BYE):
+        seeing.engine.say("a cat")
+        answers.append(await seeing.ask(said, look("cat")))
+    for turn in seeing.turns():
+        check_images(turn, CAT)
+    status, error = await seeing.refused({"model": "main", "messages": [HI, HI, look("cat")]})
+    assert (status, error["code"]) == (400, "images_too_large")
+    seeing.engine.say("still a cat")
+    await seeing.ask(HI, look("cat"), answers[0]["choices"][0]["message"], HI)
 
 
 @pytest.mark.parametrize(

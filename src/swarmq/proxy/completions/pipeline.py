@@ -33,7 +33,7 @@ from swarmq.proxy.deltas import LeadingBlanks, StopTrim, extend
 from swarmq.proxy.engines.pool import EngineLane, EnginePool
 from swarmq.proxy.engines.stream_coalescing import CoalescingPace, coalesce
 from swarmq.proxy.episodes.cache import EpisodeCache, EpisodeState
-from swarmq.proxy.episodes.conversation_graph import Graph, Stitched, find_places, history_of, limit_to_images
+from swarmq.proxy.episodes.conversation_graph import Stitched, find_places, history_of, limit_to_images
 from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.proxy.episodes.special_tokens import escape
 from swarmq.proxy.episodes.token_budget import Reservation
@@ -220,7 +220,10 @@ class Completions:
                     else:
                         stitched = Stitched(prompt=pack_ids(rendered.token_ids), branch="drift")
                 if shown:
-                    stitched, images = await _prepare_images(shown, stitched, memory.graph(request.policy))
+                    stitched = msgspec.structs.replace(stitched, images=tuple((one.offset, one.key) for one in shown))
+                    graph = memory.graph(request.policy)
+                    sent = graph.origin(stitched, history, request.request_id).shared
+                    images = await _prepare_images(shown, stitched, sent, graph.image_bytes)
             setting = self._tuning.sampling(request.policy, request.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = resolve_sampling(
@@ -418,22 +421,21 @@ async def _derender(begun: ActiveCall, choices: Sequence[ChoiceState]) -> None:
 
 
 async def _prepare_images(
-    shown: Sequence[RenderedImage], stitched: Stitched, graph: Graph
-) -> tuple[Stitched, tuple[Image, ...]]:
-    """Return the prompt with the places of its images, and the images that its turn may have to carry. Raises RefusedError if the
-    episode's images would be too large to train."""
-    stitched = msgspec.structs.replace(stitched, images=tuple((image.offset, image.key) for image in shown))
+    shown: Sequence[RenderedImage], stitched: Stitched, sent: int, sent_bytes: int
+) -> tuple[Image, ...]:
+    """Return the images that a prompt's turn may have to carry. `sent`: number of first tokens that earlier turns have; `sent_bytes`: size of
+    the images in them. Raises RefusedError if the episode's images would be too large to train."""
     shared = limit_to_images(stitched.parent, stitched.shared, stitched.images) if stitched.parent else 0
     new = [image for image in shown if image.offset >= shared]
     prepared = await asyncio.to_thread(lambda: tuple(map(prepare_image, new)))
-    size = sum(len(each.patches) for image, each in zip(new, prepared, strict=True) if image.key not in graph.images)
-    if graph.image_bytes + size > MAX_IMAGE_BYTES:
+    size = sent_bytes + sum(len(image.patches) for image in prepared if image.offset >= sent)
+    if size > MAX_IMAGE_BYTES:
         raise RefusedError(
-            f"the images of this episode would have {graph.image_bytes + size} bytes as compressed pixels, more than the "
-            f"{MAX_IMAGE_BYTES} that an episode can be trained with: send fewer or smaller ones",
+            f"the images of this episode would have {size} bytes as compressed pixels, more than the {MAX_IMAGE_BYTES} that an episode "
+            "can be trained with: send fewer or smaller ones",
             code="images_too_large", param="messages",
         )  # fmt: skip
-    return stitched, prepared
+    return prepared
 
 
 def _select_for_engine(chat: Json) -> Json:

@@ -178,7 +178,6 @@ class Graph:
         "_prompts",
         "_seen",
         "image_bytes",
-        "images",
         "size_bytes",
     )
 
@@ -197,8 +196,6 @@ class Graph:
         self._newest: dict[bytes, TurnNode] = {}
         """First key of a conversation -> its newest node; b"" -> the newest of all."""
         self.size_bytes = 0
-        self.images: set[str] = set()
-        """Hashes of the images in the recorded turns."""
         self.image_bytes = 0
         """Size of the images that the recorded turns carry."""
 
@@ -266,7 +263,6 @@ class Graph:
         same = node.fresh_digest if not node.repaired else digest(stitched.prompt)
         self._prompts.setdefault(_prompt_key(same, stitched), node)
         self._newest[history.keys[0]] = self._newest[b""] = node
-        self.images.update(key for _, key in node.images)
         known = len(self._seen)
         self._seen.update(history.keys)
         self.size_bytes += len(node.prompt) + len(node.sampled) + NODE_BYTES + KEY_BYTES * (len(self._seen) - known)
