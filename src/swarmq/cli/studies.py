@@ -146,7 +146,9 @@ def run(
     """
     listener = _render_listener(tls_port, certificate, key)
     if listener and amqp:
-        raise ConfigError("--tls-port opens the study's own RabbitMQ, and --amqp names another one: give one of them")
+        raise ConfigError(
+            "--tls-port opens the study's own RabbitMQ, and --amqp (or SWARMQ_AMQP_URL) names another one: give one of them"
+        )
     study, folder = _load(study_file)
     _check_functions(study)
     with private_files():

@@ -113,4 +113,9 @@ def test_the_options_that_open_the_broker_belong_together(study):
     for options in (["--tls-port", "5671"], ["--certificate", "cert.pem"], ["--key", "key.pem"]):
         result = CliRunner().invoke(main, ["study", "run", *options])
         assert (result.exit_code, "give all three, or none" in result.output) == (1, True)
+    (study / "cert.pem").touch()
+    (study / "key.pem").touch()
+    opened = ["--tls-port", "5671", "--certificate", "cert.pem", "--key", "key.pem"]
+    result = CliRunner().invoke(main, ["study", "run", *opened], env={"SWARMQ_AMQP_URL": "amqp://127.0.0.1:1/"})
+    assert (result.exit_code, "names another one: give one of them" in result.output) == (1, True), result.output
     assert not (study / "studies").exists()
