@@ -32,7 +32,7 @@ def test_a_shipped_study_has_three_seeds_an_arm_or_more(ledger):
     state = StudyState(read_ledger(ledger))
     assert state.stopped.kind == "complete"
     assert len(state.study.seeds) >= 3
-    assert all(one.result for one in state.trials.values())
+    assert all(one.result for one in state.newest), "those that an amendment has replaced need none"
 
 
 @pytest.mark.parametrize("ledger", SHIPPED, ids=lambda path: path.parent.name)
