@@ -50,6 +50,7 @@ EXPLANATIONS = {
     "logprob_missing": "An answer has no log-probability for each of its tokens. Check the engine's version.",
     "logprob_not_finite": "A log-probability is not a finite number. Look at the engine's numerics.",
     "version_missing": "The engine did not say which weights sampled a token. Check that swarmq's plug-in is loaded.",
+    "routing_missing": "An answer lacks the experts that sampled its tokens, which train.routing_replay needs. Check that swarmq's plug-in is loaded.",
     "missing": "Its evaluation round was closed before a result came. Raise eval.deadline_s.",
     "finished": "It ended regularly.",
 }

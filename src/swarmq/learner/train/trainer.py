@@ -142,8 +142,6 @@ class Trainer:
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
         send_model_files(initial or source)
-        if takes_images(load_config(initial or source)):
-            _check_vision(source, train, self.accelerator.num_processes)
         self._held = can_stay_gathered(self.accelerator, train, source)
         """Whether the layers of a sharded policy stay gathered between micro-batches."""
         if self._held:
@@ -152,6 +150,8 @@ class Trainer:
         self.context = ContextGroup.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
         dtype = compute_dtype(self.accelerator)
         lm = _policy_lm(source, initial or source, train, dtype, empty=not self.accelerator.is_main_process)
+        if takes_images(lm.config):
+            _check_vision(source, train, self.accelerator.num_processes)
         policy = LayoutModel(
             lm,
             device=self.accelerator.device,

@@ -63,7 +63,7 @@ def test_a_schedule_passes_the_checks_and_stays_at_its_end(name: str) -> None:
 )
 def test_a_schedule_without_an_end_is_refused(settings: dict[str, Any], says: str) -> None:
     tree = {"run": "r", "policies": {"main": {"model": "m", "train": settings}}}
-    with pytest.raises(ConfigError, match=re.escape(f"policies.main.train: {says}")):
+    with pytest.raises(ConfigError, match=re.escape(f"policies.main.train.{says}")):
         SwarmJob.build(tree)
 
 
