@@ -26,7 +26,10 @@ EVENTS: dict[tuple[str, str], str] = {
     ("members_wanted", "host"): "An engine or proxy on another host asks for the members.",
     ("registration", "collector"): "The collector's answer to an engine or proxy on another host that joins or leaves.",
     ("lease", "study"): "The answer of a study's leader to a worker that asks for a trial, or whose lease has ended.",
-    ("piece", "files-*"): "A piece of a file that a worker of a study asked for; `*` is an id of the worker.",
+    (
+        "piece",
+        "any",
+    ): "A piece of a file that a worker of a study asked for. Its source is the id that the worker asked with.",
     ("warning", "any"): "Something that a person should see; `swarmq watch` shows it, alerts send it.",
 }
 """(Name of the event, kind of process that emits it) -> its meaning."""
@@ -227,7 +230,7 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "verdict": "`welcome`, `run`, `wait`, `drop`, `stop`, `differs` or `revoked`.",
         "fence": "Fencing token of the lease; 0 without one.",
     },
-    ("piece", "files-*"): {
+    ("piece", "any"): {
         "path": "Path of the file; empty for the list of files.",
         "offset": "Bytes of the file before this piece.",
         "data": "The piece.",
