@@ -95,6 +95,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/learning/off-policy.md", "staleness", "After {detail[equal_seconds]:.0f} s the last batches had a reward of {reward_by_bound_seconds_0:.2f}, {reward_by_bound_seconds_1:.2f}, {reward_by_bound_seconds_2:.2f}, {reward_by_bound_seconds_4:.2f} and {reward_by_bound_seconds_8:.2f}"),
     ("docs/how-to/studies.md", "studies", "In {studies_simulated:,} simulated studies of three arms without effect, t-tests after every seed claim an effect in {false_discovery_rate_naive_looks:.0%} of the studies, the e-process in {false_discovery_rate_looks:.1%}, and one t-test at the end in {false_discovery_rate:.1%}"),
     ("docs/how-to/studies.md", "studies", "found the effect in {power_seen:.0%}, where a power of {power_announced:.0%} had been announced"),
+    ("docs/how-to/train-on-images.md", "vlm_cpu", "from at most {reward_before:.2f} to at least {reward_after:.2f} in {seeds:.0f} runs, and the gradient of their last batches differs from that of transformers by at most {grad_rel:.0e} of its norm"),
     ("docs/how-to/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
     ("docs/how-to/swarm.md", "swarm", "16 workers held {held_episodes:,.0f} episodes of 30 seconds open at once (`--part hold`), {held_episodes_per_s:.0f} a second, and none was dropped"),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 is vLLM's own, and what is recorded are the tokens that it sampled from and sampled. As a trained policy, its turns also have the
 pixels: the learner computes vLLM's log-probabilities from them. Runs on a GPU, too."""
 
+import asyncio
 import base64
 import io
 from collections import defaultdict
@@ -15,13 +16,15 @@ from benchmarks.vlm import oracle
 from PIL import Image
 from tokenizers import Tokenizer
 
-from support.engine import KNOWN, running_engine
+from support.engine import KNOWN, SECRET, running_engine
 from support.real_proxy import real_stage
 from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
 from swarmq.engine.server.launch import is_cuda_build
+from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm
 from swarmq.timeline import resolve
+from swarmq.weights.push.pusher import WeightPusher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
@@ -209,6 +212,40 @@ async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pix
         with torch.no_grad():
             found = compute_logprobs(model, oracle.lay(turns, way, 2000))
         assert [found[turn] for turn in range(4)] == [pytest.approx(each, abs=2e-3) for each in sampled]
+
+
+@pytest.fixture
+async def push(trained, tmp_path):
+    """`await push(lm, version)`; afterwards the engine has its first weights again."""
+    pusher = WeightPusher([trained.engine.url], tmp_path, secret=SECRET, patience_s=0)
+
+    async def send(lm, version):
+        await asyncio.to_thread(pusher.push, to_hf_names(lm, lm.named_parameters()), version)
+
+    yield send
+    await send(load_lm(str(tiny_vision_model()), gradient_checkpointing=False), 0)
+
+
+async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tower(trained, push):
+    """vLLM keeps a tower's outputs for later requests that show the image: a push ends that."""
+    before, now = (load_lm(str(tiny_vision_model()), gradient_checkpointing=False) for _ in range(2))
+    with torch.no_grad():
+        for parameter in now.model.visual.parameters():
+            parameter.mul_(1.5)
+
+    async def look(episode):
+        await trained.ask(looking_at(png("indigo")), key=trained.key(episode), seed=1)
+        return await trained.turns(1)
+
+    await look("e1")
+    await push(now, 1)
+    turns = await look("e2")
+    assert [span.version for span in turns[0].versions] == [1]
+    sampled = resolve(turns)[0].logprobs.tolist()
+    with torch.no_grad():
+        by_now, by_before = (compute_logprobs(LayoutModel(lm), oracle.lay(turns, "rows", 2000)) for lm in (now, before))
+    assert by_now[0] == pytest.approx(sampled, abs=2e-3)
+    assert by_before[0] != pytest.approx(sampled, abs=0.1)
 
 
 def compute_logprobs(model, layouts):

@@ -3,7 +3,8 @@
     SERVING --pause--> PAUSED --label, start, update--> UPDATING --finish--> VERSIONED --resume--> SERVING
 
 Running requests are kept over the pause and continue under the new weights. `clear_cache` makes vLLM drop all cached keys and
-values and recompute those of kept requests, so that each token is sampled from exactly the distribution that its version names.
+values and the vision tower's outputs of images, and recompute those of kept requests, so that each token is sampled from exactly the
+distribution that its version names.
 (A `cache_salt` per version would be cheaper, but a request that runs across the update would continue with keys of the old
 weights, and its log-probabilities would belong to no version.)
 
