@@ -129,7 +129,8 @@ def in_folder(folder: Path, model: str | None = None) -> weights_receiver.Weight
     """Of a worker that serves `WEIGHTS`."""
     save_file(WEIGHTS, folder / "model.safetensors")
     receiver = serving(model or str(folder), folder)
-    receiver.model_config.hf_text_config = SimpleNamespace(tie_word_embeddings=True)
+    config = receiver.model_config
+    config.hf_config = config.hf_text_config = SimpleNamespace(tie_word_embeddings=True)
     return receiver
 
 
@@ -265,7 +266,8 @@ def test_what_a_model_writes_past_the_loaders_is_loaded_if_it_is_whole(
     save_file(pushed, tmp_path / "model.safetensors")
     receiver = serving(str(tmp_path), tmp_path)
     receiver.device, receiver.model = CPU, Direct(halves, quantised=quantised)
-    receiver.model_config.hf_text_config = SimpleNamespace(tie_word_embeddings=False)
+    config = receiver.model_config
+    config.hf_config = config.hf_text_config = SimpleNamespace(tie_word_embeddings=False)
     kept = receiver.model.pair.weight
     update = weights_receiver.UpdateInfo(path=str(tmp_path / "model.safetensors"))
     if halves == 1:
@@ -324,7 +326,8 @@ def test_an_fp8_layer_that_a_push_did_not_reach_is_reported(tmp_path: Path, load
     receiver = serving(str(tmp_path), tmp_path)
     receiver.device, receiver.model = CPU, Quantised(loaded)
     receiver.model_config.quantization = "fp8_per_channel"
-    receiver.model_config.hf_text_config = SimpleNamespace(tie_word_embeddings=False)
+    config = receiver.model_config
+    config.hf_config = config.hf_text_config = SimpleNamespace(tie_word_embeddings=False)
     update = weights_receiver.UpdateInfo(path=str(tmp_path / "model.safetensors"))
     if loaded == {"a"}:
         with pytest.raises(RuntimeError, match=r"does not reload \['b.weight'\]"):
