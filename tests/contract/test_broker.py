@@ -107,6 +107,20 @@ def task(run: str, number: int) -> Task:
     return Task(run=run, slot=Slot(task_id=f"t{number}"), kind="math", group_size=1)
 
 
+def poison(run: str, episode_id: str, *, prompt_ids: bytes) -> Turn:
+    """A turn whose prompt is no whole number of tokens."""
+    return Turn(
+        run=run,
+        episode_id=episode_id,
+        policy="main",
+        call_id="r.0",
+        request_id="r",
+        prompt_ids=prompt_ids,
+        sampled_ids=b"",
+        logprobs=b"",
+    )
+
+
 async def publish_ends(bench: Bench, count: int) -> list[EpisodeEnd]:
     ends = [end(bench.run, number) for number in range(count)]
     for message in ends:
@@ -354,16 +368,7 @@ async def take_redelivered(bench: Bench, *, ack: int = 0) -> list[str]:
 
 
 async def test_poison_in_a_batch_is_parked_alone(bench: Bench) -> None:
-    bad = Turn(
-        run=bench.run,
-        episode_id="e",
-        policy="main",
-        call_id="r.0",
-        request_id="r",
-        prompt_ids=b"\0\0\0",
-        sampled_ids=b"",
-        logprobs=b"",
-    )
+    bad = poison(bench.run, "e", prompt_ids=b"\0\0\0")
     await put_batch(
         bench,
         packed(end(bench.run, 1)),
@@ -402,16 +407,7 @@ async def test_messages_that_are_published_at_once_arrive_once_and_in_order(benc
 
 
 async def test_a_turn_that_is_poison_is_told_to_its_reader_who_parks_it(bench: Bench) -> None:
-    turn = Turn(
-        run=bench.run,
-        episode_id="e:1",
-        policy="main",
-        call_id="r.0",
-        request_id="r",
-        prompt_ids=b"\1",
-        sampled_ids=b"",
-        logprobs=b"",
-    )
+    turn = poison(bench.run, "e:1", prompt_ids=b"\1")
     await bench.broker.publish(bench.inbox, turn)
     async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
         delivery = await anext(deliveries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,30 @@ def make_episode(
 def make_group(name: str = "g0", rewards: tuple[float, ...] = (0.0, 1.0), **fields: Any) -> list[Rollout]:
     """A whole group, one episode per reward."""
     return [make_episode(name, i, reward=reward, members=len(rewards), **fields) for i, reward in enumerate(rewards)]
+
+
+def make_routed_turn(
+    number: int,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    routed: Iterable[int],
+    *,
+    parent: str | None = None,
+    shared: int = 0,
+) -> Turn:
+    return Turn(
+        run="r",
+        episode_id="e",
+        policy="main",
+        call_id=f"c{number}",
+        request_id=f"c{number}",
+        parent=parent,
+        shared=shared,
+        prompt_ids=pack_ids(prompt),
+        sampled_ids=pack_ids(sampled),
+        logprobs=pack_floats([-1.0] * len(sampled)),
+        routed_experts=bytes(routed),
+    )
 
 
 def route(episodes: Iterable[Rollout], *, layers: int = 2, chosen: int = 2, experts: int = 4) -> list[Rollout]:

@@ -13,12 +13,13 @@ import openai
 import pytest
 import torch
 from benchmarks.vlm import oracle
+from benchmarks.vlm.architecture import IMAGE
 from PIL import Image
 from tokenizers import Tokenizer
 
 from support.engine import KNOWN, SECRET, running_engine
 from support.real_proxy import real_stage
-from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
+from support.tiny_vision_model import PLACE, tiny_vision_model
 from swarmq.engine.server.launch import is_cuda_build
 from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
@@ -84,7 +85,7 @@ async def direct(stage, url, *messages):
 
 
 def place():
-    return Tokenizer.from_file(str(tiny_vision_model() / "tokenizer.json")).token_to_id(IMAGE_TOKEN)
+    return Tokenizer.from_file(str(tiny_vision_model() / "tokenizer.json")).token_to_id(IMAGE)
 
 
 async def chat(client, image):

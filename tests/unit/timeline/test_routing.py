@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.episodes import make_routed_turn
 from swarmq.errors import TimelineError
-from swarmq.messages import Turn
 from swarmq.timeline import Cost, FoldedEpisodes, pad_rows, plan_layouts, resolve
 from swarmq.timeline.layout import build_mask
 
 COST = Cost(token=1.0, pair=0.0)
-
-
-def make_turn(number, prompt, sampled, routed, *, parent=None, shared=0):
-    return Turn(
-        run="r",
-        episode_id="e",
-        policy="main",
-        call_id=f"c{number}",
-        request_id=f"c{number}",
-        parent=parent,
-        shared=shared,
-        prompt_ids=array("i", prompt).tobytes(),
-        sampled_ids=array("i", sampled).tobytes(),
-        logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
-        routed_experts=bytes(routed),
-    )
 
 
 @st.composite
@@ -48,7 +30,7 @@ def groups(draw):
             length = shared + len(prompt) + len(sampled)
             rows = 2 * (length - max(shared, 1))
             routed = draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=rows, max_size=rows))
-            turns.append(make_turn(number, prompt, sampled, routed, parent=parent, shared=shared))
+            turns.append(make_routed_turn(number, prompt, sampled, routed, parent=parent, shared=shared))
             lengths[f"c{number}"] = length
         episodes.append(turns)
     return episodes
@@ -82,8 +64,8 @@ def test_a_sampled_token_sees_its_own_turn_s_tokens_and_experts(way, group):
 
 def test_branches_share_a_prefix_as_far_as_their_experts_are_equal():
     prompt, one, other = [1, 2, 3, 4], [5, 5, 5, 5], [5, 5, 6, 5]
-    alike = [[make_turn(0, prompt, [7], one)], [make_turn(0, prompt, [8], one)]]
-    apart = [[make_turn(0, prompt, [7], one)], [make_turn(0, prompt, [8], other)]]
+    alike = [[make_routed_turn(0, prompt, [7], one)], [make_routed_turn(0, prompt, [8], one)]]
+    apart = [[make_routed_turn(0, prompt, [7], one)], [make_routed_turn(0, prompt, [8], other)]]
     tokens = [
         plan_layouts(FoldedEpisodes([resolve(t, routing=True) for t in group]), 100, cost=COST, only="tree").tokens
         for group in (alike, apart)
@@ -94,8 +76,8 @@ def test_branches_share_a_prefix_as_far_as_their_experts_are_equal():
 
 
 def test_a_continued_turn_is_one_row_with_the_experts_of_its_last_token():
-    first = make_turn(0, [1, 2], [3], [10, 20])
-    second = make_turn(1, [4], [5], [30, 40], parent="c0", shared=3)
+    first = make_routed_turn(0, [1, 2], [3], [10, 20])
+    second = make_routed_turn(1, [4], [5], [30, 40], parent="c0", shared=3)
     resolved = [resolve([first, second], routing=True)]
     [layout] = plan_layouts(FoldedEpisodes(resolved), 100, cost=COST, only="rows").layouts
     assert layout.token_ids.tolist() == [1, 2, 3, 4, 5]
@@ -105,8 +87,8 @@ def test_a_continued_turn_is_one_row_with_the_experts_of_its_last_token():
 
 @pytest.mark.parametrize("lacking", [b"", b"12"])
 def test_a_turn_without_all_of_its_experts_cannot_be_resolved(lacking):
-    good = make_turn(0, [1, 2], [3], [10, 20])
-    bad = msgspec.structs.replace(make_turn(1, [1, 2, 3], [3], []), routed_experts=lacking)
+    good = make_routed_turn(0, [1, 2], [3], [10, 20])
+    bad = msgspec.structs.replace(make_routed_turn(1, [1, 2, 3], [3], []), routed_experts=lacking)
     with pytest.raises(TimelineError, match="c1.*routed experts for 3 tokens") as error:
         resolve([good, bad], routing=True)
     assert error.value.reason == "routing_missing"

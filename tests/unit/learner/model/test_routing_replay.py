@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 
+from support.episodes import make_routed_turn
 from support.tiny_model import tiny_experts
 from swarmq.errors import SetUpError
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
@@ -27,19 +27,7 @@ def make_turn(number, prompt, sampled, rng, *, parent=None, shared=0) -> Turn:
     """A turn whose tokens were routed at random, so in most cases to other experts than the router's."""
     rows = shared + len(prompt) + len(sampled) - max(shared, 1)
     routed = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, LAYERS, 1)), axis=-1)[..., :CHOSEN]
-    return Turn(
-        run="r",
-        episode_id="e",
-        policy="main",
-        call_id=f"c{number}",
-        request_id=f"c{number}",
-        parent=parent,
-        shared=shared,
-        prompt_ids=array("i", prompt).tobytes(),
-        sampled_ids=array("i", sampled).tobytes(),
-        logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
-        routed_experts=routed.tobytes(),
-    )
+    return make_routed_turn(number, prompt, sampled, routed.tobytes(), parent=parent, shared=shared)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,11 @@
 
 import pytest
 from benchmarks.vlm import oracle
+from benchmarks.vlm.architecture import IMAGE
 from tokenizers import Tokenizer
 
 from support.images import make_image, make_turn
-from support.tiny_vision_model import IMAGE_TOKEN, PICTURES, tiny_vision_model
+from support.tiny_vision_model import PICTURES, tiny_vision_model
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.model.layout_model import LayoutModel
@@ -26,7 +27,7 @@ def folder():
 def conversation(folder):
     """Turns that continue, fork after an image, see different images of equal tokens, one image twice, or none, and one that
     samples the placeholder token as a word."""
-    pad = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(IMAGE_TOKEN)
+    pad = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(IMAGE)
     cat, dog, tall = make_image(1), make_image(2), make_image(3, height=3)
     first = make_turn("1", [5, 6, cat, 7, 8], [9, 10, pad], placeholder=pad)
     rest = {

@@ -7,12 +7,13 @@ import msgspec
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from benchmarks.vlm.architecture import IMAGE
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 
 from support.episodes import make_group
 from support.images import make_image, make_turn
-from support.tiny_vision_model import IMAGE_TOKEN, tiny_vision_model
+from support.tiny_vision_model import tiny_vision_model
 from swarmq.config import Policy, Train
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.model.vision import read_input_norm
@@ -35,7 +36,7 @@ def no_leftover_state() -> Iterator[None]:
 
 def batch(version: int, *, images: bool) -> BatchRecord:
     """A group whose attempts see the same image, read from the batch log's bytes."""
-    pad = Tokenizer.from_file(str(tiny_vision_model() / "tokenizer.json")).token_to_id(IMAGE_TOKEN)
+    pad = Tokenizer.from_file(str(tiny_vision_model() / "tokenizer.json")).token_to_id(IMAGE)
     shown = [make_image(version, width=3)] if images else []
     group = [
         msgspec.structs.replace(each, turns=(make_turn("c", [5, *shown, 7], [8 + number, 9], placeholder=pad),))
