@@ -188,7 +188,9 @@ class Machine:
         return own | {
             "HOME": f"{DISK}/home",
             "TMPDIR": f"{DISK}/tmp",
-            "PYTHONPATH": f"{CHECKOUT}/src:{CHECKOUT}:{CHECKOUT}/tests",
+            "PYTHONPATH": ":".join([f"{CHECKOUT}/src:{CHECKOUT}:{CHECKOUT}/tests", own.get("PYTHONPATH", "")]).rstrip(
+                ":"
+            ),
         }
 
 
