@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +61,20 @@ class StudyFolder:
 
     def trial(self, lineage: str) -> Path:
         return self.path / "trials" / lineage[:16]
+
+
+def redact(text: str, root: Path) -> str:
+    """Return a text for the ledger, which may be published, without the paths of this machine. `root`: folder of the study file.
+
+    Paths below it begin with STUDY, others with STUDY/.., ~, TMP, PYTHON (the environment) or SOURCE (the folder that holds swarmq)."""
+    names = {parent: "STUDY" + "/.." * up for up, parent in enumerate([root, *root.parents])}
+    names |= {Path(tempfile.gettempdir()): "TMP", Path.home(): "~", Path(sys.prefix): "PYTHON"}
+    names |= {Path(__file__).parents[2]: "SOURCE", root: "STUDY"}
+    names = {path.resolve(): name for path, name in names.items()} | names
+    names = {path: name for path, name in names.items() if path != path.parent}
+    for path in sorted(names, key=lambda path: len(str(path)), reverse=True):
+        text = re.sub(rf"(?<![\w.~-]){re.escape(str(path))}(?![\w-])", names[path], text)
+    return text
 
 
 def read_ledger(path: Path) -> list[Entry]:

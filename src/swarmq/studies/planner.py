@@ -22,6 +22,7 @@ from swarmq.errors import ConfigError, EndpointError, SandboxError, StudyError
 from swarmq.rewards import Budget, ChatEndpoint, Sandbox, extract_json
 from swarmq.studies.changed_files import Edit, apply_edits, show_diff
 from swarmq.studies.design import MakeTrial, choose_arms
+from swarmq.studies.ledger import redact
 from swarmq.studies.records import AnyFact, Cost, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided
 from swarmq.studies.state import StudyState, add, largest_cost
 from swarmq.studies.study import NAME, Arm, Study
@@ -202,7 +203,7 @@ def _decide(
         if changed:
             _test(study, root, changed)
     except (ConfigError, StudyError, SandboxError, OSError, UnicodeDecodeError) as error:
-        return _refuse(proposal.name, str(error), proposal.settings)
+        return _refuse(proposal.name, redact(str(error), root), proposal.settings)
     return PlannerDecided(
         arm=proposal.name,
         settings=proposal.settings,

@@ -32,7 +32,7 @@ from swarmq.runtime.logs import log
 from swarmq.runtime.processes import die_with_parent, read_tail
 from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
-from swarmq.studies.ledger import StudyFolder
+from swarmq.studies.ledger import StudyFolder, redact
 from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
 from swarmq.studies.reports import (
     SOURCE,
@@ -121,6 +121,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     claim: Claim
     fence: int
     folder: Path
+    root: Path
+    """Folder of the study file."""
     began: float
     """Time of the monotonic clock."""
 
@@ -129,8 +131,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
             trial_id=self.trial.id,
             fence=self.fence,
             kind=kind,
-            reason=reason,
-            log=read_tail(log_path(self.folder), LOG_LINES),
+            reason=redact(reason, self.root),
+            log=redact(read_tail(log_path(self.folder), LOG_LINES), self.root),
             cost=cost,
         )
 
@@ -284,7 +286,8 @@ class Worker:
     async def _run(self, trial: Trial, claim: Claim, fence: int, environment: Mapping[str, str]) -> bool:
         """Run a trial under a lease, and report its end; return False if the lease was lost."""
         folder = self._folder.trial(trial.lineage)
-        start = Start(trial=trial, claim=claim, fence=fence, folder=folder, began=time.monotonic())
+        root, began = self._folder.root, time.monotonic()
+        start = Start(trial=trial, claim=claim, fence=fence, folder=folder, root=root, began=began)
         try:
             process = await self._start(trial, folder, environment)
         except OSError as error:  # a full disk, or no memory for a process

@@ -1,12 +1,14 @@
 """The ledger keeps every line that it has confirmed, removes what a crash or a full disk left of one, and notices changes."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from support.disk import Disk
 from swarmq.errors import StudyError
-from swarmq.studies.ledger import LedgerFile, hash_ledger, read_ledger
+from swarmq.studies.ledger import LedgerFile, hash_ledger, read_ledger, redact
 from swarmq.studies.records import NoteWritten
 
 
@@ -86,3 +88,24 @@ def test_the_time_of_leaders_goes_on_whatever_the_wall_clock_does(tmp_path, monk
     elapsed = [entry.elapsed_s for entry in read_ledger(path)]
     assert elapsed == sorted(elapsed)
     assert elapsed[-1] < 60
+
+
+STUDY = Path("/srv/ada/project/studies/lake")
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        (f'File "{STUDY}/work.py", line 3', 'File "STUDY/work.py", line 3'),
+        (f"{STUDY}: no space left", "STUDY: no space left"),
+        ("/srv/ada/project/models/tiny is no folder", "STUDY/../../models/tiny is no folder"),
+        (f"{Path.home()}/.cache/x", "~/.cache/x"),
+        ("in /tmp/run-1/log, /tmp.", "in TMP/run-1/log, TMP."),
+        (f'File "{sys.prefix}/lib/torch/nn.py"', 'File "PYTHON/lib/torch/nn.py"'),
+        (f'File "{redact.__code__.co_filename}"', 'File "SOURCE/swarmq/studies/ledger.py"'),
+        (f"{STUDY}-2/work.py, /data{STUDY}/x, 1 / 2", f"STUDY/../lake-2/work.py, /data{STUDY}/x, 1 / 2"),
+    ],
+)
+def test_texts_for_the_ledger_name_no_path_of_this_machine(text, redacted, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    assert redact(text, STUDY) == redacted

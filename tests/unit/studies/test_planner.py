@@ -97,6 +97,12 @@ def test_a_wrong_proposal_is_refused_with_the_reason(root, proposal, why):
     assert (root / "secret.py").read_text() == "KEY = 1\n"
 
 
+def test_a_refusal_names_no_path_of_this_machine(root):
+    (root / "advantage.py").unlink()
+    (reason,) = reasons(judge(story(), root, propose(edits=[edit()])))
+    assert reason == "[Errno 2] No such file or directory: 'STUDY/advantage.py'"
+
+
 def test_what_was_proposed_before_is_refused_and_stays_accepted(root):
     told = story()
     judge(told, root, propose())
