@@ -1,25 +1,33 @@
 """It learns: a model made from nothing, warmed up by demonstrations, then trained by rewards on two kinds of tasks.
 
     python -m benchmarks.learns --size demo --warm-steps 60 20 --steps 6 --seeds 0 --losses tis_mask --out /tmp/out
-    python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 --losses tis_mask --quantization fp8          # sampled in FP8
     python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 2 --losses tis_mask ppo_clip cispo       # a GPU
+    python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 --losses tis_mask --quantization none fp8 --at-once 4
+    python -m benchmarks.learns --size 85m --device cuda --seeds 0 --losses tis_mask --staleness 0 1 2 4 8 --at-once 5
+
+The second compares engines that compute in BF16 and in FP8, the third bounds of staleness; runs of a command go side by side on one GPU.
 
 The tasks, agent and tool are the demo's (two families of `reasoning-gym`, a calculator to call). The warm start
 (swarmq.learner.warm_start) teaches the format and mostly guessing; that it pays to call the tool until the end is left to
-rewards. Every seed makes its own model, which all losses start from. Held-out problems are asked before, in between
-and after. Results and curves are saved after every run, beside those of other seeds and losses that lie there.
+rewards. Every seed makes its own model, which all its runs start from. Held-out problems are asked before, in between
+and after. Results and curves are saved after every run, beside those of other runs that lie there. A run that fails, or has not made its
+steps when the deadline comes, is kept with the steps that it has made.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
+import gc
 import itertools
 import json
 import random
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +54,18 @@ from swarmq.whole_run.session import open_session
 DIALOGUES = 2000
 """The tokenizer is made from."""
 BATCH = 32
-CACHE = json.dumps(["--kv-cache-memory-bytes", str(8 << 30)])
-"""On a GPU: given, since vLLM cannot find out what is free while other runs begin and end beside it."""
+ON_GPU = {
+    "train.mixed_precision": "bf16",
+    "train.micro_batch_tokens": 8192,
+    "engine.dtype": "bfloat16",
+    "engine.gpu_memory_utilization": 0.05,
+    "engine.sleep": "false",
+    "engine.arguments": json.dumps(["--kv-cache-memory-bytes", str(2 << 30), "--api-server-count", "1"]),
+}
+"""Settings of a policy with which six runs share 80 GB and 16 cores. The cache is given, since vLLM cannot find out what is free while other runs
+begin and end beside it."""
+STOP_S = 60.0
+"""Seconds after the deadline within which a run must have been measured and stopped."""
 SPARE_GROUPS = 32
 """Tasks over those that are trained: a policy that solves nearly all has few groups left that teach it something."""
 
@@ -73,23 +91,44 @@ SIZES = {
 }
 
 
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What tells a run from others."""
+
+    seed: int
+    loss: str
+    max_staleness: int = 2
+    quantization: str = "none"
+
+    @property
+    def name(self) -> str:
+        return f"{self.loss.replace('_', '-')}-{self.seed}-{self.max_staleness}-{self.quantization}"
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Run:
+        return msgspec.convert(saved, cls)
+
+
 class Course(Scenario):
-    """A run without incidents: measure, train, measure every so often."""
+    """A run without incidents: measure, train until the last step or the deadline, measure every so often."""
 
     measure_every = 20
+    deadline = float("inf")
+    """On the monotonic clock."""
 
     async def run(self) -> None:
         await self._feed()
         await self._measure()
-        began = time.monotonic()
+        began, self.began = time.monotonic(), time.time()
         try:
-            for name in ("a", "b"):
-                await self._start_client(name, "honest")
-            for step in range(self.measure_every, self._size.steps, self.measure_every):
-                await self._wait_for_step(step)
-                await self._measure()
-            await self._wait_for_step(self._size.steps)
-            await self._deployment.learners_done.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.deadline - began):
+                    for name in ("a", "b"):
+                        await self._start_client(name, "honest")
+                    for step in range(self.measure_every, self._size.steps, self.measure_every):
+                        await self._wait_for_step(step)
+                        await self._measure()
+                    await self._wait_for_step(self._size.steps)
+                    await self._deployment.learners_done.wait()
         finally:
             self.train_seconds = time.monotonic() - began
             for client in self.clients:
@@ -99,33 +138,80 @@ class Course(Scenario):
 
 def main() -> None:
     arguments = parse()
-    size, cuda = SIZES[arguments.size], arguments.device == "cuda"
-    name = f"learns_{report.place(arguments.device)}" + ("_fp8" if arguments.quantization == "fp8" else "")
-    planned = set(itertools.product(arguments.seeds, arguments.losses))
+    deadline = time.monotonic() + arguments.deadline
+    with tempfile.TemporaryDirectory(prefix="swarmq-learns-", ignore_cleanup_errors=True) as folder:
+        runs, failed = asyncio.run(run_all(Path(folder), arguments, deadline))
+    rows = [[Run.of(one).name, *ends(one["held_out"]), len(one["rewards"]), one["seconds"]] for one in runs]
+    print(report.table(("run", "held-out before", "after", "steps", "seconds"), rows))
+    sys.exit(failed)
+
+
+async def run_all(folder: Path, arguments: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], int]:
+    """Make the models one after the other and run at most `--at-once` runs meanwhile. Returns all results and the number of runs that failed."""
+    fp8 = "fp8" in arguments.quantization
+    name = "_".join(
+        ["learns", *["staleness"] * bool(arguments.staleness), report.place(arguments.device), *["fp8"] * fp8]
+    )
+    ways = list(itertools.product(arguments.losses, arguments.staleness or [2], arguments.quantization))
+    planned = {
+        Run(seed=seed, loss=loss, max_staleness=bound, quantization=way)
+        for seed, (loss, bound, way) in itertools.product(arguments.seeds, ways)
+    }
     earlier = report.kept(name, out=arguments.out)[1].get("runs", [])
-    runs: list[dict[str, Any]] = [one for one in earlier if (one["seed"], one["loss"]) not in planned]
-    with tempfile.TemporaryDirectory(prefix="swarmq-learns-") as folder:
+    runs: list[dict[str, Any]] = [one for one in earlier if Run.of(one) not in planned]
+    places = asyncio.Semaphore(arguments.at_once)
+    failed = 0
+
+    async def run_one(run: Run, model: Path) -> None:
+        nonlocal failed
+        async with places:
+            job = job_of(folder, model, SIZES[arguments.size], run, arguments.steps, cuda=arguments.device == "cuda")
+            try:
+                async with asyncio.timeout(deadline + STOP_S - time.monotonic()):
+                    result = await trained(job, arguments.steps, deadline)
+            except Exception:  # the other runs go on
+                failed += 1
+                print(f"--- {run.name} failed", flush=True)
+                traceback.print_exc()
+                return
+        runs.append(msgspec.to_builtins(run) | result)
+        finished = planned <= {Run.of(one) for one in runs}
+        figures, out = figures_of(runs), arguments.out
+        report.save(name, figures, detail={"runs": runs}, out=out, finished=finished)
+        draw(runs, (out or report.RESULTS) / f"{name}.png")
+        if fp8:
+            save_fp8(f"fp8_{report.place(arguments.device)}", runs, out)
+
+    async with asyncio.TaskGroup() as running:
         for seed in arguments.seeds:
-            model = ensure_model(Path(folder) / f"model-{seed}", size, seed, arguments.warm_steps)
-            for loss in arguments.losses:
-                print(f"--- seed {seed}, {loss}", flush=True)
-                job = job_of(
-                    Path(folder),
-                    model,
-                    size,
-                    seed,
-                    loss,
-                    arguments.steps,
-                    cuda=cuda,
-                    quantization=arguments.quantization,
-                )
-                runs.append({"seed": seed, "loss": loss} | asyncio.run(trained(job, arguments.steps)))
-                finished = planned <= {(one["seed"], one["loss"]) for one in runs}
-                figures, out = figures_of(runs), arguments.out
-                report.save(name, figures, detail={"runs": runs}, out=out, finished=finished)
-                draw(runs, (out or report.RESULTS) / f"{name}.png")
-    rows = [[one["loss"], one["seed"], *ends(one["held_out"]), one["seconds"]] for one in runs]
-    print(report.table(("loss", "seed", "held-out before", "after", "seconds"), rows))
+            model = await asyncio.to_thread(
+                ensure_model, folder / f"model-{seed}", SIZES[arguments.size], seed, arguments.warm_steps
+            )
+            if arguments.device == "cuda":
+                release_memory()
+            for run in sorted((one for one in planned if one.seed == seed), key=lambda one: one.name):
+                print(f"--- {run.name}", flush=True)
+                running.create_task(run_one(run, model))
+    return runs, failed
+
+
+def save_fp8(name: str, runs: list[dict[str, Any]], out: Path | None) -> None:
+    """Save the lowest reward after training by the engine's precision, beside what benchmarks/rollouts.py measures."""
+    after: dict[str, list[float]] = {}
+    for one in runs:
+        precision = "fp8" if Run.of(one).quantization == "fp8" else "bf16"
+        after.setdefault(precision, []).append(ends(one["held_out"])[1])
+    figures, detail = report.kept(name, out=out)
+    figures |= {f"reward_after_{precision}": min(rewards) for precision, rewards in after.items()}
+    report.save(name, figures, detail=detail | {"reward_after": after}, out=out, finished=False)
+
+
+def release_memory() -> None:
+    """Give the GPU memory of a warm start back to the runs."""
+    import torch  # noqa: PLC0415 - only a GPU needs it
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def parse() -> argparse.Namespace:
@@ -134,9 +220,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--losses", nargs="+", default=["tis_mask", "ppo_clip", "cispo"])
-    parser.add_argument("--quantization", default="none", choices=("none", "fp8"), help="of the engine")
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8"), help="of the engine")
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[], help="bounds to compare (groups.max_staleness); 0: synchronous"
+    )
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
+    parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
+    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds after which no run begins a step")
     return parser.parse_args()
 
 
@@ -194,70 +285,85 @@ def chat(problem: arithmetic.Problem, dice: random.Random, tool_share: float) ->
     return {"messages": demonstrate(problem.question, expression, answer, calls=calls), "tools": agent.TOOLS}
 
 
-def job_of(
-    folder: Path, model: Path, size: Size, seed: int, loss: str, steps: int, *, cuda: bool, quantization: str
-) -> SwarmJob:
-    run = f"{loss.replace('_', '-')}-{seed}"
-    tree = msgspec.to_builtins(demo_job(str(model), run=run, seed=seed, size=DemoSize(steps=steps)))
+def job_of(folder: Path, model: Path, size: Size, run: Run, steps: int, *, cuda: bool) -> SwarmJob:
+    tree = msgspec.to_builtins(demo_job(str(model), run=run.name, seed=run.seed, size=DemoSize(steps=steps)))
     sets = [
         f"policies.main.train.learning_rate={size.rate}",
-        f"policies.main.train.loss.name={loss}",
+        f"policies.main.train.loss.name={run.loss}",
         "policies.main.train.checkpoint_every=1000000",
         "policies.main.train.token_log=false",
         "groups.when_dry=lend",  # one kind is solved before the other
-        f"policies.main.engine.quantization={quantization}",
+        f"groups.max_staleness={run.max_staleness}",
+        f"policies.main.engine.quantization={run.quantization}",
     ]
     if cuda:
-        sets += ["policies.main.train.mixed_precision=bf16", "policies.main.engine.dtype=bfloat16"]
-        sets += ["policies.main.engine.gpu_memory_utilization=0.12", f"policies.main.engine.arguments={CACHE}"]
+        sets += [f"policies.main.{setting}={value}" for setting, value in ON_GPU.items()]
     return SwarmJob.build(tree | {"folder": str(folder / "runs")}, sets=sets, origin="learns")
 
 
-async def trained(job: SwarmJob, steps: int) -> dict[str, Any]:
+async def trained(job: SwarmJob, steps: int, deadline: float) -> dict[str, Any]:
     """Held-out reward by version, and the curve of the training reward."""
     size = DemoSize(steps=steps, held_out=256, concurrency=64, spare_groups=SPARE_GROUPS)
-    say = functools.partial(print, flush=True)
+
+    def say(text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {job.run}: {text}", flush=True)
+
     async with open_session(job, name="learns", report=say) as session:
         course = Course(session, size, say)
+        course.deadline = deadline
         await course.run()
-    made = [event.fields for event in read_events(job.run_folder.events) if event.name == "step"]
+    made = [event for event in read_events(job.run_folder.events) if event.name == "step"]
+    fields = [event.fields for event in made]
     return {
         "held_out": {str(version): found.mean_reward or 0.0 for version, found in course.held_out.items()},
-        "rewards": [fields["reward"] for fields in made],
-        "rewards_by_kind": [fields["reward_by_kind"] for fields in made],
-        "entropy": [fields["entropy"] for fields in made],
-        "k3": [fields["kl_k3"] for fields in made],
+        "rewards": [one["reward"] for one in fields],
+        "rewards_by_kind": [one["reward_by_kind"] for one in fields],
+        "entropy": [one["entropy"] for one in fields],
+        "k3": [one["kl_k3"] for one in fields],
+        "staleness": [one["staleness"] for one in fields],
+        "step_seconds": [event.at - course.began for event in made],
         "seconds": course.train_seconds,
     }
 
 
 def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """The best before and the worst after, of each loss over its seeds."""
+    """The best before and the worst after, of each loss over its seeds, apart for runs with other bounds or engines."""
     figures: dict[str, float] = {"runs": len(runs)}
-    for loss in dict.fromkeys(one["loss"] for one in runs):
-        pairs = [ends(one["held_out"]) for one in runs if one["loss"] == loss]
-        figures[f"reward_before_max_{loss}"] = max(before for before, _ in pairs)
-        figures[f"reward_after_min_{loss}"] = min(after for _, after in pairs)
+    for way, own in by_way(runs).items():
+        pairs = [ends(one["held_out"]) for one in own]
+        figures[f"reward_before_max_{way}"] = max(before for before, _ in pairs)
+        figures[f"reward_after_min_{way}"] = min(after for _, after in pairs)
     return figures
 
 
+def by_way(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs that differ by their seeds only; a bound or a precision is named where it differs from the usual one."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    bounds = {Run.of(one).max_staleness for one in runs}
+    for one in runs:
+        run = Run.of(one)
+        words = [run.loss, *[str(run.max_staleness)] * (len(bounds) > 1), *["fp8"] * (run.quantization == "fp8")]
+        found.setdefault("_".join(words), []).append(one)
+    return found
+
+
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each loss: training reward of every seed, held-out reward as dots."""
+    """A panel for each loss, bound and precision: training reward of every seed, held-out reward as dots."""
     import matplotlib as mpl  # noqa: PLC0415 - slow to import
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    losses = list(dict.fromkeys(one["loss"] for one in runs))
+    ways = by_way(runs)
     figure, panels = plt.subplots(
-        1, len(losses), figsize=(4.2 * len(losses), 3.6), sharey=True, squeeze=False, layout="constrained"
+        1, len(ways), figsize=(4.2 * len(ways), 3.6), sharey=True, squeeze=False, layout="constrained"
     )
-    for loss, axes in zip(losses, panels[0], strict=True):
-        for color, one in enumerate(run for run in runs if run["loss"] == loss):
+    for (way, own), axes in zip(ways.items(), panels[0], strict=True):
+        for color, one in enumerate(own):
             axes.plot(range(1, len(one["rewards"]) + 1), one["rewards"], color=f"C{color}", linewidth=0.8, alpha=0.6)
             held_out = {int(version): reward for version, reward in one["held_out"].items()}
             axes.plot(list(held_out), list(held_out.values()), "o-", color=f"C{color}", label=f"seed {one['seed']}")
-        axes.set(title=loss, xlabel="optimizer step")
+        axes.set(title=way, xlabel="optimizer step")
         axes.grid(alpha=0.25)
     panels[0][0].set_ylim(reward_limits(*(one["rewards"] for one in runs), *(one["held_out"].values() for one in runs)))
     panels[0][0].set_ylabel("reward (dots: held out)")

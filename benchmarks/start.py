@@ -2,14 +2,16 @@
 
     python -m benchmarks.start                                    without a GPU, the smallest model
     python -m benchmarks.start --device cuda --model 1.7b         about four minutes on one GPU
+    python -m benchmarks.start --device cuda --model 1.7b --variants fork shipped fork-2 --deadline 280     other ways to start, too
 
 The model has random weights and is made before. The first start has no caches of compiled code (vLLM's, inductor's, Triton's); the second
-has what the first one left. Each start ends with the stop of the run, so files, ports and queues are those of a run that goes on.
+has what the first one left. With `--variants` each is started once after a first start of the first one. Each start ends with the stop of the run, so files, ports and queues are those of a run that goes on.
 `$VLLM_*` and other variables are passed on.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -17,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,30 @@ RUN = "start"
 LENGTH = 2048
 """Largest number of tokens of prompt and answer together."""
 
+FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+FEW_GRAPHS = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}))
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """Environment and engine arguments of a start."""
+
+    environment: dict[str, str] = {}
+    arguments: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "shipped": Variant(),
+    "fork": Variant(environment=FORK),  # the engine core has vLLM imported when it begins
+    "fork-2": Variant(environment=FORK, arguments=("--api-server-count", "2")),
+    "fork-1": Variant(environment=FORK, arguments=("--api-server-count", "1")),
+    "fork-few-graphs": Variant(environment=FORK, arguments=FEW_GRAPHS),
+}
+
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """One start, in seconds since the command was given."""
 
+    variant: str = "shipped"
     up_s: float
     first_completion_s: float
     processor_s: float
@@ -47,36 +71,61 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="tiny", choices=SHAPES)
-    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=2, help="of the first variant")
+    parser.add_argument("--variants", nargs="+", default=["shipped"], choices=VARIANTS)
+    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds after which no start begins")
     parser.add_argument(
         "--scratch", type=Path, help="an empty folder for model, run and caches, kept; or that of an earlier call"
     )
     arguments = parser.parse_args()
+    began, failed = time.monotonic(), 0
     figures, detail = report.kept("start", out=arguments.out)
+    device = "gpu" if arguments.device == "cuda" else "cpu"
+    starts: list[Start] = []
     with tempfile.TemporaryDirectory(prefix="swarmq-start-") as temporary:
         folder = (arguments.scratch or Path(temporary)).absolute()
         if not (folder / "model").exists():
             make_model(folder / "model", arguments.model, arguments.device)
-        job = write_job(folder)
-        starts = [measure(job, caches(folder)) for _ in range(arguments.starts)]
-    device = "gpu" if arguments.device == "cuda" else "cpu"
-    figures |= {f"{device}_first_s": starts[0].first_completion_s, f"{device}_second_s": starts[-1].first_completion_s}
-    detail[device] = {
-        "model": arguments.model,
-        "hardware": report.hardware(),
-        "commit": report.commit(),
-        "load": os.getloadavg(),
-        "starts": msgspec.to_builtins(starts),
-    }
-    rows = [[number, start.up_s, start.first_completion_s, start.processor_s] for number, start in enumerate(starts, 1)]
+        planned = [*arguments.variants[:1] * (arguments.starts - 1), *arguments.variants]
+        for variant in planned:
+            if time.monotonic() - began > arguments.deadline:
+                print(f"{variant}: no time left", flush=True)
+                continue
+            try:
+                starts.append(measure(write_job(folder, VARIANTS[variant].arguments), folder, variant))
+            except Exception:  # the other variants are started all the same
+                failed += 1
+                traceback.print_exc()
+                continue
+            detail[device] = {
+                "model": arguments.model,
+                "hardware": report.hardware(),
+                "commit": report.commit(),
+                "load": os.getloadavg(),
+                "starts": msgspec.to_builtins(starts),
+            }
+            report.save(
+                "start",
+                figures | figures_of(device, starts),
+                detail=detail,
+                out=arguments.out,
+                finished=len(starts) == len(planned),
+            )
+    rows = [[one.variant, one.up_s, one.first_completion_s, one.processor_s] for one in starts]
     print(report.table(("start", "up, s", "first completion, s", "processor, s"), rows), flush=True)
-    report.save("start", figures, detail=detail, out=arguments.out)
+    sys.exit(failed)
 
 
-def write_job(folder: Path) -> Path:
+def figures_of(device: str, starts: Sequence[Start]) -> dict[str, float]:
+    """The first start, and the last one of the first variant."""
+    own = [one.first_completion_s for one in starts if one.variant == starts[0].variant]
+    return {f"{device}_first_s": own[0], f"{device}_second_s": own[-1]}
+
+
+def write_job(folder: Path, arguments: Sequence[str]) -> Path:
     policy = {
         "model": str(folder / "model"),
-        "engine": {"max_model_len": LENGTH},
+        "engine": {"max_model_len": LENGTH, "arguments": arguments},
         "sampling": {"max_tokens": 8},
         "train": {"trackers": []},
     }
@@ -93,7 +142,7 @@ def caches(folder: Path) -> dict[str, str]:
     return {name: str(folder / "cache" / part) for name, part in names.items()}
 
 
-def measure(job: Path, environment: dict[str, str]) -> Start:
+def measure(job: Path, folder: Path, variant: str) -> Start:
     """Start the run, get an answer, and stop the run."""
     stages: dict[str, float] = {}
     used, began = _processor_s(), time.monotonic()
@@ -101,7 +150,7 @@ def measure(job: Path, environment: dict[str, str]) -> Start:
         [sys.executable, "-m", "swarmq", "up", str(job)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | environment,
+        env=os.environ | caches(folder) | VARIANTS[variant].environment,
     ) as process:
         assert process.stdout
         for line in process.stdout:
@@ -117,7 +166,9 @@ def measure(job: Path, environment: dict[str, str]) -> Start:
         finally:
             process.send_signal(signal.SIGINT)
             process.communicate()
-    return Start(up_s=up_s, first_completion_s=first_s, processor_s=_processor_s() - used, stages=stages)
+    return Start(
+        variant=variant, up_s=up_s, first_completion_s=first_s, processor_s=_processor_s() - used, stages=stages
+    )
 
 
 def _first_answer(run: Path) -> float:
