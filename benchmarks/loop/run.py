@@ -6,6 +6,7 @@
 Weights are random, so that every answer is as long as it may be and no reward can be learned: only speed is measured.
     python -m benchmarks.loop --model 1.7b --device cuda --steps 8 --limit             # and what the parts do alone
     python -m benchmarks.loop --model 1.7b --device cuda --steps 8 --mps learner-low   # both on the GPU at the same time, not in turns
+    python -m benchmarks.loop --model 1.7b --device cuda --steps 8 --limit --keep-cache --agents 96     # what clearing the cache, and many agents, cost
 
 Agents go on while the learner steps; what they sample meanwhile is at most `max_staleness` steps old when it is trained.
 Measured is the time from the end of the warm-up steps to the last step. Results are saved after every model, beside
@@ -14,7 +15,8 @@ came to.
 
 `--limit` measures in the same run what the parts do alone: first vLLM, asked directly by as many conversations at once; then the
 proxies, while the agents' first episodes go on and nothing can be trained; at the end the learner, from whose batches agents
-and engine are kept away. `loop_over_sum` is the time of a step over the time that its samples and its training take alone.
+and engine are kept away. `loop_over_sum` is the time of a step over the time that its samples take vLLM alone, asked directly, and its training
+takes the learner alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -30,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +47,7 @@ from benchmarks.gpu_busy import GpuWatch
 from benchmarks.loop.agent import SERVER_ENV, Server
 from benchmarks.loop.model import make_model
 from benchmarks.proxy_h200 import sampled
-from swarmq import SwarmTask
+from swarmq import SwarmTask, keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.data.feed import feed
 from swarmq.config import SwarmJob
@@ -91,12 +95,15 @@ ALONE_S = {"cpu": 4.0, "cuda": 8.0}
 """Seconds for which tokens of the rollout alone are counted: less than an episode takes, so that nothing can be trained yet."""
 RAMP_S = 2.0
 """Seconds between the first call and the first counted token."""
+CALL_SECONDS = re.compile(r"^swarmq_(first_token|call|confirm)_seconds_(sum|count)\{.*\} (\S+)$", re.MULTILINE)
+"""Lines of a proxy's metrics."""
 START_S = 60.0
 """Seconds within which the callers' processes must have started."""
 DRAIN_S = 40.0
 """Seconds within which agents must have used up their tickets."""
 ALONE_STEPS, STEP_S = 3, 20.0
 """Number of steps of the learner alone, and the most seconds that one may take."""
+KEEP_CACHE = ("--middleware", "benchmarks.loop.keep_cache.KeepCache")
 LOW_PRIORITY = ("env", "CUDA_MPS_CLIENT_PRIORITY=1", sys.executable)
 """Command prefix for a process whose CUDA kernels wait for those of normal priority."""
 
@@ -112,6 +119,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     as_shipped: bool = False
     limit: bool = False
     mps: str = "off"
+    keep_cache: bool = False
+    agents: int | None = None
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Asked:
@@ -123,6 +132,8 @@ def main() -> None:
     kind = "loop" if arguments.placement != "split" else "loop_split"
     kind += "_as_shipped" if arguments.as_shipped else ""
     kind += "_limit" if arguments.limit else ""
+    kind += "_keep_cache" if arguments.keep_cache else ""
+    kind += f"_{arguments.agents}_agents" if arguments.agents else ""
     kind += f"_mps_{arguments.mps.replace('-', '_')}" if arguments.mps != "off" else ""
     name = f"{kind}_{report.place(arguments.device)}"
     figures, detail = report.kept(name, out=arguments.out)
@@ -140,7 +151,9 @@ def measure_all(
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
             try:
-                found, detail[model] = asyncio.run(measure(Path(folder), model, SIZES[model], Asked.of(arguments)))
+                asked = Asked.of(arguments)
+                size = msgspec.structs.replace(SIZES[model], at_once=asked.agents or SIZES[model].at_once)
+                found, detail[model] = asyncio.run(measure(Path(folder), model, size, asked))
             except Exception:  # the other model is measured all the same
                 failed += 1
                 traceback.print_exc()
@@ -175,6 +188,10 @@ def parse() -> argparse.Namespace:
         choices=("off", "equal", "learner-low"),
         help="CUDA's multi-process service for engine and learner; learner-low: kernels of the engine go first",
     )
+    parser.add_argument(
+        "--keep-cache", action="store_true", help="push without clearing the engine's cache: to measure what that costs"
+    )
+    parser.add_argument("--agents", type=int, help="at once, instead of the model's number")
     parser.add_argument("--scratch", help="where model and run folder are written")
     return parser.parse_args()
 
@@ -191,9 +208,11 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         placement=asked.placement,
         as_shipped=asked.as_shipped,
         launcher=LOW_PRIORITY if asked.mps == "learner-low" else (),
+        engine_arguments=KEEP_CACHE if asked.keep_cache else (),
     )
     alone = dict[str, float]()
     counted = dict[str, tuple[float, float]]()
+    call_s = dict[str, dict[str, float]]()
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=_say))
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
@@ -214,10 +233,17 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         if asked.limit:
             alone["proxy_tokens_per_s"] = await meter.rate(ALONE_S[asked.device])
             counted["proxy"] = meter.counted
+            call_s["before_training"] = await call_times(deployment)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(asked.deadline - (time.monotonic() - began)):
                 await until_step(follower, asked.steps)
-        alone_from = await let_learner_alone(deployment, meter, agents, follower) if asked.limit else 0.0
+        call_s["whole_run"] = await call_times(deployment)
+        alone_from = math.inf
+        if asked.limit:
+            try:
+                alone_from = await let_learner_alone(deployment, meter, agents, follower)
+            except Exception:  # what the loop did is saved all the same
+                traceback.print_exc()
         stop_without_checkpoint(deployment)
     events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
     steps = [event for event in events if event.name == "step"][: asked.steps]
@@ -228,10 +254,15 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
     measured = steps[asked.warm_up :]
     detail["engine_tokens_per_s"] = engine_rates(measured, meter)
+    detail["call_s"] = call_s
     detail["sampled_by_step"] = [meter.between(step.at - step.fields["step_s"], step.at) for step in measured]
     if asked.limit:
         later = [e for e in events if e.name == "step" and training(e)[0] >= alone_from]
-        figures |= limits(figures, measured=measured, alone=later, rates=alone)
+        try:
+            figures |= limits(figures, measured=measured, alone=later, rates=alone)
+        except RuntimeError:  # nor is it lost without steps of the learner alone
+            traceback.print_exc()
+            figures |= alone
         detail["gpu_busy_alone"] = {way: watch.busy(span) for way, span in counted.items()}
         detail["alone"] = [{phase: event.fields[phase] for phase in (*PHASES, "mfu")} for event in later]
     told = list(read_log(job.run_folder.logs / "learner.main.log"))
@@ -248,6 +279,7 @@ def job_of(
     placement: str = "auto",
     as_shipped: bool = False,
     launcher: Sequence[str] = (),
+    engine_arguments: Sequence[str] = (),
 ) -> SwarmJob:
     length = 512 + size.turns * 3 * (size.sampled + size.words)
     bare = {"checkpoint_every": 1_000_000, "token_log": False, "trackers": []}
@@ -257,7 +289,7 @@ def job_of(
         "engine": {
             "max_model_len": length,
             "gpu_memory_utilization": size.gpu_share,
-            "arguments": ["--max-num-seqs", str(size.at_once)],
+            "arguments": ["--max-num-seqs", str(size.at_once), *engine_arguments],
         },
         "sampling": {"max_tokens": size.sampled},
         "train": {
@@ -369,6 +401,23 @@ class TokenMeter:
 
     def between(self, begin: float, end: float) -> float:
         return _at(self.looks, end) - _at(self.looks, begin)
+
+
+async def call_times(deployment: Deployment) -> dict[str, float]:
+    """Return by phase the mean seconds of a call in the proxies: until its first token, its sampling, and then the broker's confirm."""
+    job = deployment.job
+    secret = keys.derive_operator_secret(keys.load_root(job.run_folder.root_secret), RUN)
+    reader = keys.Operator(run=job.run, name=RUN, roles=("read",), expires_at=time.time() + START_S)
+    headers = {"authorization": f"Bearer {keys.mint_operator(secret, reader)}"}
+    sums: defaultdict[str, float] = defaultdict(float)
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for name, url in deployment.metrics_urls().items():
+            if name.startswith("proxy"):
+                async with http.get(url) as response:
+                    response.raise_for_status()
+                    for found in CALL_SECONDS.finditer(await response.text()):
+                        sums[f"{found[1]}_{found[2]}"] += float(found[3])
+    return {phase: sums[f"{phase}_sum"] / (sums[f"{phase}_count"] or 1) for phase in ("first_token", "call", "confirm")}
 
 
 async def let_learner_alone(
