@@ -112,6 +112,7 @@ class Course(Scenario):
     """A run without incidents: measure, train until the last step or the deadline, measure every so often."""
 
     measure_every = 20
+    """Steps between two measurements of held-out problems."""
     deadline = float("inf")
     """On the monotonic clock."""
 
@@ -168,7 +169,7 @@ async def run_all(folder: Path, arguments: argparse.Namespace, deadline: float) 
             job = job_of(folder, model, SIZES[arguments.size], run, arguments.steps, cuda=arguments.device == "cuda")
             try:
                 async with asyncio.timeout(deadline + STOP_S - time.monotonic()):
-                    result = await trained(job, arguments.steps, deadline)
+                    result = await trained(job, arguments.steps, deadline, arguments.measure_every)
             except Exception:  # the other runs go on
                 failed += 1
                 print(f"--- {run.name} failed", flush=True)
@@ -225,6 +226,12 @@ def parse() -> argparse.Namespace:
         "--staleness", type=int, nargs="+", default=[], help="bounds to compare (groups.max_staleness); 0: synchronous"
     )
     parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument(
+        "--measure-every",
+        type=int,
+        default=Course.measure_every,
+        help="steps; as many as --steps: before and after only",
+    )
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds after which no run begins a step")
@@ -301,7 +308,7 @@ def job_of(folder: Path, model: Path, size: Size, run: Run, steps: int, *, cuda:
     return SwarmJob.build(tree | {"folder": str(folder / "runs")}, sets=sets, origin="learns")
 
 
-async def trained(job: SwarmJob, steps: int, deadline: float) -> dict[str, Any]:
+async def trained(job: SwarmJob, steps: int, deadline: float, measure_every: int) -> dict[str, Any]:
     """Held-out reward by version, and the curve of the training reward."""
     size = DemoSize(steps=steps, held_out=256, concurrency=64, spare_groups=SPARE_GROUPS)
 
@@ -310,7 +317,7 @@ async def trained(job: SwarmJob, steps: int, deadline: float) -> dict[str, Any]:
 
     async with open_session(job, name="learns", report=say) as session:
         course = Course(session, size, say)
-        course.deadline = deadline
+        course.deadline, course.measure_every = deadline, measure_every
         await course.run()
     made = [event for event in read_events(job.run_folder.events) if event.name == "step"]
     fields = [event.fields for event in made]
