@@ -119,7 +119,7 @@ def main() -> None:
 def figures_of(device: str, starts: Sequence[Start]) -> dict[str, float]:
     """The first start, and the last one of the first variant."""
     own = [one.first_completion_s for one in starts if one.variant == starts[0].variant]
-    return {f"{device}_first_s": own[0], f"{device}_second_s": own[-1]}
+    return {f"{device}_first_s": own[0]} | ({f"{device}_second_s": own[-1]} if len(own) > 1 else {})
 
 
 def write_job(folder: Path, arguments: Sequence[str]) -> Path:
