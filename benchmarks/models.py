@@ -77,6 +77,17 @@ TRAIN = Train(advantage="ema", warmup_steps=0, learning_rate=1e-3)
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "head_dim": None}
 """The only sizes for which vLLM's CPU build computes multi-head latent attention; its kernel needs BF16."""
 
+LFM2 = {
+    "block_dim": 128,
+    "block_ff_dim": 192,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "conv_dim": 128,
+    "conv_dim_out": 128,
+    "conv_use_xavier_init": True,
+}
+"""Fields of published configurations, which vLLM reads beside those of transformers."""
+
 
 class Model(NamedTuple):
     """A row of the table."""
@@ -108,7 +119,7 @@ MODELS = (
     Model(
         "Qwen3-Next",
         "qwen3_next",
-        {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
+        {**oracle.EXPERTS, "mlp_only_layers": [], "linear_key_head_dim": 128, "linear_value_head_dim": 128},
         dtype="bfloat16",
     ),
     Model("Llama 2, 3", "llama"),
@@ -143,12 +154,18 @@ MODELS = (
     Model("ERNIE 4.5", "ernie4_5"),
     Model("Hunyuan, dense", "hunyuan_v1_dense"),
     Model("StarCoder2", "starcoder2"),
-    Model("LFM2", "lfm2", {"conv_dim": 128, "conv_dim_out": 128, "conv_use_xavier_init": True}),
+    Model("LFM2", "lfm2", LFM2),
     Model("Falcon-H1", "falcon_h1", {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 16}),
     Model(
         "MiniMax-M2",
         "minimax_m2",
-        {**oracle.LOCAL_EXPERTS, "intermediate_size": 96, "rotary_dim": 16, "scoring_func": "sigmoid"},
+        {
+            **oracle.LOCAL_EXPERTS,
+            "intermediate_size": 96,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
     ),
 )
 
@@ -337,7 +354,8 @@ class Measurement:
         if not worst < TOLERANCES[self._model.dtype]:
             when = "" if what == "engine" else " after the push"
             raise RefusedError(
-                "vLLM", f"computes other log-probabilities than transformers{when}, by up to {worst:.2g} nats"
+                "vLLM",
+                f"computes other log-probabilities than transformers{when}, by up to {worst:.2g} nats in {self._model.dtype}",
             )
         if what == "pushed":
             before, _ = oracle.oracle(self._folder, asked)

@@ -211,6 +211,34 @@ def test_kernels_that_reloading_is_enough_for_stay(kernel: str, method: str, dev
     assert model["layer"].quant_method.moe_kernel is kept
 
 
+class Latent(torch.nn.Module):
+    """Multi-head latent attention as vLLM computes it on a CPU with AMX: a copy of the weight is packed, the weight freed."""
+
+    is_amx_bmm_enabled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(2, 3, bias=False)
+
+    def pack(self) -> None:
+        self.packed = self.kv_b_proj.weight.detach().clone()
+        self.kv_b_proj.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def test_a_weight_that_was_packed_and_freed_is_loaded_again() -> None:
+    model, config = torch.nn.ModuleDict({"attention": Latent()}), SimpleNamespace(dtype=torch.float32)
+    layerwise.record_metadata_for_reloading(model)
+    for value in (1.0, 2.0):
+        model["attention"].pack()
+        weights_reload.prepare_reload(model, CPU)
+        layerwise.initialize_layerwise_reload(model)
+        weight = model["attention"].kv_b_proj.weight
+        weight.weight_loader(weight, torch.full((3, 2), value))
+        layerwise.finalize_layerwise_reload(model, config)
+        model["attention"].pack()
+        assert model["attention"].packed.tolist() == [[value] * 2] * 3
+
+
 class Tied(torch.nn.Module):
     """Two layers with weights of their own; a head that is tied to the first."""
 

@@ -6,6 +6,8 @@ elsewhere, where they may be part of a captured graph, the model is refused.
 
 A tied head shares its weight with the embedding, but on a CPU computes with a packed copy, which is repacked after each reload.
 
+Multi-head latent attention (DeepSeek) on a CPU with AMX packs a projection's weight and frees it, so a reload finds no memory for the new one.
+
 Some models (gpt-oss: experts and attention sinks) write weights without the loaders that vLLM observes, into tensors without memory. Such writes
 are recorded and done when the layer has memory. Weights that nothing has written, which would stay unchanged, are reported.
 """
@@ -39,6 +41,9 @@ def prepare_reload(model: torch.nn.Module, device: torch.device) -> None:
         )
     for method in methods.values():
         method.moe_kernel = None  # vLLM creates a new kernel with the loaded weights
+    for module in model.modules():
+        if getattr(module, "is_amx_bmm_enabled", False):
+            _restore_memory(module.kv_b_proj, device)
 
 
 def _has_reordering_kernel(module: Any) -> bool:
@@ -53,6 +58,12 @@ def _has_reordering_kernel(module: Any) -> bool:
         isinstance(method, UnquantizedFusedMoEMethod)
         and done_when_made.__qualname__.split(".")[0] not in ORDER_KEEPING_KERNELS
     )
+
+
+def _restore_memory(layer: Any, device: torch.device) -> None:
+    """Give the layer's weight the memory that vLLM freed after the last load."""
+    shapes, _ = get_layerwise_info(layer).restore_metadata
+    layer.weight = torch.nn.Parameter(torch.empty_like(shapes["weight"], device=device), requires_grad=False)
 
 
 def has_untied_head(model: torch.nn.Module) -> bool:
