@@ -50,6 +50,7 @@ AT_ONCE = 0.2
 """Share of kills that do not wait until a trial has gone on since the kill before."""
 TOO_LONG_S = 300.0
 """Seconds after the last kill in which the study must come to its end."""
+SHIPPED = Path(__file__).parents[1] / "docs" / "studies"
 
 FUNCTION = '''
 import json, os, random, time
@@ -286,12 +287,19 @@ async def measure(folder: Path, *, kills: int) -> tuple[dict[str, float], dict[s
     return figures, {name: {k: v for k, v in one.items() if k != "report"} for name, one in detail.items()}
 
 
+def count_shipped() -> int:
+    """Return the number of studies in docs/studies that have come to their end."""
+    states = [StudyState(read_ledger(path)) for path in SHIPPED.glob("*/studies/*/ledger.jsonl")]
+    return sum(state.stopped is not None and state.stopped.kind == "complete" for state in states)
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--kills", type=int, default=KILLS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures, detail = asyncio.run(measure(Path(folder), kills=arguments.kills))
+    figures["studies_shipped"] = count_shipped()
     for name, one in detail.items():
         print(name, json.dumps(one))
     print(report.table(["figure", "value"], [[name, value] for name, value in figures.items()]))
