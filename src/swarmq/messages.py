@@ -15,7 +15,7 @@ queue. Token ids and log-probabilities travel as packed little-endian int32 and 
     collector --LogEntry--> log (a stream)        all collectors of a run with standbys
     proxy     --Turn-->     turns.<n>             collector --Fence--> turns.<n>: instead of `in`, if the collector has several processes
     study     --TrialOffer--> tasks.trials        worker --TrialReport--> in: of a study, which has queues like those of a run
-    everybody --MessageBatch--> in, turns.<n>: several of these records from one process (broker/message_batches.py)
+    everybody --MessageBatch--> in, turns.<n>, <policy>.ready: several of these records from one process (broker/message_batches.py)
 """
 
 from __future__ import annotations
@@ -528,7 +528,7 @@ class PackedMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MessageBatch(Record, frozen=True, kw_only=True, tag="batch"):
-    """everybody -> in, turns.<n>: messages that one process published at about the same time, in their order.
+    """everybody -> in, turns.<n>, <policy>.ready: messages that one process published at about the same time, in their order.
 
     Not a `Message`: consumers get the messages in it. An older version parks it as a dead letter with an unknown type.
     """

@@ -22,6 +22,7 @@ from swarmq.messages import (
     Message,
     PackedMessage,
     RefusedTurn,
+    Rollout,
     Slot,
     Task,
     Turn,
@@ -111,6 +112,21 @@ def end(run: str, number: int) -> EpisodeEnd:
 
 def task(run: str, number: int) -> Task:
     return Task(run=run, slot=Slot(task_id=f"t{number}"), kind="math", group_size=1)
+
+
+def rollout(run: str, number: int) -> Rollout:
+    return Rollout(
+        run=run,
+        policy="main",
+        episode_id=f"e{number}",
+        slot=Slot(task_id="t", repeat=number),
+        kind="math",
+        group_id="g",
+        group_members=40,
+        group_size=40,
+        reward=1.0,
+        turns=(),
+    )
 
 
 def poison(run: str, episode_id: str, *, prompt_ids: bytes) -> Turn:
@@ -334,6 +350,17 @@ async def test_the_messages_of_a_batch_arrive_one_by_one_among_others(bench: Ben
     assert [delivery.key for delivery in taken] == [idempotency_key(message) for message in ends]
     assert [delivery.body for delivery in taken] == [encode(message) for message in ends]
     assert await take_redelivered(bench) == []
+
+
+async def test_rollouts_that_are_published_together_arrive_one_by_one_and_share_messages(bench: Bench) -> None:
+    rollouts = [rollout(bench.run, number) for number in range(40)]
+    ready = topology.ready(bench.run, "main")
+    await asyncio.gather(*(bench.broker.publish(ready, one) for one in rollouts))
+    if isinstance(bench.broker, AmqpBroker):
+        assert (await bench.broker.depths([ready]))[ready].ready < len(rollouts)
+    taken = await take(bench, ready, len(rollouts))
+    assert [delivery.message for delivery in taken] == rollouts
+    assert [delivery.key for delivery in taken] == [idempotency_key(message) for message in rollouts]
 
 
 async def test_a_batch_comes_again_whole_unless_all_its_messages_are_acknowledged(bench: Bench) -> None:

@@ -39,7 +39,7 @@ from swarmq.broker.publisher import Publisher
 from swarmq.broker.reconnect import BrokerLink
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError
-from swarmq.messages import Event, Message, encode, idempotency_key
+from swarmq.messages import Event, Message, Rollout, encode, idempotency_key
 from swarmq.runtime.amqp_urls import split_nodes
 from swarmq.runtime.logs import log
 
@@ -128,12 +128,14 @@ class AmqpBroker:
             )
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
+        may_batch = isinstance(message, Rollout) or topology.parse_turns_run(queue)
         await self._publisher.publish(
             queue,
             encode(message),
             kind=str(message.__struct_config__.tag),
             headers={KEY_HEADER: idempotency_key(message)},
             deadline_s=deadline_s,
+            batch_run=message.run if may_batch else "",
         )
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:

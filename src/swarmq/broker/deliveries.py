@@ -211,8 +211,9 @@ def _unpack(arrival: Arrival) -> list[Arrival]:
     except MessageError:
         return [arrival]
     settler = BatchSettler(arrival.settler, arrival.tag, len(messages))
+    redelivered, queue, sender = arrival.is_redelivered, arrival.queue, arrival.sender
     return [
-        arrival._replace(settler=settler, tag=place, body=one.body, headers={KEY_HEADER: one.key}, kind=one.kind)
+        Arrival(settler, place, one.body, {KEY_HEADER: one.key}, redelivered, queue, one.kind, sender)
         for place, one in enumerate(messages)
     ]
 

@@ -1,6 +1,6 @@
 """Publishing: persistent, confirmed, mandatory, and retried under the same idempotency key until confirmed.
 
-Publishes share one channel and await their confirms separately, so that concurrent calls pipeline. To the queues of the collector,
+Publishes share one channel and await their confirms separately, so that concurrent calls pipeline. To queues with one consumer,
 concurrent calls share messages (message_batches.py).
 """
 
@@ -64,14 +64,21 @@ class Publisher:
             batching.close()
 
     async def publish(
-        self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
+        self,
+        queue: str,
+        body: bytes,
+        *,
+        kind: str,
+        headers: dict[str, Any],
+        deadline_s: float | None,
+        batch_run: str = "",
     ) -> None:
         """Publish `body` to `queue`, and return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline,
-        BrokerError when refused."""
+        BrokerError when refused. `batch_run`: the run, if the message may share a batch."""
         try:
             async with asyncio.timeout(deadline_s):
-                if run := topology.parse_turns_run(queue):
-                    await self._find_batching(run, queue).publish(
+                if batch_run:
+                    await self._find_batching(batch_run, queue).publish(
                         PackedMessage(kind, str(headers.get(KEY_HEADER, "")), body)
                     )
                 else:

@@ -180,7 +180,9 @@ async def test_what_was_in_deleted_queues_comes_again(job):
             slot = Slot(task_id="t", repeat=repeat)
             for piece in episode(job.run, f"e{repeat}", slot, f"math.{repeat + 1}"):
                 await broker.publish(topology.inbox(job.run), piece)
-        await held_by(broker, ready, GROUP_SIZE)
+        async with broker.consume(ready, prefetch=GROUP_SIZE) as deliveries:
+            for _ in range(GROUP_SIZE):
+                await anext(deliveries)
         async with broker.events(job.run) as events, open_session(job.broker.url, name="operator") as session:
             for queue in (tickets, ready):
                 await session.call(session.channel.queue_delete(queue))
