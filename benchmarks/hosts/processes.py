@@ -123,7 +123,7 @@ async def drain_by(source: Path, run: str, url: str, arguments: argparse.Namespa
     python = [sys.executable, "-m", "benchmarks.hosts.processes"]
     process = await asyncio.create_subprocess_exec(
         *(*python, *sizes, "--processes", str(processes), "--pass", run, url),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])},
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
