@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from swarmq.studies.identity import hash_json
-from swarmq.studies.records import AnyFact, Cost, Entry, StudyOpened, Trial, TrialPlanned, TrialResult, TrialStarted
+from swarmq.studies.records import AnyFact, Entry, Spending, StudyOpened, Trial, TrialPlanned, TrialResult, TrialStarted
 from swarmq.studies.state import StudyState, largest_cost
 from swarmq.studies.study import Arm, Study
 
@@ -75,5 +75,5 @@ class Story:
 
     def finish(self, trial: Trial, value: float, *, seconds: float = 1.0) -> None:
         fence = self.start(trial)
-        cost = Cost(gpu_seconds=seconds)
+        cost = Spending(gpu_seconds=seconds)
         self.add(TrialResult(trial_id=trial.id, fence=fence, metrics={"score": value}, cost=cost))

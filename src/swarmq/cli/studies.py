@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from swarmq.keys import HostInvite
     from swarmq.studies.ledger import StudyFolder
     from swarmq.studies.records import Entry, PlannerDecided, StudyStopped
+    from swarmq.studies.state import StudyState
     from swarmq.studies.study import Study
 
 STUDY = click.argument("study_file", metavar="[STUDY]", type=click.Path(path_type=Path), default="study.toml")
@@ -89,10 +90,11 @@ def check(study_file: Path) -> None:
     swarmq study check study.toml
     """
     from swarmq.studies.design import choose_arms
+    from swarmq.studies.identity import TrialMaker
     from swarmq.studies.state import largest_cost
     from swarmq.studies.study import KILL_S
 
-    study, _ = _load(study_file)
+    study, folder = _load(study_file)
     _check_functions(study)
     most, seeds = largest_cost(study), len(study.seeds)
     arms = study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
@@ -108,11 +110,15 @@ def check(study_file: Path) -> None:
         from swarmq.studies.analysis import announce_power
 
         click.echo(announce_power(study))
-    cap = study.budget.gpu_seconds
-    if cap is not None and cap < count * most.gpu_seconds:
+    if (cap := study.budget.gpu_seconds) is not None:
+        enough = int(cap // most.gpu_seconds)
+        spare = f", {enough - count} more than that" if enough > count else ""
         click.echo(
-            f"the budget of {cap:,.0f} GPU seconds is enough for {cap // most.gpu_seconds:.0f} trials that take so long"
+            f"the budget of {cap:,.0f} GPU seconds is enough for {enough} trials that take so long{spare}. Each running trial whose worker "
+            "and leader die together, as on one host, counts as one of them, however short it was"
         )
+    if outside := TrialMaker(study, folder.root).list_outside():
+        click.echo(f"outside the study's folder, and not sent to hosts that join by an invite: {', '.join(outside)}")
 
 
 @study_group.command("run")
@@ -200,6 +206,7 @@ def invite(
     from swarmq.broker.admin.hosts import add_user_of_host, remove_user_of_host
     from swarmq.broker.admin.invitations import ClientAddresses
     from swarmq.hosts.addresses import is_loopback
+    from swarmq.studies.identity import TrialMaker
     from swarmq.studies.reports import run_of
 
     study, folder = _load(study_file, is_checked=False)
@@ -210,6 +217,12 @@ def invite(
         remove_user_of_host(folder.hosts, name, api)
         click.echo(f"removed host {name}")
         return
+    away = [name for name in TrialMaker(study, folder.root).list_outside() if not Path(name).is_absolute()]
+    if away:
+        raise ConfigError(
+            f"{', '.join(away)}: outside {folder.root}, so {name} does not get it; move it into that folder, or name it by a path "
+            "that is the same on all hosts"
+        )
     if not amqp and is_loopback(split_nodes(url)[0]):
         raise ConfigError(
             "--amqp: missing, and the study's RabbitMQ listens on this host alone; start `swarmq study run` with --tls-port, "
@@ -457,7 +470,7 @@ async def _lead(
     with open_leader(study, folder, report=_say) as leader:
         await leader.open(amend=amend, resume=resume)
         if leader.is_over and leader.state.stopped:
-            _say(f"stopped: {leader.state.stopped.reason}; to go on, give --resume REASON")
+            _say(f"stopped: {leader.state.stopped.reason}; {_name_next(leader.state, study_file)}")
             return
         async with (
             _open_node(folder, amqp, listener) as url,
@@ -468,15 +481,24 @@ async def _lead(
                 await leader.run(broker)
 
 
+def _name_next(state: StudyState, study_file: Path) -> str:
+    """Say what can be done with a study that has stopped."""
+    if state.stopped and state.stopped.kind != "complete":
+        return "to go on, give --resume REASON"
+    if any(one.parked for one in state.newest):
+        return "to start parked trials again, give --resume REASON"
+    return f"for its report: swarmq study report {study_file}"
+
+
 async def _work(study: Study, folder: StudyFolder, url: str, parallel: int | None) -> None:
     """Run trials in the study's folder, or in a copy of it."""
     from swarmq.broker.amqp import AmqpBroker
-    from swarmq.studies.worker import Worker
+    from swarmq.studies.worker import TrialWorker
 
     environments = _split_gpus(study, parallel)
     async with AmqpBroker.open(url, name=f"study {study.name}", deadline_s=None) as broker:
         where = redact_url(url)
-        await Worker(broker, study, folder, environments=environments, where=where, report=_say).run()
+        await TrialWorker(broker, study, folder, environments=environments, where=where, report=_say).run()
 
 
 async def _join(invite: HostInvite, parallel: int | None) -> None:
@@ -485,7 +507,7 @@ async def _join(invite: HostInvite, parallel: int | None) -> None:
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.studies.reports import parse_run
     from swarmq.studies.shared_files import fetch
-    from swarmq.studies.worker import Worker, no_leader
+    from swarmq.studies.worker import TrialWorker, no_leader
 
     invite.check_current(time.time())
     if not (name := parse_run(invite.run)):
@@ -501,7 +523,7 @@ async def _join(invite: HostInvite, parallel: int | None) -> None:
         study, folder = await fetch(broker, name, here, report_silence=report_silence)
         os.chdir(folder.root)  # jobs and tasks are named from there
         lanes = _split_gpus(study, parallel)
-        worker = Worker(broker, study, folder, environments=lanes, host=invite.host, where=where, report=_say)
+        worker = TrialWorker(broker, study, folder, environments=lanes, host=invite.host, where=where, report=_say)
         try:
             await worker.run()
         except* FilesDifferError:

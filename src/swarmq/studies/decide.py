@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from swarmq.studies.records import (
     AnyFact,
-    Cost,
+    Spending,
     StudyStopped,
     TrialFailed,
     TrialParked,
@@ -58,7 +58,7 @@ def on_claim(state: StudyState, claim: Claim, *, elapsed_s: float) -> Decision:
     return Decision([started], "run")
 
 
-def on_loss(one: TrialState, loss: Cost) -> list[AnyFact]:
+def on_loss(one: TrialState, loss: Spending) -> list[AnyFact]:
     """Return the facts of a lease whose holder has been silent for too long. `loss`: the most that it can have spent."""
     assert one.lease is not None
     facts: list[AnyFact] = [

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -43,6 +43,7 @@ class TrialMaker:
 
     def __init__(self, study: Study, root: Path) -> None:
         self._study, self._root = study, root
+        self._arms = study.arms or {"": Arm()}
         self._inputs: dict[str, Inputs] = {}
 
     def make(
@@ -81,20 +82,44 @@ class TrialMaker:
     def find_lineage(self, trial: Trial) -> str:
         """Return the lineage of a trial with the files that are here, or "" if they make no such trial. It is the trial's own if the
         files are those that the trial was planned with."""
-        try:
-            inputs = self._read_inputs(trial.settings, trial.agent, trial.tasks, trial.files)
-        except SwarmqError:
+        if self.find_problem(trial):
             return ""
+        inputs = self._read_inputs(trial.settings, trial.agent, trial.tasks, trial.files)
         return hash_lineage(inputs, trial.seed, trial.purpose)
+
+    def find_problem(self, trial: Trial) -> str:
+        """Return why the files that are here make no trial like this one, or "" if they make one, be it another."""
+        try:
+            self._read_inputs(trial.settings, trial.agent, trial.tasks, trial.files)
+        except SwarmqError as error:
+            return str(error)
+        return ""
 
     def hash_inputs(self) -> str:
         """Return the hash of the settings, code, tasks and models of all arms."""
-        arms = self._study.arms or {"": Arm()}
-        return hash_json([(name, self.make(name, arm, 0).lineage) for name, arm in arms.items()])
+        return hash_json([(name, self.make(name, arm, 0).lineage) for name, arm in self._arms.items()])
 
     def list_files(self, trials: Iterable[Trial]) -> dict[str, Path]:
         """Return the files below the study's folder that these trials depend on, by their path there. Trials from before an amendment
         may depend on what is no longer there, and add no files."""
+        files = sorted({file for path in self._find_inputs(trials) for file in _walk(path)})
+        return {name: file for file in files if (name := self._name(file))}
+
+    def list_outside(self) -> list[str]:
+        """Return the files and folders outside the study's folder that trials depend on, relative to it where the study names them so."""
+        found = self._find_inputs([self.make(name, arm, self._study.seeds[0]) for name, arm in self._arms.items()])
+        return sorted(self._show(path) for path in found if not self._name(path))
+
+    def _name(self, path: Path) -> str:
+        """Return the path below the study's folder, or "" for one that is elsewhere."""
+        name = self._show(path)
+        return "" if PurePath(name).is_absolute() or ".." in PurePath(name).parts else name
+
+    def _show(self, path: Path) -> str:
+        return str(path.relative_to(self._root) if path.is_relative_to(self._root) else path)
+
+    def _find_inputs(self, trials: Iterable[Trial]) -> set[Path]:
+        """Return the files and folders that these trials depend on."""
         plan = self._study.trial
         found = {self._root / name for name in (plan.job, plan.held_out, *self._study.planner.files) if name}
         seen = {hash_json([one.settings, one.agent, one.tasks]): one for one in trials}
@@ -103,10 +128,7 @@ class TrialMaker:
                 _, models, methods = self._resolve(trial.settings)
                 code = self._list_code(trial.agent, methods)
                 found.update([*code, *(self._root / name for name in (trial.tasks, *models.values()) if name)])
-        files = sorted({file for path in found if path.exists() for file in _walk(path)})
-        below = [file for file in files if file.is_relative_to(self._root)]
-        names = {file.relative_to(self._root): file for file in below}
-        return {str(name): file for name, file in names.items() if ".." not in name.parts}
+        return {path for path in found if path.exists()}
 
     def _read_inputs(self, settings: Mapping[str, Any], agent: str, tasks: str, files: Mapping[str, str]) -> Inputs:
         """Return the hashes of a trial's inputs. Raises ConfigError for settings that a job refuses, and for missing files."""

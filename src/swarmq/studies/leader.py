@@ -29,10 +29,10 @@ from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import LedgerFile, StudyFolder
 from swarmq.studies.records import (
     AnyFact,
-    Cost,
     Looked,
     PlannerDecided,
     Promoted,
+    Spending,
     StudyAmended,
     StudyOpened,
     StudyResumed,
@@ -153,7 +153,7 @@ class Leader:
 
     async def open(self, *, amend: str = "", resume: str = "") -> None:
         """Open the study, or check that it is the one that was opened. `amend`: reason of a change. Raises StudyError."""
-        digest, inputs = hash_study(self._study), self._maker.hash_inputs()
+        digest, inputs = hash_study(self._study), await asyncio.to_thread(self._maker.hash_inputs)
         metric = self._study.metric.name
         if self.state.study is None:
             await self._append([StudyOpened(study=self._study, digest=digest, inputs=inputs)])
@@ -202,7 +202,7 @@ class Leader:
                 await self._tell(report.claim_id, "welcome", 0)
             case FileWanted():
                 trials = [one.trial for one in self.state.trials.values()]
-                await self._broker.emit(self._files.answer(report, self._study, trials))
+                await self._broker.emit(await asyncio.to_thread(self._files.answer, report, self._study, trials))
             case Claim():
                 await self._end_if_lost(report)
                 await self._park_outdated()  # one that ran when the study was amended
@@ -288,7 +288,7 @@ class Leader:
             await self._append([StudyStopped(kind="budget", reason=why)])
         await self._advance()
 
-    def _bound_loss(self, one: TrialState, heard: Heard) -> Cost:
+    def _bound_loss(self, one: TrialState, heard: Heard) -> Spending:
         """Return the most that a silent worker can have spent: it ends its trial `lease_s` after the last beat that was confirmed."""
         assert one.lease is not None
         if heard.used_s is None:
@@ -303,7 +303,7 @@ class Leader:
             await self._park_outdated()
             await self._append(look_next(self.state))
         if not self.state.stopped:
-            await self._append(plan_next(self.state, self._maker.make))
+            await self._plan()
             if self._is_settled():
                 await self._ask_planner()
             if self._is_settled() and not self.state.waiting:
@@ -313,6 +313,10 @@ class Leader:
         room = MAX_OFFERS - sum(one.trial.id in self._offered for one in self.state.open)
         for one in [one for one in self.state.open if one.trial.id not in self._offered][: max(room, 0)]:
             await self._offer(one.trial, await self._find_host(one.trial))
+
+    async def _plan(self) -> None:
+        """Plan what the design adds now. Files are hashed in a thread: a model takes longer than a broker waits for heartbeats."""
+        await self._append(await asyncio.to_thread(plan_next, self.state, self._maker.make))
 
     async def _find_host(self, trial: Trial) -> str:
         """Return the host that has the checkpoint from which a promoted trial continues, or "" if no worker is there."""
@@ -330,8 +334,11 @@ class Leader:
 
     async def _park_outdated(self) -> None:
         """Park open trials that the study as amended does not run."""
-        parked = [(one.trial.id, self._find_outdated(one.trial)) for one in self.state.open]
-        await self._append([TrialParked(trial_id=one, reason=why) for one, why in parked if why])
+        await self._append(await asyncio.to_thread(self._list_outdated))
+
+    def _list_outdated(self) -> list[TrialParked]:
+        found = [(one.trial.id, self._find_outdated(one.trial)) for one in self.state.open]
+        return [TrialParked(trial_id=trial_id, reason=why) for trial_id, why in found if why]
 
     def _find_outdated(self, trial: Trial) -> str:
         """Return why the study as amended does not run a trial, or "" if it does."""
@@ -363,7 +370,7 @@ class Leader:
                 await self._append([asked])
                 await self._append([await asyncio.to_thread(planner.ask, self._study, asked)])
             await self._append(await asyncio.to_thread(planner.judge, self.state, self._maker.make, self._root))
-            await self._append(plan_next(self.state, self._maker.make))
+            await self._plan()
 
     async def decide(self, decided: PlannerDecided) -> None:
         """Record a person's decision on an arm that waits. Raises StudyError if it does not wait."""

@@ -23,7 +23,7 @@ from swarmq.rewards import Budget, ChatEndpoint, Sandbox, extract_json
 from swarmq.studies.changed_files import Edit, apply_edits, show_diff
 from swarmq.studies.design import MakeTrial, choose_arms
 from swarmq.studies.ledger import redact
-from swarmq.studies.records import AnyFact, Cost, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided
+from swarmq.studies.records import AnyFact, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided, Spending
 from swarmq.studies.state import StudyState, add, largest_cost
 from swarmq.studies.study import NAME, Arm, Study
 
@@ -115,14 +115,14 @@ def prepare(state: StudyState, root: Path) -> PlannerAsked | None:
     return asked if asked.reserved.calls else None
 
 
-def reserve(state: StudyState, prompt: str) -> Cost:
+def reserve(state: StudyState, prompt: str) -> Spending:
     """Return the most that the answer may cost; no calls if the money that is left does not pay for one."""
     study = _study(state)
     calls, price, cap = min(MAX_CALLS, _calls_left(state)), _price(study, prompt), study.budget.money
     if price and cap is not None:
         left = cap - add(state.spent, state.reserved).money
         calls = min(calls, max(math.floor(left / price), 0))
-    return Cost(calls=calls, money=calls * price)
+    return Spending(calls=calls, money=calls * price)
 
 
 def _price(study: Study, prompt: str) -> float:
@@ -149,7 +149,7 @@ def ask(study: Study, asked: PlannerAsked) -> PlannerAnswered:
     prompt_tokens = budget.spent_tokens - budget.answer_tokens
     money = (prompt_tokens * planner.prompt_price + budget.answer_tokens * planner.answer_price) / 1e6
     money += budget.uncounted_calls * _price(study, asked.prompt)
-    return PlannerAnswered(answer=answer, cost=Cost(calls=budget.spent_calls, money=money))
+    return PlannerAnswered(answer=answer, cost=Spending(calls=budget.spent_calls, money=money))
 
 
 def judge(state: StudyState, make: MakeTrial, root: Path) -> list[AnyFact]:
@@ -230,7 +230,7 @@ def _gate(state: StudyState, num_taken: int) -> Literal["accepted", "waiting"]:
 
 def _share(study: Study, num_trials: int) -> float:
     """Return the largest share of a cap that so many trials may need."""
-    return max((need * num_trials / cap for _, need, _, cap in _caps(study, Cost(), 0) if cap), default=0.0)
+    return max((need * num_trials / cap for _, need, _, cap in _caps(study, Spending(), 0) if cap), default=0.0)
 
 
 def _find_shortage(state: StudyState, num_trials: int) -> str:
@@ -241,7 +241,7 @@ def _find_shortage(state: StudyState, num_trials: int) -> str:
     return ""
 
 
-def _caps(study: Study, spent: Cost, starts: int) -> list[tuple[str, float, float, float]]:
+def _caps(study: Study, spent: Spending, starts: int) -> list[tuple[str, float, float, float]]:
     """Return name, need of one trial, what is used, and cap, of each cap that is set."""
     need, budget = largest_cost(study), study.budget
     rows = [

@@ -9,7 +9,7 @@ import msgspec
 from swarmq.studies.study import Study
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Spending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a trial has spent, or may spend."""
 
     gpu_seconds: float = 0.0
@@ -87,7 +87,7 @@ class TrialStarted(Fact, frozen=True, kw_only=True, tag="started"):
     claim_id: str
     copy_id: str
     """Id of the message by which the worker holds the lease."""
-    reserved: Cost
+    reserved: Spending
 
 
 def host_of(worker: str) -> str:
@@ -105,7 +105,7 @@ class TrialResult(Fact, frozen=True, kw_only=True, tag="result"):
     """Metric -> its values, one for each step."""
     scores: dict[str, float] = {}
     """Held-out task -> mean reward after training, for pairs by task."""
-    cost: Cost
+    cost: Spending
 
 
 class TrialFailed(Fact, frozen=True, kw_only=True, tag="failed"):
@@ -119,7 +119,7 @@ class TrialFailed(Fact, frozen=True, kw_only=True, tag="failed"):
     reason: str
     log: str = ""
     """Last lines of the trial's output."""
-    cost: Cost
+    cost: Spending
     """Costs up to the failure; for a lost worker an upper bound."""
 
 
@@ -168,7 +168,7 @@ class PlannerAsked(Fact, frozen=True, kw_only=True, tag="planner_asked"):
     """What was sent to the planner."""
 
     prompt: str
-    reserved: Cost = Cost()
+    reserved: Spending = Spending()
     """The most that the answer may cost. It counts as spent if the leader died before it had the answer."""
 
 
@@ -176,7 +176,7 @@ class PlannerAnswered(Fact, frozen=True, kw_only=True, tag="planner_answered"):
     """What the planner answered, word for word."""
 
     answer: str
-    cost: Cost
+    cost: Spending
 
 
 class PlannerDecided(Fact, frozen=True, kw_only=True, tag="planner_decided"):

@@ -116,7 +116,7 @@ async def fetch(
     return listing.study, StudyFolder(root / "study.toml", name, path=here)
 
 
-async def _fetch_file(reader: _Reader, file: SharedFile, target: Path, here: Path) -> None:
+async def _fetch_file(reader: _FileReader, file: SharedFile, target: Path, here: Path) -> None:
     """Fetch a file by way of one in `here`, which no hash of a trial contains and no other worker of this host writes."""
     if await asyncio.to_thread(_is_copy, target, file):
         return
@@ -150,7 +150,7 @@ def _append(part: Path, pieces: Iterable[bytes]) -> None:
             written.write(piece)
 
 
-class _Reader:
+class _FileReader:
     """The worker's side: requests, and the answers that are awaited."""
 
     def __init__(self, broker: Broker, name: str, ask_s: float, report_silence: Callable[[float], None]) -> None:
@@ -187,8 +187,8 @@ class _Reader:
 @contextlib.asynccontextmanager
 async def _open_reader(
     broker: Broker, name: str, ask_s: float, report_silence: Callable[[float], None]
-) -> AsyncIterator[_Reader]:
-    reader = _Reader(broker, name, ask_s, report_silence)
+) -> AsyncIterator[_FileReader]:
+    reader = _FileReader(broker, name, ask_s, report_silence)
     async with broker.events(run_of(name), senders=[reader.source]) as events:
         following = asyncio.create_task(reader.follow(events))
         try:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import msgspec
 
 from swarmq.studies.records import (
-    Cost,
     Entry,
     Looked,
     PlannerAnswered,
     PlannerAsked,
     PlannerDecided,
     Promoted,
+    Spending,
     StudyAmended,
     StudyOpened,
     StudyResumed,
@@ -66,13 +66,13 @@ class StudyState:
         """Lineage -> host that ran its newest start, and has its checkpoint."""
         self.promoted: list[Promoted] = []
         self.looks: list[Looked] = []
-        self.spent = Cost()
+        self.spent = Spending()
         """Costs of all starts that have ended."""
         self.num_starts = 0
         self.stopped: StudyStopped | None = None
         self.proposed: dict[str, PlannerDecided] = {}
         """Newest decision on each arm of the planner, refused ones included."""
-        self.asked = Cost()
+        self.asked = Spending()
         """What the answer of the planner may cost that is awaited."""
         self.answer: str | None = None
         """Answer of the planner that was not judged yet."""
@@ -116,7 +116,7 @@ class StudyState:
                 self.spent = add(self.spent, self.asked)
                 self.asked = reserved
             case PlannerAnswered(answer=answer, cost=cost):
-                self.answer, self.asked = answer, Cost()
+                self.answer, self.asked = answer, Spending()
                 self.idle_rounds += 1
                 self.spent = add(self.spent, cost)
             case PlannerDecided():
@@ -181,7 +181,7 @@ class StudyState:
         return [one for one in self.trials.values() if one.lease is None and not one.is_settled]
 
     @property
-    def reserved(self) -> Cost:
+    def reserved(self) -> Spending:
         """What the running trials and the planner may still spend."""
         total = self.asked
         for one in self.leased:
@@ -190,16 +190,16 @@ class StudyState:
         return total
 
 
-def add(one: Cost, other: Cost) -> Cost:
-    return Cost(
+def add(one: Spending, other: Spending) -> Spending:
+    return Spending(
         gpu_seconds=one.gpu_seconds + other.gpu_seconds, calls=one.calls + other.calls, money=one.money + other.money
     )
 
 
-def largest_cost(study: Study) -> Cost:
+def largest_cost(study: Study) -> Spending:
     """Return what one start of a trial may spend."""
     plan = study.trial
-    return Cost(gpu_seconds=(plan.max_seconds + KILL_S) * plan.gpus, calls=plan.max_calls, money=plan.max_money)
+    return Spending(gpu_seconds=(plan.max_seconds + KILL_S) * plan.gpus, calls=plan.max_calls, money=plan.max_money)
 
 
 def find_exceeded(state: StudyState, *, elapsed_s: float) -> str:

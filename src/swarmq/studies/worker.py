@@ -33,7 +33,7 @@ from swarmq.runtime.processes import die_with_parent, read_tail
 from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import StudyFolder, redact
-from swarmq.studies.records import Cost, Trial, TrialFailed, TrialResult
+from swarmq.studies.records import Spending, Trial, TrialFailed, TrialResult
 from swarmq.studies.reports import (
     SOURCE,
     Beat,
@@ -126,7 +126,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     """Time of the monotonic clock."""
 
-    def fail(self, kind: Literal["failure", "timeout", "returned"], reason: str, cost: Cost) -> TrialFailed:
+    def fail(self, kind: Literal["failure", "timeout", "returned"], reason: str, cost: Spending) -> TrialFailed:
         return TrialFailed(
             trial_id=self.trial.id,
             fence=self.fence,
@@ -142,7 +142,7 @@ def no_leader(name: str, where: str, seconds: float) -> str:
     return f"no leader of study {name} has answered for {seconds:.0f} s over RabbitMQ at {where}; start it on its host: `swarmq study run`"
 
 
-class Worker:
+class TrialWorker:
     """A worker of a study. `environments`: environment variables of the trials of each lane. `host`: name of this host, whose workers
     share the folders of trials. `where`: address of the broker, for messages."""
 
@@ -243,8 +243,9 @@ class Worker:
         offer = delivery.message
         assert isinstance(offer, TrialOffer)
         trial = msgspec.json.decode(offer.body, type=Trial)
-        lineage = TrialMaker(self._study, self._folder.root).find_lineage(trial)  # of the files as they are now
-        terms = hash_terms(self._study, lineage)
+        maker = TrialMaker(self._study, self._folder.root)  # of the files as they are now
+        terms = hash_terms(self._study, await asyncio.to_thread(maker.find_lineage, trial))
+        problem = await asyncio.to_thread(maker.find_problem, trial)
         is_settled = False
         while not is_settled:
             claim = Claim(
@@ -255,13 +256,14 @@ class Worker:
                 terms=terms,
             )
             with self._answers.expect(claim.claim_id):
-                fence = await self._claim(claim)
+                fence = await self._claim(claim, problem)
                 is_settled = fence is None or await self._run(trial, claim, fence, environment)
         with contextlib.suppress(BrokerLostError):  # it comes back, and the leader says that it is settled
             await delivery.ack()
 
-    async def _claim(self, claim: Claim) -> int | None:
-        """Ask the leader until it decides; return the fencing token of the lease, or None if there is nothing to run.
+    async def _claim(self, claim: Claim, problem: str) -> int | None:
+        """Ask the leader until it decides; return the fencing token of the lease, or None if there is nothing to run. `problem`: why the
+        files here make no such trial.
 
         Raises FilesDifferError if the files here are not those of the study.
         """
@@ -276,7 +278,7 @@ class Worker:
                 case "differs":
                     raise FilesDifferError(
                         f"trial {claim.trial_id[:12]}: the study file, job, code, tasks, model or swarmq's version in {self._folder.root} "
-                        "are not those of the study; copy them from the leader's host, or amend the study there"
+                        f"are not those of the study{problem and f' ({problem})'}; copy them from the leader's host, or amend the study there"
                     )
                 case None:
                     pass
@@ -292,7 +294,7 @@ class Worker:
             process = await self._start(trial, folder, environment)
         except OSError as error:  # a full disk, or no memory for a process
             await asyncio.sleep(self._ask_s)
-            await self._send(start.fail("failure", f"the trial cannot be started: {error}", Cost()))
+            await self._send(start.fail("failure", f"the trial cannot be started: {error}", Spending()))
             return True
         self._report(f"{trial}: started")
         try:
@@ -319,10 +321,10 @@ class Worker:
             await self._send_result(start, cost)
         return True
 
-    def _measure(self, start: Start) -> Cost:
-        return Cost(gpu_seconds=round((time.monotonic() - start.began) * self._study.trial.gpus, 3))
+    def _measure(self, start: Start) -> Spending:
+        return Spending(gpu_seconds=round((time.monotonic() - start.began) * self._study.trial.gpus, 3))
 
-    async def _send_result(self, start: Start, cost: Cost) -> None:
+    async def _send_result(self, start: Start, cost: Spending) -> None:
         """Report the trial's result, or a failure if there is none, or if the trial has spent more than it may."""
         plan = self._study.trial
         try:

@@ -13,11 +13,20 @@ from swarmq.errors import LearnerError, StudyError
 from swarmq.runtime.processes import is_alive
 from swarmq.studies.leader import open_leader
 from swarmq.studies.ledger import StudyFolder, read_ledger
-from swarmq.studies.records import Cost, StudyStopped, TrialFailed, TrialParked, TrialPlanned, TrialResult, TrialStarted
+from swarmq.studies.records import (
+    Spending,
+    StudyOpened,
+    StudyStopped,
+    TrialFailed,
+    TrialParked,
+    TrialPlanned,
+    TrialResult,
+    TrialStarted,
+)
 from swarmq.studies.reports import KIND, Beat, Claim, hash_terms, inbox, pack, run_of
 from swarmq.studies.state import AMENDED, REMOVED, StudyState
 from swarmq.studies.study import Study
-from swarmq.studies.worker import Worker, end_leftovers
+from swarmq.studies.worker import TrialWorker, end_leftovers
 from swarmq.testing import MemoryBroker
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,7 +59,7 @@ class Lab:
 
     @contextlib.asynccontextmanager
     async def at_work(self):
-        worker = Worker(self.broker, self.study, self.folder, environments=[{}, {}], ask_s=0.2)
+        worker = TrialWorker(self.broker, self.study, self.folder, environments=[{}, {}], ask_s=0.2)
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(worker.run())
             yield task
@@ -213,9 +222,28 @@ async def test_files_that_are_not_those_of_the_study_end_a_worker_before_it_runs
         await lab.until(lambda: lab.folder.ledger.exists() and len(lab.facts()) == 3)
         (tmp_path / "work.py").write_text("def trial(attempt): return {'score': 100.0}\n")
         with pytest.RaisesGroup(StudyError, allow_unwrapped=False, flatten_subgroups=True):
-            await Worker(lab.broker, lab.study, lab.folder, environments=[{}]).run()
+            await TrialWorker(lab.broker, lab.study, lab.folder, environments=[{}]).run()
         leading.cancel()
     assert not lab.facts(TrialStarted)
+
+
+async def test_large_files_are_hashed_beside_the_event_loop(tmp_path):
+    os.mkfifo(pipe := tmp_path / "model")  # whoever reads it waits for the event loop to write it
+    lab = Lab(tmp_path, SCORE, trial=FIRST["trial"] | {"code": ["model"]})
+
+    async def write():
+        while True:
+            with contextlib.suppress(OSError):  # nobody reads it yet
+                file = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(file, b"weights")
+                os.close(file)
+            await asyncio.sleep(0.01)
+
+    with open_leader(lab.study, lab.folder) as leader:
+        writing = asyncio.create_task(write())
+        await leader.open()
+        writing.cancel()
+    assert lab.facts(StudyOpened)
 
 
 async def test_a_changed_study_needs_a_reason_and_keeps_its_results(tmp_path):
@@ -380,7 +408,7 @@ async def test_a_worker_that_misses_the_end_of_a_study_is_told_again(tmp_path):
         return await emit(event)
 
     lab.broker.emit = lose_the_first
-    worker = Worker(lab.broker, lab.study, lab.folder, environments=[{}], ask_s=0.2)
+    worker = TrialWorker(lab.broker, lab.study, lab.folder, environments=[{}], ask_s=0.2)
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         tasks.create_task(lab.lead())
         await asyncio.sleep(0)
@@ -411,7 +439,7 @@ async def test_what_a_killed_start_of_a_trial_left_behind_is_ended(tmp_path):
 async def test_a_worker_says_that_there_is_no_leader_and_that_there_is_one_again(tmp_path):
     lab, said = Lab(tmp_path, SCORE), []
     await lab.broker.declare("study-first", policies=[], kinds=["trials"])  # a leader was there once
-    worker = Worker(
+    worker = TrialWorker(
         lab.broker, lab.study, lab.folder, environments=[{}], where="mq:5672", greet_s=0.05, report=said.append
     )
     async with asyncio.TaskGroup() as tasks:
@@ -447,7 +475,7 @@ async def hosts_at_work(lab, *names):
         working = {}
         for name in names:
             folder = StudyFolder(lab.folder.root / "study.toml", lab.study.name, path=lab.folder.root / name)
-            worker = Worker(lab.broker, lab.study, folder, environments=[{}], host=name, ask_s=0.1, greet_s=0.5)
+            worker = TrialWorker(lab.broker, lab.study, folder, environments=[{}], host=name, ask_s=0.1, greet_s=0.5)
             working[name] = tasks.create_task(worker.run())
         yield working
         for task in working.values():
@@ -526,7 +554,7 @@ async def test_an_invited_host_reports_its_own_trials_alone(tmp_path):
         await hear(claim("gpu3:1"), "gpu3")
         assert one.lease
         assert one.lease.worker == "gpu3:1"
-        forged = TrialResult(trial_id=one.trial.id, fence=one.fence, metrics={"score": 99.0}, cost=Cost())
+        forged = TrialResult(trial_id=one.trial.id, fence=one.fence, metrics={"score": 99.0}, cost=Spending())
         await hear(forged, "gpu2")
         assert not one.result
         old = Beat(claim_id="old", trial_id=one.trial.id, fence=one.fence - 1, used_s=1.0)

@@ -6,10 +6,11 @@ from click.testing import CliRunner
 
 from swarmq.cli import main
 from swarmq.keys import HostInvite
+from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
-from swarmq.studies.records import StudyOpened
+from swarmq.studies.records import StudyOpened, StudyStopped
 from swarmq.studies.state import StudyState
-from swarmq.studies.study import load_study
+from swarmq.studies.study import hash_study, load_study
 
 STUDY = """
 name = "toy"
@@ -56,6 +57,52 @@ def test_check_finds_a_function_that_is_not_there(study):
     (study / "study.toml").write_text(STUDY.replace(":attempt", ":attemt"))
     result = CliRunner().invoke(main, ["study", "check"])
     assert (result.exit_code, "did you mean 'attempt'?" in result.output) == (1, True), result.output
+
+
+def test_check_says_how_many_lost_trials_the_budget_survives(study):
+    said = CliRunner().invoke(main, ["study", "check"]).output
+    assert "4 trials" in said
+    assert (
+        "enough for 10 trials that take so long, 6 more than that. Each running trial whose worker and leader die"
+        in said
+    )
+    (study / "study.toml").write_text(STUDY.replace("= 100", "= 30"))
+    assert "enough for 3 trials that take so long. Each" in CliRunner().invoke(main, ["study", "check"]).output
+
+
+def test_files_that_do_not_travel_are_named_before_a_host_is_invited(study, ledger):
+    (study / "x").mkdir()
+    (study / "common.py").touch()
+    (study / "study_of_toys.py").rename(study / "x" / "study_of_toys.py")
+    (study / "studies").rename(study / "x" / "studies")
+    for outside, why in [
+        ("../common.py", "../common.py: outside "),
+        (str(study / "common.py"), "--amqp: missing"),  # it may be at the same path there
+    ]:
+        plan = f'{{ code = ["{outside}"], function'
+        (study / "x" / "study.toml").write_text(STUDY.replace("{ function", plan))
+        checked = CliRunner().invoke(main, ["study", "check", str(study / "x" / "study.toml")])
+        assert f"not sent to hosts that join by an invite: {outside}\n" in checked.output
+        StudyFolder(study / "x" / "study.toml", "toy").endpoint.write_text("amqp://user:secret@127.0.0.1:5672/")
+        invited = CliRunner().invoke(main, ["study", "invite", str(study / "x" / "study.toml"), "gpu2"])
+        assert (invited.exit_code, why in invited.output) == (1, True), invited.output
+
+
+@pytest.mark.parametrize(
+    ("stopped", "next_step"),
+    [
+        (StudyStopped(kind="complete", reason="done"), "done; for its report: swarmq study report study.toml"),
+        (StudyStopped(kind="asked", reason="enough"), "enough; to go on, give --resume REASON"),
+    ],
+)
+def test_a_run_of_a_stopped_study_says_what_can_be_done(study, stopped, next_step):
+    told = load_study(study / "study.toml")
+    inputs = TrialMaker(told, study).hash_inputs()
+    ledger = LedgerFile(StudyFolder(study / "study.toml", "toy").ledger)
+    ledger.append([StudyOpened(study=told, digest=hash_study(told), inputs=inputs), stopped])
+    ledger.close()
+    result = CliRunner().invoke(main, ["study", "run"])
+    assert result.output == f"stopped: {next_step}\n"
 
 
 @pytest.fixture

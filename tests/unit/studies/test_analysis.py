@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from swarmq.studies.analysis import announce_power, collect_scores, compare, look, measure_noise
-from swarmq.studies.records import Cost, Trial, TrialResult
+from swarmq.studies.records import Spending, Trial, TrialResult
 from swarmq.studies.study import Study
 
 FILE = {
@@ -29,7 +29,7 @@ def results(shifts, seeds=range(8), sd=0.02, rung=0, purpose="compare"):
     return [
         (
             Trial(id=f"{arm}{seed}{rung}", arm=arm, seed=seed, settings={}, lineage="", rung=rung, purpose=purpose),
-            TrialResult(trial_id="", fence=1, metrics={"held_out": sum(scores) / 2}, scores=dict(zip("ab", scores, strict=True)), cost=Cost()),
+            TrialResult(trial_id="", fence=1, metrics={"held_out": sum(scores) / 2}, scores=dict(zip("ab", scores, strict=True)), cost=Spending()),
         )
         for arm, shift in shifts.items()
         for seed in seeds

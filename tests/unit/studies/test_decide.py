@@ -9,7 +9,7 @@ from support.studies import Story, study_of
 from swarmq.studies.decide import MAX_LOST, on_claim, on_end, on_loss
 from swarmq.studies.leader import describe
 from swarmq.studies.records import (
-    Cost,
+    Spending,
     StudyAmended,
     StudyResumed,
     StudyStopped,
@@ -28,12 +28,12 @@ def claim(trial, claim_id="c", copy="o", study=None):
 
 
 def result(trial, fence, value=1.0, seconds=2.0):
-    return TrialResult(trial_id=trial.id, fence=fence, metrics={"score": value}, cost=Cost(gpu_seconds=seconds))
+    return TrialResult(trial_id=trial.id, fence=fence, metrics={"score": value}, cost=Spending(gpu_seconds=seconds))
 
 
 def failure(trial, fence, kind="failure"):
     return TrialFailed(
-        trial_id=trial.id, fence=fence, kind=kind, reason="broke", log="the log", cost=Cost(gpu_seconds=2.0)
+        trial_id=trial.id, fence=fence, kind=kind, reason="broke", log="the log", cost=Spending(gpu_seconds=2.0)
     )
 
 
@@ -51,9 +51,9 @@ def test_a_lease_reserves_its_costs_and_a_result_settles_them():
     story = Story(study_of())
     trial = story.plan()
     assert decide(story, claim(trial)) == "run"
-    assert story.state.reserved == Cost(gpu_seconds=10.0)
+    assert story.state.reserved == Spending(gpu_seconds=10.0)
     end(story, result(trial, story.state.trials[trial.id].fence))
-    assert (story.state.reserved, story.state.spent) == (Cost(), Cost(gpu_seconds=2.0))
+    assert (story.state.reserved, story.state.spent) == (Spending(), Spending(gpu_seconds=2.0))
 
 
 def test_a_repeated_claim_gets_the_same_lease_and_other_claims_wait_or_are_dropped():
@@ -73,7 +73,7 @@ def test_the_result_of_a_lease_that_has_ended_counts_nothing():
     story = Story(study_of())
     trial = story.plan()
     old = story.start(trial)
-    story.add(*on_loss(story.state.trials[trial.id], Cost(gpu_seconds=5.0)))
+    story.add(*on_loss(story.state.trials[trial.id], Spending(gpu_seconds=5.0)))
     assert decide(story, claim(trial, "new")) == "run"
     end(story, result(trial, old, value=7.0))
     assert story.state.trials[trial.id].result is None
@@ -81,7 +81,7 @@ def test_the_result_of_a_lease_that_has_ended_counts_nothing():
     end(story, result(trial, new, value=1.0))
     end(story, result(trial, new, value=9.0))
     assert story.state.trials[trial.id].result.metrics == {"score": 1.0}
-    assert story.state.spent == Cost(gpu_seconds=7.0)
+    assert story.state.spent == Spending(gpu_seconds=7.0)
 
 
 def test_a_claim_that_the_broker_delivers_again_after_its_lease_has_ended_gets_no_second_one():
@@ -118,7 +118,7 @@ def test_a_result_without_the_metric_that_an_amendment_has_named_since_is_a_fail
     end(story, result(trial, fence))
     (failed,) = [entry.fact for entry in story.entries if isinstance(entry.fact, TrialFailed)]
     assert failed.reason == "the trial has returned no 'other', only score"
-    assert (story.state.trials[trial.id].result, story.state.spent) == (None, Cost(gpu_seconds=2.0))
+    assert (story.state.trials[trial.id].result, story.state.spent) == (None, Spending(gpu_seconds=2.0))
 
 
 def test_the_third_failure_parks_a_trial_with_its_log_and_is_no_result():
@@ -161,7 +161,7 @@ def test_lost_and_stopped_workers_park_nothing_until_there_are_very_many():
         assert decide(story, claim(trial, f"r{number}")) == "run"
         end(story, failure(trial, story.state.trials[trial.id].fence, "returned"))
         assert decide(story, claim(trial, f"c{number}")) == "run"
-        story.add(*on_loss(story.state.trials[trial.id], Cost()))
+        story.add(*on_loss(story.state.trials[trial.id], Spending()))
     assert story.state.trials[trial.id].parked
 
 

@@ -15,7 +15,7 @@ from swarmq.studies import planner
 from swarmq.studies.analysis import compare
 from swarmq.studies.design import plan_next
 from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
-from swarmq.studies.records import Cost, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided
+from swarmq.studies.records import NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided, Spending
 from swarmq.studies.report import compose, render_markdown
 from swarmq.studies.state import StudyState
 
@@ -50,7 +50,7 @@ def story(max_arms=3, budget=None, approval="none", **changes):
 
 def judge(told, root, *proposals, notes="", text=None):
     answer = text if text is not None else json.dumps({"proposals": proposals, "notes": notes})
-    told.add(PlannerAsked(prompt="?"), PlannerAnswered(answer=answer, cost=Cost(calls=1)))
+    told.add(PlannerAsked(prompt="?"), PlannerAnswered(answer=answer, cost=Spending(calls=1)))
     facts = planner.judge(told.state, make_trial(told.study), root)
     told.add(*facts)
     return facts
@@ -227,11 +227,11 @@ def test_an_endpoint_that_refuses_is_an_answer_without_proposals(root):
 def test_the_calls_of_a_leader_that_died_before_it_had_the_answer_are_spent():
     told = story(budget={"calls": 8})
     told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state, "?")))
-    assert planner.reserve(told.state, "?") == Cost(calls=3)
+    assert planner.reserve(told.state, "?") == Spending(calls=3)
     told.add(PlannerAsked(prompt="?", reserved=planner.reserve(told.state, "?")))
     assert (told.state.spent.calls, told.state.reserved.calls) == (5, 3)
     assert not planner.may_ask(told.state)
-    told.add(PlannerAnswered(answer="{}", cost=Cost(calls=1)))
+    told.add(PlannerAnswered(answer="{}", cost=Spending(calls=1)))
     assert (told.state.spent.calls, told.state.reserved.calls) == (6, 0)
 
 
@@ -293,7 +293,7 @@ def test_the_command_records_who_approved_and_refuses_an_arm_that_does_not_wait(
 def test_an_answer_that_was_not_judged_before_a_crash_is_judged_without_asking_again(root):
     told = story()
     told.add(
-        PlannerAsked(prompt="?"), PlannerAnswered(answer=json.dumps({"proposals": [propose()]}), cost=Cost(calls=1))
+        PlannerAsked(prompt="?"), PlannerAnswered(answer=json.dumps({"proposals": [propose()]}), cost=Spending(calls=1))
     )
     again = StudyState(told.entries)
     assert again.answer is not None

@@ -13,8 +13,8 @@ from swarmq.cli import main
 from swarmq.errors import StudyError
 from swarmq.studies.ledger import LedgerFile, StudyFolder
 from swarmq.studies.records import (
-    Cost,
     NoteWritten,
+    Spending,
     StudyAmended,
     StudyResumed,
     StudyStopped,
@@ -41,7 +41,7 @@ def finish(story, trial, shift, seconds=1.0):
             metrics={"score": sum(scores) / 4},
             scores=dict(zip("wxyz", scores, strict=True)),
             curves={"score": tuple(rng.normal(shift, 0.1, 5).tolist())},
-            cost=Cost(gpu_seconds=seconds, calls=2),
+            cost=Spending(gpu_seconds=seconds, calls=2),
         )
     )
 
@@ -53,7 +53,9 @@ def told(*, disturbed=False, seeds=range(6)):
     for arm, seed in order[::-1] if disturbed else order:
         trial = story.plan(arm, seed)
         if disturbed and seed % 2:
-            lost = TrialFailed(trial_id=trial.id, fence=story.start(trial), kind="lost", reason="silent", cost=Cost())
+            lost = TrialFailed(
+                trial_id=trial.id, fence=story.start(trial), kind="lost", reason="silent", cost=Spending()
+            )
             story.add(lost)
         if (arm, seed) == ("bad | *arm*", 4):
             story.add(TrialParked(trial_id=trial.id, reason="it broke", log="ValueError: ``` <nan>"))
@@ -83,7 +85,7 @@ def test_costs_have_the_tokens_of_trainings(story):
         for seed in (0, 1):
             trial = trained.plan(arm, seed)
             metrics = {"score": 1.0, "trained_calls": 20.0, "trained_tokens": 1500.0}
-            trained.add(TrialResult(trial_id=trial.id, fence=trained.start(trial), metrics=metrics, cost=Cost()))
+            trained.add(TrialResult(trial_id=trial.id, fence=trained.start(trial), metrics=metrics, cost=Spending()))
     text = render_markdown(compose(trained.entries))
     assert "| arm | results | calls | money | trained calls | trained tokens |" in text
     assert "| all | 4 | 0 | 0 | 80 | 6,000 |" in text

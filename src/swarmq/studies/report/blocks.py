@@ -17,7 +17,7 @@ class Text(msgspec.Struct, frozen=True):
     text: str
 
 
-class Items(msgspec.Struct, frozen=True):
+class Bullets(msgspec.Struct, frozen=True):
     items: Sequence[str]
 
 
@@ -27,7 +27,7 @@ class Code(msgspec.Struct, frozen=True):
     text: str
 
 
-class Table(msgspec.Struct, frozen=True):
+class ReportTable(msgspec.Struct, frozen=True):
     """Rows of cells; the first column names the row."""
 
     head: Sequence[str]
@@ -77,7 +77,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     chart: Curves | Forest
 
 
-Block = Heading | Text | Items | Code | Table | Figure
+Block = Heading | Text | Bullets | Code | ReportTable | Figure
 
 
 def number(value: float | None) -> str:

@@ -33,15 +33,15 @@ from swarmq.studies.records import (
 )
 from swarmq.studies.report.blocks import (
     Block,
+    Bullets,
     Code,
     Curves,
     Estimate,
     Figure,
     Forest,
     Heading,
-    Items,
     Line,
-    Table,
+    ReportTable,
     Text,
     number,
     p_value,
@@ -64,7 +64,7 @@ FEW_SEEDS = 6
 AnyKind = TypeVar("AnyKind", bound=Fact)
 
 
-class Ledger:
+class ReportData:
     """What the chapters need of a ledger, in an order that does not depend on time."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -95,7 +95,7 @@ def compose(entries: Sequence[Entry], *, operation: bool = True) -> list[Block]:
 
     Raises StudyError for a ledger without a study.
     """
-    ledger = Ledger(entries)
+    ledger = ReportData(entries)
     chapters = [_summary, _design, _deviations, _outcomes, _curves, _rungs, _looks, _planner, _failures, _costs]
     chapters += [_negative, _threats, _reproduction]
     if operation:
@@ -105,7 +105,7 @@ def compose(entries: Sequence[Entry], *, operation: bool = True) -> list[Block]:
 
 def read_comparisons(entries: Sequence[Entry]) -> list[ArmComparison]:
     """Return the comparisons of a report."""
-    return Ledger(entries).comparisons
+    return ReportData(entries).comparisons
 
 
 def sentence(found: ArmComparison, study: Study) -> str:
@@ -121,14 +121,14 @@ def sentence(found: ArmComparison, study: Study) -> str:
     )
 
 
-def _summary(ledger: Ledger) -> Iterator[Block]:
+def _summary(ledger: ReportData) -> Iterator[Block]:
     study = ledger.study
     yield Heading(study.name, 1)
     yield Text(study.question)
     if ledger.comparisons:
         first = _baseline(ledger)
         yield Text(f"Against {first}, with {number(study.smallest_effect)} as the smallest difference that matters:")
-        yield Items([sentence(found, study) for found in ledger.comparisons])
+        yield Bullets([sentence(found, study) for found in ledger.comparisons])
     else:
         yield Text("There is nothing to compare yet.")
     if stopped := ledger.all(StudyStopped)[-1:]:
@@ -137,7 +137,7 @@ def _summary(ledger: Ledger) -> Iterator[Block]:
         yield Text("The study goes on; this report holds what it knows so far.")
 
 
-def _design(ledger: Ledger) -> Iterator[Block]:
+def _design(ledger: ReportData) -> Iterator[Block]:
     study = ledger.opened.study
     yield Heading("Design")
     yield Text(f"Written down before the first trial; SHA-256 of the study file: {ledger.opened.digest}")
@@ -145,7 +145,7 @@ def _design(ledger: Ledger) -> Iterator[Block]:
     stopping = study.stopping
     once = "once, after all planned trials, by paired t-tests"
     looks = f"after every {_count(stopping.look_every, 'whole seed')}, by anytime-valid e-values"
-    yield Table(
+    yield ReportTable(
         ["", "as planned"],
         [
             ["primary metric", f"{study.metric.name} ({study.metric.direction})"],
@@ -163,16 +163,16 @@ def _design(ledger: Ledger) -> Iterator[Block]:
     )
     if study.arms:
         rows = [[name, _settings(arm.settings, arm.agent, arm.tasks)] for name, arm in study.arms.items()]
-        yield Table(["arm", "differs in"], rows, "Arms. The first one is the baseline.")
+        yield ReportTable(["arm", "differs in"], rows, "Arms. The first one is the baseline.")
     if study.space:
         space = [[path, ", ".join(map(str, p.values)) or f"{p.low:g} to {p.high:g}"] for path, p in study.space.items()]
-        yield Table(["setting", "values"], space, "Search space.")
+        yield ReportTable(["setting", "values"], space, "Search space.")
     yield Text(f"Power, before any trial: {announce_power(study)}")
     if ledger.noise is not None:
         yield Text(f"Power, after {_count(ledger.noise.dof + 1, 'A/A trial')}: {announce_power(study, ledger.results)}")
 
 
-def _deviations(ledger: Ledger) -> Iterator[Block]:
+def _deviations(ledger: ReportData) -> Iterator[Block]:
     yield Heading("Deviations")
     study, items = ledger.opened.study, []
     for amendment in ledger.amendments:
@@ -186,10 +186,12 @@ def _deviations(ledger: Ledger) -> Iterator[Block]:
         named = ", ".join(f"{trial.arm} seed {trial.seed}" for trial in missing[:12])
         more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
         items.append(f"{_count(len(missing), 'planned trial')} without a result: {named}{more}")
-    yield Items(items) if items else Text("None: every planned trial has a result, and the study file was not changed.")
+    yield (
+        Bullets(items) if items else Text("None: every planned trial has a result, and the study file was not changed.")
+    )
 
 
-def _outcomes(ledger: Ledger) -> Iterator[Block]:
+def _outcomes(ledger: ReportData) -> Iterator[Block]:
     study = ledger.study
     scores = collect_scores(study, ledger.results)
     yield Heading("Results")
@@ -200,7 +202,7 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
         interval = t_interval(values, alpha=study.stopping.alpha)
         spread = stdev(values) if len(values) > 1 else None
         rows.append([arm, str(len(values)), number(mean), span(interval.low, interval.high), number(spread)])
-    yield Table(
+    yield ReportTable(
         ["arm", "n", study.metric.name, f"{_level(study)} interval", "SD"],
         rows,
         f"{study.metric.name} of each arm: mean over n seeds, Student's interval, SD between seeds. {_command()}",
@@ -213,7 +215,7 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
         )
     effects = main_effects(study, ledger.results)
     if effects:
-        yield Table(
+        yield ReportTable(
             ["setting", "from", "to", "n", "effect", f"{_level(study)} interval", "p (Holm)"],
             [
                 [
@@ -232,7 +234,7 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
         )
     if not ledger.comparisons:
         return
-    yield Table(
+    yield ReportTable(
         ["arm", "n", "difference", f"{_level(study)} interval", "bootstrap", "permutation", "p", "p (Holm)", "verdict"],
         [
             [
@@ -275,7 +277,7 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
         )
     mixed = [(found, found.mixed) for found in ledger.comparisons if found.mixed]
     if mixed:
-        yield Table(
+        yield ReportTable(
             ["arm", "seeds x tasks", "difference", f"{_level(study)} interval", "p", "SD seeds", "SD tasks", "residual"],
             [
                 [
@@ -295,7 +297,7 @@ def _outcomes(ledger: Ledger) -> Iterator[Block]:
         )  # fmt: skip
 
 
-def _curves(ledger: Ledger) -> Iterator[Block]:
+def _curves(ledger: ReportData) -> Iterator[Block]:
     compared = [(trial, result) for trial, result in ledger.results if trial.purpose == "compare"]
     top = max((trial.rung for trial, _ in compared), default=0)
     curves: dict[str, dict[str, list[Sequence[float]]]] = defaultdict(lambda: defaultdict(list))
@@ -330,7 +332,7 @@ def _band(arm: str, runs: list[Sequence[float]], study: Study) -> Line:
     return Line(label=arm, values=mean.tolist(), low=(mean - half).tolist(), high=(mean + half).tolist())
 
 
-def _rungs(ledger: Ledger) -> Iterator[Block]:
+def _rungs(ledger: ReportData) -> Iterator[Block]:
     promoted = ledger.all(Promoted)
     if not promoted:
         return
@@ -342,7 +344,7 @@ def _rungs(ledger: Ledger) -> Iterator[Block]:
     steps = study.design.rungs
     arms = dict.fromkeys(arm for arm, _ in by_place)
     yield Heading("Rungs")
-    yield Table(
+    yield ReportTable(
         ["arm", *(f"step {step}" for step in steps)],
         [
             [arm, *(_mean_n(by_place[arm, rung]) if (arm, rung) in by_place else "-" for rung in range(len(steps)))]
@@ -353,19 +355,19 @@ def _rungs(ledger: Ledger) -> Iterator[Block]:
     )
 
 
-def _looks(ledger: Ledger) -> Iterator[Block]:
+def _looks(ledger: ReportData) -> Iterator[Block]:
     looks = ledger.all(Looked)
     if not looks:
         return
     yield Heading("Early looks")
-    yield Table(
+    yield ReportTable(
         ["look", "results", "decision", "reason"],
         [[str(look.look), str(look.num_results), look.decision, look.reason] for look in looks],
         "Looks at the results while the study ran; the intervals of this report hold for all looks together.",
     )
 
 
-def _planner(ledger: Ledger) -> Iterator[Block]:
+def _planner(ledger: ReportData) -> Iterator[Block]:
     decided, notes = ledger.all(PlannerDecided), ledger.all(NoteWritten)
     if not (decided or notes):
         return
@@ -378,7 +380,7 @@ def _planner(ledger: Ledger) -> Iterator[Block]:
             f"{number(sum(one.money for one in cost))} of money. Prompts and answers are in the ledger, word for word."
         )
     if decided:
-        yield Table(
+        yield ReportTable(
             ["arm", "changes", "decision", "by", "reason"],
             [
                 [
@@ -394,12 +396,12 @@ def _planner(ledger: Ledger) -> Iterator[Block]:
         )
     if notes:
         yield Text("Notes. A number that the ledger does not hold is marked.")
-        yield Items(
+        yield Bullets(
             [f"{note.by}: {mark_unknown_numbers(note.text, ledger.results, ledger.comparisons)}" for note in notes]
         )
 
 
-def _failures(ledger: Ledger) -> Iterator[Block]:
+def _failures(ledger: ReportData) -> Iterator[Block]:
     yield Heading("Failures")
     if not ledger.parked:
         yield Text("No trial was given up.")
@@ -411,7 +413,7 @@ def _failures(ledger: Ledger) -> Iterator[Block]:
             yield Code("\n".join(fact.log.strip().splitlines()[-12:]))
 
 
-def _costs(ledger: Ledger) -> Iterator[Block]:
+def _costs(ledger: ReportData) -> Iterator[Block]:
     yield Heading("Costs")
     work = [name for name in WORK if any(name in result.metrics for _, result in ledger.results)]
     rows = [
@@ -424,14 +426,14 @@ def _costs(ledger: Ledger) -> Iterator[Block]:
         ]
         for name, results in _cost_groups(ledger).items()
     ]
-    yield Table(
+    yield ReportTable(
         ["arm", "results", "calls", "money", *(metric.replace("_", " ") for metric in work)],
         rows,
         f"Costs of the trials that have a result. GPU seconds: last chapter. {_command()}",
     )
 
 
-def _cost_groups(ledger: Ledger) -> dict[str, list[TrialResult]]:
+def _cost_groups(ledger: ReportData) -> dict[str, list[TrialResult]]:
     groups: dict[str, list[TrialResult]] = defaultdict(list)
     for trial, result in ledger.results:
         groups["A/A trials" if trial.purpose == "noise" else trial.arm].append(result)
@@ -439,13 +441,13 @@ def _cost_groups(ledger: Ledger) -> dict[str, list[TrialResult]]:
     return groups
 
 
-def _negative(ledger: Ledger) -> Iterator[Block]:
+def _negative(ledger: ReportData) -> Iterator[Block]:
     yield Heading("Negative results")
     items = [sentence(found, ledger.study) for found in ledger.comparisons if found.verdict != "better"]
-    yield Items(items) if items else Text("None.")
+    yield Bullets(items) if items else Text("None.")
 
 
-def _threats(ledger: Ledger) -> Iterator[Block]:
+def _threats(ledger: ReportData) -> Iterator[Block]:
     study, items = ledger.study, []
     pairs = [len(found.seeds) for found in ledger.comparisons]
     if pairs and min(pairs) < FEW_SEEDS:
@@ -486,10 +488,10 @@ def _threats(ledger: Ledger) -> Iterator[Block]:
         )
     items.append("What holds for this model, these tasks and this budget may not hold for others.")
     yield Heading("Threats to validity")
-    yield Items(items)
+    yield Bullets(items)
 
 
-def _reproduction(ledger: Ledger) -> Iterator[Block]:
+def _reproduction(ledger: ReportData) -> Iterator[Block]:
     body = [(trial.id, result.metrics, result.scores, result.curves) for trial, result in ledger.results]
     yield Heading("How to make this again")
     yield Text(
@@ -499,12 +501,12 @@ def _reproduction(ledger: Ledger) -> Iterator[Block]:
     yield Code("swarmq study run study.toml\nswarmq study report study.toml")
 
 
-def _operation(ledger: Ledger) -> Iterator[Block]:
+def _operation(ledger: ReportData) -> Iterator[Block]:
     entries = ledger.entries
     yield Heading("Operation")
     failures = ledger.all(TrialFailed)
     kinds = Counter(fact.kind for fact in failures)
-    yield Table(
+    yield ReportTable(
         ["", "so far"],
         [
             ["first entry", _date(entries[0].at)],
@@ -518,7 +520,7 @@ def _operation(ledger: Ledger) -> Iterator[Block]:
         ],
         "When, where and after which failures the trials ran. This chapter alone depends on time.",
     )
-    yield Table(
+    yield ReportTable(
         ["arm", "results", "GPU seconds", "of which the longest"],
         [
             [name, str(len(results)), number(math.fsum(seconds)), number(max(seconds, default=0.0))]
@@ -547,7 +549,7 @@ def _settings(settings: dict[str, Any], agent: str = "", tasks: str = "") -> str
     return ", ".join(parts) or "nothing"
 
 
-def _baseline(ledger: Ledger) -> str:
+def _baseline(ledger: ReportData) -> str:
     return next(iter(collect_scores(ledger.study, ledger.results)), "the first arm")
 
 

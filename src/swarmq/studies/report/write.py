@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape as escape_xml
 from swarmq.errors import MissingExtraError
 from swarmq.runtime.files import write_atomically
 from swarmq.studies.records import Entry
-from swarmq.studies.report.blocks import Block, Code, Figure, Heading, Items, Table, Text
+from swarmq.studies.report.blocks import Block, Bullets, Code, Figure, Heading, ReportTable, Text
 from swarmq.studies.report.compose import compose
 from swarmq.studies.report.figures import draw
 
@@ -63,12 +63,12 @@ def render_markdown(blocks: Sequence[Block]) -> str:
                 parts.append(f"{'#' * level} {_md(text)}")
             case Text(text):
                 parts.append(_md(text))
-            case Items(items):
+            case Bullets(items):
                 parts.append("\n".join(f"- {_md(item)}" for item in items))
             case Code(text):
                 fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
                 parts.append(f"{fence}\n{text}\n{fence}")
-            case Table(head, rows, caption):
+            case ReportTable(head, rows, caption):
                 lines = [head, ["---"] * len(head), *rows]
                 parts.append(
                     "\n".join(f"| {' | '.join(c if c == '---' else _md(c) for c in line)} |" for line in lines)
@@ -95,11 +95,11 @@ def _html(block: Block) -> str:
             return f"<h{level}>{escape(text)}</h{level}>"
         case Text(text):
             return f"<p>{escape(text)}</p>"
-        case Items(items):
+        case Bullets(items):
             return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
         case Code(text):
             return f"<pre>{escape(text)}</pre>"
-        case Table(head, rows, caption):
+        case ReportTable(head, rows, caption):
             heads = "".join(f"<th>{escape(cell)}</th>" for cell in head)
             body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
             table = f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -161,12 +161,12 @@ def _pdf(block: Block, styles: dict[str, Any], width: float) -> list[Any]:
             return [Paragraph(escape_xml(text), styles[f"h{min(level, 2)}"])]
         case Text(text):
             return [Paragraph(escape_xml(text), styles["body"])]
-        case Items(items):
+        case Bullets(items):
             paragraphs = [Paragraph(escape_xml(item), styles["body"]) for item in items]
             return [ListFlowable(paragraphs, bulletType="bullet", start="•", leftIndent=12, bulletFontSize=8)]
         case Code(text):
             return [XPreformatted(escape_xml("\n".join(_fold(text))), styles["code"])]
-        case Table(_, _, caption):
+        case ReportTable(_, _, caption):
             return [_pdf_table(block, styles, width), Spacer(1, 4), Paragraph(escape_xml(caption), styles["caption"])]
         case Figure(caption=caption):
             png = draw(block, "png")
@@ -176,7 +176,7 @@ def _pdf(block: Block, styles: dict[str, Any], width: float) -> list[Any]:
             return [image, Paragraph(escape_xml(caption), styles["caption"])]
 
 
-def _pdf_table(block: Table, styles: dict[str, Any], width: float) -> Any:
+def _pdf_table(block: ReportTable, styles: dict[str, Any], width: float) -> Any:
     from reportlab.lib import colors  # noqa: PLC0415
     from reportlab.pdfbase.pdfmetrics import stringWidth  # noqa: PLC0415
     from reportlab.platypus import LongTable, Paragraph, TableStyle  # noqa: PLC0415
