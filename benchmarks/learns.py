@@ -60,12 +60,16 @@ ON_GPU = {
     "engine.dtype": "bfloat16",
     "engine.gpu_memory_utilization": 0.05,
     "engine.sleep": "false",
-    "engine.arguments": json.dumps(["--kv-cache-memory-bytes", str(2 << 30), "--api-server-count", "1"]),
+    "engine.arguments": json.dumps(
+        ["--kv-cache-memory-bytes", str(2 << 30), "--api-server-count", "1", "--max-num-seqs", "256"]
+    ),
 }
 """Settings of a policy with which six runs share 80 GB and 16 cores. The cache is given, since vLLM cannot find out what is free while other runs
 begin and end beside it."""
 STOP_S = 60.0
 """Seconds after the deadline within which a run must have been measured and stopped."""
+CONCURRENCY = 64
+"""Episodes of one batch."""
 SPARE_GROUPS = 32
 """Tasks over those that are trained: a policy that solves nearly all has few groups left that teach it something."""
 
@@ -113,6 +117,8 @@ class Course(Scenario):
 
     measure_every = 20
     """Steps between two measurements of held-out problems."""
+    agents = CONCURRENCY
+    """Episodes at the same time."""
     deadline = float("inf")
     """On the monotonic clock."""
 
@@ -123,8 +129,7 @@ class Course(Scenario):
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.deadline - began):
-                    for name in ("a", "b"):
-                        await self._start_client(name, "honest")
+                    await self._start_clients()
                     for step in range(self.measure_every, self._size.steps, self.measure_every):
                         await self._wait_for_step(step)
                         await self._measure()
@@ -135,6 +140,12 @@ class Course(Scenario):
             for client in self.clients:
                 await client.stop()
         await self._measure()
+
+    async def _start_clients(self) -> None:
+        measuring, self._size = self._size, msgspec.structs.replace(self._size, concurrency=self.agents)
+        for name in ("a", "b"):
+            await self._start_client(name, "honest")
+        self._size = measuring
 
 
 def main() -> None:
@@ -169,7 +180,9 @@ async def run_all(folder: Path, arguments: argparse.Namespace, deadline: float) 
             job = job_of(folder, model, SIZES[arguments.size], run, arguments.steps, cuda=arguments.device == "cuda")
             try:
                 async with asyncio.timeout(deadline + STOP_S - time.monotonic()):
-                    result = await trained(job, arguments.steps, deadline, arguments.measure_every)
+                    # a run that may be stale has as many episodes at the same time as make it so
+                    agents = CONCURRENCY * (run.max_staleness + 1 if arguments.staleness else 1)
+                    result = await trained(job, arguments.steps, deadline, arguments.measure_every, agents)
             except Exception:  # the other runs go on
                 failed += 1
                 print(f"--- {run.name} failed", flush=True)
@@ -308,16 +321,16 @@ def job_of(folder: Path, model: Path, size: Size, run: Run, steps: int, *, cuda:
     return SwarmJob.build(tree | {"folder": str(folder / "runs")}, sets=sets, origin="learns")
 
 
-async def trained(job: SwarmJob, steps: int, deadline: float, measure_every: int) -> dict[str, Any]:
+async def trained(job: SwarmJob, steps: int, deadline: float, measure_every: int, agents: int) -> dict[str, Any]:
     """Held-out reward by version, and the curve of the training reward."""
-    size = DemoSize(steps=steps, held_out=256, concurrency=64, spare_groups=SPARE_GROUPS)
+    size = DemoSize(steps=steps, held_out=256, concurrency=CONCURRENCY, spare_groups=SPARE_GROUPS)
 
     def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {job.run}: {text}", flush=True)
 
     async with open_session(job, name="learns", report=say) as session:
         course = Course(session, size, say)
-        course.deadline, course.measure_every = deadline, measure_every
+        course.deadline, course.measure_every, course.agents = deadline, measure_every, agents
         await course.run()
     made = [event for event in read_events(job.run_folder.events) if event.name == "step"]
     fields = [event.fields for event in made]
