@@ -16,6 +16,7 @@ import argparse
 import gc
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,13 @@ def parse() -> argparse.Namespace:
 
 
 def make_model(model: str, folder: str, device: torch.device) -> None:
+    make_shape(SHAPES[model], folder, device)
+
+
+def make_shape(shape: Mapping[str, Any], folder: str, device: torch.device) -> None:
+    """Write a random Qwen3 of this shape, with a tied head unless the shape says otherwise."""
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[model], max_position_embeddings=40960, tie_word_embeddings=True)
+    config = Qwen3Config(**{"tie_word_embeddings": True, **shape}, max_position_embeddings=40960)
     with device:  # billions of random numbers take minutes on a processor
         lm = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)  # noqa: SLF001
     lm.save_pretrained(folder)
@@ -100,10 +106,14 @@ def make_model(model: str, folder: str, device: torch.device) -> None:
 def episodes(length: int, count: int, vocab: int) -> tuple[Rollout, ...]:
     """Groups of four one-turn episodes, every token random: nothing can be shared."""
     rng = np.random.default_rng(length)
-    prompt = int(length * PROMPT_SHARE)
+    return as_episodes(rng.integers(0, vocab, (count, length)), vocab)
+
+
+def as_episodes(tokens: np.ndarray, vocab: int) -> tuple[Rollout, ...]:
+    """Groups of four one-turn episodes with the tokens [count, length]."""
+    prompt = int(tokens.shape[1] * PROMPT_SHARE)
     made = []
-    for number in range(count):
-        ids = rng.integers(0, vocab, length).tolist()
+    for number, ids in enumerate(tokens.tolist()):
         sampled = ids[prompt:]
         turn = Turn(
             run="bench",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmq.config import SwarmJob, make_folder
-from swarmq.errors import ConfigError
+from swarmq.errors import ConfigError, SetUpError
 from swarmq.learner import preflight
 from swarmq.learner.distributed.processes import is_main, run_collector
 from swarmq.learner.memory.ranks import num_ranks
@@ -113,11 +113,18 @@ def train(job: SwarmJob, policy: str, *, no_push: bool) -> None:
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """Run the loop. A function of its own, so that no model exists any more when it returns."""
+    import torch  # noqa: PLC0415
+
     from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
     from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers  # noqa: PLC0415
     from swarmq.learner.train.gpu_errors import map_gpu_errors  # noqa: PLC0415
     from swarmq.learner.train.loop import Learner  # noqa: PLC0415
 
+    if job.train_of(policy).uses_fp8 and not torch.cuda.is_available():
+        raise SetUpError(
+            "train.mixed_precision: FP8 matrix products need a GPU, and torch finds none here; set it to 'auto' (replays and benchmarks "
+            "emulate them on a CPU, which is slow)"
+        )
     pusher = tokenizers = None
     if is_main and not no_push:
         settings = job.policies[policy]
