@@ -36,6 +36,7 @@ from benchmarks.learner import as_episodes, episodes, free, half_of, make_shape,
 from benchmarks.timelines.run import LARGE, wait
 from benchmarks.timelines.run import SHAPES as SMALLER
 from swarmq.config import Sft, Train
+from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.memory.estimate import HEADROOM
 from swarmq.learner.memory.plan import GpuMemory, check_gpu
@@ -154,29 +155,32 @@ def measure_speed(
         "convention": "model FLOPs without recomputation; with causal attention, and of matrices alone",
     }  # fmt: skip
     rows: list[list[object]] = []
-    for length in map(int, arguments.rows.split(",")):
-        short = f"{length // 1024}k" if length >= 1024 else str(length)
-        batch = episodes(length, max(arguments.tokens // length, 1), shape["vocab_size"])
-        for precision in PRECISIONS:
+    lengths = [int(length) for length in arguments.rows.split(",")]
+    for precision in PRECISIONS:
+        try:
+            compute_in(trainer, precision)
+        except Exception:
+            traceback.print_exc()
+            continue
+        for length in lengths:
             if time.monotonic() > deadline:
                 print(f"left out after the deadline: rows of {length}, {precision}", flush=True)
                 continue
+            short = f"{length // 1024}k" if length >= 1024 else str(length)
+            batch = episodes(length, max(arguments.tokens // length, 1), shape["vocab_size"])
             try:
-                compute_in(trainer, precision)
                 made = time_steps(trainer, train, batch, arguments.repeats)
             except Exception:
                 traceback.print_exc()
                 trainer.optimizer.zero_grad()
                 continue
             kept[f"{precision}_{short}"] = made
-            suffix = precision if length == int(arguments.rows.split(",")[0]) else f"{precision}_{short}"
-            figures[f"tflops_{name}_{suffix}"] = made["tflops"]
-            figures[f"tflops_matrices_{name}_{suffix}"] = made["tflops_matrices"]
-            figures[f"mfu_{name}_{suffix}"] = made["mfu"]
-            figures[f"tokens_per_s_{name}_{suffix}"] = made["tokens_per_s"]
-            rows.append([name, short, precision, made["seconds"]["median"], made["tokens_per_s"], made["tflops"],
-                         made["tflops_matrices"], made["mfu"], made["peak_gib"]])  # fmt: skip
-            print(report.table(HEADS, rows[-1:]), flush=True)
+            suffix = precision if length == lengths[0] else f"{precision}_{short}"
+            for figure in ("tflops", "tflops_matrices", "mfu", "tokens_per_s"):
+                figures[f"{figure}_{name}_{suffix}"] = made[figure]
+            columns = (made[key] for key in ("tokens_per_s", "tflops", "tflops_matrices", "mfu", "peak_gib"))
+            rows.append([name, short, precision, made["seconds"]["median"], *columns])
+            print(f"first step {made['first_step_s']:.0f} s\n{report.table(HEADS, rows[-1:])}", flush=True)
             save(finished=False)
     if rows:
         print(report.table(HEADS, rows), flush=True)
@@ -197,8 +201,8 @@ def count_fitting_layers(shape: dict[str, Any], train: Train, folder: str, devic
             config.save_pretrained(outline)
             try:
                 print(check_gpu(outline, train, ranks=1, full=False, gpu=gpu), flush=True)
-            except Exception as error:
-                print(f"{layers} layers: {error}", flush=True)
+            except LearnerError:
+                print(f"{layers} layers do not fit", flush=True)
                 continue
         return layers
     raise RuntimeError("not even four layers fit")
