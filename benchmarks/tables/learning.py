@@ -31,6 +31,14 @@ PHASES = (
     ("pause that agents feel", "pause_s"),
 )
 
+LIMITS = {
+    "as it is": "loop_limit",
+    "both at the same time (MPS)": "loop_limit_mps_learner_low",
+    "cache kept at pushes": "loop_limit_keep_cache",
+    "96 agents": "loop_limit_96_agents",
+}
+"""Words -> result of benchmarks/loop/run.py."""
+
 
 def timelines_block(known: dict[str, Any]) -> Iterator[str]:
     """Speed-ups over a row for every turn, a column for each model."""
@@ -260,43 +268,41 @@ def trl_block(known: dict[str, Any]) -> Iterator[str]:
 
 
 def limit_block(known: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of the loop beside what its parts do alone."""
-    if "loop_limit_h200" not in known:
+    """Yield the table of the loop beside what its parts do alone, a column for each way in which it was run."""
+    records = {words: known[f"{name}_h200"] for words, name in LIMITS.items() if f"{name}_h200" in known}
+    if not records:
         return
-    record = known["loop_limit_h200"]
-    numbers, detail = record["figures"], record["detail"]["1.7b"]
-    rates, busy = detail["engine_tokens_per_s"], detail["gpu_busy_alone"]
+    numbers = [record["figures"] for record in records.values()]
+    details = [record["detail"]["1.7b"] for record in records.values()]
+
+    def row(words: str, pattern: str) -> Iterator[str]:
+        yield words
+        for own, detail in zip(numbers, details, strict=True):
+            told = {name.replace("_1p7b", ""): value for name, value in own.items()}
+            yield pattern.format(**told, engine=detail["engine_tokens_per_s"], busy=detail["gpu_busy_alone"])
+
     yield from _table(
-        ("1.7 B", ""),
+        ("1.7 B", *(records if len(records) > 1 else [""])),
         [
-            ("vLLM asked directly, by as many conversations", f"{numbers['direct_tokens_per_s_1p7b']:,.0f} tokens/s"),
-            (
+            row("vLLM asked directly, by as many conversations", "{direct_tokens_per_s:,.0f} tokens/s"),
+            row(
                 "the same calls through the proxies; over direct",
-                f"{numbers['proxy_tokens_per_s_1p7b']:,.0f} tokens/s; {numbers['proxy_over_direct_1p7b']:.2f}",
+                "{proxy_tokens_per_s:,.0f} tokens/s; {proxy_over_direct:.2f}",
             ),
-            (
-                "sampling lost when a push clears the cache, nothing else running",
-                f"{numbers['cache_lost_1p7b_s']:.2f} s",
-            ),
-            ("step of the loop, mean", f"{numbers['step_1p7b_s']:.2f} s"),
-            (
-                "what is sampled in a step's time, sampled directly and alone",
-                f"{numbers['rollout_alone_1p7b_s']:.2f} s",
-            ),
-            ("a step and push of the learner alone, median", f"{numbers['learner_alone_1p7b_s']:.2f} s"),
-            ("step of the loop over the sum of both", f"{numbers['loop_over_sum_1p7b']:.2f}"),
-            (
+            row("sampling lost when a push clears the cache, nothing else running", "{cache_lost_s:.2f} s"),
+            row("step of the loop, mean", "{step_s:.2f} s"),
+            row("what is sampled in a step's time, sampled directly and alone", "{rollout_alone_s:.2f} s"),
+            row("a step and push of the learner alone, median", "{learner_alone_s:.2f} s"),
+            row("step of the loop over the sum of both", "{loop_over_sum:.2f}"),
+            row(
                 "tokens/s sampled while the learner computes; otherwise",
-                f"{rates['beside_the_learner']:,.0f}; {rates['without']:,.0f}",
+                "{engine[beside_the_learner]:,.0f}; {engine[without]:,.0f}",
             ),
-            ("training in the loop, median", f"{numbers['train_1p7b_s']:.2f} s"),
-            (
-                "MFU of training in the loop; alone",
-                f"{numbers['mfu_in_loop_1p7b']:.2f}; {numbers['mfu_alone_1p7b']:.2f}",
-            ),
-            (
+            row("training in the loop, median", "{train_s:.2f} s"),
+            row("MFU of training in the loop; alone", "{mfu_in_loop:.2f}; {mfu_alone:.2f}"),
+            row(
                 "share of the time in which the GPU computes, asked directly; through the proxies",
-                f"{busy['direct']:.2f}; {busy['proxy']:.2f}",
+                "{busy[direct]:.2f}; {busy[proxy]:.2f}",
             ),
         ],
     )
