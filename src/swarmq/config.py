@@ -146,7 +146,7 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     max_episode_calls: Count = 256
     """Maximum number of open model calls of one episode, so that no episode uses up a proxy; further calls are answered 429."""
     remote_images: bool = False
-    """Let engines fetch images from https URLs in requests, with the network access of the engine's host."""
+    """Fetch images that requests name by an https URL, if it leads to a public address."""
     server_tools: Literal["leave_out", "refuse"] = "leave_out"
     """Treatment of tools that a provider would run (web search, code interpreter, remote MCP servers): left out of the request and
     named in the header `x-swarmq-overridden`, or answered 400."""

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from swarmq.messages import unpack_ids
+from swarmq.proxy.completions.remote_images import RemoteImages
 from swarmq.testing.scripted_engine import END, encode_characters
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -73,16 +74,40 @@ async def test_an_image_is_what_the_request_holds(seeing, changed, told):
     assert seeing.engine.requests == []
 
 
-async def test_an_engine_fetches_from_https_where_the_run_says_so(stages):
-    async with stages(remote_images=True) as stage:
+class Fetched(RemoteImages):
+    """As if the images of requests had been fetched."""
+
+    async def inline(self, chat):
+        return {**chat, "messages": [LOOK if isinstance(each["content"], list) else each for each in chat["messages"]]}
+
+
+async def test_an_engine_gets_what_the_proxy_fetched_where_the_run_allows_it(stages):
+    far = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}]}
+    async with stages(remote_images=True, images=Fetched(max_bytes=0)) as stage:
         stage.engine.accepts_images = True
+        stage.engine.render = Mock(wraps=stage.engine.render)
         stage.engine.say("a cat")
-        seen = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
-        key = stage.key(mode="eval")
-        await stage.ask({"role": "user", "content": [seen]}, key=key)
-        away = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}
-        status, _ = await stage.refused({"model": "main", "messages": [{"role": "user", "content": [away]}]}, key=key)
-        assert status == 400
+        await stage.ask(far, key=stage.key(mode="eval"))
+        source = {"type": "url", "url": "https://example.org/cat.png"}
+        counted = {"model": "main", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+        assert (await stage.post(counted, "/v1/messages/count_tokens", key=stage.key(mode="eval")))[0] == 200
+        assert [call.args[0]["messages"] for call in stage.engine.render.call_args_list] == [[LOOK], [LOOK]]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/cat.png"}},
+        {"type": "image_url", "image_url": {"url": "http://example.org/cat.png"}},
+        {"type": "video_url", "video_url": {"url": "https://example.org/cat.mp4"}},
+    ],
+)
+async def test_nothing_else_is_fetched_and_nothing_sampled_for_it(stages, part):
+    async with stages(remote_images=True) as stage:
+        body = {"model": "main", "messages": [{"role": "user", "content": [part]}]}
+        status, error = await stage.refused(body, key=stage.key(mode="eval"))
+        assert (status, error["param"]) == (400, "messages")
+        assert stage.engine.requests == []
 
 
 @pytest.mark.parametrize("picture", [False, True])

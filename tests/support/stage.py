@@ -12,6 +12,7 @@ from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.messages import Message, Turn, decode
+from swarmq.proxy.completions.remote_images import RemoteImages
 from swarmq.proxy.engines.pool import PoolTimings
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.app import create_app
@@ -62,6 +63,7 @@ async def staged(
     engine_timings: PoolTimings = NO_WAIT,
     keep_s: int = KEEP_S,
     processes: int = 1,
+    images: RemoteImages | None = None,
     **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
@@ -101,6 +103,7 @@ async def staged(
         number=number,
         watchers=watchers,
         engine_timings=engine_timings,
+        images=images,
     )
     async with (
         served(app, settings=job.proxy, most_connections=most_connections, keep_s=keep_s) as url,

@@ -27,6 +27,7 @@ from swarmq.proxy.completions.limiter import CallLimiter
 from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.completions.pipeline import Completions
 from swarmq.proxy.completions.recorder import Recorder
+from swarmq.proxy.completions.remote_images import RemoteImages
 from swarmq.proxy.counters import Counters
 from swarmq.proxy.engines.pool import EnginePool
 from swarmq.proxy.episodes.cache import EpisodeCache
@@ -74,6 +75,7 @@ class Stage:
             recorder=Recorder(self.broker, self.meter, confirm_timeout_s=1),
             meter=self.meter,
             gate=CallLimiter(max_open=10, max_waiting=0),
+            images=RemoteImages(max_bytes=0),
             timeout_s=60.0,
         )
         self.declared = False

@@ -370,10 +370,7 @@ def build_command(
 def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables for the server. Values in `given`, the user's environment, are kept, except for those that
     weight control needs."""
-    wanted = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",  # an allowed https URL could lead to any address of the engine's network
-    }
+    wanted = {"VLLM_NO_USAGE_STATS": "1"}
     if model.is_folder:
         wanted["HF_HUB_OFFLINE"] = "1"
     if not cuda:

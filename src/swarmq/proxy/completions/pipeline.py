@@ -28,6 +28,7 @@ from swarmq.proxy.completions.deadline import Deadline
 from swarmq.proxy.completions.limiter import CallLimiter
 from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.completions.recorder import Recorder
+from swarmq.proxy.completions.remote_images import RemoteImages
 from swarmq.proxy.counters import Counters
 from swarmq.proxy.deltas import LeadingBlanks, StopTrim, extend
 from swarmq.proxy.engines.pool import EngineLane, EnginePool
@@ -66,6 +67,7 @@ class Completions:
         recorder: Recorder,
         meter: Counters,
         gate: CallLimiter,
+        images: RemoteImages,
         timeout_s: float,
     ) -> None:
         self._tuning = tuning
@@ -74,6 +76,7 @@ class Completions:
         self._recorder = recorder
         self._meter = meter
         self._gate = gate
+        self._images = images
         self._timeout_s = timeout_s
 
     async def begin(self, request: RequestContext) -> ActiveCall:
@@ -89,6 +92,7 @@ class Completions:
                 with closing(Deadline(request.began, self._timeout_s)) as deadline, deadline:
                     await self._pools[request.policy].ready()
                     held.callback((await self._gate.enter()).give_back)
+                    request = await self._inline_images(request)
                     begun = await self._try_engines(
                         request, memory, partial(self._begin_on_lane, request=request, memory=memory)
                     )
@@ -186,7 +190,12 @@ class Completions:
             held.callback(self._episodes.close_call, memory)
             with closing(Deadline(request.began, self._timeout_s)) as deadline, deadline:
                 held.callback((await self._gate.enter()).give_back)
+                request = await self._inline_images(request)
                 return await self._try_engines(request, memory, attempt)
+
+    async def _inline_images(self, request: RequestContext) -> RequestContext:
+        """Return the request with the content of images that it names by URL. Raises RefusedError."""
+        return msgspec.structs.replace(request, chat=await self._images.inline(request.chat))
 
     async def _begin_on_lane(self, lane: EngineLane, request: RequestContext, memory: EpisodeState) -> ActiveCall:
         chat = _select_for_engine(request.chat)

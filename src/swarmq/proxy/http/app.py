@@ -31,6 +31,7 @@ from swarmq.proxy.completions.limiter import CallLimiter
 from swarmq.proxy.completions.live_sampling import LiveSampling
 from swarmq.proxy.completions.pipeline import Completions
 from swarmq.proxy.completions.recorder import Recorder, TurnPublisher
+from swarmq.proxy.completions.remote_images import RemoteImages
 from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects import dialect_of, request_headers
 from swarmq.proxy.engines.pool import TIMINGS, PoolTimings
@@ -68,6 +69,7 @@ def create_app(
     membership: RunMembership | None = None,
     engine_timings: PoolTimings = TIMINGS,
     pages: Sequence[ASGIRouteHandler] = (),
+    images: RemoteImages | None = None,
 ) -> Litestar:
     """Create the proxy of a run.
 
@@ -75,7 +77,8 @@ def create_app(
     proxies. `opener`: opens engines that are added later. `tuning` and `episodes`: given if the caller passes the run's
     events to them (`follow`), so that settings can change and ended episodes are forgotten. `watchers`: called with every
     confirmed turn and the seconds that its confirmation took. `membership`: the members of the run; None: those in the run
-    folder. `pages`: further routes, which check authorization themselves.
+    folder. `pages`: further routes, which check authorization themselves. `images`: fetches images by URL; None: from public
+    addresses.
     """
     membership = StoredMembership(job) if membership is None else membership
     meter = Counters(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
@@ -118,6 +121,7 @@ def create_app(
         ),
         meter=meter,
         gate=gate,
+        images=images or RemoteImages(max_bytes=job.proxy.max_body_bytes),
         timeout_s=job.proxy.request_timeout_s,
     )
     agent_routes = AgentRoutes(
