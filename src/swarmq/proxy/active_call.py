@@ -28,6 +28,8 @@ class ActiveCall(msgspec.Struct, kw_only=True):
     rendered: RenderedPrompt
     version: int
     """Last known version of the engine's weights when the call began."""
+    replays_routing: bool
+    """Whether its turns record the experts to which tokens were routed."""
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
     reserved: Reservation | None

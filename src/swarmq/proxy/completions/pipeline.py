@@ -252,9 +252,11 @@ class Completions:
             together = lane.together(self._gate.open)
             if request.stream and (rests or not rendered.needs_parsing) and together > 1:
                 tuned.params.setdefault("stream_interval", together)
-            if self._tuning.job.policies[request.policy].replays_routing:
-                known = stitched.shared - 1 if request.claims.mode == "train" else len(prompt_ids)
-                tuned.params["routed_experts_prompt_start"] = max(known, 0)
+            policy_replays = self._tuning.job.policies[request.policy].replays_routing
+            replays_routing = policy_replays and request.claims.mode == "train"
+            if policy_replays:
+                unrecorded = max(stitched.shared - 1, 0) if replays_routing else len(prompt_ids)
+                tuned.params["routed_experts_prompt_start"] = unrecorded
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             version = lane.version or 0
@@ -284,6 +286,7 @@ class Completions:
             chat=chat,
             rendered=rendered,
             version=version,
+            replays_routing=replays_routing,
             first=first,
             deltas=deltas,
             reserved=reserved,
@@ -324,10 +327,7 @@ class Completions:
         if begun.request.stream:
             begun.lane.measure_stream(len(choice.token_ids) - 1, total_s - choice.first_token_s)
         reasoning = choice.message.get("reasoning")
-        replayed = (
-            begun.request.claims.mode == "train" and self._tuning.job.policies[begun.request.policy].replays_routing
-        )
-        if replayed and choice.routed_experts is None:
+        if begun.replays_routing and choice.routed_experts is None:
             raise EngineAnswerError(
                 "routed_experts",
                 f"the engine at {begun.lane.engine.url} returned no routed experts, which train.routing_replay needs: start vLLM with "
@@ -343,7 +343,7 @@ class Completions:
             message=choice.message,
             timings=Timings(began_at=begun.request.began_at, first_token_s=choice.first_token_s, total_s=total_s),
             entries=choice.entries,
-            routed_experts=choice.routed_experts if replayed else None,
+            routed_experts=choice.routed_experts if begun.replays_routing else None,
             num_reasoning_tokens=len(await begun.lane.engine.tokenize(reasoning)) if reasoning else 0,
         )
         call_id = begun.request.call_id(choice.index)
