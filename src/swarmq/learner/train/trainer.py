@@ -721,10 +721,6 @@ def _check_vision(source: str, train: Train, ranks: int) -> None:
         raise SetUpError(
             f"{source} takes images, and only one rank can train such a model: start the learner with 1 rank, not {ranks}"
         )
-    if train.lora:
-        raise SetUpError(
-            f"train.lora: {source} takes images, and such a model is trained without adapters: leave train.lora out"
-        )
     if train.has_served_teacher:
         raise SetUpError(
             f"train.teacher: {source} takes images, and a served teacher would score answers without seeing them: set train.teacher to a "

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from support.tiny_model import tiny_experts, tiny_model, tiny_tied
+from support.tiny_vision_model import tiny_vision_model
 from swarmq.config import Lora, Train
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.train.trainer import Trainer
@@ -95,6 +96,7 @@ MODELS = {
     "experts": lambda _: tiny_experts("qwen3_moe"),
     "gemma2": lambda _: tiny_tied("gemma2"),
     "bloom": lambda _: tiny_tied("bloom"),
+    "qwen2_5_vl": lambda _: tiny_vision_model(),
 }
 
 

@@ -1,8 +1,12 @@
 """Images in packed rows and trees: log-probabilities and gradients are those of transformers' own forward pass, turn by turn."""
 
+import shutil
+
 import pytest
+import torch
 from benchmarks.vlm import oracle
 from benchmarks.vlm.architecture import IMAGE
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from support.images import make_image, make_turn
@@ -12,7 +16,7 @@ from swarmq.errors import SetUpError
 from swarmq.learner.model.layout_model import LayoutModel
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.model.vision import read_input_norm
-from swarmq.learner.train.trainer import _check_vision
+from swarmq.learner.train.trainer import Trainer, _check_vision
 
 RELATIVE = 1e-5
 """Difference of gradients, and of log-probabilities in nats, between FP32 and float64."""
@@ -64,6 +68,29 @@ def test_rows_one_by_one_have_transformers_gradient(folder, conversation, expect
     assert max(distance) < RELATIVE
 
 
+@pytest.mark.parametrize(("way", "checkpointing"), [("rows", False), ("tree", True)])
+def test_adapters_have_the_gradient_of_the_weights_that_they_add_to(folder, conversation, tmp_path, way, checkpointing):
+    """Of W + s B A: s G A' for B and s B' G for A, where G is transformers' gradient of the merged weights."""
+    lora = Lora(rank=2, alpha=6.0)
+    trainer = Trainer(str(folder), Train(lora=lora, gradient_checkpointing=checkpointing, token_log=False))
+    adapters = {name: each for name, each in trainer.lm.named_parameters() if each.requires_grad}
+    torch.manual_seed(0)
+    for each in adapters.values():
+        each.data = 0.05 * torch.randn_like(each)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    save_file(dict(trainer.named_tensors()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    merged = oracle.compute_alone(tmp_path, conversation)
+    gradients = {}
+    for name in (name for name in adapters if ".lora_A." in name):
+        other = name.replace(".lora_A.", ".lora_B.")
+        whole = merged.gradients[name.replace(".lora_A.default", "")] * (lora.alpha / lora.rank)
+        gradients[name] = adapters[other].detach().double().T @ whole
+        gradients[other] = whole @ adapters[name].detach().double().T
+    assert {part for part in oracle.PARTS for name in gradients if part in name} == {"visual", "language_model"}
+    found = oracle.compute(trainer.model, oracle.lay(conversation, way, 200))
+    assert max(oracle.compare(found, merged._replace(gradients=gradients))) < RELATIVE
+
+
 def test_a_vision_tower_keeps_its_attention(folder):
     config = LayoutModel(load_lm(str(folder), gradient_checkpointing=False)).model.config
     assert config.vision_config._attn_implementation == "sdpa"
@@ -83,7 +110,6 @@ def test_without_a_processor_s_file_no_image_is_trained(folder, tmp_path):
     ("ranks", "train", "told"),
     [
         (2, Train(), "with 1 rank, not 2"),
-        (1, Train(lora=Lora()), "train.lora"),
         (1, Train(teacher="http://teacher:8000", loss=Loss(name="distill")), "train.teacher: .* without seeing them"),
     ],
 )
