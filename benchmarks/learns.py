@@ -70,7 +70,7 @@ STOP_S = 60.0
 """Seconds after the deadline within which a run must have been measured and stopped."""
 CONCURRENCY = 64
 """Episodes of one batch."""
-SPARE_GROUPS = 32
+SPARE_GROUPS = 10
 """Tasks over those that are trained: a policy that solves nearly all has few groups left that teach it something."""
 
 

@@ -237,6 +237,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(asked.deadline - (time.monotonic() - began)):
                 await until_step(follower, asked.steps)
+        loop_until = time.time()
         call_s["whole_run"] = await call_times(deployment)
         alone_from = math.inf
         if asked.limit:
@@ -246,7 +247,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
                 traceback.print_exc()
         stop_without_checkpoint(deployment)
     events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
-    steps = [event for event in events if event.name == "step"][: asked.steps]
+    steps = [event for event in events if event.name == "step" and event.at <= loop_until][: asked.steps]
     if asked.device == "cuda" and not watch.looks:
         raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
     if len(steps) < asked.warm_up + LEAST_STEPS:
