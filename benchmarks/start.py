@@ -2,7 +2,7 @@
 
     python -m benchmarks.start                                    without a GPU, the smallest model
     python -m benchmarks.start --device cuda --model 1.7b         about four minutes on one GPU
-    python -m benchmarks.start --device cuda --model 1.7b --variants fork shipped fork-2 --deadline 280     other ways to start, too
+    python -m benchmarks.start --device cuda --model 1.7b --variants shipped spawn no-estimate --deadline 240     other ways to start, too
 
 The model has random weights and is made before. The first start has no caches of compiled code (vLLM's, inductor's, Triton's); the second
 has what the first one left. With `--variants` each is started once after a first start of the first one. Each start ends with the stop of the run, so files, ports and queues are those of a run that goes on.
@@ -35,7 +35,6 @@ RUN = "start"
 LENGTH = 2048
 """Largest number of tokens of prompt and answer together."""
 
-FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 FEW_GRAPHS = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}))
 
 
@@ -48,10 +47,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 VARIANTS = {
     "shipped": Variant(),
-    "fork": Variant(environment=FORK),  # the engine core has vLLM imported when it begins
-    "fork-2": Variant(environment=FORK, arguments=("--api-server-count", "2")),
-    "fork-1": Variant(environment=FORK, arguments=("--api-server-count", "1")),
-    "fork-few-graphs": Variant(environment=FORK, arguments=FEW_GRAPHS),
+    "spawn": Variant(environment={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),  # the engine core imports vLLM again
+    "no-estimate": Variant(environment={"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0"}),  # graphs are captured once
+    "two-servers": Variant(arguments=("--api-server-count", "2")),
+    "few-graphs": Variant(arguments=FEW_GRAPHS),
 }
 
 

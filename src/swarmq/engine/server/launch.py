@@ -212,7 +212,7 @@ class EngineProcess:
             begin_at = sink.tell()
             environment = (
                 os.environ
-                | build_environment(model, cuda=cuda, given=os.environ)
+                | build_environment(model, cuda=cuda, forks=len(self._gpus or ()) == 1, given=os.environ)
                 | build_gpu_environment(self._gpus)
                 | self._environment
                 | {SECRET_ENV: self.secret}
@@ -367,12 +367,16 @@ def build_command(
     return ["-m", *server, *(word for pair in options.items() for word in pair), *flags, *engine.arguments]
 
 
-def build_environment(model: ModelFacts, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
+def build_environment(
+    model: ModelFacts, *, cuda: bool, given: Mapping[str, str], forks: bool = False
+) -> dict[str, str]:
     """Return environment variables for the server. Values in `given`, the user's environment, are kept, except for those that
-    weight control needs."""
+    weight control needs. `forks`: whether the engine core on a GPU begins as a copy of its parent, which has imported torch and vLLM."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
     if model.is_folder:
         wanted["HF_HUB_OFFLINE"] = "1"
+    if cuda and forks:
+        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM itself spawns where its parent has used CUDA
     if not cuda:
         wanted |= {
             "OMP_NUM_THREADS": str(1 if model.hidden_size < SINGLE_THREAD_BELOW else _count_cores()),

@@ -153,6 +153,15 @@ def test_a_small_model_gets_one_thread_and_a_folder_needs_no_hub():
     assert "OMP_NUM_THREADS" not in build_environment(LARGE, cuda=True, given={})
 
 
+def test_the_engine_core_on_one_gpu_does_not_import_everything_again():
+    method = "VLLM_WORKER_MULTIPROC_METHOD"
+    assert build_environment(LARGE, cuda=True, forks=True, given={})[method] == "fork"
+    assert build_environment(LARGE, cuda=True, forks=True, given={method: "spawn"})[method] == "spawn"
+    assert method not in build_environment(LARGE, cuda=True, given={}), (
+        "workers of several GPUs are spawned, as vLLM does"
+    )
+
+
 @pytest.mark.parametrize(("host_gib", "cache_gib"), [(4, 1), (24, 2), (64, 5), (96, 8), (251, 8), (2048, 8)])
 def test_the_cache_on_a_cpu_grows_with_the_host_up_to_what_one_numa_node_has_free(host_gib, cache_gib):
     assert choose_cpu_cache_gib(host_gib << 30) == cache_gib
