@@ -143,7 +143,11 @@ class TrialMaker:
         return self._inputs[key]
 
     def check(self) -> None:
-        """Raise StudyError for arms that cannot be told apart, and for held-out tasks that are trained on."""
+        """Raise StudyError for arms that cannot be told apart, and for held-out tasks that are trained on or shown to the planner."""
+        if (held_out := self._study.trial.held_out) and (found := self._find_shown(self._root / held_out)):
+            raise StudyError(
+                f"planner.files: {found!r} holds the held-out tasks, which no planner may see; leave it out"
+            )
         seen: dict[str, str] = {}
         arms = {f"arms.{name}": arm for name, arm in self._study.arms.items()} or {"space": Arm()}
         for where, arm in arms.items():
@@ -155,6 +159,11 @@ class TrialMaker:
             seen[trial.id] = where
             self._check_end(where, trial)
             self._check_leaks(trial.tasks)
+
+    def _find_shown(self, held_out: Path) -> str:
+        """Return the file of `planner.files` that is the one of the held-out tasks, or has its content, or ""."""
+        files = [name for name in self._study.planner.files if held_out.is_file() and (self._root / name).is_file()]
+        return next((name for name in files if hash_file(self._root / name) == hash_file(held_out)), "")
 
     def _check_end(self, where: str, trial: Trial) -> None:
         """Raise StudyError if the training of a trial would never end."""

@@ -129,6 +129,7 @@ class Leader:
             while not self.is_over:
                 if time.monotonic() >= check_at:
                     check_at = time.monotonic() + self._study.lease_s
+                    self._ledger.keep_time()
                     await self._end_vanished()
                     continue
                 try:
@@ -226,6 +227,8 @@ class Leader:
                 one = self.state.trials.get(report.trial_id)
                 if isinstance(report, TrialFailed) and one is not None and one.lease is None:
                     self._offered.pop(report.trial_id, None)
+                if isinstance(report, TrialResult) and one is not None and one.trial.purpose == "noise":
+                    await self._report_power()
                 await self._advance()
             case StudyStopped():
                 if not self.state.stopped:
@@ -234,6 +237,14 @@ class Leader:
                 with contextlib.suppress(StudyError):  # the command has checked it; it was decided since
                     await self.decide(report)
                 await self._advance()
+
+    async def _report_power(self) -> None:
+        """Say what the study can find once its last A/A trial has ended, before the comparison is paid for."""
+        if all(one.is_settled for one in self.state.trials.values() if one.trial.purpose == "noise"):
+            with contextlib.suppress(ModuleNotFoundError):  # the extra `studies`
+                from swarmq.studies.analysis import announce_power  # noqa: PLC0415 - an extra
+
+                self._report(await asyncio.to_thread(announce_power, self._study, self.state.results))
 
     def _may_report(self, report: Report, host: str) -> bool:
         """Return whether a report of an invited host is about its own workers."""

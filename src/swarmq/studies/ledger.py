@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from swarmq.errors import StudyError
-from swarmq.runtime.files import fsync_folder, read_if_exists
+from swarmq.runtime.files import fsync_folder, read_if_exists, write_atomically
 from swarmq.studies.records import AnyFact, Entry
 
 
@@ -130,7 +131,10 @@ class LedgerFile:
         content = read_if_exists(path)
         self.entries, self._size = _parse(path, content)
         self._previous = _hash_last(content[: self._size])
-        self._began, self._base_s = time.monotonic(), self.entries[-1].elapsed_s if self.entries else 0.0
+        self._clock = path.with_name("elapsed_s")
+        """File with the seconds of leaders so far, which one that is killed between two entries leaves behind."""
+        kept = [float(read_if_exists(self._clock) or 0), *(entry.elapsed_s for entry in self.entries[-1:])]
+        self._began, self._base_s = time.monotonic(), max(kept)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fsync_folder(path.parent)
 
@@ -138,6 +142,11 @@ class LedgerFile:
     def elapsed_s(self) -> float:
         """Seconds for which leaders have run, this one included."""
         return self._base_s + time.monotonic() - self._began
+
+    def keep_time(self) -> None:
+        """Keep the time until now also if this process is killed before its next entry. A full disk keeps it at the next call."""
+        with contextlib.suppress(OSError):
+            write_atomically(self._clock, f"{self.elapsed_s:.3f}".encode())
 
     def append(self, facts: Sequence[AnyFact]) -> list[Entry]:
         """Append facts durably, all or none, and return their entries. Raises OSError, and leaves the file as it was, if the disk does

@@ -22,6 +22,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 Whole = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+Words = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 
@@ -29,7 +30,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The primary metric, by which arms are compared."""
 
-    name: str
+    name: Words
     """Name of a metric that every trial returns. Trials of `swarmq train` return `held_out` (mean reward on the held-out tasks
     after training), `held_out_success` (share of successes there), both also with `_before`, `reward` (mean training reward of the last
     steps), `staleness`, `trained_episodes`, `trained_calls`, `trained_tokens`, `dropped_episodes`, `steps` and `seconds`."""
@@ -164,7 +165,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     name: str
     """Name of the study, of its folder and of its queues: lower-case letters, digits and hyphens, at most 32."""
-    question: str
+    question: Words
     metric: Metric
     smallest_effect: Positive
     """Smallest difference of the metric that would matter."""
@@ -270,6 +271,10 @@ def check_name(name: str) -> None:
 def _check_parameter(path: str, parameter: Parameter, design: Design) -> None:
     if bool(parameter.values) == (parameter.low is not None):
         raise ValueError(f"space.{path}: give either values, or low and high")
+    if len({hash_json(value) for value in parameter.values}) < len(parameter.values):
+        raise ValueError(
+            f"space.{path}: a value is given twice, so arms could not be told apart: {[*parameter.values]}"
+        )
     if design.kind == "fractional" and len(parameter.values) != 2:
         raise ValueError(f"space.{path}: design.kind = 'fractional' needs two values (got {len(parameter.values)})")
     if parameter.values:

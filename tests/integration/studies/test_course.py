@@ -50,12 +50,19 @@ class Lab:
         self.study = msgspec.convert(FIRST | TWO_ARMS | changes, Study)
         self.folder = StudyFolder(folder / "study.toml", self.study.name)
         (folder / "work.py").write_text(code)
-        self.broker = broker or MemoryBroker()
+        self.broker, self.said = broker or MemoryBroker(), []
 
     async def lead(self, **how):
-        with open_leader(self.study, self.folder) as leader:
+        with open_leader(self.study, self.folder, report=self.said.append) as leader:
             await leader.open(**how)
             await leader.run(self.broker)
+
+    async def start(self, tasks, **how):
+        """Start a leader; return its task once there are queues for workers."""
+        leading = tasks.create_task(self.lead(**how))
+        while not (leading.done() or await self.broker.depths([inbox(self.study.name)])):  # noqa: ASYNC110 - a broker
+            await asyncio.sleep(0.01)
+        return leading
 
     @contextlib.asynccontextmanager
     async def at_work(self):
@@ -67,8 +74,7 @@ class Lab:
 
     async def run(self):
         async with asyncio.TaskGroup() as tasks:
-            leading = tasks.create_task(self.lead())
-            await asyncio.sleep(0)
+            leading = await self.start(tasks)
             async with self.at_work():
                 await leading
         return self.facts()
@@ -87,8 +93,7 @@ async def two_trials_without_leader(folder):
     """A study whose leader has died while two trials run, with its workers."""
     lab = Lab(folder, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"))
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
+        first = await lab.start(tasks)
         async with lab.at_work():
             await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
             first.cancel()
@@ -101,6 +106,13 @@ async def test_every_trial_has_one_result_and_the_study_ends(tmp_path):
     await lab.run()
     assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0]
     assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
+
+
+async def test_the_power_is_said_once_the_noise_is_known(tmp_path):
+    lab = Lab(tmp_path, SCORE, noise_trials=3)
+    await lab.run()
+    (said,) = [at for at, line in enumerate(lab.said) if "find an effect of 0.5 with probability" in line]
+    assert sum(any(f"seed {n}:" in line for n in (1, 2, 3)) for line in lab.said[:said]) == 3
 
 
 async def test_a_trial_inherits_no_settings_that_its_hash_does_not_contain(tmp_path, monkeypatch):
@@ -160,8 +172,7 @@ async def test_a_leader_that_dies_is_replaced_while_trials_run_and_nothing_is_ru
 async def test_a_worker_that_is_stopped_gives_its_trial_back(tmp_path):
     lab = Lab(tmp_path, SLOW)
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks)
         async with lab.at_work():
             await lab.until(lambda: len([*lab.folder.path.glob("trials/*/runs")]) == 2)
         await lab.until(lambda: len(lab.facts(TrialFailed)) == 2)
@@ -172,8 +183,7 @@ async def test_a_worker_that_is_stopped_gives_its_trial_back(tmp_path):
 async def test_a_stop_lets_running_trials_end_and_a_resumed_study_runs_the_rest(tmp_path):
     lab = Lab(tmp_path, "import time\n" + SCORE.replace("return", "time.sleep(1.0); return"), seeds=[0, 1, 2])
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks)
         async with lab.at_work():
             await lab.until(lambda: len(lab.facts(TrialStarted)) == 2)
             stop = StudyStopped(kind="asked", reason="enough")
@@ -181,8 +191,7 @@ async def test_a_stop_lets_running_trials_end_and_a_resumed_study_runs_the_rest(
             await leading
             assert len(lab.facts(TrialResult)) == 2
     async with asyncio.TaskGroup() as tasks:
-        resumed = tasks.create_task(lab.lead(resume="more is needed"))
-        await asyncio.sleep(0)
+        resumed = await lab.start(tasks, resume="more is needed")
         async with lab.at_work():
             await resumed
     assert len(lab.facts(TrialResult)) == 6
@@ -272,8 +281,7 @@ async def test_open_trials_of_code_that_was_amended_are_parked_and_planned_anew(
     await asyncio.wait([first])
     lab = Lab(tmp_path, SCORE, broker=lab.broker)
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead(amend="it divided by 0"))
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks, amend="it divided by 0")
         async with lab.at_work():
             await leading
     assert [fact.reason for fact in lab.facts(TrialParked)] == [AMENDED] * 2
@@ -294,8 +302,7 @@ async def test_an_arm_that_an_amendment_removes_is_not_run_until_another_one_tak
     await asyncio.wait([first])
     amend({"a": both["a"], "c": {"settings": {"arm": 3}}})
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead(amend="b is hopeless"))
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks, amend="b is hopeless")
         async with lab.at_work():
             await leading
     assert [fact.reason for fact in lab.facts(TrialParked)] == [REMOVED]
@@ -304,8 +311,7 @@ async def test_an_arm_that_an_amendment_removes_is_not_run_until_another_one_tak
     assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 3.0]
     amend(both)
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead(amend="it was not"))
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks, amend="it was not")
         async with lab.at_work():
             await leading
     assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0, 3.0]
@@ -388,8 +394,7 @@ async def test_a_stopped_worker_gives_its_trial_no_more_time_than_it_may_take(tm
         trial=FIRST["trial"] | {"max_seconds": 4},
     )  # fmt: skip
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks)
         async with lab.at_work():
             await lab.until(lambda: len([*lab.folder.path.glob("trials/*/runs")]) == 2)
         await lab.until(lambda: len(lab.facts(TrialFailed)) == 2)
@@ -410,8 +415,7 @@ async def test_a_worker_that_misses_the_end_of_a_study_is_told_again(tmp_path):
     lab.broker.emit = lose_the_first
     worker = TrialWorker(lab.broker, lab.study, lab.folder, environments=[{}], ask_s=0.2)
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
-        tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
+        await lab.start(tasks)
         tasks.create_task(worker.run())
     assert missed
 
@@ -485,8 +489,7 @@ async def hosts_at_work(lab, *names):
 async def test_a_promoted_trial_goes_to_the_host_that_has_its_checkpoint(tmp_path):
     lab = Lab(tmp_path, RESUMED, seeds=[0, 1], **{**RUNGS, "lease_s": 60.0})
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lab.lead())
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks)
         async with hosts_at_work(lab, "one", "two"):
             await leading
     promoted = {fact.trial.id: fact.trial.lineage for fact in lab.facts(TrialPlanned) if fact.trial.rung}
@@ -500,23 +503,16 @@ async def test_a_promoted_trial_goes_to_the_host_that_has_its_checkpoint(tmp_pat
 
 
 async def test_a_promoted_trial_whose_host_is_gone_begins_again_on_another_and_the_leader_says_so(tmp_path):
-    lab, said = Lab(tmp_path, RESUMED, seeds=[0], **RUNGS), []
+    lab = Lab(tmp_path, RESUMED, seeds=[0], **RUNGS)
     (tmp_path / "hold").touch()
-
-    async def lead():
-        with open_leader(lab.study, lab.folder, report=said.append) as leader:
-            await leader.open()
-            await leader.run(lab.broker)
-
     async with asyncio.TaskGroup() as tasks:
-        leading = tasks.create_task(lead())
-        await asyncio.sleep(0)
+        leading = await lab.start(tasks)
         async with hosts_at_work(lab, "one"):
             await lab.until((tmp_path / "held").exists)
         (tmp_path / "hold").unlink()
         async with hosts_at_work(lab, "two"):
             await leading
-    assert any("one has its checkpoint and no worker; it begins again elsewhere" in line for line in said), said
+    assert any("one has its checkpoint and no worker; it begins again elsewhere" in line for line in lab.said), lab.said
     made = [fact.metrics["made_before"] for fact in lab.facts(TrialResult)]
     assert made == [0.0] * 4
     assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]

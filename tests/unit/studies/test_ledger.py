@@ -90,6 +90,18 @@ def test_the_time_of_leaders_goes_on_whatever_the_wall_clock_does(tmp_path, monk
     assert elapsed[-1] < 60
 
 
+def test_the_time_of_a_leader_that_is_killed_between_two_entries_counts(tmp_path, monkeypatch):
+    path, now = tmp_path / "ledger.jsonl", [100.0]
+    monkeypatch.setattr("swarmq.studies.ledger.time.monotonic", lambda: now[0])
+    ledger = LedgerFile(path)
+    ledger.append([note("one")])
+    now[0] += 3600
+    ledger.keep_time()
+    ledger.close()
+    now[0] = 5.0  # the host has started again
+    assert LedgerFile(path).elapsed_s == 3600
+
+
 STUDY = Path("/srv/ada/project/studies/lake")
 
 

@@ -162,6 +162,25 @@ def test_a_study_that_was_resumed_says_so_and_forgives_what_was_parked():
     assert "No trial was given up." in text
 
 
+@pytest.mark.parametrize(
+    ("facts", "is_over", "is_warned"),
+    [
+        ([], False, True),
+        ([StudyStopped(kind="asked", reason="clear")], True, True),
+        ([StudyStopped(kind="asked", reason="clear"), StudyResumed(reason="it was not")], False, True),
+        ([StudyStopped(kind="complete", reason="done")], True, False),
+    ],
+)
+def test_an_end_that_may_have_been_chosen_by_its_results_is_a_threat(facts, is_over, is_warned):
+    story = told()
+    story.add(StudyResumed(reason="so that it goes on"), *facts)
+    text = render_markdown(compose(story.entries))
+    assert ("The study is over" in text, "not for one that ends when its results please" in text) == (
+        is_over,
+        is_warned,
+    )
+
+
 def test_a_number_that_the_ledger_does_not_hold_is_marked(story):
     story = told()
     exact = story.state.trials[next(iter(story.state.trials))].result.metrics["score"]

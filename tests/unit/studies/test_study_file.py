@@ -43,6 +43,9 @@ max_steps = 2
         ({"arms": {}, "space": {"x": {"low": 1.0, "high": 2.0}}}, "space.x: design.kind = 'grid' needs values"),
         ({"name": "No Spaces"}, "name: 'No Spaces'"),
         ({"metrics": 1}, "unknown field"),
+        ({"question": ""}, "question"),
+        ({"metric": {"name": ""}}, "metric.name"),
+        ({"arms": {}, "space": {"x": {"values": [1, 2, 1]}}}, "space.x: a value is given twice"),
     ],
 )
 def test_an_impossible_study_is_refused_with_the_reason(changes, words):
@@ -119,6 +122,16 @@ def test_a_held_out_task_that_is_trained_on_is_found_by_its_content_whatever_its
     for study in (study_of(trial=trial), study_of(trial=trial, **space)):
         with pytest.raises(StudyError, match="1 of its tasks are also in tasks.jsonl, e.g. 'h2'"):
             TrialMaker(study, write_function(tmp_path)).check()
+
+
+@pytest.mark.parametrize("shown", ["./held.jsonl", "copy.jsonl"])
+def test_held_out_tasks_are_not_shown_to_a_planner(tmp_path, shown):
+    for name in ("held.jsonl", "copy.jsonl"):
+        (tmp_path / name).write_text('{"id": "h1", "q": "2 + 2?"}\n')
+    planner = {"kind": "endpoint", "model": "m", "max_arms": 1, "files": [shown]}
+    study = study_of(trial=FIRST["trial"] | {"held_out": "held.jsonl"}, planner=planner)
+    with pytest.raises(StudyError, match=f"planner.files: '{shown}' holds the held-out tasks"):
+        TrialMaker(study, write_function(tmp_path)).check()
 
 
 def test_a_trial_is_another_one_when_its_code_settings_or_seed_change_and_the_same_otherwise(tmp_path):

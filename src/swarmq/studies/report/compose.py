@@ -26,7 +26,6 @@ from swarmq.studies.records import (
     StudyAmended,
     StudyOpened,
     StudyResumed,
-    StudyStopped,
     TrialFailed,
     TrialResult,
     TrialStarted,
@@ -76,6 +75,7 @@ class ReportData:
         self.amendments = self.all(StudyAmended)
         self.study: Study = self.amendments[-1].study if self.amendments else self.opened.study
         state = StudyState(entries)
+        self.stopped = state.stopped
         trials = [one.trial for one in state.newest]
         order = {arm: place for place, arm in enumerate(self.study.arms)}
         trials.sort(key=lambda t: (t.purpose, order.get(t.arm, len(order)), t.arm, t.seed, t.rung))
@@ -131,8 +131,8 @@ def _summary(ledger: ReportData) -> Iterator[Block]:
         yield Bullets([sentence(found, study) for found in ledger.comparisons])
     else:
         yield Text("There is nothing to compare yet.")
-    if stopped := ledger.all(StudyStopped)[-1:]:
-        yield Text(f"The study is over ({stopped[0].kind}): {stopped[0].reason}")
+    if stopped := ledger.stopped:
+        yield Text(f"The study is over ({stopped.kind}): {stopped.reason}")
     else:
         yield Text("The study goes on; this report holds what it knows so far.")
 
@@ -478,6 +478,12 @@ def _threats(ledger: ReportData) -> Iterator[Block]:
             items.append(f"{found.arm}: the mixed model does not expect the difference on new tasks.")
         if found.tasks == 1 and found.mean is not None:
             items.append(f"{found.arm}: one score for each trial, so nothing is known of how tasks differ.")
+    if ledger.study.stopping.kind == "fixed" and (ledger.stopped is None or ledger.stopped.kind == "asked"):
+        when = "has not ended" if ledger.stopped is None else "was ended by a person"
+        items.append(
+            f"The study {when}: its intervals and p hold for a study that ends after all planned trials, not for one that ends when its "
+            'results please. A study that may end early needs stopping.kind = "anytime".'
+        )
     if ledger.amendments:
         items.append("The study was amended after it had begun; the amendments may depend on results.")
     if ledger.parked:
