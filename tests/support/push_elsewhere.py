@@ -53,7 +53,8 @@ def push_between_machines(model: Path, *, gpus: tuple[int, int] | None) -> Pushe
 async def serve(address: str, model: str, gpu: str) -> None:
     """Run an engine with a weight receiver beside it, until killed."""
     folder = Path(tempfile.mkdtemp())
-    arguments = ("--dtype", "float32", "--enforce-eager") if gpu else ()
+    # with the cache's size, vLLM need not measure a GPU that others use, too
+    arguments = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)) if gpu else ()
     async with (
         keep_receiver(address, 0, secret=SECRET, log_path=folder / "receiver.log") as receiver,
         EngineProcess(
