@@ -189,7 +189,7 @@ async def play(
             before_port = find_free_port()
             settings = job.to_toml().replace(str(port), str(before_port))
             (folder / "before.toml").write_text(settings)
-            version = ["env", f"PYTHONPATH={before}"]
+            version = ["env", f"PYTHONPATH={before}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"]
             theirs = [*version, *MEASURED, *python, "swarmq", "proxy", str(folder / "before.toml")]
             former = await stack.enter_async_context(running(folder, "before", theirs))
             targets.append(Target("before", f"http://127.0.0.1:{before_port}/v1", "main", former.pid))
