@@ -93,7 +93,8 @@ _library.define(
 
 def _emulate(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     del fast
-    return ((a.float() @ b.float().t()) * a_scale * b_scale.t()).to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        return ((a.float() @ b.float().t()) * a_scale * b_scale.t()).to(dtype)
 
 
 def _compute(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.episodes import make_group
@@ -87,6 +88,28 @@ def test_zeros_stay_zeros_and_numbers_that_are_not_finite_are_not_hidden() -> No
     spoilt = torch.ones(16, 32)
     spoilt[3, 5] = float("nan")
     assert not layer(spoilt).isfinite().any()  # its step is skipped
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+)  # torch's compiler does
+@pytest.mark.parametrize("kind", [Float8Linear, RowScaledFloat8Linear])
+def test_layers_are_compiled_whole_and_once_for_any_number_of_tokens(kind: type[nn.Linear]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(kind(32, 48), nn.SiLU(), kind(48, 32))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layers, dynamic=True, fullgraph=True, backend=counter)
+    for count in (48, 33):
+        tokens, made = torch.randn(count, 32), list[list[Tensor]]()
+        for computed in (layers, compiled):
+            layers.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = computed(tokens)
+            output.float().square().sum().backward()
+            made.append([output.detach(), *(p.grad for p in layers.parameters() if p.grad is not None)])
+        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert counter.frame_count == 1
 
 
 @pytest.fixture(scope="module")
