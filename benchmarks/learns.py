@@ -23,12 +23,14 @@ import functools
 import gc
 import itertools
 import json
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +58,15 @@ DIALOGUES = 2000
 BATCH = 32
 ON_GPU = {
     "train.mixed_precision": "bf16",
-    "train.micro_batch_tokens": 8192,
+    "train.micro_batch_tokens": 4096,
     "engine.dtype": "bfloat16",
     "engine.gpu_memory_utilization": 0.05,
     "engine.sleep": "false",
     "engine.arguments": json.dumps(
-        ["--kv-cache-memory-bytes", str(2 << 30), "--api-server-count", "1", "--max-num-seqs", "256"]
+        ["--kv-cache-memory-bytes", str(1 << 30), "--api-server-count", "1", "--max-num-seqs", "256"]
     ),
 }
-"""Settings of a policy with which six runs share 80 GB and 16 cores. The cache is given, since vLLM cannot find out what is free while other runs
+"""Settings of a policy with which nine runs share 80 GB. The cache is given, since vLLM cannot find out what is free while other runs
 begin and end beside it."""
 STOP_S = 60.0
 """Seconds after the deadline within which a run must have been measured and stopped."""
@@ -159,7 +161,7 @@ def main() -> None:
 
 
 async def run_all(folder: Path, arguments: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], int]:
-    """Make the models one after the other and run at most `--at-once` runs meanwhile. Returns all results and the number of runs that failed."""
+    """Make at most `--at-once` models, and then as many runs, at the same time. Returns all results and the number of runs that failed."""
     fp8 = "fp8" in arguments.quantization
     name = "_".join(
         ["learns", *["staleness"] * bool(arguments.staleness), report.place(arguments.device), *["fp8"] * fp8]
@@ -196,17 +198,28 @@ async def run_all(folder: Path, arguments: argparse.Namespace, deadline: float) 
         if fp8:
             save_fp8(f"fp8_{report.place(arguments.device)}", runs, out)
 
-    async with asyncio.TaskGroup() as running:
-        for seed in arguments.seeds:
-            model = await asyncio.to_thread(
-                ensure_model, folder / f"model-{seed}", SIZES[arguments.size], seed, arguments.warm_steps
-            )
-            if arguments.device == "cuda":
-                release_memory()
+    async def run_seed(seed: int) -> None:
+        size, place = SIZES[arguments.size], folder / f"model-{seed}"
+        loop = asyncio.get_running_loop()
+        model = await loop.run_in_executor(makers, make_model, place, size, seed, arguments.warm_steps)
+        async with asyncio.TaskGroup() as running:
             for run in sorted((one for one in planned if one.seed == seed), key=lambda one: one.name):
                 print(f"--- {run.name}", flush=True)
                 running.create_task(run_one(run, model))
+
+    # a warm start keeps a core of its own busy
+    with ProcessPoolExecutor(arguments.at_once, mp_context=multiprocessing.get_context("spawn")) as makers:
+        async with asyncio.TaskGroup() as seeds:
+            for seed in arguments.seeds:
+                seeds.create_task(run_seed(seed))
     return runs, failed
+
+
+def make_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> Path:
+    """Warm a model up in a process of its own, and give its GPU memory back to the runs."""
+    model = ensure_model(folder, size, seed, steps)
+    release_memory()
+    return model
 
 
 def save_fp8(name: str, runs: list[dict[str, Any]], out: Path | None) -> None:
@@ -221,8 +234,8 @@ def save_fp8(name: str, runs: list[dict[str, Any]], out: Path | None) -> None:
 
 
 def release_memory() -> None:
-    """Give the GPU memory of a warm start back to the runs."""
-    import torch  # noqa: PLC0415 - only a GPU needs it
+    """Give the GPU memory of a warm start back; without a GPU do nothing."""
+    import torch  # noqa: PLC0415 - slow to import
 
     gc.collect()
     torch.cuda.empty_cache()

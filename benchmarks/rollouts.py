@@ -187,8 +187,7 @@ async def measure(
         served = [one for one in await asyncio.gather(*starting, return_exceptions=True) if not failed(one)]
         print(f"{len(served)} engines after {time.monotonic() - began:.0f} s", flush=True)
         trained = await warming
-        if arguments.device == "cuda":
-            release_memory()
+        release_memory()
         print(f"warm start after {time.monotonic() - began:.0f} s", flush=True)
         pauses = {}
         for one in [*served]:
