@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config
 
 from benchmarks import report
@@ -97,6 +98,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of a step, after one that is not counted")
     parser.add_argument("--steps", type=int, default=30, help="of each curve")
     parser.add_argument("--seeds", type=int, default=2, help="of the curves")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the longest kernels of a step of the first length"
+    )
     parser.add_argument("--deadline-s", type=float, default=1e9, help="no length and no precision begins later")
     parser.add_argument("--scratch", help="where the random weights are written, 2 bytes a parameter")
     return parser.parse_args()
@@ -175,6 +179,8 @@ def measure_speed(
                 trainer.optimizer.zero_grad()
                 continue
             kept[f"{precision}_{short}"] = made
+            if arguments.profile and length == lengths[0]:
+                made["kernels_ms"] = profile_step(trainer, train, batch)
             suffix = precision if length == lengths[0] else f"{precision}_{short}"
             for figure in ("tflops", "tflops_matrices", "mfu", "tokens_per_s"):
                 figures[f"{figure}_{name}_{suffix}"] = made[figure]
@@ -245,6 +251,25 @@ def time_steps(trainer: Trainer, train: Train, batch: Any, repeats: int) -> dict
         "peak_gib": peak(device),
         **{name: fields[name] for name in ("passes", "layout", "loss", "grad_norm")},
     }
+
+
+def profile_step(trainer: Trainer, train: Train, batch: Any) -> dict[str, float]:
+    """Milliseconds of one step in each of the 25 kernels (on a CPU: operators) that take longest."""
+    cuda = trainer.accelerator.device.type == "cuda"
+    kind = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    index = BatchIndex(record=trainer.version + 1, version=trainer.version + 1)
+    with profile(activities=[kind]) as taken:
+        trainer.step(BatchRecord(index=index, episodes=batch, settings=train))
+        wait(trainer.accelerator.device)
+    spent = {
+        each.key: (each.self_device_time_total if cuda else each.self_cpu_time_total) / 1e3
+        for each in taken.key_averages()
+    }
+    longest = dict(sorted(spent.items(), key=lambda item: -item[1])[:25])
+    print(f"all kernels: {sum(spent.values()):.0f} ms")
+    for name, milliseconds in longest.items():
+        print(f"{milliseconds:8.1f} ms  {name[:150]}", flush=True)
+    return longest
 
 
 def draw_curves(
