@@ -1,4 +1,5 @@
-"""Studies for the dashboard: which there are, and what one of them shows. Reads ledgers alone, so it slows no study."""
+"""Studies for the dashboard: which there are, and what one of them shows. Reads ledgers, and the run folders of trainings that run
+on this host, so it slows no study."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import msgspec
 
 from swarmq.dashboard.shelf import UnknownRunError
 from swarmq.errors import StudyError
-from swarmq.studies.ledger import read_ledger
+from swarmq.studies.ledger import StudyFolder, read_ledger
 from swarmq.studies.records import Entry
 from swarmq.studies.state import StudyState, TrialState, add
+from swarmq.studies.training import read_curves
 
 PATTERNS = ("ledger.jsonl", "*/ledger.jsonl", "studies/*/ledger.jsonl")
 """Places of ledgers below a folder that a dashboard was given."""
@@ -49,7 +51,9 @@ class StudyShelf:
         if path is None:
             raise UnknownRunError(f"no study has the id {id!r}")
         entries = read_ledger(path)
-        return _view(entries) | {"id": id, "folder": str(path.parent)}
+        shown = _view(entries) | {"id": id, "folder": str(path.parent)}
+        _add_running(shown["curves"], StudyState(entries), StudyFolder(path, path.parent.name, path=path.parent))
+        return shown
 
     def _find(self) -> list[Path]:
         found = {path.absolute() for folder in self._folders for pattern in PATTERNS for path in folder.glob(pattern)}
@@ -90,7 +94,7 @@ def _view(entries: Sequence[Entry]) -> dict[str, Any]:
         ("GPU seconds", state.spent.gpu_seconds, used.gpu_seconds, budget.gpu_seconds),
         ("calls", state.spent.calls, used.calls, budget.calls),
         ("money", state.spent.money, used.money, budget.money),
-        ("seconds of leaders", entries[-1].elapsed_s, entries[-1].elapsed_s, budget.wall_clock_s),
+        ("seconds with a leader", entries[-1].elapsed_s, entries[-1].elapsed_s, budget.wall_clock_s),
         ("starts", state.num_starts, state.num_starts, budget.trials),
     ]
     return {
@@ -152,6 +156,18 @@ def _analyse(entries: Sequence[Entry]) -> dict[str, Any]:
     ]
     curves = [msgspec.to_builtins(chart) for chart in charts if isinstance(chart, Curves)]
     return {"comparisons": [{k: _finite(v) for k, v in one.items()} for one in comparisons], "curves": curves}
+
+
+def _add_running(curves: list[dict[str, Any]], state: StudyState, folder: StudyFolder) -> None:
+    """Add the curves so far of trainings that run on this host, each by itself."""
+    charts = {chart["y"]: chart for chart in curves}
+    for one in state.leased:
+        for metric, values in read_curves(folder.trial(one.trial.lineage)).items():
+            if metric not in charts:
+                charts[metric] = {"x": "step", "y": metric, "lines": []}
+                curves.append(charts[metric])
+            line = {"label": f"{one.trial} (running)", "values": values, "low": values, "high": values}
+            charts[metric]["lines"].append(line)
 
 
 def _finite(value: Any) -> Any:

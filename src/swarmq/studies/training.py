@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.errors import StudyError
+from swarmq.errors import StudyError, SwarmqError
 from swarmq.observe.run import Run, StepRow
 from swarmq.runtime.processes import die_with_parent
 from swarmq.studies.identity import to_sets
@@ -84,10 +84,7 @@ def read_training(folder: RunFolder, last: int) -> TrialOutcome:
             "an agent should return a reward for what it fails to do"
         )
     steps = [*run.steps()]
-    curves = {name: tuple(float(step.values[name]) for step in steps if name in step.values) for name in CURVES}
-    curves["staleness"] = tuple(_mean(_count_staleness(step)) or 0.0 for step in steps)
-    curves["seconds"] = tuple(step.at - steps[0].at + steps[0].values.get("step_s", 0.0) for step in steps)
-    curves = {name: values for name, values in curves.items() if values}
+    curves = _draw_curves(steps)
     metrics = {"seconds": record.seconds, "steps": float(len(steps))}
     metrics |= {name: float(sum(step.values.get(field, 0) for step in steps)) for name, field in SUMS.items()}
     metrics["dropped_episodes"] = float(sum(sum(step.values.get("dropped", {}).values()) for step in steps))
@@ -106,6 +103,22 @@ def read_training(folder: RunFolder, last: int) -> TrialOutcome:
             if mean is not None:
                 metrics[name + suffix] = mean
     return TrialOutcome(metrics=metrics, curves=curves)
+
+
+def read_curves(trial: Path) -> dict[str, tuple[float, ...]]:
+    """Return the curves so far of the training in a trial's folder; none if it has not begun, or is not on this host."""
+    try:
+        return _draw_curves([*Run(trial / RUN, cache=trial / RUN).steps()])
+    except (SwarmqError, OSError):
+        return {}
+
+
+def _draw_curves(steps: Sequence[StepRow]) -> dict[str, tuple[float, ...]]:
+    """Return metric -> its values at these steps."""
+    curves = {name: tuple(float(step.values[name]) for step in steps if name in step.values) for name in CURVES}
+    curves["staleness"] = tuple(_mean(_count_staleness(step)) or 0.0 for step in steps)
+    curves["seconds"] = tuple(step.at - steps[0].at + steps[0].values.get("step_s", 0.0) for step in steps)
+    return {name: values for name, values in curves.items() if values}
 
 
 def _count_staleness(step: StepRow) -> list[tuple[float, int]]:

@@ -1,16 +1,18 @@
-"""What the dashboard shows of studies: those below its folders, from their ledgers alone."""
+"""What the dashboard shows of studies: those below its folders, from their ledgers and the trainings that run on this host."""
 
 import msgspec
 import pytest
 from litestar.testing import TestClient
 
+from support.run_folder import MadeRun
 from support.studies import Story, study_of
 from swarmq.dashboard.access import LinkAccess
 from swarmq.dashboard.app import create_app
 from swarmq.dashboard.shelf import Shelf, UnknownRunError
-from swarmq.studies.ledger import LedgerFile
+from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
 from swarmq.studies.pages import StudyShelf
 from swarmq.studies.records import StudyStopped, TrialParked
+from swarmq.studies.state import StudyState
 
 
 @pytest.fixture
@@ -46,6 +48,19 @@ def test_a_study_shows_comparisons_trials_and_budget(shelf):
     assert (gpu["spent"], gpu["reserved"], gpu["cap"]) == (40, 10, 1000)
     with pytest.raises(UnknownRunError):
         shelf.show("../first")
+
+
+def test_the_curves_of_a_training_that_runs_on_this_host_are_shown(shelf, tmp_path):
+    entries = read_ledger(tmp_path / "studies" / "first" / "ledger.jsonl")
+    (running,) = StudyState(entries).leased
+    folder = StudyFolder(tmp_path / "study.toml", "first").trial(running.trial.lineage)
+    made = MadeRun(folder, name="trial")
+    for step, reward in enumerate((0.25, 0.5), 1):
+        made.emit("learner.main", "step", version=step, reward=reward, staleness={"0": 1})
+    made.close()
+    curves = shelf.show(shelf.rows()[0].id)["curves"]
+    (reward,) = [chart for chart in curves if chart["y"] == "reward"]
+    assert [(line["label"], line["values"]) for line in reward["lines"]] == [("a, seed 2 (running)", (0.25, 0.5))]
 
 
 def test_the_api_serves_them_to_readers_only(shelf, tmp_path):
