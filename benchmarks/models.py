@@ -37,7 +37,7 @@ from aiohttp import ClientSession, TCPConnector
 from transformers import AutoConfig
 
 from benchmarks import oracle
-from benchmarks.report import kept, parser, save, table
+from benchmarks.report import commit, kept, parser, save, table
 from support.engine import SECRET, TORCHVISION
 from support.proxy import ROOT, Agent, served
 from support.tiny_vision_model import tiny_vision_model
@@ -76,6 +76,12 @@ TRAIN = Train(advantage="ema", warmup_steps=0, learning_rate=1e-3)
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "head_dim": None}
 """The only sizes for which vLLM's CPU build computes multi-head latent attention; its kernel needs BF16."""
+
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Router of DeepSeek V3, as its published configuration names it to vLLM; transformers knows it by the type of the model."""
+
+ALL = {"num_experts_per_tok": 4}
+"""All experts, for engines in BF16: rounding changes a choice between close ones."""
 
 LFM2 = {
     "block_dim": 128,
@@ -119,7 +125,7 @@ MODELS = (
     Model(
         "Qwen3-Next",
         "qwen3_next",
-        {**oracle.EXPERTS, "mlp_only_layers": [], "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        {**oracle.EXPERTS, **ALL, "mlp_only_layers": [], "linear_key_head_dim": 128, "linear_value_head_dim": 128},
         dtype="bfloat16",
     ),
     Model("Llama 2, 3", "llama"),
@@ -138,13 +144,13 @@ MODELS = (
     Model("Phi-3.5-MoE", "phimoe"),
     Model("GLM-4", "glm4"),
     Model("GLM-4.5, 4.6", "glm4_moe"),
-    Model("GLM-4.7-Flash", "glm4_moe_lite", {**oracle.DEEPSEEK, **MLA}, dtype="bfloat16"),
+    Model("GLM-4.7-Flash", "glm4_moe_lite", {**oracle.DEEPSEEK, **MLA, **SIGMOID, **ALL}, dtype="bfloat16"),
     Model("GPT-OSS", "gpt_oss", chats=False),
     Model("OLMo 2", "olmo2"),
     Model("OLMo 3", "olmo3"),
     Model("OLMoE", "olmoe"),
     Model("DeepSeek V2", "deepseek_v2", MLA, dtype="bfloat16"),
-    Model("DeepSeek V3, R1", "deepseek_v3", {**MLA, "topk_method": "noaux_tc"}, dtype="bfloat16"),
+    Model("DeepSeek V3, R1", "deepseek_v3", {**MLA, **SIGMOID, **ALL}, dtype="bfloat16"),
     Model("Granite 3, 4 dense", "granite"),
     Model("Granite 3 MoE", "granitemoe"),
     Model("Command R7B, Command A", "cohere2"),
@@ -233,6 +239,7 @@ def measure(name: str) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "vllm": get_installed_vllm(),
         "transformers": importlib.metadata.version("transformers"),
+        "commit": commit(),
         **({} if model.refused else {"loaded": False, "served": False}),
         "trained": False,
     }
