@@ -36,7 +36,7 @@ class Engine:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if body.get("stream"):
-            return await self.stream(request, _chat_chunks(self.tokens))
+            return await self.stream(request, ((1, chunk) for chunk in _chat_chunks(self.tokens)))
         await asyncio.sleep(self.interval_s * self.tokens)
         message = {"role": "assistant", "content": WORD * self.tokens}
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": self.tokens, "total_tokens": 0}
@@ -47,18 +47,18 @@ class Engine:
         body = await request.json()
         if body["stream"]:
             together = int(body["sampling_params"].get("stream_interval", 1))
-            return await self.stream(request, _generate_chunks(self.tokens, together), together)
+            return await self.stream(request, _generate_chunks(self.tokens, together))
         await asyncio.sleep(self.interval_s * self.tokens)
         return web.json_response({"choices": [_gain(self.tokens, self.tokens)]})
 
-    async def stream(self, request: web.Request, chunks: Iterator[bytes], together: int = 1) -> web.StreamResponse:
-        """Answer with chunks of `together` tokens; the first has one."""
+    async def stream(self, request: web.Request, chunks: Iterator[tuple[int, bytes]]) -> web.StreamResponse:
+        """Answer with chunks, each after the time of its tokens. `chunks`: number of tokens and bytes of each."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         with contextlib.suppress(ConnectionResetError):
             await response.prepare(request)
-            for place, chunk in enumerate(chunks):
+            for num_tokens, chunk in chunks:
                 if self.interval_s:
-                    await asyncio.sleep(self.interval_s * (together if place else 1))
+                    await asyncio.sleep(self.interval_s * num_tokens)
                 await response.write(chunk)
         return response
 
@@ -104,12 +104,12 @@ def _token_chunk(count: int) -> bytes:
     return _event({"choices": [_gain(count)]})
 
 
-def _generate_chunks(tokens: int, together: int) -> Iterator[bytes]:
-    """The first token, then so many together, as vLLM streams with `stream_interval`."""
-    yield _token_chunk(1)
+def _generate_chunks(tokens: int, together: int) -> Iterator[tuple[int, bytes]]:
+    """The first token, then so many together, then the rest at once, as vLLM streams with `stream_interval`."""
+    yield 1, _token_chunk(1)
     whole, rest = divmod(tokens - 2, together)
-    yield from (_token_chunk(together) for _ in range(whole))
-    yield _event({"choices": [_gain(rest + 1, tokens)]}) + b"data: [DONE]\n\n"
+    yield from ((together, _token_chunk(together)) for _ in range(whole))
+    yield rest + 1, _event({"choices": [_gain(rest + 1, tokens)]}) + b"data: [DONE]\n\n"
 
 
 def main(port: str) -> None:
