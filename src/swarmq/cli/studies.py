@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,8 +157,14 @@ def run(
         )
     study, folder = _load(study_file)
     _check_functions(study)
+    lanes = _split_gpus(study, workers) if workers else []
+    if len(lanes) < workers:
+        raise ConfigError(
+            f"--workers: {workers} need {workers * study.trial.gpus} GPUs, {study.trial.gpus} each (trial.gpus), and this host has "
+            f"enough for {len(lanes)}; start fewer"
+        )
     with private_files():
-        run_until_signalled(_lead(study, folder, study_file, amqp, listener, workers, amend, resume))
+        run_until_signalled(_lead(study, folder, study_file, amqp, listener, lanes, amend, resume))
 
 
 def _render_listener(tls_port: int | None, certificate: Path | None, key: Path | None) -> str:
@@ -459,7 +465,7 @@ async def _lead(
     study_file: Path,
     amqp: str | None,
     listener: str,
-    workers: int,
+    lanes: Sequence[dict[str, str]],
     amend: str,
     resume: str,
 ) -> None:
@@ -477,7 +483,7 @@ async def _lead(
             AmqpBroker.open(url, name=f"study {study.name}") as broker,
         ):
             write_atomically(folder.endpoint, url.encode())
-            async with _keep_workers(folder, study_file.name, workers):
+            async with _keep_workers(folder, study_file.name, lanes):
                 await leader.run(broker)
 
 
@@ -539,14 +545,15 @@ async def _join(invite: HostInvite, parallel: int | None) -> None:
 
 def _split_gpus(study: Study, parallel: int | None) -> list[dict[str, str]]:
     """Return the environment variables of each lane, which name its GPUs. Raises StudyError if a trial needs more than there are."""
-    from swarmq.engine.server.gpus import VISIBLE_ENV, find_visible_gpus
+    from swarmq.engine.server.gpus import find_visible_gpus
+    from swarmq.engine.server.launch import build_gpu_environment
 
-    gpus = [str(number) for number in range(len(find_visible_gpus()))]
-    each = study.trial.gpus
-    if gpus and len(gpus) < each:
-        raise StudyError(f"trial.gpus: a trial needs {each} GPUs, and this host has {len(gpus)}")
-    lanes = [{VISIBLE_ENV: ",".join(gpus[n : n + each])} for n in range(0, len(gpus) - each + 1, each)] or [{}]
-    return lanes[:parallel] if gpus else lanes * (parallel or 1)
+    each, there = study.trial.gpus, len(find_visible_gpus())
+    if not there:
+        return [{}] * (parallel or 1)
+    if there < each:
+        raise StudyError(f"trial.gpus: a trial needs {each} GPUs, and this host has {there}")
+    return [build_gpu_environment(range(n, n + each)) for n in range(0, there - each + 1, each)][:parallel]
 
 
 async def _record(study: Study, folder: StudyFolder, amqp: str | None, fact: StudyStopped | PlannerDecided) -> bool:
@@ -592,14 +599,14 @@ async def _open_node(folder: StudyFolder, amqp: str | None, listener: str) -> As
 
 
 @contextlib.asynccontextmanager
-async def _keep_workers(folder: StudyFolder, study_file: str, workers: int) -> AsyncIterator[None]:
-    """Run workers on this host, and restart those that die."""
+async def _keep_workers(folder: StudyFolder, study_file: str, lanes: Sequence[dict[str, str]]) -> AsyncIterator[None]:
+    """Run a worker on this host for each lane, and restart those that die."""
     from swarmq.up.supervision import Daemon
 
     command = [sys.executable, "-m", "swarmq", "study", "worker", str(folder.root / study_file), "--parallel", "1"]
     daemons = [
-        Daemon(name=f"worker {n}", argv=command, log_path=folder.logs / f"worker-{n}.log")
-        for n in range(1, workers + 1)
+        Daemon(name=f"worker {n}", argv=command, log_path=folder.logs / f"worker-{n}.log", environment=lane)
+        for n, lane in enumerate(lanes, 1)
     ]
     async with asyncio.TaskGroup() as tasks:
         try:

@@ -318,7 +318,9 @@ class Leader:
             if self._is_settled():
                 await self._ask_planner()
             if self._is_settled() and not self.state.waiting:
-                await self._append([StudyStopped(kind="complete", reason="all planned trials are settled")])
+                parked = sum(one.parked is not None for one in self.state.newest)
+                without = f", {parked} of them without a result" if parked else ""
+                await self._append([StudyStopped(kind="complete", reason=f"all planned trials are settled{without}")])
         if self.state.stopped:
             return
         room = MAX_OFFERS - sum(one.trial.id in self._offered for one in self.state.open)

@@ -131,6 +131,7 @@ async def test_a_trial_that_always_breaks_is_parked_with_its_log_and_the_rest_go
     assert [fact.kind for fact in lab.facts(TrialFailed)] == ["failure"] * 3
     (parked,) = lab.facts(TrialParked)
     assert "ZeroDivisionError" in parked.log
+    assert lab.said[-1] == "stopped: all planned trials are settled, 1 of them without a result"
     assert 'File "STUDY/work.py", line 1' in parked.log
     assert str(tmp_path) not in lab.folder.ledger.read_text()
     assert [fact.metrics["score"] for fact in lab.facts(TrialResult)] == [2.0]

@@ -1,10 +1,14 @@
 """`swarmq study` says what is wrong with a study, and leaves nothing behind for one that has never run."""
 
+import os
+
 import msgspec
 import pytest
 from click.testing import CliRunner
 
+from support.studies import FIRST, study_of
 from swarmq.cli import main
+from swarmq.cli.studies import _split_gpus
 from swarmq.keys import HostInvite
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
@@ -103,6 +107,38 @@ def test_a_run_of_a_stopped_study_says_what_can_be_done(study, stopped, next_ste
     ledger.close()
     result = CliRunner().invoke(main, ["study", "run"])
     assert result.output == f"stopped: {next_step}\n"
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """A host with four GPUs, of which the last three are this process's."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nfor n in 0 1 2 3; do echo $n, GPU-$n, 80000, 80000, 9.0; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
+
+
+@pytest.mark.parametrize(
+    ("each", "parallel", "lanes"),
+    [(1, None, ["1", "2", "3"]), (1, 2, ["1", "2"]), (2, None, ["1,2"]), (3, 9, ["1,2,3"])],
+)
+def test_the_lanes_of_a_worker_have_gpus_of_their_own_among_those_that_it_was_given(gpus, each, parallel, lanes):
+    study = study_of(trial=FIRST["trial"] | {"gpus": each})
+    assert [lane["CUDA_VISIBLE_DEVICES"] for lane in _split_gpus(study, parallel)] == lanes
+
+
+def test_more_workers_than_gpus_are_refused(study, gpus):
+    result = CliRunner().invoke(main, ["study", "run", "--workers", "4"])
+    assert (
+        result.exit_code,
+        "4 need 4 GPUs, 1 each (trial.gpus), and this host has enough for 3" in result.output,
+    ) == (1, True)
+    (study / "study.toml").write_text(STUDY.replace("max_seconds", "gpus = 4, max_seconds"))
+    result = CliRunner().invoke(main, ["study", "run"])
+    assert (result.exit_code, "a trial needs 4 GPUs, and this host has 3" in result.output) == (1, True)
+    assert not (study / "studies").exists()
 
 
 @pytest.fixture
