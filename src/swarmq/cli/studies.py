@@ -101,6 +101,8 @@ def check(study_file: Path) -> None:
     count = arms * seeds + study.noise_trials
     click.echo(f"{study.name}: {study.question}")
     first = ", before any arm is promoted" if study.design.rungs else ""
+    if study.planner.kind == "endpoint":
+        first = f", before the planner adds at most {study.planner.max_arms} arms"
     click.echo(f"{arms} arms with {seeds} seeds each and {study.noise_trials} A/A trials: {count} trials{first}")
     click.echo(
         f"each may take {study.trial.max_seconds:g} s, and {KILL_S:g} s to be killed: all of them at most "

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,9 @@ def redact(text: str, root: Path) -> str:
 
     Paths below it begin with STUDY, others with STUDY/.., ~, TMP, PYTHON (the environment) or SOURCE (the folder that holds swarmq)."""
     names = {parent: "STUDY" + "/.." * up for up, parent in enumerate([root, *root.parents])}
-    names |= {Path(tempfile.gettempdir()): "TMP", Path.home(): "~", Path(sys.prefix): "PYTHON"}
+    # tempfile.gettempdir and Path.home raise errors on a full disk and without a home
+    home, temporary = os.environ.get("HOME") or "~", os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
+    names |= {Path(temporary): "TMP", Path(home): "~", Path(sys.prefix): "PYTHON"}
     names |= {Path(__file__).parents[2]: "SOURCE", root: "STUDY"}
     names = {path.resolve(): name for path, name in names.items()} | names
     names = {path: name for path, name in names.items() if path != path.parent}

@@ -111,7 +111,7 @@ STUDY = Path("/srv/ada/project/studies/lake")
         (f'File "{STUDY}/work.py", line 3', 'File "STUDY/work.py", line 3'),
         (f"{STUDY}: no space left", "STUDY: no space left"),
         ("/srv/ada/project/models/tiny is no folder", "STUDY/../../models/tiny is no folder"),
-        (f"{Path.home()}/.cache/x", "~/.cache/x"),
+        ("/home/ada/.cache/x", "~/.cache/x"),
         ("in /tmp/run-1/log, /tmp.", "in TMP/run-1/log, TMP."),
         (f'File "{sys.prefix}/lib/torch/nn.py"', 'File "PYTHON/lib/torch/nn.py"'),
         (f'File "{redact.__code__.co_filename}"', 'File "SOURCE/swarmq/studies/ledger.py"'),
@@ -119,5 +119,6 @@ STUDY = Path("/srv/ada/project/studies/lake")
     ],
 )
 def test_texts_for_the_ledger_name_no_path_of_this_machine(text, redacted, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/ada")
     assert redact(text, STUDY) == redacted
