@@ -73,7 +73,8 @@ PLAIN = Fast(ATTENTION, LOGITS, liger=False, checkpointing=True)._asdict()
 def main() -> None:
     arguments = parse()
     ends = time.monotonic() + arguments.deadline
-    _, detail = report.kept("peers_h200", out=arguments.out)
+    name = f"peers_{report.place('cuda')}"
+    _, detail = report.kept(name, out=arguments.out)
     logs, failed = (arguments.out or report.RESULTS) / "logs", 0
     with tempfile.TemporaryDirectory(prefix="swarmq-peers-", dir=arguments.scratch) as scratch:
         model = Path(scratch) / "model"
@@ -93,8 +94,8 @@ def main() -> None:
             detail[part]["part_s"] = time.monotonic() - began
             keep_logs(folder, logs, part)
             print(f"{part}: {outcome(detail[part])}", flush=True)
-            report.save("peers_h200", figures(detail), detail=detail, out=arguments.out, finished=False)
-    report.save("peers_h200", figures(detail), detail=detail, out=arguments.out)
+            report.save(name, figures(detail), detail=detail, out=arguments.out, finished=False)
+    report.save(name, figures(detail), detail=detail, out=arguments.out)
     sys.exit(failed)
 
 

@@ -65,7 +65,7 @@ def run(
         "timing": [{key: value for key, value in step.items() if key.startswith("timing_s/")} for step in told],
         "response_tokens": [step["response_length/mean"] for step in told],
         "memory_gib": [step.get("actor/perf/max_memory_allocated_gb") for step in told],
-        "settings": asked,
+        "settings": {key: str(value) for key, value in asked.items()},
     }
 
 

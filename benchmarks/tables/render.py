@@ -80,6 +80,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/learning/checkpoints.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
     ("docs/explanation/learning/whole-loop.md", "loop_limit_h100", "vLLM sampled {direct_tokens_per_s_1p7b:,.0f} tokens/s alone and the proxies {proxy_over_direct:.2f} of that"),
     ("docs/explanation/learning/whole-loop.md", "loop_limit_h100", "clears the cache cost {cache_lost_1p7b_s:.1f} s, and a step took {loop_over_sum:.2f} of the sum"),
+    ("docs/explanation/learning/whole-loop.md", "peers_h100", "{samples_per_s_verl_sync_bypass:.2f} samples/s in its mode `sync` and {samples_per_s_verl_async_bypass:.2f} in `colocate_async`"),
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
     ("docs/explanation/learning/rows-and-trees.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
     ("docs/how-to/dashboard.md", "dashboard_tokens", "In a run of {sampled_tokens:,.0f} sampled tokens, that took {index_s:.1f} s and {index_rss_mb:.0f} MB"),

@@ -47,7 +47,8 @@ def push_between_machines(model: Path, *, gpus: tuple[int, int] | None) -> Pushe
             output = learner.run([*program, "push", url, str(model), str(learner_gpu)])
         except RuntimeError as error:
             raise AssertionError(f"{error}\n{engine.logs()}") from error
-    return msgspec.json.decode(output.splitlines()[-1], type=Pushed)
+    told = next(line for line in reversed(output.splitlines()) if line.startswith("{"))  # NCCL may print after it
+    return msgspec.json.decode(told, type=Pushed)
 
 
 async def serve(address: str, model: str, gpu: str) -> None:
