@@ -346,6 +346,8 @@ async def trained(job: SwarmJob, steps: int, deadline: float, measure_every: int
         course.deadline, course.measure_every, course.agents = deadline, measure_every, agents
         await course.run()
     made = [event for event in read_events(job.run_folder.events) if event.name == "step"]
+    if not made:
+        raise RuntimeError(f"{job.run} made no step before the deadline")
     fields = [event.fields for event in made]
     return {
         "held_out": {str(version): found.mean_reward or 0.0 for version, found in course.held_out.items()},
