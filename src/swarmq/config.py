@@ -491,10 +491,9 @@ class Train(Settings, frozen=True, kw_only=True):
     gradient is the same."""
     gradient_checkpointing: bool = True
     """In the backward pass, recompute the layers whose activations GPU memory does not hold (without a GPU: all layers)."""
-    mixed_precision: Literal["auto", "no", "bf16", "fp8", "fp8_rowwise"] = "auto"
+    mixed_precision: Literal["auto", "no", "bf16", "fp8"] = "auto"
     """Precision of the layers: BF16 with FP32 master weights, or FP32 (`no`); `auto`: BF16 on a GPU, else FP32. `fp8` is BF16 with FP8
-    matrix products in the decoder's linear layers, each factor with one scale, `fp8_rowwise` with one for each of its rows: GPUs from compute
-    capability 8.9 on, neither adapters nor mixtures of experts."""
+    matrix products in the decoder's linear layers, on GPUs from compute capability 8.9 on, without adapters and mixtures of experts."""
     sharding: Literal["auto", "none", "full", "hybrid"] = "auto"
     """Whether ranks shard parameters, gradients and optimizer state (FSDP2, `full`), shard them within each host and keep a replica on
     every host (`hybrid`), or each hold the whole model (`none`); `auto` shards if the whole model does not fit a GPU."""
@@ -538,8 +537,7 @@ class Train(Settings, frozen=True, kw_only=True):
             )
         if self.uses_fp8 and self.lora:
             raise ValueError(
-                f"mixed_precision: {self.mixed_precision!r} multiplies in FP8, which layers with adapters cannot; set it to 'bf16', or leave "
-                "lora out"
+                "mixed_precision: layers with adapters cannot multiply in FP8; set it to 'bf16', or leave lora out"
             )
         if self.loss.name == "distill" and self.teacher is None:
             raise ValueError(
@@ -588,7 +586,7 @@ class Train(Settings, frozen=True, kw_only=True):
     @property
     def uses_fp8(self) -> bool:
         """Whether the decoder's linear layers multiply in FP8."""
-        return self.mixed_precision in ("fp8", "fp8_rowwise")
+        return self.mixed_precision == "fp8"
 
     @property
     def teacher_url(self) -> str | None:

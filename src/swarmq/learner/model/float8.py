@@ -1,4 +1,4 @@
-"""Matrix products of the decoder's linear layers in FP8, with the scales of 2209.05433 computed anew for each product.
+"""Matrix products of the decoder's linear layers in FP8 (2209.05433), each factor with one scale, computed anew for each product.
 
     forward         output       = input    weight^T
     backward        input.grad   = output.grad weight
@@ -30,56 +30,47 @@ OLDEST_GPU = (8, 9)
 class Float8Linear(nn.Linear):
     """A linear layer that computes its three products in FP8."""
 
-    by_row = False
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))  # noqa: A001
         tokens = input.reshape(-1, self.in_features)
-        output: Tensor = _Product.apply(tokens, self.weight, self.by_row)  # type: ignore[no-untyped-call]
+        output: Tensor = _Product.apply(tokens, self.weight)  # type: ignore[no-untyped-call]
         output = output.reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)  # type: ignore[redundant-expr]
-
-
-class RowScaledFloat8Linear(Float8Linear):
-    """The same with a scale for each row of each factor instead of one for the whole factor."""
-
-    by_row = True
 
 
 class _Product(torch.autograd.Function):
     """[T, K] times the transpose of [N, K]."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, weight)
-        ctx.by_row = by_row
-        return _multiply(tokens, weight, tokens.dtype, by_row=by_row, fast=True)
+        return _multiply(tokens, weight, tokens.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         tokens, weight = ctx.saved_tensors
-        grad_tokens = _multiply(grad, weight.t(), tokens.dtype, by_row=ctx.by_row)
-        grad_weight = _multiply(grad.t(), tokens.t(), tokens.dtype, by_row=ctx.by_row)
-        return grad_tokens, grad_weight.to(weight.dtype), None
+        grad_tokens = _multiply(grad, weight.t(), tokens.dtype)
+        grad_weight = _multiply(grad.t(), tokens.t(), tokens.dtype)
+        return grad_tokens, grad_weight.to(weight.dtype)
 
 
-def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype, *, by_row: bool, fast: bool = False) -> Tensor:
-    """Return a [M, K] times the transpose of b [N, K], with scales for whole factors, or for their rows.
+def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """Return a [M, K] times the transpose of b [N, K].
 
     `fast`: accumulate in the tensor cores' own precision, which is too coarse for gradients.
     """
-    (a8, a_scale), (b8, b_scale) = _quantise(a, by_row=by_row), _quantise(b, by_row=by_row)
+    (a8, a_scale), (b8, b_scale) = _quantise(a), _quantise(b)
     product: Tensor = torch.ops.swarmq.float8_product(a8, b8, a_scale, b_scale, dtype, fast)
     return product
 
 
-def _quantise(values: Tensor, *, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Return FP8 values, row by row in memory, and the FP32 scales [rows, 1] or [1, 1] by which they are to be multiplied."""
-    most = values.abs().amax(-1, keepdim=True) if by_row else values.abs().amax().reshape(1, 1)
+def _quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return FP8 values, row by row in memory, and the FP32 scale by which they are to be multiplied."""
+    most = values.abs().amax().float()
     # zeros stay zeros; 448 is the largest number of the format. As names, the compiler would take both for inputs.
-    scale = most.float().clamp(min=1e-12) / 448.0
+    scale = most.clamp(min=1e-12) / 448.0
     narrow = (values.float() / scale).to(torch.float8_e4m3fn)
     return narrow.contiguous(), scale
 
@@ -94,7 +85,7 @@ _library.define(
 def _emulate(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     del fast
     with torch.autocast("cpu", enabled=False):
-        return ((a.float() @ b.float().t()) * a_scale * b_scale.t()).to(dtype)
+        return ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(dtype)
 
 
 def _compute(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -104,7 +95,7 @@ def _compute(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
         a.contiguous(),
         b.contiguous().t(),
         scale_a=a_scale,
-        scale_b=b_scale.t(),
+        scale_b=b_scale,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
@@ -120,7 +111,7 @@ _library.impl("float8_product", _compute, "CUDA")
 _library.impl("float8_product", _outline, "Meta")
 
 
-def convert_layers(model: PreTrainedModel, device: torch.device, *, by_row: bool) -> None:
+def convert_layers(model: PreTrainedModel, device: torch.device) -> None:
     """Let the linear layers inside the decoder's layers compute in FP8, in place. Call it before layers are compiled or sharded.
 
     Raises LearnerError if the GPU or the model cannot.
@@ -146,7 +137,7 @@ def convert_layers(model: PreTrainedModel, device: torch.device, *, by_row: bool
                 f"{name} has {each.in_features} inputs and {each.out_features} outputs, and FP8 needs multiples of {ALIGNMENT}",
             )
     for each in linear:
-        each.__class__ = RowScaledFloat8Linear if by_row else Float8Linear
+        each.__class__ = Float8Linear
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> SetUpError:

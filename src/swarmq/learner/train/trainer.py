@@ -168,7 +168,7 @@ class Trainer:
         if train.uses_fp8:
             from swarmq.learner.model.float8 import convert_layers  # noqa: PLC0415 - defines an operator of torch
 
-            convert_layers(lm, self.accelerator.device, by_row=train.mixed_precision == "fp8_rowwise")
+            convert_layers(lm, self.accelerator.device)
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - accelerate reads it to shard
         make_optimizer: OptimizerFunction = registry.find_method("optimizer", train.optimizer)
         self.model, self.optimizer = prepare_model(policy, self.accelerator, lambda named: make_optimizer(named, train))
