@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import time
@@ -112,12 +113,19 @@ def check(study_file: Path) -> None:
         from swarmq.studies.analysis import announce_power
 
         click.echo(announce_power(study))
-    if (cap := study.budget.gpu_seconds) is not None:
-        enough = int(cap // most.gpu_seconds)
-        spare = f", {enough - count} more than that" if enough > count else ""
+    budget = study.budget
+    caps = [
+        ("GPU seconds", budget.gpu_seconds, most.gpu_seconds),
+        ("calls", budget.calls, most.calls),
+        ("money", budget.money, most.money),
+        ("starts", budget.trials, 1),
+    ]
+    if enough := [(math.floor(cap / need + 1e-9), name, cap) for name, cap, need in caps if cap is not None and need]:
+        number, name, cap = min(enough)
+        spare = f", {number - count} more than that" if number > count else ""
         click.echo(
-            f"the budget of {cap:,.0f} GPU seconds is enough for {enough} trials that take so long{spare}. Each running trial whose worker "
-            "and leader die together, as on one host, counts as one of them, however short it was"
+            f"the budget of {cap:,.10g} {name} is enough for {number} such trials{spare}. Each running trial whose worker and leader die "
+            "together, as on one host, counts as one of them, however short it was"
         )
     if outside := TrialMaker(study, folder.root).list_outside():
         click.echo(f"outside the study's folder, and not sent to hosts that join by an invite: {', '.join(outside)}")
@@ -487,6 +495,7 @@ async def _lead(
             write_atomically(folder.endpoint, url.encode())
             async with _keep_workers(folder, study_file.name, lanes):
                 await leader.run(broker)
+        _say(_name_next(leader.state, study_file))
 
 
 def _name_next(state: StudyState, study_file: Path) -> str:

@@ -66,12 +66,11 @@ def test_check_finds_a_function_that_is_not_there(study):
 def test_check_says_how_many_lost_trials_the_budget_survives(study):
     said = CliRunner().invoke(main, ["study", "check"]).output
     assert "4 trials" in said
-    assert (
-        "enough for 10 trials that take so long, 6 more than that. Each running trial whose worker and leader die"
-        in said
-    )
-    (study / "study.toml").write_text(STUDY.replace("= 100", "= 30"))
-    assert "enough for 3 trials that take so long. Each" in CliRunner().invoke(main, ["study", "check"]).output
+    lost = "Each running trial whose worker and leader die together"
+    assert f"the budget of 100 GPU seconds is enough for 10 such trials, 6 more than that. {lost}" in said
+    (study / "study.toml").write_text(STUDY.replace("= 100", "= 100, trials = 3"))
+    said = CliRunner().invoke(main, ["study", "check"]).output
+    assert f"the budget of 3 starts is enough for 3 such trials. {lost}" in said
 
 
 def test_files_that_do_not_travel_are_named_before_a_host_is_invited(study, ledger):
