@@ -96,7 +96,7 @@ def check(study_file: Path) -> None:
     from swarmq.studies.study import KILL_S
 
     study, folder = _load(study_file)
-    _check_functions(study)
+    _check_functions(study, folder)
     most, seeds = largest_cost(study), len(study.seeds)
     arms = study.design.num_arms if study.design.kind == "optuna" else len(choose_arms(study))
     count = arms * seeds + study.noise_trials
@@ -166,7 +166,7 @@ def run(
             "--tls-port opens the study's own RabbitMQ, and --amqp (or SWARMQ_AMQP_URL) names another one: give one of them"
         )
     study, folder = _load(study_file)
-    _check_functions(study)
+    _check_functions(study, folder)
     lanes = _split_gpus(study, workers) if workers else []
     if len(lanes) < workers:
         raise ConfigError(
@@ -450,14 +450,22 @@ def _load(study_file: Path, *, is_checked: bool = True) -> tuple[Study, StudyFol
     return study, folder
 
 
-def _check_functions(study: Study) -> None:
-    """Raise TaskError for a function or agent that cannot be imported from the study's folder."""
+def _check_functions(study: Study, folder: StudyFolder) -> None:
+    """Raise TaskError for a function or agent that cannot be imported from the study's folder, and name modules there that it imports
+    although no hash of a trial contains them."""
     from swarmq.client.data.targets import load_object
     from swarmq.environments import is_environment
+    from swarmq.studies.identity import TrialMaker
 
+    before = {*sys.modules}
     agents = (study.trial.agent, *(arm.agent for arm in study.arms.values()))
     for target in {study.trial.function, *(agent for agent in agents if not is_environment(agent))} - {""}:
         load_object(target)
+    loaded = [getattr(module, "__file__", None) for name, module in [*sys.modules.items()] if name not in before]
+    if found := TrialMaker(study, folder.root).find_unlisted(Path(file) for file in loaded if file):
+        _say(
+            f"not in trial.code, so an edit makes no other trial, and hosts that join by an invite lack it: {', '.join(found)}"
+        )
 
 
 def _read_opened(folder: StudyFolder) -> list[Entry]:

@@ -107,8 +107,18 @@ class TrialMaker:
 
     def list_outside(self) -> list[str]:
         """Return the files and folders outside the study's folder that trials depend on, relative to it where the study names them so."""
-        found = self._find_inputs([self.make(name, arm, self._study.seeds[0]) for name, arm in self._arms.items()])
-        return sorted(self._show(path) for path in found if not self._name(path))
+        return sorted(self._show(path) for path in self._find_inputs(self._make_first()) if not self._name(path))
+
+    def find_unlisted(self, modules: Iterable[Path]) -> list[str]:
+        """Return which of these modules lie in the study's folder, but in no hash of a trial: an edit of them makes no other trial."""
+        root, listed = self._root.resolve(), {file.resolve() for file in self.list_files(self._make_first()).values()}
+        found = {file.resolve() for file in modules} - listed
+        below = [file.relative_to(root) for file in found if file.is_relative_to(root)]
+        return sorted(str(name) for name in below if "site-packages" not in name.parts)
+
+    def _make_first(self) -> list[Trial]:
+        """Return the trial of each arm of the study file with the first seed."""
+        return [self.make(name, arm, self._study.seeds[0]) for name, arm in self._arms.items()]
 
     def _name(self, path: Path) -> str:
         """Return the path below the study's folder, or "" for one that is elsewhere."""

@@ -1,6 +1,7 @@
 """`swarmq study` says what is wrong with a study, and leaves nothing behind for one that has never run."""
 
 import os
+import sys
 
 import msgspec
 import pytest
@@ -61,6 +62,18 @@ def test_check_finds_a_function_that_is_not_there(study):
     (study / "study.toml").write_text(STUDY.replace(":attempt", ":attemt"))
     result = CliRunner().invoke(main, ["study", "check"])
     assert (result.exit_code, "did you mean 'attempt'?" in result.output) == (1, True), result.output
+
+
+def test_check_names_imported_modules_that_no_hash_contains(study):
+    (study / "helper_of_toys.py").write_text("X = 1\n")
+    (study / "importing_toys.py").write_text("import helper_of_toys\n\ndef attempt(one): return {}\n")
+    text = STUDY.replace("study_of_toys:", "importing_toys:")
+    for code, is_named in (("", True), (', code = ["helper_of_toys.py"]', False)):
+        for name in ("importing_toys", "helper_of_toys"):
+            sys.modules.pop(name, None)
+        (study / "study.toml").write_text(text.replace(", max_seconds", f"{code}, max_seconds"))
+        said = CliRunner().invoke(main, ["study", "check"]).output
+        assert ("hosts that join by an invite lack it: helper_of_toys.py\n" in said) is is_named, said
 
 
 def test_check_says_how_many_lost_trials_the_budget_survives(study):
