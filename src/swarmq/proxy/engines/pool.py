@@ -49,9 +49,9 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that an outage lasts before it is reported."""
     report_at_start_s: float = 60.0
     """Seconds that the outage at the start of a resumed run lasts before it is reported."""
-    portion_s: float = 0.03
-    """Maximum seconds for which a stream collects sampled tokens into one portion. Agents do not notice the delay, and it saves
-    work: a portion costs engine and proxy the same, however many tokens it has."""
+    portion_s: float = 0.1
+    """Maximum seconds for which a stream collects sampled tokens into one portion. It delays neither the first nor the last token, and
+    it saves work: a portion costs engine and proxy about the same, however many tokens it has."""
     portions_per_s: float = 6000.0
     """Number of portions per second, of all streams of a proxy together, that its core can carry with room to spare. With more open
     calls, streams collect tokens for longer."""
