@@ -400,12 +400,13 @@ def main() -> None:
 
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> None:
-    """Play, and save after each part: what cuts a run short leaves what it had."""
+    """Play, and save after each part: what cuts a run short leaves what it had. A run of some parts has a result of its own."""
+    name = "_".join(["proxy", *(arguments.parts if set(arguments.parts) != set(PARTS) else ())])
     figures: dict[str, float] = {}
     detail: dict[str, Any] = {}
     chosen = {name: getattr(arguments, name) for name in ("streams", "litellm", "before", "parts")}
     async with contextlib.aclosing(play(folder, **chosen)) as measured:
         async for figures, detail in measured:
-            report.save("proxy", figures, detail=detail, out=arguments.out, finished=False)
-    report.save("proxy", figures, detail=detail, out=arguments.out)
+            report.save(name, figures, detail=detail, out=arguments.out, finished=False)
+    report.save(name, figures, detail=detail, out=arguments.out)
     print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
