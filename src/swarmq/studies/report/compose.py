@@ -157,7 +157,7 @@ def _design(ledger: ReportData) -> Iterator[Block]:
             ["decides", looks if stopping.kind == "anytime" else once],
             ["level, power", f"{stopping.alpha:g}, {stopping.power:g}"],
             ["budget", ", ".join(budget)],
-            ["planner", study.planner.kind],
+            *([["planner", "an OpenAI endpoint"]] if study.planner.kind == "endpoint" else []),
             *([["forked from", study.parent]] if study.parent else []),
         ],
     )
