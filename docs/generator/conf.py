@@ -27,6 +27,7 @@ include_patterns = [
     "examples/*/README.md",
 ]
 exclude_patterns = [
+    "docs/studies/*/studies/*/trials",
     ".*",
     "benchmarks",
     "build",
