@@ -10,6 +10,8 @@ LENGTH = struct.Struct("<Q")
 
 async def write_frame(writer: asyncio.StreamWriter, body: bytes) -> None:
     """Write a record. Raises EOFError if the other process is gone."""
+    if writer.is_closing():  # uvloop raises RuntimeError for a closed transport
+        raise EOFError("the other process is gone")
     try:
         writer.write(LENGTH.pack(len(body)))
         writer.write(body)
