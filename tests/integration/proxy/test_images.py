@@ -20,10 +20,12 @@ from tokenizers import Tokenizer
 from support.engine import KNOWN, SECRET, running_engine
 from support.real_proxy import real_stage
 from support.tiny_vision_model import PLACE, tiny_vision_model
+from swarmq.config import Lora, Train
 from swarmq.engine.server.launch import is_cuda_build
 from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm
+from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import resolve
 from swarmq.weights.push.pusher import WeightPusher
 
@@ -217,14 +219,25 @@ async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pix
 
 @pytest.fixture
 async def push(trained, tmp_path):
-    """`await push(lm, version)`; afterwards the engine has its first weights again."""
+    """`await push(weights, version)`: the method; afterwards the engine has its first weights again."""
     pusher = WeightPusher([trained.engine.url], tmp_path, secret=SECRET, patience_s=0)
 
-    async def send(lm, version):
-        await asyncio.to_thread(pusher.push, to_hf_names(lm, lm.named_parameters()), version)
+    async def send(weights, version):
+        report = await asyncio.to_thread(pusher.push, weights, version)
+        return report.methods[trained.engine.url]
 
     yield send
-    await send(load_lm(str(tiny_vision_model()), gradient_checkpointing=False), 0)
+    await send(name_weights(load_lm(str(tiny_vision_model()), gradient_checkpointing=False)), 0)
+
+
+def name_weights(lm):
+    return to_hf_names(lm, lm.named_parameters())
+
+
+async def look(trained, episode):
+    """The turn of an answer about an image."""
+    await trained.ask(looking_at(png("indigo")), key=trained.key(episode), seed=1)
+    return await trained.turns(1)
 
 
 async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tower(trained, push):
@@ -233,20 +246,32 @@ async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tow
     with torch.no_grad():
         for parameter in now.model.visual.parameters():
             parameter.mul_(1.5)
-
-    async def look(episode):
-        await trained.ask(looking_at(png("indigo")), key=trained.key(episode), seed=1)
-        return await trained.turns(1)
-
-    await look("e1")
-    await push(now, 1)
-    turns = await look("e2")
+    await look(trained, "e1")
+    await push(name_weights(now), 1)
+    turns = await look(trained, "e2")
     assert [span.version for span in turns[0].versions] == [1]
     sampled = resolve(turns)[0].logprobs.tolist()
     with torch.no_grad():
         by_now, by_before = (compute_logprobs(LayoutModel(lm), oracle.lay(turns, "rows", 2000)) for lm in (now, before))
     assert by_now[0] == pytest.approx(sampled, abs=2e-3)
     assert by_before[0] != pytest.approx(sampled, abs=0.1)
+
+
+async def test_an_engine_samples_from_what_adapters_learned_about_images(trained, push):
+    learner = Trainer(str(tiny_vision_model()), Train(lora=Lora(rank=4, modules=("qkv",)), token_log=False))
+    adapters = [each for each in learner.lm.parameters() if each.requires_grad]
+    with torch.no_grad():
+        for parameter in adapters:
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    assert await push(learner.weights_to_push(), 1) == "adapters"
+    turns = await look(trained, "e1")
+    sampled = resolve(turns)[0].logprobs.tolist()
+    with torch.no_grad():
+        assert compute_logprobs(learner.model, oracle.lay(turns, "rows", 2000))[0] == pytest.approx(sampled, abs=2e-3)
+        for parameter in adapters:
+            parameter.zero_()
+        without = compute_logprobs(learner.model, oracle.lay(turns, "rows", 2000))[0]
+    assert without != pytest.approx(sampled, abs=0.1)
 
 
 def compute_logprobs(model, layouts):
