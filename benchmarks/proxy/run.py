@@ -400,8 +400,10 @@ def main() -> None:
 
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> None:
-    """Play, and save after each part: what cuts a run short leaves what it had. A run of some parts has a result of its own."""
-    name = "_".join(["proxy", *(arguments.parts if set(arguments.parts) != set(PARTS) else ())])
+    """Play, and save after each part: what cuts a run short leaves what it had. A run of some parts, or of two versions, has a result of
+    its own."""
+    parts = arguments.parts if set(arguments.parts) != set(PARTS) else ()
+    name = "_".join(["proxy", *parts, *(["before"] if arguments.before else ())])
     figures: dict[str, float] = {}
     detail: dict[str, Any] = {}
     chosen = {name: getattr(arguments, name) for name in ("streams", "litellm", "before", "parts")}
