@@ -77,7 +77,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/how-to/laptop.md", "host", "Of {jobs:.0f} scripted runs, {runs_lost:.0f} were lost in {kills:.0f} kills of daemons and runs"),
     ("docs/explanation/learning/weights.md", "fp8_h100", "differs from the learner by a k3 of {k3_small_fp8:.1e}, with an FP8 cache {k3_small_fp8_cache:.1e}, and by a BF16 engine {k3_small_plain:.1e}"),
     ("docs/explanation/learning/weights.md", "fp8_h100", "the held-out reward was {reward_after_fp8:.2f} after 46 steps and {reward_after_bf16:.2f} after 47 steps of the BF16 engine"),
-    ("docs/explanation/learning/weights.md", "spec_h100", "got {tokens_ratio:.2f} times the tokens with drafts, in one counted round, and log-probabilities were within {logprob_max_abs:.2f} nats"),
+    ("docs/explanation/learning/weights.md", "spec_h100", "got {tokens_ratio:.2f} times the tokens with drafts, in one counted round, and log-probabilities differed from the learner's by at most {logprob_max_abs:.3f} nats"),
     ("docs/explanation/learning/weights.md", "hosts_push", "takes {delta_share_large_1e-06:.1%} of the bytes of the BF16 weights, at 1e-5 {delta_share_large_1e-05:.1%}, and the whole weights take {whole_share_large:.0%}"),
     ("docs/explanation/learning/weights.md", "hosts_push", "a difference takes {push_s_1gbit_1ms_delta:.1f} s and the whole weights {push_s_1gbit_1ms_whole:.1f} s at 1 Gbit/s"),
     ("docs/explanation/learning/checkpoints.md", "checkpoints_cpu", "training waits {waited_s:.2f} s for a copy, where writing took {waited_at_once_s:.2f} s"),

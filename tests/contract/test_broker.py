@@ -55,8 +55,9 @@ class Bench(msgspec.Struct):
 
     async def dead(self, count: int) -> list[tuple[bytes, str, str, str]]:
         """Return the dead letters of this run when there are `count`: another test's reader hides some of them for a moment."""
-        while len(found := await self.listed()) < count:  # noqa: ASYNC110 - RabbitMQ tells nobody that a letter came back
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while len(found := await self.listed()) < count:  # noqa: ASYNC110 - RabbitMQ tells nobody that a letter came back
+                await asyncio.sleep(0.05)
         return found
 
 

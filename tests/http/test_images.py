@@ -95,18 +95,19 @@ async def test_an_engine_gets_what_the_proxy_fetched_where_the_run_allows_it(sta
 
 
 @pytest.mark.parametrize(
-    "part",
+    ("part", "why"),
     [
-        {"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/cat.png"}},
-        {"type": "image_url", "image_url": {"url": "http://example.org/cat.png"}},
-        {"type": "video_url", "video_url": {"url": "https://example.org/cat.mp4"}},
+        ({"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/cat.png"}}, "without a public address"),
+        ({"type": "image_url", "image_url": {"url": "http://example.org/cat.png"}}, "is not served"),
+        ({"type": "video_url", "video_url": {"url": "https://example.org/cat.mp4"}}, "is not served"),
     ],
 )
-async def test_nothing_else_is_fetched_and_nothing_sampled_for_it(stages, part):
+async def test_nothing_else_is_fetched_and_nothing_sampled_for_it(stages, part, why):
     async with stages(remote_images=True) as stage:
         body = {"model": "main", "messages": [{"role": "user", "content": [part]}]}
         status, error = await stage.refused(body, key=stage.key(mode="eval"))
         assert (status, error["param"]) == (400, "messages")
+        assert why in error["message"]
         assert stage.engine.requests == []
 
 

@@ -47,7 +47,10 @@ def push_between_machines(model: Path, *, gpus: tuple[int, int] | None) -> Pushe
             output = learner.run([*program, "push", url, str(model), str(learner_gpu)])
         except RuntimeError as error:
             raise AssertionError(f"{error}\n{engine.logs()}") from error
-    told = next(line for line in reversed(output.splitlines()) if line.startswith("{"))  # NCCL may print after it
+        told = next(
+            (line for line in reversed(output.splitlines()) if line.startswith("{")), ""
+        )  # NCCL may print after it
+        assert told, f"{output}\n{engine.logs()}"
     return msgspec.json.decode(told, type=Pushed)
 
 

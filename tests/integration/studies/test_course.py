@@ -245,8 +245,10 @@ async def test_large_files_are_hashed_beside_the_event_loop(tmp_path):
         while True:
             with contextlib.suppress(OSError):  # nobody reads it yet
                 file = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-                os.write(file, b"weights")
-                os.close(file)
+                try:
+                    os.write(file, b"weights")
+                finally:
+                    os.close(file)
             await asyncio.sleep(0.01)
 
     with open_leader(lab.study, lab.folder) as leader:

@@ -144,9 +144,7 @@ async def test_images_share_the_limit_of_a_request(site):
         await site.images(max_bytes=2 * len(PIXELS) - 1).inline(ask(*urls))
 
 
-@pytest.mark.parametrize(
-    "url", [f"https://{'a' * 70}.example/", "https://[::1/", "https://", "https://x y/", "https://127.1/"]
-)
+@pytest.mark.parametrize("url", [f"https://{'a' * 70}.example/", "https://[::1/", "https://", "https://127.1/"])
 async def test_a_url_that_names_no_host_is_refused(url):
     with pytest.raises(RefusedError, match="cannot be"):
         await RemoteImages(max_bytes=1).inline(ask(url))
