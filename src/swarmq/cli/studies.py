@@ -103,7 +103,7 @@ def check(study_file: Path) -> None:
     click.echo(f"{study.name}: {study.question}")
     first = ", before any arm is promoted" if study.design.rungs else ""
     if study.planner.kind == "endpoint":
-        first = f", before the planner adds at most {study.planner.max_arms} arms"
+        first += f", before the planner adds at most {study.planner.max_arms} arms"
     click.echo(f"{arms} arms with {seeds} seeds each and {study.noise_trials} A/A trials: {count} trials{first}")
     click.echo(
         f"each may take {study.trial.max_seconds:g} s, and {KILL_S:g} s to be killed: all of them at most "
@@ -508,9 +508,12 @@ async def _lead(
 
 def _name_next(state: StudyState, study_file: Path) -> str:
     """Say what can be done with a study that has stopped."""
-    if state.stopped and state.stopped.kind != "complete":
+    kind = state.stopped.kind if state.stopped else ""
+    if kind == "budget":
+        return f"to go on, raise its budget in {study_file} and give --amend REASON"
+    if kind == "asked":
         return "to go on, give --resume REASON"
-    if any(one.parked for one in state.newest):
+    if kind == "complete" and any(one.parked for one in state.newest):
         return "to start parked trials again, give --resume REASON"
     return f"for its report: swarmq study report {study_file}"
 

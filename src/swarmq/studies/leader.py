@@ -121,6 +121,7 @@ class Leader:
     async def run(self, broker: Broker) -> None:
         """Lead the study until it has ended and no trial runs."""
         self._broker = broker
+        self._ledger.keep_time()
         run = run_of(self._study.name)
         await self._broker.declare(run, policies=[], kinds=[KIND])
         await self._advance()
@@ -227,7 +228,7 @@ class Leader:
                 one = self.state.trials.get(report.trial_id)
                 if isinstance(report, TrialFailed) and one is not None and one.lease is None:
                     self._offered.pop(report.trial_id, None)
-                if isinstance(report, TrialResult) and one is not None and one.trial.purpose == "noise":
+                if one is not None and one.trial.purpose == "noise":
                     await self._report_power()
                 await self._advance()
             case StudyStopped():

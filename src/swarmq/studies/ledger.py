@@ -75,7 +75,7 @@ def redact(text: str, root: Path) -> str:
     names = {path.resolve(): name for path, name in names.items()} | names
     names = {path: name for path, name in names.items() if path != path.parent}
     for path in sorted(names, key=lambda path: len(str(path)), reverse=True):
-        text = re.sub(rf"(?<![\w.~-]){re.escape(str(path))}(?![\w-])", names[path], text)
+        text = re.sub(rf"(?<![\w.~-]){re.escape(str(path))}(?![\w-]|\.\w)", names[path], text)
     return text
 
 
@@ -134,8 +134,10 @@ class LedgerFile:
         self._previous = _hash_last(content[: self._size])
         self._clock = path.with_name("elapsed_s")
         """File with the seconds of leaders so far, which one that is killed between two entries leaves behind."""
-        kept = [float(read_if_exists(self._clock) or 0), *(entry.elapsed_s for entry in self.entries[-1:])]
-        self._began, self._base_s = time.monotonic(), max(kept)
+        kept = [entry.elapsed_s for entry in self.entries[-1:]]
+        if kept:  # else the clock is that of another study in this folder
+            kept.append(float(read_if_exists(self._clock) or 0))
+        self._began, self._base_s = time.monotonic(), max(kept, default=0.0)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fsync_folder(path.parent)
 

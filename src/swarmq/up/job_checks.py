@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from swarmq.config import BrokerSettings, Critic, SwarmJob, Train, resolve_amqp_url
-from swarmq.engine.server.gpus import GpuCapacity, check_fp8, find_visible_gpus
+from swarmq.engine.server.gpus import FP8_CAPABILITY, GpuCapacity, check_fp8, find_visible_gpus
 from swarmq.engine.server.launch import check_arguments, check_model, get_cpu_cache_bytes, is_cuda_build
 from swarmq.engine.server.model_check import ModelFacts, fetch_num_parameters
 from swarmq.errors import ConfigError, SetUpError
@@ -83,6 +83,11 @@ def check_settings(
             preflight.check_methods(job, name)
             if train.launcher and shutil.which(train.launcher[0]) is None:
                 raise SetUpError(f"train.launcher: {train.launcher[0]!r} is not found on this host")
+            if train.uses_fp8 and served and not train.launcher and not any(gpu.has_fp8 for gpu in gpus):
+                raise SetUpError(
+                    "train.mixed_precision is 'fp8', and this host has no GPU with FP8 (compute capability "
+                    f"{FP8_CAPABILITY:g} or more): set it to 'auto'"
+                )
             if not gpus:
                 preflight.check_settings(train, _num_ranks(train, None))
     return gpus

@@ -109,6 +109,11 @@ def test_files_that_do_not_travel_are_named_before_a_host_is_invited(study, ledg
     [
         (StudyStopped(kind="complete", reason="done"), "done; for its report: swarmq study report study.toml"),
         (StudyStopped(kind="asked", reason="enough"), "enough; to go on, give --resume REASON"),
+        (
+            StudyStopped(kind="budget", reason="spent"),
+            "spent; to go on, raise its budget in study.toml and give --amend REASON",
+        ),
+        (StudyStopped(kind="rule", reason="seen"), "seen; for its report: swarmq study report study.toml"),
     ],
 )
 def test_a_run_of_a_stopped_study_says_what_can_be_done(study, stopped, next_step):

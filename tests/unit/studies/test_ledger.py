@@ -100,6 +100,8 @@ def test_the_time_of_a_leader_that_is_killed_between_two_entries_counts(tmp_path
     ledger.close()
     now[0] = 5.0  # the host has started again
     assert LedgerFile(path).elapsed_s == 3600
+    path.unlink()
+    assert LedgerFile(path).elapsed_s == 0, "another study in this folder"
 
 
 STUDY = Path("/srv/ada/project/studies/lake")
@@ -110,6 +112,7 @@ STUDY = Path("/srv/ada/project/studies/lake")
     [
         (f'File "{STUDY}/work.py", line 3', 'File "STUDY/work.py", line 3'),
         (f"{STUDY}: no space left", "STUDY: no space left"),
+        (f"{STUDY}.toml is no file in {STUDY}.", f"STUDY/../{STUDY.name}.toml is no file in STUDY."),
         ("/srv/ada/project/models/tiny is no folder", "STUDY/../../models/tiny is no folder"),
         ("/home/ada/.cache/x", "~/.cache/x"),
         ("in /tmp/run-1/log, /tmp.", "in TMP/run-1/log, TMP."),

@@ -73,6 +73,17 @@ def test_fp8_is_refused_on_a_host_without_it(
     assert len(check_settings(job, find_gpus=lambda: find(9.0, 8.9))) == 2
 
 
+def test_a_learner_with_fp8_is_refused_on_a_host_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmq.up.job_checks.is_cuda_build", lambda: True)
+    job = SwarmJob(run="r", policies={"main": Policy(model="m", train=Train(mixed_precision="fp8"))})
+    old, new = (
+        [GpuCapacity(total=80 << 30, free=80 << 30, compute_capability=capability)] for capability in (8.0, 8.9)
+    )
+    with pytest.raises(SetUpError, match=r"train\.mixed_precision is 'fp8', and this host has no GPU with FP8"):
+        check_settings(job, find_gpus=lambda: old)
+    assert check_settings(job, find_gpus=lambda: new) == new
+
+
 def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))

@@ -190,6 +190,11 @@ class EngineProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
+    @property
+    def _may_fork(self) -> bool:
+        """Whether the engine core may begin as a copy of its parent: on one GPU, except with tensors in shared memory, which vLLM refuses then."""
+        return len(self._gpus or ()) == 1 and "torch_shm" not in " ".join(self._policy.engine.arguments)
+
     async def _start(self) -> None:
         cuda = is_cuda_build()
         if self._policy.engine.uses_fp8:
@@ -212,7 +217,7 @@ class EngineProcess:
             begin_at = sink.tell()
             environment = (
                 os.environ
-                | build_environment(model, cuda=cuda, forks=len(self._gpus or ()) == 1, given=os.environ)
+                | build_environment(model, cuda=cuda, forks=self._may_fork, given=os.environ)
                 | build_gpu_environment(self._gpus)
                 | self._environment
                 | {SECRET_ENV: self.secret}

@@ -5,7 +5,7 @@
                     weight.grad  = output.grad^T input
 
 Parameters keep their names and their dtype: only the factors of a product are FP8, and its result has the dtype of the layer's input.
-Head, embedding, norms, attention and a vision tower stay as they are. Without CUDA the products are emulated: the same FP8 factors,
+Head, embedding, norms, the products of queries, keys and values, and a vision tower stay as they are. Without CUDA the products are emulated: the same FP8 factors,
 multiplied in FP32.
 """
 
@@ -124,19 +124,19 @@ def convert_layers(model: PreTrainedModel, device: torch.device) -> None:
         )
     inside = set(model.get_decoder().modules())  # and not in a vision tower
     layers = [layer for layer in find_decoder_layers(model) if layer in inside]
-    modules = {name: each for layer in layers for name, each in layer.named_modules()}
-    if any(EXPERTS in name.split(".") for name in modules):
+    modules = [named for layer in layers for named in layer.named_modules()]
+    if any(EXPERTS in name.split(".") for name, _ in modules):
         raise _refuse(model, "its experts are stacked in one weight, whose products stay BF16")
-    linear = [each for layer in layers for each in layer.modules() if type(each) is nn.Linear]
+    linear = [(name, each) for name, each in modules if type(each) is nn.Linear]
     if not linear:
         raise _refuse(model, "its layers have no torch.nn.Linear")
-    for name, each in modules.items():
-        if type(each) is nn.Linear and (each.in_features % ALIGNMENT or each.out_features % ALIGNMENT):
+    for name, each in linear:
+        if each.in_features % ALIGNMENT or each.out_features % ALIGNMENT:
             raise _refuse(
                 model,
                 f"{name} has {each.in_features} inputs and {each.out_features} outputs, and FP8 needs multiples of {ALIGNMENT}",
             )
-    for each in linear:
+    for _, each in linear:
         each.__class__ = Float8Linear
 
 

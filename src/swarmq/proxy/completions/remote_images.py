@@ -12,7 +12,7 @@ import re
 import socket
 import ssl
 from collections.abc import Callable
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 import aiohttp
@@ -25,6 +25,8 @@ Json = dict[str, Any]
 FETCH_S = 10.0
 """Seconds within which all images of a request must arrive."""
 MEDIA_TYPE = re.compile(r"image/[\w.+-]+")
+RESERVED = (IPv4Network("192.0.0.0/24"), IPv6Network("3fff::/20"))
+"""Networks of protocols and documentation that older versions of Python take for public."""
 GLOBAL_UNICAST, NAT64 = IPv6Network("2000::/3"), IPv6Network("64:ff9b::/96")
 
 
@@ -35,9 +37,9 @@ def is_public(address: str) -> bool:
     if isinstance(ip, IPv6Address):
         inner = IPv4Address(ip.packed[-4:]) if ip in NAT64 else ip.ipv4_mapped or ip.sixtofour
         if inner is None:
-            return ip.is_global and ip in GLOBAL_UNICAST
+            return ip.is_global and ip in GLOBAL_UNICAST and ip not in RESERVED[1]
         ip = inner
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and ip not in RESERVED[0]
 
 
 class RemoteImages:

@@ -1,4 +1,5 @@
-"""Runs inside vLLM: forks the engine core of the CPU build, which vLLM (0.32) would spawn.
+"""Runs inside vLLM: lets a forked engine core do what a new process would, and forks that of the CPU build, which vLLM (0.32)
+would spawn. On one GPU, launch.py asks vLLM to fork.
 
 A spawned core imports torch and vLLM once more, which takes 10 s of processor time at every start. When the API server starts its core, it
 uses no device, and has computed no tensor, so OpenMP has no threads that a fork would lose.

@@ -174,6 +174,13 @@ def test_a_model_that_cannot_multiply_in_fp8_is_refused_unchanged(model: Any, re
     assert not any(isinstance(each, Float8Linear) for each in made.modules())
 
 
+def test_the_sizes_of_every_layer_are_checked() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"num_hidden_layers": 2}))
+    model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 40, bias=False)
+    with pytest.raises(LearnerError, match=r"mlp\.gate_proj has 32 inputs and 40 outputs"):
+        convert_layers(model, CPU)
+
+
 def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
