@@ -17,6 +17,7 @@ from swarmq.runtime.files import read_or_reset, write_atomically
 from swarmq.runtime.processes import is_port_free, reserve_port
 
 PORTS = msgspec.json.Decoder(dict[str, int])
+ANY = "0.0.0.0"  # noqa: S104 - such a socket only keeps others from the port
 WAIT_S = 5.0
 POLL_S = 0.1
 
@@ -71,11 +72,12 @@ async def wait_for_proxy_ports(job: SwarmJob, *, wait_s: float = WAIT_S) -> None
 
 
 def assign_ports(job: SwarmJob, names: list[str]) -> dict[str, int]:
-    """Return a port for each name: the last start's if it is free, else a new one."""
+    """Return a port for each name: the last start's if it is free, else a new one. They are free, and kept, at all addresses of the
+    host, since proxies may listen at any of them."""
     path = job.run_folder.path / "ports.json"
     known = read_or_reset(path, PORTS.decode, dict[str, int](), action="proxies and engines get other ports")
     ports = {
-        name: known[name] if is_port_free(known.get(name, 0)) and name in known else reserve_port() for name in names
+        name: known[name] if name in known and is_port_free(known[name], ANY) else reserve_port(ANY) for name in names
     }
     write_atomically(path, msgspec.json.encode(ports))
     return ports

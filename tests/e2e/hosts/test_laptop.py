@@ -38,12 +38,20 @@ def test_a_laptop_trains_on_a_host_the_daemon_of_which_is_killed():
         box.boot({"daemon": [*DAEMON, box.address]})
         wait_for_starts(box, 1)
         token = box.run([sys.executable, "-m", "swarmq", "host", "token", RUNS, "--role", "operate"]).strip()
-        program = [sys.executable, str(LAPTOP), f"http://{box.address}:7000", str(tiny_model()), DISK]
+        program = [
+            "timeout",
+            "1500",
+            sys.executable,
+            str(LAPTOP),
+            f"http://{box.address}:7000",
+            str(tiny_model()),
+            DISK,
+        ]
         with ThreadPoolExecutor() as threads:
             steering = threads.submit(laptop.run, ["env", f"SWARMQ_TOKEN={token}", *program])
             while not laptop.path(f"{DISK}/ready").exists():
-                if steering.done():
-                    pytest.fail(f"{steering.result()}\n{box.logs()}")
+                if steering.done() or '"state": "failed"' in box.logs():
+                    pytest.fail(box.logs())
                 time.sleep(0.2)
             os.kill(find_daemon(box.address), signal.SIGKILL)
             wait_for_starts(box, 2)
