@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swarmq.learner.model.float8 import OLDEST_GPU, Float8Linear
+from swarmq.learner.model.float8 import Float8Linear
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < OLDEST_GPU,
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
         reason="no GPU that multiplies FP8",
     ),
     pytest.mark.filterwarnings("ignore"),  # compilers warn about many things

@@ -92,7 +92,8 @@ def check(study_file: Path) -> None:
     """
     from swarmq.studies.design import choose_arms
     from swarmq.studies.identity import TrialMaker
-    from swarmq.studies.state import largest_cost
+    from swarmq.studies.records import Spending
+    from swarmq.studies.state import largest_cost, list_caps
     from swarmq.studies.study import KILL_S
 
     study, folder = _load(study_file)
@@ -113,14 +114,9 @@ def check(study_file: Path) -> None:
         from swarmq.studies.analysis import announce_power
 
         click.echo(announce_power(study))
-    budget = study.budget
-    caps = [
-        ("GPU seconds", budget.gpu_seconds, most.gpu_seconds),
-        ("calls", budget.calls, most.calls),
-        ("money", budget.money, most.money),
-        ("starts", budget.trials, 1),
-    ]
-    if enough := [(math.floor(cap / need + 1e-9), name, cap) for name, cap, need in caps if cap is not None and need]:
+    titles = {"gpu_seconds": "GPU seconds", "trials": "starts"}
+    caps = [(titles.get(name, name), need, cap) for name, need, _, cap in list_caps(study, Spending(), 0)]
+    if enough := [(math.floor(cap / need + 1e-9), name, cap) for name, need, cap in caps if need]:
         number, name, cap = min(enough)
         spare = f", {number - count} more than that" if number > count else ""
         click.echo(

@@ -24,7 +24,7 @@ from swarmq.studies.changed_files import Edit, apply_edits, show_diff
 from swarmq.studies.design import MakeTrial, choose_arms
 from swarmq.studies.ledger import redact
 from swarmq.studies.records import AnyFact, NoteWritten, PlannerAnswered, PlannerAsked, PlannerDecided, Spending
-from swarmq.studies.state import StudyState, add, largest_cost
+from swarmq.studies.state import StudyState, add, list_caps
 from swarmq.studies.study import NAME, Arm, Study
 
 MAX_IDLE_ROUNDS = 3
@@ -230,27 +230,15 @@ def _gate(state: StudyState, num_taken: int) -> Literal["accepted", "waiting"]:
 
 def _share(study: Study, num_trials: int) -> float:
     """Return the largest share of a cap that so many trials may need."""
-    return max((need * num_trials / cap for _, need, _, cap in _caps(study, Spending(), 0) if cap), default=0.0)
+    return max((need * num_trials / cap for _, need, _, cap in list_caps(study, Spending(), 0) if cap), default=0.0)
 
 
 def _find_shortage(state: StudyState, num_trials: int) -> str:
     """Return which cap does not hold so many more trials, or ""."""
-    for name, need, used, cap in _caps(_study(state), add(state.spent, state.reserved), state.num_starts):
+    for name, need, used, cap in list_caps(_study(state), add(state.spent, state.reserved), state.num_starts):
         if used + need * num_trials > cap:
             return f"asks for more than the budget: {num_trials} trials may need {need * num_trials:g} of budget.{name}, and {cap - used:g} are left"
     return ""
-
-
-def _caps(study: Study, spent: Spending, starts: int) -> list[tuple[str, float, float, float]]:
-    """Return name, need of one trial, what is used, and cap, of each cap that is set."""
-    need, budget = largest_cost(study), study.budget
-    rows = [
-        ("gpu_seconds", need.gpu_seconds, spent.gpu_seconds, budget.gpu_seconds),
-        ("calls", need.calls, spent.calls, budget.calls),
-        ("money", need.money, spent.money, budget.money),
-        ("trials", 1, starts, budget.trials),
-    ]
-    return [(name, one, used, cap) for name, one, used, cap in rows if cap is not None]
 
 
 def _calls_left(state: StudyState) -> int:

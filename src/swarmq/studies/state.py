@@ -202,6 +202,18 @@ def largest_cost(study: Study) -> Spending:
     return Spending(gpu_seconds=(plan.max_seconds + KILL_S) * plan.gpus, calls=plan.max_calls, money=plan.max_money)
 
 
+def list_caps(study: Study, spent: Spending, starts: int) -> list[tuple[str, float, float, float]]:
+    """Return name, need of one trial, what is used, and cap, of each cap that is set."""
+    need, budget = largest_cost(study), study.budget
+    rows = [
+        ("gpu_seconds", need.gpu_seconds, spent.gpu_seconds, budget.gpu_seconds),
+        ("calls", need.calls, spent.calls, budget.calls),
+        ("money", need.money, spent.money, budget.money),
+        ("trials", 1, starts, budget.trials),
+    ]
+    return [(name, one, used, cap) for name, one, used, cap in rows if cap is not None]
+
+
 def find_exceeded(state: StudyState, *, elapsed_s: float) -> str:
     """Return which cap might not hold if one more trial started, or "" if all hold."""
     assert state.study is not None

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 from transformers import PreTrainedModel
 
+from swarmq.engine.server.gpus import FP8_CAPABILITY
 from swarmq.errors import SetUpError
 from swarmq.learner.model.layout_model import EXPERTS, find_decoder_layers
 
 ALIGNMENT = 16
 """Number of FP8 values by which the sides of a factor must be divisible."""
-OLDEST_GPU = (8, 9)
-"""Compute capability of the first GPUs that multiply FP8: Ada and Hopper."""
 
 
 class Float8Linear(nn.Linear):
@@ -116,10 +115,11 @@ def convert_layers(model: PreTrainedModel, device: torch.device) -> None:
 
     Raises LearnerError if the GPU or the model cannot.
     """
-    if device.type == "cuda" and (own := torch.cuda.get_device_capability(device)) < OLDEST_GPU:
+    own = "{}.{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+    if own and float(own) < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise SetUpError(
-            f"train.mixed_precision: {name} has compute capability {own[0]}.{own[1]}, and FP8 needs {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or "
+            f"train.mixed_precision: {name} has compute capability {own}, and FP8 needs {FP8_CAPABILITY:g} or "
             "higher: set it to 'bf16'"
         )
     inside = set(model.get_decoder().modules())  # and not in a vision tower
