@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +35,11 @@ from benchmarks.peers import verl_run
 from benchmarks.peers.processes import PeerError, started, tail, wait_for_lines
 from benchmarks.peers.work import EPISODES, PASS_TOKENS, PROMPTS, SAMPLED, TURNS, WORDS
 
-MEASURED = 3
-"""Number of measured steps of a peer, after the warm-up."""
+MEASURED, BLOCK = 9, 3
+"""Number of measured steps after the warm-up, and of those whose rate is told apart: the spread of the blocks is saved."""
 WARM_UP = {"sync": 1, "colocate_async": 2}
-OWN_STEPS, OWN_WARM_UP = 12, 4
-"""Steps of swarmq, and how many of them warm up: the first steps find episodes of agents that began together."""
+OWN_WARM_UP = 4
+"""Steps of swarmq that warm up: the first steps find episodes of agents that began together."""
 LIMITS_S = {"probe": 180.0, "swarmq": 420.0}
 LIMIT_S = 480.0
 """Seconds that each of the other parts may take: verl takes five minutes from a cold disk to its first step, half of them to start vLLM."""
@@ -207,11 +207,12 @@ def swarmq(folder: Path, *, model: str, limit_s: float) -> dict[str, Any]:
         pass_tokens=PASS_TOKENS,
         gpu_share=0.32,
     )
-    asked = Asked(device="cuda", steps=OWN_STEPS, warm_up=OWN_WARM_UP, deadline=limit_s)
+    asked = Asked(device="cuda", steps=OWN_WARM_UP + MEASURED, warm_up=OWN_WARM_UP, deadline=limit_s)
     figures, detail = asyncio.run(measure(folder, model, size, asked))
     episodes = sum(step["episodes"] for step in detail["steps"])
     return {
         "samples_per_s": episodes / detail["seconds"],
+        "blocks": blocks([step["step_s"] for step in detail["steps"]]),
         "step_s": figures["step_s"],
         "figures": figures,
         "detail": detail,
@@ -221,7 +222,14 @@ def swarmq(folder: Path, *, model: str, limit_s: float) -> dict[str, Any]:
 def rate(ends: list[float], warm_up: int) -> dict[str, Any]:
     """Return samples a second after the warm-up, and the seconds of each measured step."""
     each = [after - before for before, after in zip(ends[warm_up - 1 :], ends[warm_up:], strict=False)]
-    return {"samples_per_s": EPISODES * len(each) / sum(each), "step_s": sum(each) / len(each), "steps_s": each}
+    made = {"samples_per_s": EPISODES * len(each) / sum(each), "step_s": sum(each) / len(each), "steps_s": each}
+    return made | {"blocks": blocks(each)}
+
+
+def blocks(steps_s: Sequence[float]) -> list[float]:
+    """Return samples a second in each whole block of steps that took so many seconds each."""
+    whole = range(0, len(steps_s) - BLOCK + 1, BLOCK)
+    return [EPISODES * BLOCK / sum(steps_s[first : first + BLOCK]) for first in whole]
 
 
 def figures(detail: dict[str, Any]) -> dict[str, float]:

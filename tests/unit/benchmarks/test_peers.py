@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.peers.processes import PeerError, started, wait_for_lines
-from benchmarks.peers.run import fastest, figures, rate
+from benchmarks.peers.run import blocks, fastest, figures, rate
 from benchmarks.peers.verl_run import settings
 from benchmarks.peers.work import EPISODES, GROUP_SIZE, PROMPTS
 
@@ -26,6 +26,10 @@ def test_a_rate_is_of_the_steps_after_the_warm_up() -> None:
     found = rate([100.0, 110.0, 130.0], warm_up=1)
     assert found["samples_per_s"] == pytest.approx(2 * EPISODES / 30)
     assert found["steps_s"] == [10.0, 20.0]
+
+
+def test_the_spread_is_that_of_whole_blocks_of_three_steps() -> None:
+    assert blocks([1.0, 1.0, 2.0, 3.0, 3.0, 2.0, 9.0]) == [EPISODES * 3 / 4, EPISODES * 3 / 8]
 
 
 def test_a_peer_is_compared_by_its_best() -> None:
