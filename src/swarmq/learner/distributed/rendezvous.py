@@ -64,6 +64,8 @@ def join_group(
     choose_interface()
     try:
         distributed.init_process_group(
+            # by default torch reduces GPU tensors only, but offloaded parameters lie in host memory
+            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=distributed.PrefixStore("group", store),
             rank=rank,
             world_size=num_ranks(),
