@@ -212,7 +212,7 @@ def swarmq(folder: Path, *, model: str, limit_s: float) -> dict[str, Any]:
     episodes = sum(step["episodes"] for step in detail["steps"])
     return {
         "samples_per_s": episodes / detail["seconds"],
-        "blocks": blocks([step["step_s"] for step in detail["steps"]]),
+        "blocks": blocks(*zip(*((step["step_s"], step["episodes"]) for step in detail["steps"]), strict=True)),
         "step_s": figures["step_s"],
         "figures": figures,
         "detail": detail,
@@ -223,13 +223,13 @@ def rate(ends: list[float], warm_up: int) -> dict[str, Any]:
     """Return samples a second after the warm-up, and the seconds of each measured step."""
     each = [after - before for before, after in zip(ends[warm_up - 1 :], ends[warm_up:], strict=False)]
     made = {"samples_per_s": EPISODES * len(each) / sum(each), "step_s": sum(each) / len(each), "steps_s": each}
-    return made | {"blocks": blocks(each)}
+    return made | {"blocks": blocks(each, [EPISODES] * len(each))}
 
 
-def blocks(steps_s: Sequence[float]) -> list[float]:
-    """Return samples a second in each whole block of steps that took so many seconds each."""
-    whole = range(0, len(steps_s) - BLOCK + 1, BLOCK)
-    return [EPISODES * BLOCK / sum(steps_s[first : first + BLOCK]) for first in whole]
+def blocks(steps_s: Sequence[float], episodes: Sequence[int]) -> list[float]:
+    """Return samples a second in each whole block of steps, given the seconds and the trained episodes of each step."""
+    whole = (slice(first, first + BLOCK) for first in range(0, len(steps_s) - BLOCK + 1, BLOCK))
+    return [sum(episodes[block]) / sum(steps_s[block]) for block in whole]
 
 
 def figures(detail: dict[str, Any]) -> dict[str, float]:

@@ -267,6 +267,36 @@ def trl_block(known: dict[str, Any]) -> Iterator[str]:
         )
 
 
+PEERS = {
+    "swarmq": "swarmq",
+    "verl_sync_bypass": "verl, `sync`",
+    "verl_async_bypass": "verl, `colocate_async`",
+    "verl_sync": "verl, `sync`, log-probabilities computed again",
+    "verl_async": "verl, `colocate_async`, log-probabilities computed again",
+    "trl_bf16": "TRL, BF16 weights",
+    "trl_fp32": "TRL, FP32 weights",
+}
+"""Part of benchmarks/peers/run.py -> words."""
+
+
+def peers_block(known: dict[str, Any]) -> Iterator[str]:
+    """Yield a row for each part of the comparison, those of one GPU together."""
+    if "peers_h200" not in known:
+        return
+    detail = known["peers_h200"]["detail"]
+
+    def cells(gpu: str, part: str) -> Iterator[str]:
+        made, own = detail[gpu][part], detail[gpu]["swarmq"]
+        yield from (gpu[-1], PEERS[part], f"{made['samples_per_s']:.2f}")
+        yield f"{min(made['blocks']):.2f} to {max(made['blocks']):.2f}"
+        yield f"{made['step_s']:.1f}"
+        yield "-" if part == "swarmq" else f"{own['samples_per_s'] / made['samples_per_s']:.2f}"
+
+    heads = ("GPU", "who", "episodes/s", "of three steps each", "s/step, mean", "swarmq on the same GPU, times as many")
+    rows = ((gpu, part) for gpu in ("gpu_0", "gpu_1") for part in PEERS if part in detail[gpu])
+    yield from _table(heads, (cells(gpu, part) for gpu, part in rows))
+
+
 def limit_block(known: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the loop beside what its parts do alone, a column for each way in which it was run."""
     records = {words: known[f"{name}_h200"] for words, name in LIMITS.items() if f"{name}_h200" in known}

@@ -29,7 +29,8 @@ def test_a_rate_is_of_the_steps_after_the_warm_up() -> None:
 
 
 def test_the_spread_is_that_of_whole_blocks_of_three_steps() -> None:
-    assert blocks([1.0, 1.0, 2.0, 3.0, 3.0, 2.0, 9.0]) == [EPISODES * 3 / 4, EPISODES * 3 / 8]
+    seconds, episodes = [1.0, 1.0, 2.0, 3.0, 3.0, 2.0, 9.0], [64, 56, 64, 64, 64, 64, 64]
+    assert blocks(seconds, episodes) == [184 / 4, 192 / 8]
 
 
 def test_a_peer_is_compared_by_its_best() -> None:
