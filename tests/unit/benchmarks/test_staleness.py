@@ -45,6 +45,7 @@ def test_trainings_of_several_gpus_are_compared_together_without_those_that_were
     trials = read_runs(merged)
     assert [(one.bound, one.seed) for one in trials] == [(4, 0), (0, 0), (4, 1)]
     assert trials[0].staleness == 1.0
+    assert trials[0].seconds == [0, 1, 2, 3, 4, 5, 6, 7], "however late its first batch was"
     at, rows = compare(trials)
     figures, _ = summarise(at, rows, "gpu_")
     assert figures["reward_by_bound_gpu_4"] == 0.9
