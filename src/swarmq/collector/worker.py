@@ -58,6 +58,8 @@ class Worker:
         """Number of messages that the collector was sent."""
         self._consumed: dict[str, tuple[Deliveries, dict[int, Delivery]]] = {}
         """Queue -> its deliveries, and those of them that the collector has not acknowledged, by number."""
+        self._consumers: dict[str, asyncio.Task[None]] = {}
+        """Queue -> its newest consumer."""
 
     async def run(self, reader: asyncio.StreamReader, *, silent_s: float) -> None:
         """Raises EOFError when the collector is gone, TimeoutError when it is silent for `silent_s` seconds."""
@@ -67,7 +69,8 @@ class Worker:
                     command = await workers.read_command(reader)
                 match command:
                     case workers.Consume(queue, prefetch):
-                        tasks.create_task(self._consume(queue, prefetch))
+                        former = self._consumers.get(queue)
+                        self._consumers[queue] = tasks.create_task(self._consume(queue, prefetch, former))
                     case workers.Acknowledge(queue, through):
                         await self._acknowledge(queue, through)
                     case workers.DeadLetter(token, queue, number, reason):
@@ -80,7 +83,11 @@ class Worker:
                     case workers.Emit(events):
                         tasks.create_task(self._broker.emit(*events))
 
-    async def _consume(self, queue: str, prefetch: int) -> None:
+    async def _consume(self, queue: str, prefetch: int, former: asyncio.Task[None] | None) -> None:
+        """Consume the queue in place of the `former` consumer."""
+        if former:
+            former.cancel()
+            await asyncio.wait({former})
         try:
             async with self._broker.consume(queue, prefetch=prefetch) as deliveries:
                 _, held = self._consumed[queue] = deliveries, {}
