@@ -28,6 +28,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -38,6 +39,7 @@ from transformers import AutoConfig
 
 from benchmarks import oracle
 from benchmarks.report import commit, kept, parser, save, table
+from benchmarks.vlm.architecture import QWEN3_VL
 from support.engine import SECRET, TORCHVISION
 from support.proxy import ROOT, Agent, served
 from support.tiny_vision_model import tiny_vision_model
@@ -117,7 +119,7 @@ class Model(NamedTuple):
 MODELS = (
     Model("Qwen2, Qwen2.5", "qwen2"),
     Model("Qwen2.5-VL", "qwen2_5_vl", make=tiny_vision_model),
-    Model("Qwen3-VL", "qwen3_vl", refused="Qwen3VLForConditionalGeneration"),
+    Model("Qwen3-VL", "qwen3_vl", make=partial(tiny_vision_model, QWEN3_VL)),
     Model("Qwen3.5", "qwen3_5", refused="Qwen3_5ForConditionalGeneration"),
     Model("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe"),
     Model("Qwen3", "qwen3"),

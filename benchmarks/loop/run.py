@@ -562,7 +562,6 @@ def summary(
         "mfu",
         "staleness",
         "episodes",
-        "step_s",
         "drifted",
         "dropped",
     )

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from benchmarks.vlm.agent import COLOURS, QUESTION, SIDE
 from benchmarks.vlm.architecture import (
     IMAGE,
-    MERGED,
-    PATCH,
+    QWEN2_5_VL,
     VISION_TOKENS,
     describe_pictures,
     describe_processor,
@@ -28,11 +27,9 @@ from benchmarks.vlm.architecture import (
 from swarmq.learner.model.vision import InputNorm
 from swarmq.toy_model.tokenizer import build_tokenizer
 
-PLACES = (SIDE // (PATCH * MERGED)) ** 2
+PLACES = (SIDE // QWEN2_5_VL.place) ** 2
 """Tokens of an image."""
-GRID = (1, SIDE // PATCH, SIDE // PATCH)
-VALUES = 3 * 2 * PATCH**2
-"""Of a patch: three channels of two equal frames."""
+GRID = (1, SIDE // QWEN2_5_VL.patch, SIDE // QWEN2_5_VL.patch)
 SHOWN = f"<|vision_start|>{IMAGE}<|vision_end|>"
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -43,7 +40,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}""".replace("SHOWN", repr(SHOWN))
 MEAN, DEVIATION = 0.5, 0.25
-PROCESSOR = describe_processor(describe_pictures(most_places=16, mean=[MEAN] * 3, deviation=[DEVIATION] * 3))
+PICTURES = describe_pictures(QWEN2_5_VL, most_places=16, mean=[MEAN] * 3, deviation=[DEVIATION] * 3)
 STEPS, BATCH = 50, 16
 
 
@@ -57,11 +54,12 @@ def make_model(folder: Path, *, seed: int) -> Path:
     tokenizer = build_tokenizer(texts * 50, vocabulary=320)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *VISION_TOKENS]})
     tokenizer.chat_template = TEMPLATE
-    lm = Qwen2_5_VLForConditionalGeneration(make_config(tokenizer, spread=0.08, rope_theta=100.0, max_length=512))
+    config = make_config(QWEN2_5_VL, tokenizer, spread=0.08, rope_theta=100.0, max_length=512)
+    lm = AutoModelForImageTextToText.from_config(config)
     _warm_up(lm, tokenizer, random.Random(seed))
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "processor_config.json").write_text(json.dumps(describe_processor(QWEN2_5_VL, PICTURES)))
     return folder
 
 
@@ -77,7 +75,7 @@ def _warm_up(lm: Any, tokenizer: Any, random_numbers: random.Random) -> None:
         colours = torch.tensor(
             [[random_numbers.randrange(256) for _ in range(3)] for _ in range(BATCH)], dtype=torch.uint8
         )
-        patches = colours.repeat_interleave(VALUES // 3, 1).repeat_interleave(GRID[1] * GRID[2], 0)
+        patches = colours.repeat_interleave(QWEN2_5_VL.values // 3, 1).repeat_interleave(GRID[1] * GRID[2], 0)
         scores = lm(
             input_ids=ids,
             pixel_values=norm(patches),

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.vision import read_input_norm
@@ -37,7 +37,7 @@ class Distance(NamedTuple):
 
 def compute_alone(folder: Path, turns: Sequence[Turn]) -> Computed:
     """What transformers computes."""
-    lm = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    lm = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     norm, table, logprobs, total = read_input_norm(str(folder)), ImageTable(), {}, torch.zeros((), dtype=torch.float64)
     marked, plain = resolve(turns, images=table), resolve(turns)
     for number, (turn, real) in enumerate(zip(marked, plain, strict=True)):
@@ -73,10 +73,16 @@ def _forward(lm: Any, ids: Tensor, places: Tensor, pixels: Tensor | None, grids:
         shown = {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": places[None].int()}
         scores = lm(input_ids=ids[None], **shown).logits[0]
     else:  # transformers would take a sampled placeholder token for a place of the image
-        seen = torch.cat(tuple(lm.get_image_features(pixels, grids, return_dict=True).pooler_output))
-        embeddings = lm.get_input_embeddings()(ids).masked_scatter(places[:, None], seen)
+        seen = lm.get_image_features(pixels, grids, return_dict=True)
+        embeddings = lm.get_input_embeddings()(ids).masked_scatter(
+            places[:, None], torch.cat(tuple(seen.pooler_output))
+        )
         positions, _ = lm.model.get_rope_index(ids[None], places[None].int(), image_grid_thw=grids)
-        scores = lm(inputs_embeds=embeddings[None], position_ids=positions).logits[0]
+        deep = [torch.cat(tuple(each)) for each in getattr(seen, "deepstack_features", ())]
+        more = {"visual_pos_masks": places[None], "deepstack_visual_embeds": deep} if deep else {}
+        scores = lm.lm_head(lm.model.language_model(inputs_embeds=embeddings[None], position_ids=positions, **more)[0])[
+            0
+        ]
     return scores
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import msgspec
 import numpy as np
 import zstandard
+from benchmarks.vlm.architecture import MERGED, QWEN2_5_VL, Architecture
 
 from swarmq.engine.client.image_features import GRID, GRID_FORM, PIXELS, RAW_VIEW
 from swarmq.messages import Image, Turn, digest_image, pack_floats, pack_ids
 
-VALUES = 3 * 2 * 14 * 14
-"""Of a patch of Qwen2.5-VL."""
-MERGE = 2
-"""Patches of an image, each way, that become one token."""
 
-
-def make_image(seed: int, *, height: int = 2, width: int = 2, offset: int = 0) -> Image:
+def make_image(
+    seed: int, *, height: int = 2, width: int = 2, offset: int = 0, kind: Architecture = QWEN2_5_VL
+) -> Image:
     """An image of random pixels that has height x width places."""
-    grid = (1, height * MERGE, width * MERGE)
-    patches = np.random.default_rng(seed).integers(0, 256, (height * width * MERGE**2, VALUES), np.uint8).tobytes()
+    grid = (1, height * MERGED, width * MERGED)
+    pixels = np.random.default_rng(seed).integers(0, 256, (prod(grid), kind.values), np.uint8)
+    patches = pixels.tobytes()
     return Image(
         digest=digest_image(grid, patches),
         offset=offset,
@@ -78,7 +78,7 @@ def make_features(images: Sequence[Image]) -> dict[str, Any]:
 
 def _encode(image: Image) -> str:
     patches = zstandard.decompress(image.patches)
-    shape = [len(patches) // VALUES, VALUES]
+    shape = [prod(image.grid), len(patches) // prod(image.grid)]
     pixels, grid = (msgspec.msgpack.Ext(RAW_VIEW, data) for data in (patches, GRID_FORM.pack(*image.grid)))
     inputs = {PIXELS: ("uint8", shape, pixels), GRID: ("int64", [3], grid)}
     fields = {name: {"data": data, "field": ["batched", {}]} for name, data in inputs.items()}

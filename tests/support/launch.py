@@ -37,5 +37,6 @@ def torchrun(
 
 
 def environment() -> dict[str, str]:
-    path = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    tests, repository = Path(__file__).parents[1:3]
+    path = f"{tests}:{repository}:{os.environ.get('PYTHONPATH', '')}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
-from support.same_gradient import assert_same_gradient
+from support.same_gradient import ROUNDING, assert_same_gradient
 from swarmq.config import Train
 from swarmq.learner.batching.micro_batches import RankBatch, build_rank_batch
 from swarmq.learner.checkpoint import discovery, save_load
@@ -254,9 +254,9 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
         same(trainer, wanted)
 
 
-def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
+def same(trainer: Trainer, wanted: dict[str, torch.Tensor], tolerance: float = ROUNDING) -> None:
     """Whether this is the gradient that the ranks made."""
-    assert_same_gradient({name: full_tensor(p.grad) for name, p in trainer.lm.named_parameters()}, wanted)
+    assert_same_gradient({name: full_tensor(p.grad) for name, p in trainer.lm.named_parameters()}, wanted, tolerance)
 
 
 def went_on(model: str, train: Train, folder: Path) -> Trainer:

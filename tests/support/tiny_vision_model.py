@@ -1,4 +1,4 @@
-"""A small random Qwen2.5-VL with the tokenizer of `tiny_model`. Serving it takes torchvision."""
+"""A small random model that takes images, with the tokenizer of `tiny_model`. Serving it takes torchvision."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import json
 from pathlib import Path
 
 from benchmarks.vlm import architecture
-from benchmarks.vlm.architecture import MERGED, PATCH, VISION_TOKENS, describe_pictures, describe_processor, make_config
+from benchmarks.vlm.architecture import (
+    QWEN2_5_VL,
+    VISION_TOKENS,
+    Architecture,
+    describe_pictures,
+    describe_processor,
+    make_config,
+)
 
 from support import tiny_model as text
 from support.tiny_model import made_once, tiny_tokenizer
 
-PLACE = PATCH * MERGED
-"""Pixels of an image, each way, that become one token."""
 MOST_PLACES = 16
 
 CHAT_TEMPLATE = """\
@@ -31,26 +36,28 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-PICTURES = describe_pictures(most_places=MOST_PLACES, mean=[0.48, 0.46, 0.41], deviation=[0.27, 0.26, 0.28])
+MEAN, DEVIATION = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
 
 
-def tiny_vision_model() -> Path:
+def tiny_vision_model(kind: Architecture = QWEN2_5_VL) -> Path:
     """Its folder, made on first use, then found again."""
     sources = b"".join(Path(each).read_bytes() for each in (__file__, text.__file__, architecture.__file__))
-    return made_once(f"tiny-qwen2.5-vl-{hashlib.sha256(sources).hexdigest()[:12]}", _make)
+    name = f"tiny-{kind.family}-{hashlib.sha256(sources).hexdigest()[:12]}"
+    return made_once(name, lambda folder: _make(kind, folder))
 
 
-def _make(folder: Path) -> None:
+def _make(kind: Architecture, folder: Path) -> None:
     import torch
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps(describe_processor(PICTURES)))
-    config = make_config(tokenizer, spread=0.1, rope_theta=10_000.0, max_length=2048)
+    pictures = describe_pictures(kind, most_places=MOST_PLACES, mean=MEAN, deviation=DEVIATION)
+    (folder / "processor_config.json").write_text(json.dumps(describe_processor(kind, pictures)))
+    config = make_config(kind, tokenizer, spread=0.1, rope_theta=10_000.0, max_length=2048)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(folder)

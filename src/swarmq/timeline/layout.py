@@ -53,6 +53,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def num_trained(self) -> int:
         return len(self.targets)
 
+    @property
+    def shows_images(self) -> bool:
+        return bool((self.token_ids < 0).any())
+
 
 def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
     """Lay out timelines, at least one, as packed rows that do not see each other. `rows`: (index of the episode, timeline)

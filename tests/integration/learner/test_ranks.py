@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from benchmarks.vlm.architecture import QWEN3_VL
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -26,12 +27,14 @@ from support import (
     leaving,
     listening_ranks,
     lora_ranks,
+    vision_ranks,
 )
 from support.episodes import make_qwen
 from support.launch import launch
 from support.own_methods import OPTIMIZER, write_own_methods
 from support.same_gradient import assert_same, assert_same_gradient, assert_same_way
 from support.tiny_model import tiny_experts
+from support.tiny_vision_model import tiny_vision_model
 from swarmq.config import Critic, Lora, Loss, Sft, Train
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.distributed.processes import start_ranks
@@ -236,3 +239,28 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path, monkeypatch: pytest.Monk
     found = [json.loads((tmp_path / f"listens.{number}").read_text()) for number in range(2)]
     addresses = {one.rpartition(":")[0] for rank in found for one in rank}
     assert addresses == {"0100007F"}, found
+
+
+@pytest.mark.slow
+def test_ranks_of_which_one_sees_images_make_the_gradient_and_the_weights_of_one(tmp_path: Path) -> None:
+    """Also on a batch without images, which leaves the vision tower as it is."""
+    model = tiny_vision_model(QWEN3_VL)
+    plain = msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), micro_batch_tokens=32)
+    changes: dict[str, Any] = {"two": {}, "sharing passes": {"context_parallel": 2}, "sharded": {"sharding": "full"}}
+    ways = {name: msgspec.structs.replace(plain, **changed) for name, changed in changes.items()}
+    for count, named in (1, {"alone": plain}), (2, ways):
+        for name in named:
+            (tmp_path / name).mkdir()
+        launch(count, vision_ranks.__file__, str(model), msgspec.json.encode(named).decode(), str(tmp_path))
+    alone = torch.load(tmp_path / "alone" / "made")
+    for name in ways:
+        made = torch.load(tmp_path / name / "made")
+        assert made["sharded"] == (name == "sharded")
+        assert_same(made, alone)
+        towers = {one: each for one, each in made["after_text"].items() if "visual" in one}
+        assert all(torch.equal(each, made["weights"][one]) for one, each in towers.items())
+        ours, wanted, before = (
+            {one: each for one, each in tensors.items() if one not in towers}
+            for tensors in (made["after_text"], alone["after_text"], alone["weights"])
+        )
+        assert_same_way(ours, wanted, before)

@@ -13,13 +13,13 @@ import openai
 import pytest
 import torch
 from benchmarks.vlm import oracle
-from benchmarks.vlm.architecture import IMAGE
+from benchmarks.vlm.architecture import IMAGE, QWEN2_5_VL, QWEN3_VL
 from PIL import Image
 from tokenizers import Tokenizer
 
 from support.engine import KNOWN, SECRET, running_engine
 from support.real_proxy import real_stage
-from support.tiny_vision_model import PLACE, tiny_vision_model
+from support.tiny_vision_model import tiny_vision_model
 from swarmq.config import Lora, Train
 from swarmq.engine.server.launch import is_cuda_build
 from swarmq.learner.model.hf_names import to_hf_names
@@ -38,13 +38,17 @@ WIDE, HIGH = 3, 2
 QUESTION = "What is this?"
 HI = {"role": "user", "content": "hi"}
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
+ALL_TRAINED = pytest.mark.parametrize(
+    "kind", [QWEN2_5_VL, QWEN3_VL], ids=lambda kind: kind.family, indirect=True, scope="module"
+)
+"""Kinds of models that can be trained, each with an engine of its own."""
 
 
-def png(colour="teal"):
+def png(colour="teal", *, kind=QWEN2_5_VL):
     """In one corner white, or the vision tower's normalisation might leave nothing of the colour. Of teal the model says a
     token each time that is 0.25 likelier (of log-probability) than all others: no kernel's rounding makes it another."""
-    image = Image.new("RGB", (WIDE * PLACE, HIGH * PLACE), colour)
-    image.paste("white", (0, 0, PLACE, PLACE))
+    image = Image.new("RGB", (WIDE * kind.place, HIGH * kind.place), colour)
+    image.paste("white", (0, 0, kind.place, kind.place))
     file = io.BytesIO()
     image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -58,11 +62,16 @@ def looking_at(*images):
 
 
 @pytest.fixture(scope="module")
-def eyes_url(engine_url, tmp_path_factory):
+def kind(request):
+    return getattr(request, "param", QWEN2_5_VL)
+
+
+@pytest.fixture(scope="module")
+def eyes_url(engine_url, tmp_path_factory, kind):
     """After the engine that all share: on a GPU both measure what memory is free."""
     arguments = (*SEEING, *ON_A_GPU) if is_cuda_build() else SEEING
     log_path = tmp_path_factory.mktemp("eyes") / "engine.log"
-    with running_engine(tiny_vision_model(), log_path, *arguments, sees=True) as engine:
+    with running_engine(tiny_vision_model(kind), log_path, *arguments, sees=True) as engine:
         yield engine.url
 
 
@@ -193,22 +202,24 @@ async def test_a_truncated_png_is_a_400_in_anthropic_s_form(stage):
 
 
 @pytest.fixture
-async def trained(eyes_url, amqp_url, run_name):
+async def trained(eyes_url, amqp_url, run_name, kind):
     urls = {"engine_url": eyes_url, "amqp_url": amqp_url}
-    async with real_stage(run_name, tiny_vision_model(), **urls, max_tokens=8) as made:
+    async with real_stage(run_name, tiny_vision_model(kind), **urls, max_tokens=8) as made:
         yield made
 
 
-async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pixels(trained):
+@ALL_TRAINED
+async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pixels(trained, kind):
     """In a conversation that shows two images, then another one, and in another conversation about other pictures."""
-    said = [looking_at(png(), png("indigo"))]
-    for number, following in enumerate((HI, looking_at(png("red")), None), start=1):
+    teal, indigo, red = (png(colour, kind=kind) for colour in ("teal", "indigo", "red"))
+    said = [looking_at(teal, indigo)]
+    for number, following in enumerate((HI, looking_at(red), None), start=1):
         answer = await trained.ask(*said, key=trained.key(), seed=number)
         said += [answer["choices"][0]["message"], following]
-    await trained.ask(looking_at(png("red"), png("indigo")), key=trained.key(), seed=9)
+    await trained.ask(looking_at(red, indigo), key=trained.key(), seed=9)
     turns = await trained.turns(4)
     assert [len(turn.images) for turn in turns] in ([2, 0, 1, 2], [2, 2, 3, 2])  # the second if answers drifted
-    model = LayoutModel(load_lm(str(tiny_vision_model()), gradient_checkpointing=False))
+    model = LayoutModel(load_lm(str(tiny_vision_model(kind)), gradient_checkpointing=False))
     resolved = resolve(turns)
     sampled = [turn.logprobs.tolist() for turn in resolved]
     for way in ("rows", "tree"):
@@ -218,7 +229,7 @@ async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pix
 
 
 @pytest.fixture
-async def push(trained, tmp_path):
+async def push(trained, tmp_path, kind):
     """`await push(weights, version)`: the method; afterwards the engine has its first weights again."""
     pusher = WeightPusher([trained.engine.url], tmp_path, secret=SECRET, patience_s=0)
 
@@ -227,28 +238,29 @@ async def push(trained, tmp_path):
         return report.methods[trained.engine.url]
 
     yield send
-    await send(name_weights(load_lm(str(tiny_vision_model()), gradient_checkpointing=False)), 0)
+    await send(name_weights(load_lm(str(tiny_vision_model(kind)), gradient_checkpointing=False)), 0)
 
 
 def name_weights(lm):
     return to_hf_names(lm, lm.named_parameters())
 
 
-async def look(trained, episode):
+async def look(trained, kind, episode):
     """The turn of an answer about an image."""
-    await trained.ask(looking_at(png("indigo")), key=trained.key(episode), seed=1)
+    await trained.ask(looking_at(png("indigo", kind=kind)), key=trained.key(episode), seed=1)
     return await trained.turns(1)
 
 
-async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tower(trained, push):
+@ALL_TRAINED
+async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tower(trained, push, kind):
     """vLLM keeps a tower's outputs for later requests that show the image: a push ends that."""
-    before, now = (load_lm(str(tiny_vision_model()), gradient_checkpointing=False) for _ in range(2))
+    before, now = (load_lm(str(tiny_vision_model(kind)), gradient_checkpointing=False) for _ in range(2))
     with torch.no_grad():
         for parameter in now.model.visual.parameters():
             parameter.mul_(1.5)
-    await look(trained, "e1")
+    await look(trained, kind, "e1")
     await push(name_weights(now), 1)
-    turns = await look(trained, "e2")
+    turns = await look(trained, kind, "e2")
     assert [span.version for span in turns[0].versions] == [1]
     sampled = resolve(turns)[0].logprobs.tolist()
     with torch.no_grad():
@@ -257,14 +269,15 @@ async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tow
     assert by_before[0] != pytest.approx(sampled, abs=0.1)
 
 
-async def test_an_engine_samples_from_what_adapters_learned_about_images(trained, push):
-    learner = Trainer(str(tiny_vision_model()), Train(lora=Lora(rank=4, modules=("qkv",)), token_log=False))
+@ALL_TRAINED
+async def test_an_engine_samples_from_what_adapters_learned_about_images(trained, push, kind):
+    learner = Trainer(str(tiny_vision_model(kind)), Train(lora=Lora(rank=4, modules=("qkv",)), token_log=False))
     adapters = [each for each in learner.lm.parameters() if each.requires_grad]
     with torch.no_grad():
         for parameter in adapters:
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     assert await push(learner.weights_to_push(), 1) == "adapters"
-    turns = await look(trained, "e1")
+    turns = await look(trained, kind, "e1")
     sampled = resolve(turns)[0].logprobs.tolist()
     with torch.no_grad():
         assert compute_logprobs(learner.model, oracle.lay(turns, "rows", 2000))[0] == pytest.approx(sampled, abs=2e-3)

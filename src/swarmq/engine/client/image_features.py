@@ -101,4 +101,6 @@ def prepare_image(rendered: RenderedImage) -> Image:
 
 
 def _make_error(what: str) -> EngineAnswerError:
-    return EngineAnswerError("images", f"the engine's image features are not as in vLLM 0.32 with Qwen2.5-VL: {what}")
+    return EngineAnswerError(
+        "images", f"the engine's image features are not as in vLLM 0.32 with Qwen2.5-VL or Qwen3-VL: {what}"
+    )

@@ -422,7 +422,7 @@ def _check_image_placeholders(features: Json | None, token_ids: Sequence[int]) -
             if len(set(token_ids[place["offset"] : place["offset"] + place["length"]])) > 1:
                 raise EngineRefusedError(
                     "vLLM cannot sample from images of this model, because it stands for an image with several different tokens: "
-                    "send text only, or use a model with one image token (LLaVA 1.5, Qwen2.5-VL)",
+                    "send text only, or use a model with one image token (LLaVA 1.5, Qwen2.5-VL, Qwen3-VL)",
                     status=400,
                     param="messages",
                 )

@@ -19,7 +19,7 @@ from swarmq.weights.format.safetensors_files import check_weight_files
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 MULTIMODAL_SUFFIX = "ForConditionalGeneration"
 """Suffix of the architecture of models that take images; encoder-decoders have it, too, but no `vision_config`."""
-TRAINED_VISION_MODELS = ("qwen2_5_vl",)
+TRAINED_VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """Types (`model_type` in config.json) of models that take images and can be trained."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")

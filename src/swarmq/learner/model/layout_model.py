@@ -86,19 +86,26 @@ class PlacedLayout:
 
     @classmethod
     def of(
-        cls, layout: Layout, device: torch.device, *, compiled: bool | None = None, context: ContextGroup = ALONE
+        cls,
+        layout: Layout,
+        device: torch.device,
+        *,
+        compiled: bool | None = None,
+        context: ContextGroup = ALONE,
+        blank: vision.PlacedImages | None = None,
     ) -> PlacedLayout:
         """Copy a layout to `device`. `compiled` chooses FlexAttention, by default on CUDA. `context`: the ranks that share the
-        pass."""
+        pass. `blank`: what the vision tower computes if the layout shows no image."""
         compiled = device.type == "cuda" if compiled is None else compiled
         part = cut_for_rank(layout, context, block=BLOCK if compiled else 1) if context.ranks > 1 else None
         mine = part or layout
-        images = vision.PlacedImages.of(layout, device)
+        whole, tokens = (part.layout, part.tokens) if part else (layout, slice(None))
+        images = vision.PlacedImages.of(layout, device, tokens=part.tokens if part else None)
         ids, positions, predictors, targets = (
             to_device(values.astype(np.int64), device)
             for values in (
                 np.maximum(mine.token_ids, 0),  # marks of images
-                compute_positions(layout)[:, None] if images else mine.positions[None],
+                compute_positions(whole)[:, None, tokens] if images else mine.positions[None],
                 mine.predictors,
                 mine.targets,
             )
@@ -111,7 +118,7 @@ class PlacedLayout:
             visibility=Visibility(layout, device, compiled=compiled, part=part, context=context),
             sampled=to_device(part.sampled.astype(np.int64), device) if part else None,
             num_sampled=layout.num_trained,
-            images=images,
+            images=images or blank,
             routing=None if mine.routing is None else to_device(mine.routing, device),
         )
 
@@ -390,11 +397,11 @@ def _describe_error(error: Exception) -> str:
 
 
 def _run_whole(
-    network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout, embeddings: Tensor | None = None
+    network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout, seen: vision.SeenTokens | None = None
 ) -> Tensor:
-    """Return the output of `network` for all T tokens, computed in one pass. `embeddings` [1, T, H]: in place of the tokens."""
+    """Return the output of `network` for all T tokens, computed in one pass. `seen`: in place of the tokens."""
     return network(
-        **({"input_ids": placed.input_ids} if embeddings is None else {"inputs_embeds": embeddings}),
+        **(seen.inputs(slice(0, placed.input_ids.shape[1])) if seen else {"input_ids": placed.input_ids}),
         position_ids=placed.position_ids,
         attention_mask=None,
         use_cache=False,
@@ -404,18 +411,18 @@ def _run_whole(
 
 
 def _run_row_by_row(
-    network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout, embeddings: Tensor | None = None
+    network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout, seen: vision.SeenTokens | None = None
 ) -> Tensor:
-    """Return the output of `network` for packed rows, computed in one pass per row with the model's own attention. `embeddings`
-    [1, T, H]: in place of the tokens."""
+    """Return the output of `network` for packed rows, computed in one pass per row with the model's own attention. `seen`: in place of the
+    tokens."""
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
         raise LearnerError("this model computes only packed rows, each on one rank: plan with only='rows'")
     parts = [slice(a, b) for a, b in visibility.nodes]
-    if embeddings is None:
+    if seen is None:
         rows = [{"input_ids": placed.input_ids[:, p]} for p in parts]
     else:
-        rows = [{"inputs_embeds": embeddings[:, p], "position_ids": placed.position_ids[..., p]} for p in parts]
+        rows = [seen.inputs(p) | {"position_ids": placed.position_ids[..., p]} for p in parts]
     if placed.routing is not None:
         rows = [row | {ROUTING: placed.routing[p]} for row, p in zip(rows, parts, strict=True)]
     return torch.cat([network(**row, use_cache=False)[0][0] for row in rows])

@@ -1,14 +1,18 @@
-"""Images of a layout as a vision tower's inputs, and their places among the tokens. Supported: Qwen2.5-VL.
+"""Images of a layout as a vision tower's inputs, and their places among the tokens. Supported: Qwen2.5-VL, Qwen3-VL.
 
 The pixels are those that the engine's processor prepared. Rescaling and normalisation, which vLLM computes in the model, too, are
 those of the processor's file beside the model. An image that several sequences of a pass share is computed once, and its
 gradient is the sum over all of its places.
+
+Several ranks gather and reduce the weights of the tower together, so each of them computes it in every pass; a rank whose layout shows
+no image computes a blank one, which takes no place and adds nothing.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from swarmq.errors import SetUpError
 from swarmq.learner.memory.model_copies import find_files
 from swarmq.timeline import Layout
 from swarmq.timeline.images import list_images
+from swarmq.timeline.turns import IntArray
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files that describe how images are prepared; the first that is there counts, as in vLLM."""
@@ -52,8 +57,9 @@ class PlacedImages:
     outputs: Tensor  # [M] index of the output that takes the place
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> PlacedImages | None:
-        """Return the images that a layout shows, or None if it shows none."""
+    def of(cls, layout: Layout, device: torch.device, *, tokens: IntArray | None = None) -> PlacedImages | None:
+        """Return the images that a layout shows, or None if it shows none. `tokens` [L]: ascending indices into the layout; places are
+        among these tokens alone."""
         first: dict[int, int] = {}
         places, outputs, shown = [], [], []
         size = 0
@@ -66,25 +72,78 @@ class PlacedImages:
             outputs.append(first[id(image)] + steps)
         if not shown:
             return None
+        among, taken = np.concatenate(places), np.concatenate(outputs)
+        if tokens is not None:
+            mine = np.isin(among, tokens)
+            among, taken = np.searchsorted(tokens, among[mine]), taken[mine]
         return cls(
             patches=torch.from_numpy(np.concatenate([image.values for image in shown])).to(device),
             grids=torch.tensor([image.grid for image in shown], device=device),
-            places=torch.from_numpy(np.concatenate(places)).to(device),
-            outputs=torch.from_numpy(np.concatenate(outputs)).to(device),
+            places=torch.from_numpy(among).to(device),
+            outputs=torch.from_numpy(taken).to(device),
         )
+
+    @classmethod
+    def blank(cls, config: Any, device: torch.device) -> PlacedImages:
+        """Return the smallest image that a vision tower takes, in no place. `config`: the model's."""
+        tower = config.vision_config
+        side = tower.spatial_merge_size
+        values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        nowhere = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(
+            patches=torch.zeros((side**2, values), dtype=torch.uint8, device=device),
+            grids=torch.tensor([[1, side, side]], device=device),
+            places=nowhere,
+            outputs=nowhere,
+        )
+
+
+@dataclass(frozen=True)
+class SeenTokens:
+    """What a decoder takes in place of a layout's tokens."""
+
+    embeddings: Tensor  # [1, T, H]
+    shown: Tensor  # [1, T] bool, True in the places of images
+    deepstack: list[Tensor]
+    """[M, H] for each of the first layers: what is added to the layer's outputs in these places (2406.04334)."""
+
+    def inputs(self, row: slice) -> dict[str, Any]:
+        """Return the decoder's arguments for some tokens."""
+        found: dict[str, Any] = {"inputs_embeds": self.embeddings[:, row]}
+        if self.deepstack:
+            first, end = int(self.shown[:, : row.start].sum()), int(self.shown[:, : row.stop].sum())
+            found |= {
+                "visual_pos_masks": self.shown[:, row],
+                "deepstack_visual_embeds": [each[first:end] for each in self.deepstack],
+            }
+        return found
 
 
 def takes_images(config: Any) -> bool:
     return hasattr(config, "vision_config")
 
 
-def embed(lm: Any, input_ids: Tensor, images: PlacedImages) -> Tensor:
-    """Return the embeddings [1, T, H] of a layout's tokens, with the vision tower's outputs in the places of images."""
+def embed(lm: Any, input_ids: Tensor, images: PlacedImages) -> SeenTokens:
+    """Return a layout's tokens with the vision tower's outputs in the places of images."""
     embeddings: Tensor = lm.get_input_embeddings()(input_ids)
-    outputs = lm.get_image_features(getattr(lm, NORM)(images.patches), images.grids, return_dict=True).pooler_output
-    seen = torch.cat(tuple(outputs)).to(embeddings.dtype)
-    # a shared image has several places; an embedding sums their gradients in a fixed order
-    return embeddings.index_copy(1, images.places, torch.nn.functional.embedding(images.outputs, seen)[None])
+    features = lm.get_image_features(getattr(lm, NORM)(images.patches), images.grids, return_dict=True)
+
+    def place(outputs: Sequence[Tensor]) -> Tensor:
+        # a shared image has several places; an embedding sums their gradients in a fixed order
+        return torch.nn.functional.embedding(images.outputs, torch.cat(tuple(outputs)).to(embeddings.dtype))
+
+    return SeenTokens(
+        embeddings=embeddings.index_copy(1, images.places, place(features.pooler_output)[None]),
+        shown=torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, images.places, True),
+        deepstack=[place(each) for each in getattr(features, "deepstack_features", ())],
+    )
+
+
+def drop_gradient(lm: Any) -> None:
+    """Drop the vision tower's gradient, which is zero if a batch shows no image: an optimizer changes weights with such a gradient, but not
+    weights without one."""
+    for parameter in lm.get_encoder(modality="image").parameters():
+        parameter.grad = None
 
 
 def set_input_norm(lm: Any, source: str) -> None:

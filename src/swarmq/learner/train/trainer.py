@@ -64,14 +64,13 @@ from swarmq.learner.methods.losses import LossInputs
 from swarmq.learner.methods.optimizers import OptimizerFunction
 from swarmq.learner.methods.policy_loss import policy_loss
 from swarmq.learner.methods.schedules import ScheduleFunction
-from swarmq.learner.model import lora
+from swarmq.learner.model import lora, vision
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 from swarmq.learner.model.context_parallel import ContextGroup
 from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.layout_attention import to_device
 from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import get_vocab_size, load_lm
-from swarmq.learner.model.vision import takes_images
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.store.routing_shape import RoutingShape
 from swarmq.learner.store.token_trace import EpisodeTrace
@@ -150,8 +149,12 @@ class Trainer:
         self.context = ContextGroup.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
         dtype = compute_dtype(self.accelerator)
         lm = _policy_lm(source, initial or source, train, dtype, empty=not self.accelerator.is_main_process)
-        if takes_images(lm.config):
-            _check_vision(source, train, self.accelerator.num_processes)
+        self._blank: vision.PlacedImages | None = None
+        """What the vision tower computes in a pass that shows no image, if several ranks compute it together."""
+        if vision.takes_images(lm.config):
+            _check_vision(source, train)
+            if self.accelerator.num_processes > 1:
+                self._blank = vision.PlacedImages.blank(lm.config, self.accelerator.device)
         policy = LayoutModel(
             lm,
             device=self.accelerator.device,
@@ -430,7 +433,7 @@ class Trainer:
 
     def place(self, one: MicroBatch) -> PlacedLayout:
         """Return this rank's inputs for a micro-batch on its device."""
-        return PlacedLayout.of(one.layout, self.accelerator.device, context=self.context)
+        return PlacedLayout.of(one.layout, self.accelerator.device, context=self.context, blank=self._blank)
 
     def _optimize(
         self,
@@ -520,7 +523,17 @@ class Trainer:
             fields["sft_loss"] = self._accumulate_cross_entropy(supervised, train.sft.weight)
             fields["tokens_computed"] += supervised.plan.tokens
             fields["flops"] += count_model_flops(supervised.plan.layouts, self.traits.cost, self._head_flops)
+        if self._blank:
+            self._drop_blank_gradients(work, supervised)
         return Accumulated(fields, left, tally)
+
+    def _drop_blank_gradients(self, work: RankBatch, supervised: RankBatch | None) -> None:
+        """Leave the vision towers without gradient if no rank computed an image, as they are on one rank."""
+        shown = any(layout.shows_images for layout in work.plan.layouts)
+        if not shown and not (supervised and any(layout.shows_images for layout in supervised.plan.layouts)):
+            vision.drop_gradient(self.lm)
+        if self.critic and not shown:
+            vision.drop_gradient(self.accelerator.unwrap_model(self.critic.model).decoder.model)
 
     def _accumulate_cross_entropy(self, work: RankBatch, weight: float) -> float:
         """Add the gradient of `weight` times the demonstrations' mean cross-entropy per trained token, over all ranks, to the parameters.
@@ -715,20 +728,20 @@ def _check_cut(reasons: Mapping[str, str | None]) -> None:
             )
 
 
-def _check_vision(source: str, train: Train, ranks: int) -> None:
+def _check_vision(source: str, train: Train) -> None:
     """Raise LearnerError for settings with which a model that takes images cannot be trained."""
-    if ranks > 1:
-        raise SetUpError(
-            f"{source} takes images, and only one rank can train such a model: start the learner with 1 rank, not {ranks}"
-        )
     if train.has_served_teacher:
         raise SetUpError(
             f"train.teacher: {source} takes images, and a served teacher would score answers without seeing them: set train.teacher to a "
             "model folder, which the learner then loads"
         )
-    for role, judge in list_frozen_models(train, source).items():
-        if judge != source and not takes_images(load_config(judge)):
-            raise SetUpError(f"train.{role}: {judge} takes no images, but {source} does: use a model that takes images")
+    family = load_config(source).model_type
+    for role, other in list_frozen_models(train, source).items():
+        if other != source and (its := load_config(other).model_type) != family:
+            raise SetUpError(
+                f"train.{role}: {other} is of the type {its!r}, which does not take the images of {source} ({family!r}): use a model of the "
+                "same type"
+            )
 
 
 def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:

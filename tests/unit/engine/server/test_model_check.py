@@ -99,10 +99,13 @@ def test_a_model_that_takes_images_can_be_served_untrained_as_the_language_model
 
 
 def test_of_the_models_that_take_images_only_some_can_be_trained(folder):
-    (folder / "config.json").write_text(json.dumps(SEEING | {"model_type": "qwen2_5_vl"}))
-    assert check_model(str(folder), trained=True).hidden_size == 128
+    for trained in ("qwen2_5_vl", "qwen3_vl"):
+        (folder / "config.json").write_text(json.dumps(SEEING | {"model_type": trained}))
+        assert check_model(str(folder), trained=True).hidden_size == 128
     (folder / "config.json").write_text(json.dumps(SEEING | {"model_type": "gemma3"}))
-    with pytest.raises(EngineError, match=r"'gemma3'\), .*trains only qwen2_5_vl: .*trained = false.*another one"):
+    with pytest.raises(
+        EngineError, match=r"'gemma3'\), .*trains only qwen2_5_vl, qwen3_vl: .*trained = false.*another one"
+    ):
         check_model(str(folder), trained=True)
 
 

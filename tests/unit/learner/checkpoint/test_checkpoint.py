@@ -716,7 +716,7 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
         (lambda p: str(p / "nowhere"), "there is no such folder"),
         (str, "no config.json"),
         (lambda p: _config(p, {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}), "not a causal"),
-        (lambda p: _config(p, {"model_type": "gemma3"}), "trains only qwen2_5_vl.*trained = false"),
+        (lambda p: _config(p, {"model_type": "gemma3"}), "trains only qwen2_5_vl, qwen3_vl.*trained = false"),
         (lambda p: _config(p, {"model_type": "qwen3", "hidden_size": 32}), "weights cannot be loaded"),
         (lambda p: _config(p, {"model_type": "nonsense"}), "cannot be read"),
     ],

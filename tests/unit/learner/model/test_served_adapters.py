@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from benchmarks.vlm.architecture import QWEN2_5_VL, QWEN3_VL
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -96,7 +97,8 @@ MODELS = {
     "experts": lambda _: tiny_experts("qwen3_moe"),
     "gemma2": lambda _: tiny_tied("gemma2"),
     "bloom": lambda _: tiny_tied("bloom"),
-    "qwen2_5_vl": lambda _: tiny_vision_model(),
+    "qwen2_5_vl": lambda _: tiny_vision_model(QWEN2_5_VL),
+    "qwen3_vl": lambda _: tiny_vision_model(QWEN3_VL),
 }
 
 

@@ -2,16 +2,17 @@
 
 import shutil
 
+import msgspec
 import pytest
 import torch
 from benchmarks.vlm import oracle
-from benchmarks.vlm.architecture import IMAGE
+from benchmarks.vlm.architecture import IMAGE, QWEN2_5_VL, QWEN3_VL
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from support.images import make_image, make_turn
-from support.tiny_vision_model import PICTURES, tiny_vision_model
-from swarmq.config import Lora, Loss, Train
+from support.tiny_vision_model import DEVIATION, tiny_vision_model
+from swarmq.config import Critic, Lora, Loss, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.model.layout_model import LayoutModel
 from swarmq.learner.model.loading import load_lm
@@ -22,17 +23,22 @@ RELATIVE = 1e-5
 """Difference of gradients, and of log-probabilities in nats, between FP32 and float64."""
 
 
-@pytest.fixture(scope="module")
-def folder():
-    return tiny_vision_model()
+@pytest.fixture(scope="module", params=[QWEN2_5_VL, QWEN3_VL], ids=lambda kind: kind.family)
+def kind(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def conversation(folder):
+def folder(kind):
+    return tiny_vision_model(kind)
+
+
+@pytest.fixture(scope="module")
+def conversation(kind, folder):
     """Turns that continue, fork after an image, see different images of equal tokens, one image twice, or none, and one that
     samples the placeholder token as a word."""
     pad = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(IMAGE)
-    cat, dog, tall = make_image(1), make_image(2), make_image(3, height=3)
+    cat, dog, tall = (make_image(seed, height=height, kind=kind) for seed, height in ((1, 2), (2, 2), (3, 3)))
     first = make_turn("1", [5, 6, cat, 7, 8], [9, 10, pad], placeholder=pad)
     rest = {
         "2": ([5, 6, cat, 7, 8, 9, 10, pad, 4, tall, 3], [11, 12]),
@@ -98,7 +104,7 @@ def test_a_vision_tower_keeps_its_attention(folder):
 
 
 def test_without_a_processor_s_file_no_image_is_trained(folder, tmp_path):
-    assert read_input_norm(str(folder)).scales == pytest.approx([1 / 255 / each for each in PICTURES["image_std"]])
+    assert read_input_norm(str(folder)).scales == pytest.approx([1 / 255 / each for each in DEVIATION])
     with pytest.raises(SetUpError, match=r"takes images, but has neither of processor_config\.json"):
         read_input_norm(str(tmp_path))
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
@@ -107,12 +113,20 @@ def test_without_a_processor_s_file_no_image_is_trained(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "train", "told"),
+    ("train", "told"),
     [
-        (2, Train(), "with 1 rank, not 2"),
-        (1, Train(teacher="http://teacher:8000", loss=Loss(name="distill")), "train.teacher: .* without seeing them"),
+        ({"teacher": "http://teacher:8000", "loss": Loss(name="distill")}, "train.teacher: .* without seeing them"),
+        (
+            {"teacher": "OTHER", "loss": Loss(name="distill")},
+            "train.teacher: .*does not take the images of .*same type",
+        ),
+        ({"critic": Critic(model="OTHER"), "advantage": "gae"}, "train.critic: .*does not take the images of"),
     ],
 )
-def test_what_was_not_proven_with_images_is_refused(ranks, train, told):
+def test_a_judge_that_would_not_see_the_images_is_refused(folder, kind, train, told):
+    other = tiny_vision_model(QWEN2_5_VL if kind is QWEN3_VL else QWEN3_VL)
+    settings = msgspec.convert(
+        msgspec.json.decode(msgspec.json.encode(train).replace(b"OTHER", str(other).encode())), Train
+    )
     with pytest.raises(SetUpError, match=told):
-        _check_vision("model", train, ranks)
+        _check_vision(str(folder), settings)
