@@ -103,7 +103,6 @@ DRAIN_S = 40.0
 """Seconds within which agents must have used up their tickets."""
 ALONE_STEPS, STEP_S = 3, 20.0
 """Number of steps of the learner alone, and the most seconds that one may take."""
-KEEP_CACHE = ("--middleware", "benchmarks.loop.keep_cache.KeepCache")
 LOW_PRIORITY = ("env", "CUDA_MPS_CLIENT_PRIORITY=1", sys.executable)
 """Command prefix for a process whose CUDA kernels wait for those of normal priority."""
 
@@ -189,7 +188,7 @@ def parse() -> argparse.Namespace:
         help="CUDA's multi-process service for engine and learner; learner-low: kernels of the engine go first",
     )
     parser.add_argument(
-        "--keep-cache", action="store_true", help="push without clearing the engine's cache: to measure what that costs"
+        "--keep-cache", action="store_true", help="engine.keep_cache: pushes do not clear the engine's cache"
     )
     parser.add_argument("--agents", type=int, help="at once, instead of the model's number")
     parser.add_argument("--scratch", help="where model and run folder are written")
@@ -208,7 +207,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         placement=asked.placement,
         as_shipped=asked.as_shipped,
         launcher=LOW_PRIORITY if asked.mps == "learner-low" else (),
-        engine_arguments=KEEP_CACHE if asked.keep_cache else (),
+        keep_cache=asked.keep_cache,
     )
     alone = dict[str, float]()
     counted = dict[str, tuple[float, float]]()
@@ -280,7 +279,7 @@ def job_of(
     placement: str = "auto",
     as_shipped: bool = False,
     launcher: Sequence[str] = (),
-    engine_arguments: Sequence[str] = (),
+    keep_cache: bool = False,
 ) -> SwarmJob:
     length = 512 + size.turns * 3 * (size.sampled + size.words)
     bare = {"checkpoint_every": 1_000_000, "token_log": False, "trackers": []}
@@ -290,7 +289,8 @@ def job_of(
         "engine": {
             "max_model_len": length,
             "gpu_memory_utilization": size.gpu_share,
-            "arguments": ["--max-num-seqs", str(size.at_once), *engine_arguments],
+            "keep_cache": keep_cache,
+            "arguments": ["--max-num-seqs", str(size.at_once)],
         },
         "sampling": {"max_tokens": size.sampled},
         "train": {

@@ -246,6 +246,10 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     speculation: Literal["none", "ngram"] = "none"
     """Speculative decoding without a draft model: `ngram` proposes the tokens that followed the newest tokens earlier in the
     same conversation. Tokens are sampled from the same distribution; text that repeats itself is sampled faster."""
+    keep_cache: bool = False
+    """Whether an engine keeps its cached keys and values when it gets new weights. If not, it computes the contexts of all open
+    conversations again. If so, tokens may be sampled from keys of weights as old as the episode's first call, and never older; the
+    log-probabilities recorded are still those that they were sampled with."""
     gpu_memory_utilization: Share | None = None
     """Share of a GPU's memory that one engine takes; None: chosen from the policy's `placement`."""
     sleep: bool | None = None

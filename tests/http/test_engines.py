@@ -93,6 +93,32 @@ async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_t
         assert "stream_interval" not in stage.engine.requests[-1].sampling
 
 
+async def test_an_episode_uses_keys_as_old_as_its_first_call_on_an_engine_and_no_older(stages):
+    async with stages(keep_cache=True) as stage:
+
+        async def salt(episode):
+            stage.engine.say("one")
+            await stage.ask(HI, key=stage.key(episode))
+            return stage.engine.requests[-1].passthrough["cache_salt"]
+
+        async def push(version):
+            stage.engine.version = version
+            async with asyncio.timeout(10):
+                while lane.version != version:  # noqa: ASYNC110 - the proxy asks its engines every so often
+                    await asyncio.sleep(0.01)
+
+        await salt("any")
+        lane = stage.episodes.of("any", "c").lanes["main"]
+        await push(3)
+        assert [await salt("a"), await salt("b")] == ["version-3", "version-3"]
+        await push(4)
+        assert [await salt("a"), await salt("c")] == ["version-3", "version-4"]
+    async with stages() as stage:
+        stage.engine.say("one")
+        await stage.ask(HI)
+        assert "cache_salt" not in stage.engine.requests[-1].passthrough
+
+
 async def change(stage, what, url, policy="main"):
     from .test_control import call
 

@@ -51,6 +51,8 @@ class ScriptedVllm:
     going: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when calls that were not answered may end."""
     calls: list[str] = field(default_factory=list)
+    cleared: list[bool] = field(default_factory=list)
+    """Whether each pause cleared the cache."""
     updates: list[dict[str, object]] = field(default_factory=list)
     met: list[dict[str, object]] = field(default_factory=list)
     seen_while_serving: set[tuple[str, str]] = field(default_factory=set)
@@ -102,7 +104,8 @@ class ScriptedVllm:
             case "/is_paused":
                 return web.json_response({"is_paused": self.paused})
             case "/pause":
-                assert request.query == {"mode": "keep", "clear_cache": "true"}
+                assert request.query["mode"] == "keep"
+                self.cleared.append(request.query["clear_cache"] == "true")
                 self.paused = True
             case "/resume":
                 self.paused = False

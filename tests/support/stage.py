@@ -57,6 +57,7 @@ async def staged(
     watchers: Any = (),
     frozen: bool = False,
     replays_routing: bool = False,
+    keep_cache: bool = False,
     aliases: Any = (),
     broker: MemoryBroker | None = None,
     most_connections: int = 4096,
@@ -69,7 +70,7 @@ async def staged(
     urls = [f"scripted://{i}" for i in range(engines)]
     policy = {
         "model": "x",
-        "engine": {"urls": urls},
+        "engine": {"urls": urls, "keep_cache": keep_cache},
         "sampling": {"temperature": 0.8, "max_tokens": 200, **(sampling or {})},
         "train": {"routing_replay": replays_routing},
     }

@@ -163,4 +163,5 @@ def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
         secret=roster.secret(),
         current=lambda: roster.urls()[policy],
         check=fence.check,
+        keep_cache=job.policies[policy].engine.keep_cache,
     )

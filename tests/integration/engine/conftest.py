@@ -29,8 +29,11 @@ class Vllm:
     model: Path
     session: aiohttp.ClientSession
 
-    async def generate(self, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, **sampling: Any
+    ) -> dict[str, Any]:
         body = {
+            "cache_salt": salt,
             "model": str(self.model),
             "token_ids": list(prompt),
             "sampling_params": {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True, **sampling},

@@ -154,6 +154,26 @@ async def test_a_prefix_that_was_cached_under_old_weights_is_computed_again(vllm
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
 
 
+async def test_a_cache_that_is_kept_serves_only_requests_of_its_salt(engine_url, vllm, network, pusher, tmp_path):
+    keeping = WeightPusher(
+        [engine_url], tmp_path / "keeping", secret=SECRET, patience_s=0, timeouts=PATIENT, keep_cache=True
+    )
+    await asyncio.to_thread(pusher.push, network.named_parameters(), 1)
+    await vllm.generate(PROMPT, 1, salt="version-1")
+    disturb(network, 2)
+    await asyncio.to_thread(keeping.push, network.named_parameters(), 2)
+    fresh = await vllm.generate(PROMPT, 8, salt="version-2")
+    assert fresh["weight_versions"] == [{"version": "2", "start": 0, "end": 8}]
+    assert logprobs_in(fresh) == pytest.approx(logprobs_of(network, PROMPT, fresh["token_ids"]), abs=TOLERANCE)
+    hits = await vllm.metric("vllm:prefix_cache_hits_total")
+    kept = await vllm.generate(PROMPT, 8, salt="version-1")
+    async with asyncio.timeout(60):
+        while await vllm.metric("vllm:prefix_cache_hits_total") <= hits:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    gap = [a - b for a, b in zip(logprobs_in(kept), logprobs_of(network, PROMPT, kept["token_ids"]), strict=True)]
+    assert max(map(abs, gap)) > 0.01, "these keys are of the old weights"
+
+
 async def test_requests_in_flight_finish_and_each_token_has_the_version_that_sampled_it(vllm, network, push):
     await push(network, 1)
     old_network = type(network)(network.config).eval()

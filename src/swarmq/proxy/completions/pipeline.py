@@ -252,13 +252,17 @@ class Completions:
             together = lane.together(self._gate.open)
             if request.stream and (rests or not rendered.needs_parsing) and together > 1:
                 tuned.params.setdefault("stream_interval", together)
-            policy_replays = self._tuning.job.policies[request.policy].replays_routing
+            policy = self._tuning.job.policies[request.policy]
+            policy_replays = policy.replays_routing
             replays_routing = policy_replays and request.claims.mode == "train"
             if policy_replays:
                 unrecorded = max(stitched.shared - 1, 0) if replays_routing else len(prompt_ids)
                 tuned.params["routed_experts_prompt_start"] = unrecorded
             fresh = pack_ids(rendered.token_ids)
-            rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
+            salted = {"cache_salt": memory.cache_salt(request.policy, lane)} if policy.engine.keep_cache else {}
+            rendered = msgspec.structs.replace(
+                rendered, token_ids=prompt_ids, sampling=tuned.params, passthrough={**rendered.passthrough, **salted}
+            )
             version = lane.version or 0
             deltas = lane.engine.generate(rendered, stream=request.stream, detailed=bool(chat.get("logprobs")))
             pace = CoalescingPace()

@@ -58,6 +58,7 @@ class EpisodeState:
 
     __slots__ = (
         "budget",
+        "cache_salts",
         "client",
         "conversations",
         "counted_bytes",
@@ -76,6 +77,8 @@ class EpisodeState:
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, EngineLane] = {}
         """Policy -> engine that answered last."""
+        self.cache_salts: dict[str, tuple[EngineLane, str]] = {}
+        """Policy -> engine, and what `cache_salt` returns for it."""
         self.conversations = Conversations()
         self.budget = budget or TokenBudget()
         self.open_calls = 0
@@ -87,6 +90,14 @@ class EpisodeState:
         if policy not in self.graphs:
             self.graphs[policy] = Graph()
         return self.graphs[policy]
+
+    def cache_salt(self, policy: str, lane: EngineLane) -> str:
+        """Return the name of the cached keys that the episode may use on this engine: those of episodes whose first call there found
+        the same version of the weights."""
+        known = self.cache_salts.get(policy)
+        if known is None or known[0] is not lane:
+            self.cache_salts[policy] = known = lane, f"version-{lane.version or 0}"
+        return known[1]
 
     @property
     def size_bytes(self) -> int:

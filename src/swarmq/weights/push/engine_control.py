@@ -4,9 +4,8 @@
 
 Running requests are kept over the pause and continue under the new weights. `clear_cache` makes vLLM drop all cached keys and
 values and the vision tower's outputs of images, and recompute those of kept requests, so that each token is sampled from exactly the
-distribution that its version names.
-(A `cache_salt` per version would be cheaper, but a request that runs across the update would continue with keys of the old
-weights, and its log-probabilities would belong to no version.)
+distribution that its version names. With `keep_cache` nothing is dropped, except by a repair: conversations continue with keys of the
+old weights, and a `cache_salt` of their requests keeps new episodes from using these (docs/explanation/learning/weights.md).
 
 vLLM never ends a pause by itself and cannot abort an update: if the pusher dies, the engine stays as it is. Therefore the label
 is `updating-<version>` while weights change, and tells the next pusher what to do:
@@ -181,11 +180,15 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 class EngineControl:
     """Control of one engine: `async with EngineControl(url, secret=secret) as engine: await engine.update(payload, version=3)`."""
 
-    def __init__(self, url: str, *, secret: str = "", timeouts: Timeouts | None = None) -> None:
-        """`secret`: the engine's secret; empty for an engine that requires none."""
+    def __init__(
+        self, url: str, *, secret: str = "", timeouts: Timeouts | None = None, keep_cache: bool = False
+    ) -> None:
+        """`secret`: the engine's secret; empty for an engine that requires none. `keep_cache`: whether an update of whole weights
+        leaves cached keys and values as they are."""
         self.url = url.rstrip("/")
         self._headers = make_auth_headers(secret)
         self.timeouts = timeouts or Timeouts()
+        self._keep_cache = keep_cache
         self.phase = UpdatePhase.SERVING
         self.is_at_fault = False
         """Whether the newest update failed because of the engine: it had answered, and the weights sent were not the cause."""
@@ -273,7 +276,7 @@ class EngineControl:
         if status.is_condemned:
             raise EngineError(f"engine {self.url} must be restarted ({status.label}) and cannot be put to sleep")
         if not status.is_paused:
-            await self._pause()
+            await self._pause(clear_cache=True)
         if not status.is_asleep:
             await self._label(f"{ASLEEP}{status.label}")  # the engine is paused, so no token gets this label
         try:
@@ -327,7 +330,7 @@ class EngineControl:
             if before.is_asleep:
                 await self._fall_asleep()  # if it were in fact awake, it would sample as soon as its weights were woken
                 await self._wake_up("weights")
-            await self._pause()
+            await self._pause(clear_cache=before.version is None or not self._keep_cache)
             await self._load(payload, version, before)
         finally:
             if self.phase is not UpdatePhase.UPDATING:
@@ -356,11 +359,11 @@ class EngineControl:
                 raise _map_status_error(self.url, error) from error
         self._version_known = True
 
-    async def _pause(self) -> None:
+    async def _pause(self, *, clear_cache: bool) -> None:
         if self.phase is UpdatePhase.SERVING:
             # set before the call, whose answer may get lost; to resume a running engine does no harm
             self.phase = UpdatePhase.PAUSED
-        await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
+        await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}", self.timeouts.pause_s)
 
     async def _load(self, payload: Payload, version: int, before: EngineStatus) -> None:
         await self._label(f"{UPDATING}{version}")

@@ -101,11 +101,12 @@ class WeightPusher:
         cooldown_s: float = COOLDOWN_S,
         current: Callable[[], Sequence[str]] | None = None,
         check: Callable[[], None] = lambda: None,
+        keep_cache: bool = False,
     ) -> None:
         """`engine_urls`: engines at the start. `secret`: the engines' secret. `patience_s`: seconds that `sleep` waits for an
         engine that is being restarted, because it will take GPU memory again; `retry_s`: seconds between attempts. `cooldown_s`:
         first time for which an engine that did not answer is skipped. `current`: returns the present engines, if they change.
-        `check`: called before each update; raises if another pusher owns the engines by now."""
+        `check`: called before each update; raises if another pusher owns the engines by now. `keep_cache`: see EngineControl."""
         staging = StagingBuffer()
         self._current, self._check = current or (lambda: engine_urls), check
         self.failing: dict[str, str] = {}
@@ -118,7 +119,7 @@ class WeightPusher:
             "http_adapters": HttpTransfer(AdapterTransfer((), folder), secret=secret),
             "http": HttpTransfer(FileTransfer((), folder), secret=secret),
         }
-        self._secret, self._timeouts = secret, timeouts or Timeouts()
+        self._secret, self._timeouts, self._keep_cache = secret, timeouts or Timeouts(), keep_cache
         self._patience_s, self._retry_s, self._cooldown_s = patience_s, retry_s, cooldown_s
         self._routes: dict[str, Route] = {}
         self._unusable: set[tuple[str, str, tuple[int, ...]]] = set()
@@ -179,7 +180,7 @@ class WeightPusher:
         )
 
     def _control(self, url: str) -> EngineControl:
-        return EngineControl(url, secret=self._secret, timeouts=self._timeouts)
+        return EngineControl(url, secret=self._secret, timeouts=self._timeouts, keep_cache=self._keep_cache)
 
     def _run_on_each(self, order: Callable[[str], Awaitable[object]]) -> None:
         try:

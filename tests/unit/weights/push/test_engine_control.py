@@ -27,6 +27,20 @@ async def test_agents_never_get_weights_under_a_label_that_is_not_theirs(vllm):
     assert vllm.seen_while_serving <= {("default", "on disk"), ("3", "new weights"), ("4", "newer")}
 
 
+async def test_the_cache_is_cleared_unless_it_is_to_be_kept_and_fits_to_a_version(vllm):
+    async with EngineControl(vllm.url) as engine:
+        await engine.update(NEW, 3)
+        await engine.update(NEWER, 4)
+    assert vllm.cleared == [True, True]
+    vllm.cleared.clear()
+    async with EngineControl(vllm.url, keep_cache=True) as engine:
+        await engine.update(NEW, 5)
+        vllm.label = "updating-6"  # another pusher died in an update
+        await engine.update(NEWER, 7)
+        await engine.update(NEW, 8)
+    assert vllm.cleared == [False, True, False]
+
+
 @pytest.mark.parametrize("step", ["/pause", "/update_weight_version"])
 @pytest.mark.parametrize("how", ["refuses", "breaks off"])
 async def test_a_failure_before_the_weights_change_leaves_the_engine_serving_as_before(vllm, step, how):
