@@ -387,7 +387,7 @@ def report(study_file: Path, out: Path | None) -> None:
         raise MissingExtraError(f"a report needs {error.name}: pip install 'swarmq[studies]'") from error
 
     _, folder = _load(study_file, is_checked=False)
-    for path in write_report(_read_opened(folder), out or folder.path / "report"):
+    for path in write_report(_read_opened(folder), out or folder.path / "report", study_file=study_file.name):
         click.echo(path)
 
 

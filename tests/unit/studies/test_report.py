@@ -202,8 +202,8 @@ def test_an_open_study_has_a_report_too():
         compose([])
 
 
-def test_the_command_writes_the_report_beside_the_ledger(tmp_path, story):
-    file = tmp_path / "study.toml"
+def test_the_command_writes_the_report_beside_the_ledger_and_names_the_study_file(tmp_path, story):
+    file = tmp_path / "more seeds.toml"
     file.write_text(tomli_w.dumps(FIRST))
     folder = StudyFolder(file, "first")
     ledger = LedgerFile(folder.ledger)
@@ -211,8 +211,13 @@ def test_the_command_writes_the_report_beside_the_ledger(tmp_path, story):
     ledger.close()
     result = CliRunner().invoke(main, ["study", "report", str(file)])
     assert result.exit_code == 0, result.output
-    assert result.output.split() == [str(folder.path / "report" / f"report.{kind}") for kind in ("md", "html", "pdf")]
+    assert result.output.splitlines() == [
+        str(folder.path / "report" / f"report.{kind}") for kind in ("md", "html", "pdf")
+    ]
     assert msgspec.json.decode(folder.ledger.read_bytes().splitlines()[0])["number"] == 1
+    text = (folder.path / "report" / "report.md").read_text()
+    assert "swarmq study run 'more seeds.toml'\nswarmq study report 'more seeds.toml'\n" in text
+    assert "study.toml" not in text
 
 
 def test_the_status_is_that_of_the_study_in_the_ledger_whatever_its_file_says_now(tmp_path):

@@ -20,7 +20,9 @@ def test_there_is_a_shipped_study():
 
 @pytest.mark.parametrize("ledger", SHIPPED, ids=lambda path: path.parent.name)
 def test_a_shipped_report_is_made_from_its_ledger(ledger, tmp_path):
-    write_report(read_ledger(ledger), tmp_path, ["md", "html"])
+    study_file = f"{ledger.parent.name}.toml"
+    write_report(read_ledger(ledger), tmp_path, ["md", "html"], study_file=study_file)
+    assert (ledger.parents[2] / study_file).exists()
     shipped = ledger.parent / "report"
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in shipped.iterdir()}
     for made in tmp_path.iterdir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -64,10 +65,11 @@ AnyKind = TypeVar("AnyKind", bound=Fact)
 
 
 class ReportData:
-    """What the chapters need of a ledger, in an order that does not depend on time."""
+    """What the chapters need of a ledger, in an order that does not depend on time. `study_file`: name for the commands of the report."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self.entries = entries
+    def __init__(self, entries: Sequence[Entry], *, study_file: str = "study.toml") -> None:
+        self.entries, self.study_file = entries, shlex.quote(study_file)
+        self.made_by = f"Made by: swarmq study report {self.study_file}"
         opened = self.all(StudyOpened)
         if not opened:
             raise StudyError("the ledger holds no study; start it with `swarmq study run`")
@@ -90,12 +92,13 @@ class ReportData:
         return [entry.fact for entry in self.entries if isinstance(entry.fact, kind)]
 
 
-def compose(entries: Sequence[Entry], *, operation: bool = True) -> list[Block]:
-    """Return the blocks of a report. `operation`: whether it also says when, where and after which failures trials ran.
+def compose(entries: Sequence[Entry], *, study_file: str = "study.toml", operation: bool = True) -> list[Block]:
+    """Return the blocks of a report. `study_file`: name of the file, which the ledger does not hold. `operation`: whether the report also
+    says when, where and after which failures trials ran.
 
     Raises StudyError for a ledger without a study.
     """
-    ledger = ReportData(entries)
+    ledger = ReportData(entries, study_file=study_file)
     chapters = [_summary, _design, _deviations, _outcomes, _curves, _rungs, _looks, _planner, _failures, _costs]
     chapters += [_negative, _threats, _reproduction]
     if operation:
@@ -205,13 +208,13 @@ def _outcomes(ledger: ReportData) -> Iterator[Block]:
     yield ReportTable(
         ["arm", "n", study.metric.name, f"{_level(study)} interval", "SD"],
         rows,
-        f"{study.metric.name} of each arm: mean over n seeds, Student's interval, SD between seeds. {_command()}",
+        f"{study.metric.name} of each arm: mean over n seeds, Student's interval, SD between seeds. {ledger.made_by}",
     )
     if ledger.noise:
         noise = ledger.noise
         yield Text(
             f"Noise of seeds: an SD of {number(noise.sd)} for the difference of two trials of the same arm (95 % interval "
-            f"{span(noise.interval.low, noise.interval.high)}; n = {noise.dof + 1} A/A trials). {_command()}"
+            f"{span(noise.interval.low, noise.interval.high)}; n = {noise.dof + 1} A/A trials). {ledger.made_by}"
         )
     effects = main_effects(study, ledger.results)
     if effects:
@@ -230,7 +233,7 @@ def _outcomes(ledger: ReportData) -> Iterator[Block]:
                 for effect in effects
             ],
             "Main effects: mean difference between the two values of a setting, over all arms, seed by seed (n), Student's "
-            f"interval. {_command()}",
+            f"interval. {ledger.made_by}",
         )
     if not ledger.comparisons:
         return
@@ -252,14 +255,14 @@ def _outcomes(ledger: ReportData) -> Iterator[Block]:
         ],
         f"Difference to {_baseline(ledger)}, seed by seed over n pairs. The first interval and p decide: "
         + ("a confidence sequence and an e-process" if study.stopping.kind == "anytime" else "Student's t")
-        + f"; beside them the BCa bootstrap and sign-flip permutations. {_command()}",
+        + f"; beside them the BCa bootstrap and sign-flip permutations. {ledger.made_by}",
     )
     shown = [found for found in ledger.comparisons if found.mean is not None and math.isfinite(found.interval.low)]
     if shown:
         yield Figure(
             name="differences",
             caption=f"Differences to {_baseline(ledger)} with {_level(study)} intervals; each dot is a seed. Shaded: smaller "
-            f"than the smallest effect of interest. {_command()}",
+            f"than the smallest effect of interest. {ledger.made_by}",
             chart=Forest(
                 x=f"difference of {study.metric.name}",
                 margin=study.smallest_effect,
@@ -293,7 +296,7 @@ def _outcomes(ledger: ReportData) -> Iterator[Block]:
                 for found, model in mixed
             ],
             "Mixed model, with tasks drawn at random as well as seeds: what may be expected on new tasks. "
-            f"{_command()}",
+            f"{ledger.made_by}",
         )  # fmt: skip
 
 
@@ -315,7 +318,7 @@ def _curves(ledger: ReportData) -> Iterator[Block]:
         yield Figure(
             name=f"curve-{''.join(c if c.isalnum() else '-' for c in metric)}",
             caption=f"{metric} over steps: mean over seeds with {_level(study)} band, each step by itself. "
-            f"n: {counts}. {_command()}",
+            f"n: {counts}. {ledger.made_by}",
             chart=Curves(
                 x="step", y=metric, lines=[_band(arm, runs, study) for arm, runs in curves[metric].items()]
             ),
@@ -351,7 +354,7 @@ def _rungs(ledger: ReportData) -> Iterator[Block]:
             for arm in arms
         ],
         f"Mean {study.metric.name} at each rung (n). Arms that were not promoted were not trained further: a mean of a lower "
-        f"rung is no estimate of the last. {_command()}",
+        f"rung is no estimate of the last. {ledger.made_by}",
     )
 
 
@@ -429,7 +432,7 @@ def _costs(ledger: ReportData) -> Iterator[Block]:
     yield ReportTable(
         ["arm", "results", "calls", "money", *(metric.replace("_", " ") for metric in work)],
         rows,
-        f"Costs of the trials that have a result. GPU seconds: last chapter. {_command()}",
+        f"Costs of the trials that have a result. GPU seconds: last chapter. {ledger.made_by}",
     )
 
 
@@ -504,7 +507,7 @@ def _reproduction(ledger: ReportData) -> Iterator[Block]:
         f"In the folder of the study file; all figures of this report come from the ledger, by the second command. SHA-256 of the inputs: "
         f"{ledger.opened.inputs}; of the results: {hash_json(body)}"
     )
-    yield Code("swarmq study run study.toml\nswarmq study report study.toml")
+    yield Code(f"swarmq study run {ledger.study_file}\nswarmq study report {ledger.study_file}")
 
 
 def _operation(ledger: ReportData) -> Iterator[Block]:
@@ -533,7 +536,7 @@ def _operation(ledger: ReportData) -> Iterator[Block]:
             for name, results in _cost_groups(ledger).items()
             for seconds in [[result.cost.gpu_seconds for result in results]]
         ],
-        f"GPU seconds of the trials that have a result. {_command()}",
+        f"GPU seconds of the trials that have a result. {ledger.made_by}",
     )
     for entry in entries:
         if isinstance(entry.fact, StudyAmended):
@@ -566,10 +569,6 @@ def _mean_n(values: Iterable[float]) -> str:
 
 def _level(study: Study) -> str:
     return f"{100 * (1 - study.stopping.alpha):g} %"
-
-
-def _command() -> str:
-    return "Made by: swarmq study report study.toml"
 
 
 def _count(n: int, noun: str) -> str:

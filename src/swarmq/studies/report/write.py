@@ -34,12 +34,14 @@ pre { background: var(--band); padding: .7rem .9rem; overflow-x: auto; font-size
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def write_report(entries: Sequence[Entry], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write `report.FORMAT` and the figures of Markdown into a folder; returns the paths.
+def write_report(
+    entries: Sequence[Entry], folder: Path, formats: Sequence[str] = FORMATS, *, study_file: str = "study.toml"
+) -> list[Path]:
+    """Write `report.FORMAT` and the figures of Markdown into a folder; returns the paths. `study_file`: name of the study's file.
 
     Raises StudyError for a ledger without a study, OSError.
     """
-    blocks = compose(entries)
+    blocks = compose(entries, study_file=study_file)
     folder.mkdir(parents=True, exist_ok=True)
     made: dict[str, bytes] = {}
     if "md" in formats:
