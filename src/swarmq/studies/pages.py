@@ -16,6 +16,7 @@ from swarmq.studies.ledger import StudyFolder, read_ledger
 from swarmq.studies.records import Entry
 from swarmq.studies.state import StudyState, TrialState, add
 from swarmq.studies.training import read_curves
+from swarmq.studies.trial import has_started
 
 PATTERNS = ("ledger.jsonl", "*/ledger.jsonl", "studies/*/ledger.jsonl")
 """Places of ledgers below a folder that a dashboard was given."""
@@ -162,7 +163,10 @@ def _add_running(curves: list[dict[str, Any]], state: StudyState, folder: StudyF
     """Add the curves so far of trainings that run on this host, each by itself."""
     charts = {chart["y"]: chart for chart in curves}
     for one in state.leased:
-        for metric, values in read_curves(folder.trial(one.trial.lineage)).items():
+        here = folder.trial(one.trial.lineage)
+        if not (one.lease and has_started(here, one.lease.claim_id)):
+            continue  # it runs on another host, and what is here is of an earlier start
+        for metric, values in read_curves(here).items():
             if metric not in charts:
                 charts[metric] = {"x": "step", "y": metric, "lines": []}
                 curves.append(charts[metric])

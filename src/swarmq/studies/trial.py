@@ -45,6 +45,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
     tasks: str = ""
     attempt: Attempt
+    claim_id: str = ""
+    """Claim of the lease under which this start runs."""
 
 
 def order_path(folder: Path) -> Path:
@@ -57,6 +59,14 @@ def result_path(folder: Path) -> Path:
 
 def log_path(folder: Path) -> Path:
     return folder / "log"
+
+
+def has_started(folder: Path, claim_id: str) -> bool:
+    """Return whether a trial's newest start in this folder is the one of a lease; its process may have ended since."""
+    try:
+        return msgspec.json.decode(order_path(folder).read_bytes(), type=Order).claim_id == claim_id
+    except (OSError, msgspec.MsgspecError):
+        return False
 
 
 def read_outcome(folder: Path) -> TrialOutcome:

@@ -287,11 +287,10 @@ class TrialWorker:
 
     async def _run(self, trial: Trial, claim: Claim, fence: int, environment: Mapping[str, str]) -> bool:
         """Run a trial under a lease, and report its end; return False if the lease was lost."""
-        folder = self._folder.trial(trial.lineage)
-        root, began = self._folder.root, time.monotonic()
-        start = Start(trial=trial, claim=claim, fence=fence, folder=folder, root=root, began=began)
+        folder, root = self._folder.trial(trial.lineage), self._folder.root
+        start = Start(trial=trial, claim=claim, fence=fence, folder=folder, root=root, began=time.monotonic())
         try:
-            process = await self._start(trial, folder, environment)
+            process = await self._start(start, environment)
         except OSError as error:  # a full disk, or no memory for a process
             await asyncio.sleep(self._ask_s)
             await self._send(start.fail("failure", f"the trial cannot be started: {error}", Spending()))
@@ -346,9 +345,16 @@ class TrialWorker:
         except (StudyError, MessageError) as error:  # no result, or one that is larger than a message may be
             await self._send(start.fail("failure", str(error), cost))
 
-    async def _start(self, trial: Trial, folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    async def _start(self, start: Start, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        trial, folder = start.trial, start.folder
         attempt = Attempt(settings=trial.settings, seed=trial.seed, steps=trial.steps, folder=str(folder))
-        order = Order(plan=self._study.trial, agent=trial.agent, tasks=trial.tasks, attempt=attempt)
+        order = Order(
+            plan=self._study.trial,
+            agent=trial.agent,
+            tasks=trial.tasks,
+            attempt=attempt,
+            claim_id=start.claim.claim_id,
+        )
         await asyncio.to_thread(_prepare, folder, order)
         root = await asyncio.to_thread(lay_over, self._folder, trial.files)
         with log_path(folder).open("ab") as sink:

@@ -26,6 +26,7 @@ from swarmq.studies.records import (
 from swarmq.studies.reports import KIND, Beat, Claim, hash_terms, inbox, pack, run_of
 from swarmq.studies.state import AMENDED, REMOVED, StudyState
 from swarmq.studies.study import Study
+from swarmq.studies.trial import has_started
 from swarmq.studies.worker import TrialWorker, end_leftovers
 from swarmq.testing import MemoryBroker
 
@@ -106,6 +107,9 @@ async def test_every_trial_has_one_result_and_the_study_ends(tmp_path):
     await lab.run()
     assert sorted(fact.metrics["score"] for fact in lab.facts(TrialResult)) == [1.0, 2.0]
     assert [fact.kind for fact in lab.facts(StudyStopped)] == ["complete"]
+    lineages = {fact.trial.id: fact.trial.lineage for fact in lab.facts(TrialPlanned)}
+    for started in lab.facts(TrialStarted):
+        assert has_started(lab.folder.trial(lineages[started.trial_id]), started.claim_id)
 
 
 async def test_the_power_is_said_once_the_noise_is_known(tmp_path):

@@ -13,6 +13,7 @@ from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
 from swarmq.studies.pages import StudyShelf
 from swarmq.studies.records import StudyStopped, TrialParked
 from swarmq.studies.state import StudyState
+from swarmq.studies.trial import Attempt, Order, order_path
 
 
 @pytest.fixture
@@ -58,9 +59,22 @@ def test_the_curves_of_a_training_that_runs_on_this_host_are_shown(shelf, tmp_pa
     for step, reward in enumerate((0.25, 0.5), 1):
         made.emit("learner.main", "step", version=step, reward=reward, staleness={"0": 1})
     made.close()
-    curves = shelf.show(shelf.rows()[0].id)["curves"]
-    (reward,) = [chart for chart in curves if chart["y"] == "reward"]
-    assert [(line["label"], line["values"]) for line in reward["lines"]] == [("a, seed 2 (running)", (0.25, 0.5))]
+    attempt = Attempt(settings={}, seed=2, folder=str(folder))
+
+    def write_start(claim_id):
+        order = Order(plan=study_of().trial, attempt=attempt, claim_id=claim_id)
+        order_path(folder).write_bytes(msgspec.json.encode(order))
+
+    def read_lines():
+        curves = shelf.show(shelf.rows()[0].id)["curves"]
+        return [
+            (line["label"], line["values"]) for chart in curves if chart["y"] == "reward" for line in chart["lines"]
+        ]
+
+    write_start(running.lease.claim_id)
+    assert read_lines() == [("a, seed 2 (running)", (0.25, 0.5))]
+    write_start("of a lease that was lost, before another host got the trial")
+    assert read_lines() == []
 
 
 def test_the_api_serves_them_to_readers_only(shelf, tmp_path):
