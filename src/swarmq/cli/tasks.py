@@ -13,6 +13,7 @@ import click
 from swarmq.cli.common import RUN, main, run_until_signalled
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
+from swarmq.messages import new_id
 
 
 @main.command()
@@ -86,7 +87,7 @@ def feed(
         epochs=epochs,
         seed=seed,
         curriculum=curriculum,
-        resume=not restart,
+        restart=new_id() if restart else "",
     )
     run_until_signalled(feeding)
 
@@ -162,7 +163,7 @@ async def _feed(
     epochs: int,
     seed: int | None,
     curriculum: str | None,
-    resume: bool,
+    restart: str,
 ) -> None:
     from rich.progress import Progress
 
@@ -181,7 +182,7 @@ async def _feed(
             epochs=epochs,
             seed=seed,
             curriculum=curriculum,
-            resume=resume,
+            restart=restart,
             report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
         )
     click.echo(f"published {fed.published} slots")

@@ -307,7 +307,7 @@ class HostService:
                     repeats=request.repeats,
                     epochs=request.epochs,
                     seed=request.seed,
-                    resume=not request.restart,
+                    restart=request.restart,
                 )
         return TasksAnswer(kind=fed.kind, fed=fed.published)
 

@@ -36,7 +36,7 @@ async def feed_training(
     epochs: int = 1,
     seed: int | None = None,
     curriculum: str | None = None,
-    resume: bool = True,
+    restart: str = "",
     report: Callable[[int, int], None] = lambda _confirmed, _total: None,
 ) -> Fed:
     """Publish tasks of a data set to the queue of their kind.
@@ -58,7 +58,7 @@ async def feed_training(
             progress_file=default_progress_file(folder.path, job.run, chosen, source),
             source=source,
             secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),
-            resume=resume,
+            restart=restart,
             report=report,
         )
     return Fed(job, chosen, count)

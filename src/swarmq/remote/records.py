@@ -88,7 +88,8 @@ class SentTask(Request, frozen=True, kw_only=True):
 
 
 class TasksRequest(Request, frozen=True, kw_only=True):
-    """Tasks of a data set, for the queue of a kind. The same tasks are fed once, however often they are sent, until `restart`."""
+    """Tasks of a data set, for the queue of a kind. The same tasks are fed once, however often they are sent, and once more for each id of
+    a restart."""
 
     tasks: tuple[SentTask, ...]
     kind: str | None = None
@@ -100,8 +101,8 @@ class TasksRequest(Request, frozen=True, kw_only=True):
     epochs: Annotated[int, Meta(ge=1)] = 1
     seed: int | None = None
     """Seed by which each epoch is shuffled; None: in the order of `tasks`."""
-    restart: bool = False
-    """Begin again instead of continuing after what was fed before."""
+    restart: Annotated[str, Meta(pattern=r"^[0-9A-Za-z._:-]{0,64}$")] = ""
+    """Id of a restart: begin again instead of continuing after what was fed before. The same id, sent again, continues."""
     for_eval: bool = False
     """Use the tasks for evaluation rounds, never for training; they replace those of the same `source`."""
 

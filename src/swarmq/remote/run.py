@@ -176,7 +176,7 @@ class RemoteRun:
             repeats=repeats,
             epochs=epochs,
             seed=seed,
-            restart=restart,
+            restart=new_id() if restart else "",
             for_eval=for_eval,
         )
         try:

@@ -8,11 +8,14 @@ import time
 
 import msgspec
 import pytest
+from litestar import Litestar, Request, Response, post
 
 from support.host import ScriptedLauncher, job, open_host, token
-from swarmq import HostClient, RemoteRun, SwarmJob, launch
+from support.proxy import served
+from swarmq import HostClient, RemoteRun, SwarmJob, SwarmTask, launch
 from swarmq.config import GroupSettings, Policy
 from swarmq.errors import ConfigError, HostError
+from swarmq.remote.records import TasksRequest
 
 
 def in_thread(function, *args, **kwargs):
@@ -168,6 +171,24 @@ async def test_a_daemon_that_is_away_for_a_moment_is_waited_for(tmp_path):
     with pytest.raises(HostError, match="cannot be reached") as caught:
         await in_thread(HostClient(first.url, token="t", patience_s=0.0).runs)
     assert caught.value.status == 0
+
+
+async def test_a_restarted_feed_is_the_same_one_when_it_is_sent_again_and_a_new_one_for_each_call():
+    bodies = []
+
+    @post("/v1/runs/math/tasks")
+    async def answer(request: Request) -> Response[bytes]:
+        bodies.append(msgspec.json.decode(await request.body(), type=TasksRequest))
+        is_fed = len(bodies) > 1
+        return Response(b'{"kind": "default", "fed": 1}' if is_fed else b"", status_code=200 if is_fed else 503)
+
+    async with served(Litestar([answer], openapi_config=None)) as url:
+        run = RemoteRun(HostClient(url, token="t", patience_s=60.0), "math")
+        for restart in (True, True, False):
+            await in_thread(run.feed, [SwarmTask("a", payload={})], source="data", restart=restart)
+    first, again, second, third = (body.restart for body in bodies)
+    assert first == again != second
+    assert (bool(first), bool(second), third) == (True, True, "")
 
 
 async def test_an_invalid_address_is_refused():

@@ -36,6 +36,8 @@ class FeedProgress(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     confirmed: int
     """Number of tasks in the queue, counted from the beginning of the first epoch."""
+    restart: str = ""
+    """Id of the restart with which the feed began."""
 
 
 async def feed(
@@ -51,7 +53,7 @@ async def feed(
     progress_file: Path,
     source: str = "",
     secret: bytes | None = None,
-    resume: bool = True,
+    restart: str = "",
     report: Callable[[int, int], None] = lambda _confirmed, _total: None,
 ) -> int:
     """Publish every repeat of every task in every epoch, and return the number of published tasks. With `seed`, each epoch is
@@ -59,11 +61,11 @@ async def feed(
 
     Equal ids are the same task, to be trained once, unless their data sets have different marks (`source`, see
     `hash_source_name`). With `secret` (`keys.task_secret`), invited clients can also return tasks for another attempt.
-    `report(confirmed, total)` is called after each window. With `resume`, the feed continues after the tasks that
-    `progress_file` counts as confirmed; only `epochs` may then have changed. Without it, the feed starts again with the same
-    slots, and slots that were trained are not trained again.
+    `report(confirmed, total)` is called after each window. The feed continues after the tasks that `progress_file` counts as
+    confirmed; only `epochs` may then have changed. With `restart`, an id of its own for each restart, it starts again with the same
+    slots, and slots that were trained are not trained again; a feed that began with this id continues.
 
-    Raises TaskError for a task of another kind, for an id that occurs twice, and for resuming with other data, repeats or seed.
+    Raises TaskError for a task of another kind, for an id that occurs twice, and for continuing with other data, repeats or seed.
     """
     tasks = list(tasks)
     bodies = _encode_tasks(tasks, kind, source)
@@ -76,17 +78,20 @@ async def feed(
     total = len(bodies) * repeats * epochs
     queue = topology.tasks(run, kind)
     async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
-        start = _read_progress(progress_file, data) if resume else 0  # the receipts exclude other feeds of this data
+        # the receipts exclude other feeds of this data
+        if restart and not _is_from_restart(progress_file, restart):
+            await receipts.clear()  # before the file, else a killed restart would take old receipts for its own
+            _write_progress(progress_file, FeedProgress(data=data, confirmed=0, restart=restart))
+        progress = _read_progress(progress_file, data)
+        start = progress.confirmed
         if start >= total:
             log.info("nothing_left_to_feed", confirmed=start, action="raise epochs to feed more of it")
         report(min(start, total), total)
-        if not resume:
-            await receipts.clear()
         for begin in range(start, total, WINDOW):
             window = range(begin, min(begin + WINDOW, total))
             planned = plan_tasks(run, bodies, kind, repeats=repeats, seed=seed, numbers=window, orders=orders)
             await receipts.publish(queue, [keys.seal_task(secret, task) if secret else task for task in planned])
-            _write_progress(progress_file, FeedProgress(data=data, confirmed=window.stop))
+            _write_progress(progress_file, msgspec.structs.replace(progress, confirmed=window.stop))
             await receipts.clear()
             report(window.stop, total)
         await receipts.close()
@@ -106,7 +111,8 @@ def count_fed(
     """Return how many tasks an earlier `feed` with these arguments has confirmed. Raises TaskError if it had others."""
     tasks = list(tasks)
     orders = order_epochs(curriculum, tasks, 1) if curriculum else None
-    return _read_progress(progress_file, _hash_feed(_encode_tasks(tasks, kind, source), kind, repeats, seed, orders))
+    data = _hash_feed(_encode_tasks(tasks, kind, source), kind, repeats, seed, orders)
+    return _read_progress(progress_file, data).confirmed
 
 
 def plan_tasks(
@@ -176,21 +182,28 @@ def _hash_feed(
     return digest.hexdigest()
 
 
-def _read_progress(path: Path, data: str) -> int:
+def _is_from_restart(path: Path, restart: str) -> bool:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FeedProgress).restart == restart
+    except (OSError, msgspec.MsgspecError):  # a restart needs no earlier feed
+        return False
+
+
+def _read_progress(path: Path, data: str) -> FeedProgress:
     try:
         fed = msgspec.json.decode(path.read_bytes(), type=FeedProgress)
     except FileNotFoundError:
-        return 0
+        return FeedProgress(data=data, confirmed=0)
     except (OSError, msgspec.MsgspecError) as error:
         raise TaskError(
             f"{path}: the progress of an earlier feed cannot be read ({error}): remove it to start over"
         ) from error
     if fed.data != data:
         raise TaskError(
-            f"{path}: belongs to a feed of other data, kind, repeats, seed or curriculum: begin again with `swarmq feed --restart` "
-            "(`resume=False`), or remove the file"
+            f"{path}: belongs to a feed of other data, kind, repeats, seed or curriculum: begin again with `swarmq feed --restart`, "
+            "or remove the file"
         )
-    return fed.confirmed
+    return fed
 
 
 def _write_progress(path: Path, fed: FeedProgress) -> None:

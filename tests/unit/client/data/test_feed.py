@@ -118,7 +118,26 @@ async def test_more_epochs_go_on_behind_the_earlier_ones_and_a_second_feed_does_
     assert await feed(swarm.broker, RUN, data(5), "math", epochs=3, **options) == 10
     slots = await fed(swarm)
     assert len({slot.id for slot in slots}) == len(slots) == 15
-    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, resume=False, **options) == 5
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, restart="one", **options) == 5
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, restart="one", **options) == 0, "it was sent again"
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, restart="two", **options) == 5
+    assert len(await fed(swarm)) == 25
+
+
+@pytest.mark.parametrize("windows", [0, 1])
+@pytest.mark.parametrize("again", [{"restart": "one"}, {}], ids=["sent again", "continued"])
+async def test_a_restart_that_was_interrupted_goes_on_where_it_stopped(swarm, progress, windows, again):
+    options = {"repeats": 1, "progress_file": progress}
+    await feed(swarm.broker, RUN, data(300), "math", **options)
+
+    def interrupt(done, total):
+        if done == windows * WINDOW:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await feed(swarm.broker, RUN, data(300), "math", restart="one", report=interrupt, **options)
+    assert await feed(swarm.broker, RUN, data(300), "math", **options, **again) == 300 - windows * WINDOW
+    assert {len([*group]) for _, group in itertools.groupby(sorted(named(await fed(swarm))))} == {2}
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"repeats": 3}, {"tasks": data(6)}])
