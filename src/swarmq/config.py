@@ -463,7 +463,7 @@ class Train(Settings, frozen=True, kw_only=True):
     `ratio_band` leave; None: all of these."""
     engine_gap_max: NonNegative | None = None
     """Largest mean difference, in nats, between engine and learner log-probabilities of sampled tokens under the same weights. Above
-    it, the learner stops before it trains. None: 0.005 if both compute in FP32, else 0.1. 0 never stops."""
+    it, the learner stops before it trains. None: 0.005 if both compute in FP32, 0.4 if either uses FP8, else 0.1. 0 never stops."""
     optimizer: OptimizerName = "adamw"
     """Name of the optimizer, or `module:function` for one of your own. `muon` is Muon for the matrices inside the layers and AdamW
     for all other parameters; `adamw_8bit` is AdamW with moments of eight bits, and needs `pip install 'swarmq[optimizers]'`. Both need ranks

@@ -11,6 +11,8 @@ multiplied in FP32.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -138,6 +140,19 @@ def convert_layers(model: PreTrainedModel, device: torch.device) -> None:
             )
     for _, each in linear:
         each.__class__ = Float8Linear
+
+
+@contextlib.contextmanager
+def multiply_unquantised(model: nn.Module) -> Iterator[None]:
+    """Let a model's FP8 layers multiply in the dtype of their input while the context is open."""
+    layers = [each for each in model.modules() if type(each) is Float8Linear]
+    for each in layers:
+        each.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for each in layers:
+            each.__class__ = Float8Linear
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> SetUpError:

@@ -19,7 +19,9 @@ from swarmq.config import Sft, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import main
 from swarmq.learner.batching.micro_batches import build_rank_batch
-from swarmq.learner.model.float8 import Float8Linear, convert_layers
+from swarmq.learner.doctor.examine import layouts_agree
+from swarmq.learner.model.float8 import Float8Linear, convert_layers, multiply_unquantised
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 
 TRAIN = Train(mixed_precision="bf16", learning_rate=1e-2, warmup_steps=0, token_log=False, trackers=())
@@ -94,6 +96,8 @@ def test_layers_are_compiled_whole_and_once_for_any_number_of_tokens() -> None:
             made.append([output.detach(), *(p.grad for p in layers.parameters() if p.grad is not None)])
         assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
     assert counter.frame_count == 1
+    with multiply_unquantised(layers):
+        assert torch.equal(compiled(tokens), layers(tokens)), "compiled anew"
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,35 @@ def gradient(trainer: Trainer) -> Tensor:
 def test_the_gradient_of_a_batch_is_within_a_tenth_of_bf16s(trainers: dict[str, Trainer]) -> None:
     """With packed trees, activation checkpointing and the trainer's head."""
     assert 0.005 < distance(gradient(trainers["fp8"]), gradient(trainers["bf16"])) < 0.1
+
+
+@pytest.mark.parametrize(("seed", "layers", "spread"), [(0, 2, 1.0), (1, 2, 4.0), (2, 8, 1.0), (3, 8, 4.0)])
+def test_log_probabilities_move_about_twelve_times_as_far_as_in_bf16(seed: int, layers: int, spread: float) -> None:
+    """A significand of 4 bits instead of 8 rounds 16 times as coarsely; BF16 rounds more than the factors. `spread`: of the logits."""
+    torch.manual_seed(seed)
+    sizes = SMALL | {"hidden_size": 64, "num_hidden_layers": layers}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, initializer_range=0.1)).eval()
+    ids = torch.randint(0, SMALL["vocab_size"], (8, 64))
+
+    @torch.no_grad()
+    def score(autocast: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = model.model(ids).last_hidden_state
+        return (spread * model.lm_head(hidden.float())).log_softmax(-1)
+
+    exact, rounded = score(False), score(True)
+    sampled = torch.distributions.Categorical(logits=exact).sample()[..., None]
+    convert_layers(model, CPU)
+    moved = [float((each - exact).gather(-1, sampled).abs().mean()) for each in (score(True), rounded)]
+    assert 8 < moved[0] / moved[1] < 16
+
+
+def test_the_doctor_compares_layouts_without_fp8(trainers: dict[str, Trainer]) -> None:
+    record = BatchRecord(
+        index=BatchIndex(record=1, version=1), episodes=tuple(make_group("a", turns=3)), settings=TRAIN
+    )
+    assert layouts_agree(trainers["fp8"], record) == layouts_agree(trainers["bf16"], record)
+    assert any(isinstance(each, Float8Linear) for each in trainers["fp8"].lm.modules()), "it is FP8 again"
 
 
 def test_weights_keep_their_names_and_stay_fp32_and_the_head_computes_as_before(

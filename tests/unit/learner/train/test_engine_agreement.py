@@ -16,7 +16,7 @@ from swarmq.errors import SetUpError
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchRecord, encode_record
-from swarmq.learner.train.engine_agreement import EXACT, MIN_TOKENS, ROUNDED, agreement_limit
+from swarmq.learner.train.engine_agreement import EXACT, MIN_TOKENS, NARROW, ROUNDED, agreement_limit
 from swarmq.learner.train.loop import Learner, RankCommand
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling, Turn, VersionSpan, pack_floats
@@ -131,6 +131,9 @@ def test_few_tokens_prove_nothing_and_a_loss_without_ratios_asks_for_none(tiny_q
         ({}, {}, True, ROUNDED),
         ({"dtype": "float32"}, {"mixed_precision": "no"}, True, EXACT),
         ({"dtype": "bfloat16"}, {}, False, ROUNDED),
+        ({}, {"mixed_precision": "fp8"}, True, NARROW),
+        ({"quantization": "fp8"}, {}, True, NARROW),
+        ({"kv_cache_dtype": "fp8", "dtype": "float32"}, {"mixed_precision": "no"}, True, NARROW),
         ({}, {"engine_gap_max": 0.3}, True, 0.3),
         ({}, {"engine_gap_max": 0.0}, True, 0.0),
         ({"urls": ()}, {}, True, 0.0),
