@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeVar
-from urllib.parse import parse_qsl
 
 import msgspec
 
+from swarmq.client.data.readers import parse_settings
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.errors import MissingExtraError, TaskError
 from swarmq.outcome import Outcome
@@ -65,13 +65,9 @@ class Target(msgspec.Struct, frozen=True):
 
 def parse_target(text: str) -> Target:
     """Parse `scheme:NAME?key=value&key=value`. Raises TaskError if the part after `?` is malformed."""
-    scheme, _, rest = text.partition(":")
-    name, _, query = rest.partition("?")
-    try:
-        pairs = parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
-    except ValueError as error:
-        raise TaskError(f"{text}: behind `?` write key=value&key=value: {error}") from error
-    return Target(scheme, name, {key: _parse_value(value) for key, value in pairs})
+    target, settings = parse_settings(text)
+    scheme, _, name = target.partition(":")
+    return Target(scheme, name, settings)
 
 
 def require_package(target: Target, package: str, extra: str) -> None:
@@ -99,10 +95,3 @@ def read_payload(target: Target, payload: Any, fields: Mapping[str, type]) -> li
         return [msgspec.convert(payload[name], kind) for name, kind in fields.items()]
     except (KeyError, msgspec.ValidationError) as error:
         raise TaskError(f"a task of {target} is damaged: {error}") from error
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text

@@ -23,8 +23,8 @@ from swarmq.learner.store import batch_log, token_trace
 from swarmq.learner.store.batch_log import RecordPlace
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.store.token_trace import TurnTrace
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Turn
-from swarmq.observe.index import LIVE, EpisodeRow, Indexed, RunIndex, open_ledger
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Rollout, Turn
+from swarmq.observe.index import LIVE, EpisodeRow, Indexed, RunIndex, decode_message, open_ledger
 from swarmq.observe.inspect.read import MAX_BYTES, Decode, decode_tokens
 from swarmq.observe.reasons import explain
 from swarmq.timeline import Timeline, fold, resolve
@@ -37,8 +37,6 @@ CONTEXT = 8
 NOT_DECODED = "the tokens are not decoded"
 MAX_TOKENS = 20_000
 """Maximum number of tokens in one page."""
-
-_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class MemberView(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,12 +355,12 @@ def _read_live(index: RunIndex, episode: str) -> Conversation | None:
         return None
     if row is None or not (row[0] or bodies):
         return None
-    begin, end = (_decode(body) if body else None for body in row)
+    begin, end = (decode_message(body) if body else None for body in row)
     end = end if isinstance(end, EpisodeEnd) else None
     return Conversation(
         begin=begin if isinstance(begin, EpisodeBegin) else None,
         end=end,
-        turns=tuple(turn for (body,) in bodies if isinstance(turn := _decode(body), Turn)),
+        turns=tuple(turn for (body,) in bodies if isinstance(turn := decode_message(body), Turn)),
         received=None if end is None or end.calls is None else frozenset(end.calls),
     )
 
@@ -640,10 +638,3 @@ def _decode_page(ids: Sequence[int], low: int, high: int, decode: Callable[[Sequ
         return [""] * (high - low)
     first = max(low - CONTEXT, 0)
     return decode_tokens(ids[first : high + MAX_BYTES], decode)[low - first : high - first]
-
-
-def _decode(body: bytes) -> Message | None:
-    try:
-        return _message.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None

@@ -892,11 +892,11 @@ def _row_of_ledger(row: tuple[Any, ...]) -> tuple[Any, ...]:
     episode, state, reason, began_at, slot, kind, client, policies, turns, begin_body, end_body = row
     begun = bool(slot or kind)
     mode, code_version, attempt, size, reward, success = "", "", 0, 0, None, None
-    if begin_body and isinstance(begin := _decode(begin_body), EpisodeBegin):
+    if begin_body and isinstance(begin := decode_message(begin_body), EpisodeBegin):
         begun, mode, slot, kind, client = True, begin.mode, begin.slot.id, begin.kind, begin.client_id
         code_version, attempt, size = begin.code_version, begin.attempt, begin.group_size
         policies = policies or ",".join(begin.policies)
-    if end_body and isinstance(end := _decode(end_body), EpisodeEnd):
+    if end_body and isinstance(end := decode_message(end_body), EpisodeEnd):
         reward, success = _mean(end.rewards.values()), end.success
     task, group = _split_slot(slot)
     named = _join(policies.split(","))
@@ -1086,7 +1086,8 @@ def _histogram(counts: Counter[float], *, bins: int, is_whole: bool) -> Histogra
     return Histogram(edges=edges, counts=found)
 
 
-def _decode(body: bytes) -> Message | None:
+def decode_message(body: bytes) -> Message | None:
+    """Return a stored message; None if it is damaged."""
     try:
         return _message.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):

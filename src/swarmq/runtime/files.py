@@ -51,6 +51,14 @@ def read_if_exists(path: Path) -> bytes:
         return b""
 
 
+def write_whole(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at a place in an open file. Raises OSError, and may then have written a part."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
 def fsync_folder(folder: Path) -> None:
     """Make created, renamed and removed names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -29,7 +29,7 @@ from swarmq.errors import BrokerLostError, FilesDifferError, MessageError, Study
 from swarmq.messages import TrialOffer, new_id
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
-from swarmq.runtime.processes import die_with_parent, read_tail
+from swarmq.runtime.processes import die_with_parent, read_tail, stop_group
 from swarmq.studies.changed_files import lay_over
 from swarmq.studies.identity import TrialMaker
 from swarmq.studies.ledger import StudyFolder, redact
@@ -299,13 +299,12 @@ class TrialWorker:
         try:
             why = await self._watch(process, start)
         except asyncio.CancelledError:
-            await _stop(
-                process, start.folder, min(STOP_S, start.began + self._study.trial.max_seconds - time.monotonic())
-            )
+            left_s = start.began + self._study.trial.max_seconds - time.monotonic()
+            await _end(process, start.folder, grace_s=min(STOP_S, left_s))
             returned = start.fail("returned", "the worker was stopped", self._measure(start))
             await self._send(returned, deadline_s=self._ask_s)
             raise
-        await _kill(process, start.folder)
+        await _end(process, start.folder)
         cost = self._measure(start)
         if why == TIMEOUT:
             limit_s = self._study.trial.max_seconds
@@ -411,20 +410,9 @@ def _die_at_once() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-async def _stop(process: asyncio.subprocess.Process, folder: Path, grace_s: float) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(grace_s):
-            await process.wait()
-    await _kill(process, folder)
-
-
-async def _kill(process: asyncio.subprocess.Process, folder: Path) -> None:
-    """Kill a trial's process, and what it has started: the next trial needs its GPUs."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+async def _end(process: asyncio.subprocess.Process, folder: Path, *, grace_s: float = 0.0) -> None:
+    """End a trial's process, and what it has started: the next trial needs its GPUs."""
+    await stop_group(process, grace_s=grace_s)
     await asyncio.to_thread(end_leftovers, folder)
 
 

@@ -24,7 +24,7 @@ import structlog
 import zstandard
 
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, VersionSpan
-from swarmq.runtime.files import fsync_folder
+from swarmq.runtime.files import fsync_folder, write_whole
 from swarmq.transcripts.format import (
     COMPRESSION_LEVEL,
     SEGMENT,
@@ -206,7 +206,7 @@ class Segments:
         last = self._all[-1]
         data = b"".join(pack_frame(msgspec.msgpack.encode(m), body) for m, body in zip(metas, bodies, strict=True))
         try:
-            _write_all(self._descriptor, data, last.size)
+            write_whole(self._descriptor, data, last.size)
         except OSError:
             self._undo(last.size)
             raise
@@ -350,13 +350,6 @@ def _thin(file: Any, frame: Frame, *, strip: bool, forget: bool) -> bytes:
     file.seek(frame.offset)
     data: bytes = file.read(frame.end - frame.offset)
     return data
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 class TranscriptWriter:

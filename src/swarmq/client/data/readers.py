@@ -143,7 +143,7 @@ def _read_hugging_face(text: str) -> Iterator[Row]:
     _require_package("datasets", text)
     import datasets  # noqa: PLC0415
 
-    rest, settings = _parse_settings(text)
+    rest, settings = parse_settings(text)
     path, _, split = rest.partition(":")
     split = split or "train"
     folder = Path(path).expanduser()
@@ -161,7 +161,7 @@ def _read_hugging_face(text: str) -> Iterator[Row]:
 
 def _read_reasoning_gym(text: str) -> Iterator[Row]:
     """Yield the rows of a `reasoning-gym` data set. The part after `?` configures it; the seed is 0 by default."""
-    name, given = _parse_settings(text)
+    name, given = parse_settings(text)
     settings = {"seed": 0, **given}
     for number, entry in enumerate(create_gym_dataset(name, settings, text)):
         yield (
@@ -243,13 +243,14 @@ def _make_id_prefix(source: str) -> str:
     return (Path(source).stem if Path(source).suffix.lower() in _SUFFIXES else source)[: MAX_ID - 20]
 
 
-def _parse_settings(text: str) -> tuple[str, dict[str, Any]]:
+def parse_settings(text: str) -> tuple[str, dict[str, Any]]:
     """Parse `name?key=value&...` into name and settings. Raises TaskError if the part after `?` is malformed."""
     name, _, query = text.partition("?")
     try:
-        return name, {key: _parse_value(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+        pairs = parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
     except ValueError as error:
         raise TaskError(f"{text}: behind `?` write key=value&key=value: {error}") from error
+    return name, {key: _parse_value(value) for key, value in pairs}
 
 
 def _parse_value(text: str) -> Any:

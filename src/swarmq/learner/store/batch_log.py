@@ -26,7 +26,7 @@ import zstandard
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.learner.store.records import SCHEMA, BatchIndex, BatchRecord, RunIdentity, decode_record, encode_record
-from swarmq.runtime.files import fsync_folder, write_atomically
+from swarmq.runtime.files import fsync_folder, write_atomically, write_whole
 
 log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ class BatchLog:
                 self._start_segment(record.index.record)
             assert self._descriptor is not None
             try:
-                _write_all(self._descriptor, data, self._size)
+                write_whole(self._descriptor, data, self._size)
                 os.fsync(self._descriptor)
             except OSError:
                 os.ftruncate(self._descriptor, self._size)
@@ -382,13 +382,6 @@ def _segments(folder: Path) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.suffix == ".log")
     except FileNotFoundError:
         return []
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def _damage_error(segment: Path, offset: int, what: str) -> LearnerError:

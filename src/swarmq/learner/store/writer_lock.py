@@ -18,6 +18,7 @@ from pathlib import Path
 
 from swarmq.errors import LearnerError
 from swarmq.learner.store.durable_files import map_os_errors
+from swarmq.runtime.files import read_if_exists
 
 POLL_S = 0.05
 
@@ -27,11 +28,11 @@ class Fence:
     on ranks other than 0, which hold no lock."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._ours = path, path and _content(path)
+        self._path, self._ours = path, path and read_if_exists(path)
 
     def check(self) -> None:
         """Raise LearnerError if another process has taken the lock."""
-        if self._path and _content(self._path) != self._ours:
+        if self._path and read_if_exists(self._path) != self._ours:
             raise LearnerError(
                 f"{self._path.parent} was taken over by {_holder(self._path)} while this process was suspended; this process ends "
                 "without changing anything"
@@ -56,13 +57,6 @@ def hold_lock(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
 
 
 def _lock(descriptor: int, wait_s: float) -> bool:

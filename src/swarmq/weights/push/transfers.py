@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ipaddress
 import os
 import shutil
 import socket
@@ -31,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from swarmq.errors import EngineError
-from swarmq.hosts.addresses import replace_port
+from swarmq.hosts.addresses import is_loopback, replace_port
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format import adapter_file, cuda_ipc, nccl_group
 from swarmq.weights.format.packing import (
@@ -348,11 +347,3 @@ def find_own_address(url: str) -> str:
         raise EngineError(
             f"engine {url}: no way leads to its host ({error}); check the name and the network"
         ) from error
-
-
-def is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
