@@ -104,7 +104,9 @@ def host_add(
 @host.command("list")
 @RUN_OPTION
 def host_list(run: Path | None) -> None:
-    """List invited and removed hosts with the engines and proxies that have joined from them.
+    """List hosts with the engines and proxies that joined from them.
+
+    Removed hosts are listed, too.
 
     \b
     swarmq host list --run runs/demo
@@ -126,7 +128,7 @@ def host_list(run: Path | None) -> None:
 @RUN_OPTION
 @MANAGEMENT
 def host_remove(name: str, run: Path | None, management: str | None) -> None:
-    """Remove a host: its engines and proxies leave the run, and its RabbitMQ user is deleted.
+    """Remove a host, its engines, its proxies and its RabbitMQ user.
 
     The host still knows the run's root secret. To make that worthless, remove `secret` from the run folder and start the run again.
 
@@ -174,7 +176,7 @@ def host_serve(
     most_running: int | None,
     most_queued: int,
 ) -> None:
-    """Take jobs over HTTP: check, queue, start, stop and resume their runs on this host.
+    """Take jobs over HTTP and run them on this host.
 
     FOLDER holds the runs; runs by default. A run outlives this process: when it is stopped, killed or updated, start it again, and it
     finds its runs. Senders of jobs need a token (`swarmq host token`) or the

@@ -67,9 +67,9 @@ def make(
     max_calls: int | None,
     concurrency: int,
 ) -> None:
-    """Let a teacher model write tasks with checks from the documents in FOLDER.
+    """Let a teacher model write tasks from documents, with checks.
 
-    A task is kept if its quote is in the document, no other task says the same, and the teacher finds the answer again. Answers
+    FOLDER holds the documents. A task is kept if its quote is in the document, no other task says the same, and the teacher finds the answer again. Answers
     of models are kept in OUT.cache, so a command that was stopped goes on where it was.
 
     \b
@@ -119,9 +119,9 @@ def make(
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @click.option("--out", type=FILE, default="tasks.jsonl", show_default=True, help="File to write.")
 def from_traces(files: tuple[Path, ...], out: Path) -> None:
-    """Write what users asked an agent as tasks, with its answers as references for a judge.
+    """Write what users asked an agent as tasks.
 
-    FILES are logged OpenAI calls or OpenTelemetry traces (OTLP JSON), as JSON or JSON lines. Each conversation becomes one task.
+    Its answers are references for a judge. FILES are logged OpenAI calls or OpenTelemetry traces (OTLP JSON), as JSON or JSON lines. Each conversation becomes one task.
 
     \b
     swarmq tasks from-traces calls.jsonl spans.json --out tasks.jsonl
