@@ -252,7 +252,9 @@ export interface StudyEntry {
 
 export interface Study {
   id: string; name: string; folder: string; question: string; metric: string; smallest_effect: number; state: string; reason: string; at: number;
+  has_rungs: boolean;
   trials: {
+    id: string; is_newest: boolean; // false: an amendment has removed it, or planned it anew
     arm: string; seed: number; rung: number; is_noise: boolean; state: string; value: number | null; gpu_seconds: number | null;
     failures: number; worker: string; reason: string;
   }[];
@@ -261,5 +263,5 @@ export interface Study {
   comparisons: {
     arm: string; seeds: number; mean: number | null; low: number | null; high: number | null; p: number; verdict: string;
   }[] | null; // null where swarmq[studies] is not installed
-  curves: { x: string; y: string; lines: { label: string; values: number[]; low: number[]; high: number[] }[] }[];
+  curves: { x: string; y: string; lines: { label: string; values: number[]; low: number[]; high: number[] }[] }[]; // no band: empty
 }

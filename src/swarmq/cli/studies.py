@@ -94,7 +94,7 @@ def check(study_file: Path) -> None:
     from swarmq.studies.identity import TrialMaker
     from swarmq.studies.records import Spending
     from swarmq.studies.state import largest_cost, list_caps
-    from swarmq.studies.study import KILL_S
+    from swarmq.studies.study import KILL_S, count_of
 
     study, folder = _load(study_file)
     _check_functions(study, folder)
@@ -105,7 +105,10 @@ def check(study_file: Path) -> None:
     first = ", before any arm is promoted" if study.design.rungs else ""
     if study.planner.kind == "endpoint":
         first += f", before the planner adds at most {study.planner.max_arms} arms"
-    click.echo(f"{arms} arms with {seeds} seeds each and {study.noise_trials} A/A trials: {count} trials{first}")
+    click.echo(
+        f"{count_of(arms, 'arm')} with {count_of(seeds, 'seed')} each and {count_of(study.noise_trials, 'A/A trial')}: "
+        f"{count_of(count, 'trial')}{first}"
+    )
     click.echo(
         f"each may take {study.trial.max_seconds:g} s, and {KILL_S:g} s to be killed: all of them at most "
         f"{count * most.gpu_seconds:,.0f} GPU seconds"
@@ -209,7 +212,7 @@ def invite(
     *,
     remove: bool,
 ) -> None:
-    """Print an invite for a host that runs trials and has no copy of the study.
+    """Print an invite for a host that has no copy of the study.
 
     \b
     swarmq study invite study.toml gpu2 --amqp amqps://leader:5671/ --ca cert.pem > gpu2.invite
@@ -256,7 +259,7 @@ def invite(
 )
 @click.option("--parallel", type=click.IntRange(min=1), help="Trials at once; by default as many as the GPUs allow.")
 def worker(study_file: Path, amqp: str | None, join: str | None, parallel: int | None) -> None:
-    """Run trials of a study on this host, in a copy of the study's folder or with an invite alone.
+    """Run trials on this host, in a copy of the study or with an invite.
 
     \b
     swarmq study worker --join gpu2.invite
@@ -287,15 +290,15 @@ def status(study_file: Path) -> None:
     assert study is not None
     metric = study.metric.name
     newest = {one.trial.id for one in state.newest}
+    rungs = ("rung",) if study.design.rungs else ()
     print_table(
-        ("arm", "seed", "rung", "state", metric, "GPU s", "failures"),
+        ("arm", "seed", *rungs, "state", metric, "GPU s", "failures"),
         (
             (
                 one.trial.arm + (" (A/A)" if one.trial.purpose == "noise" else ""),
                 str(one.trial.seed),
-                str(one.trial.rung),
-                ("done" if one.result else "parked" if one.parked else "running" if one.lease else "waits")
-                + ("" if one.trial.id in newest else ", before an amendment"),
+                *(str(one.trial.rung) for _ in rungs),
+                one.status + ("" if one.trial.id in newest else ", before an amendment"),
                 f"{one.result.metrics[metric]:g}" if one.result else "",
                 f"{one.result.cost.gpu_seconds:.1f}" if one.result else "",
                 str(one.num_failures or ""),
@@ -376,7 +379,7 @@ def approve(study_file: Path, arm: str, amqp: str | None, refuse: bool, by: str,
 @STUDY
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Folder; by default studies/NAME/report.")
 def report(study_file: Path, out: Path | None) -> None:
-    """Write the report of a study as Markdown, HTML and PDF, from its ledger.
+    """Write the report of a study as Markdown, HTML and PDF.
 
     \b
     swarmq study report study.toml
@@ -395,7 +398,9 @@ def report(study_file: Path, out: Path | None) -> None:
 @NAMED_STUDY
 @NEW_NAME
 def fork(study_file: Path, name: str) -> None:
-    """Write the file of a new study, equal to this one but for its name, that states this one as its parent.
+    """Write the file of a new study that begins as a copy of this one.
+
+    The file has another name and states this study as its parent.
 
     \b
     swarmq study fork study.toml loss-longer

@@ -151,7 +151,7 @@ def announce_power(study: Study, results: Results = ()) -> str:
     how = (
         f"its {study.noise_trials} A/A trials will measure it"
         if study.noise_trials > 1
-        else "set noise_trials to measure it"
+        else f"set noise_trials{' to 2 or more' if study.noise_trials else ''} to measure it"
     )
     if not sd:
         return f"{len(study.seeds)} seed finds no effect: a comparison needs at least two."

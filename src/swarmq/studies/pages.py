@@ -79,8 +79,8 @@ def _read_row(path: Path) -> StudyRow:
         **row | {"name": state.study.name},
         question=state.study.question,
         state=state.stopped.kind if state.stopped else "running",
-        results=sum(one.result is not None for one in state.trials.values()),
-        trials=len(state.trials),
+        results=len(state.results),
+        trials=len(state.newest),
         at=entries[-1].at,
     )
 
@@ -91,6 +91,7 @@ def _view(entries: Sequence[Entry]) -> dict[str, Any]:
     if study is None:
         raise StudyError("the ledger is empty")
     used, budget = add(state.spent, state.reserved), study.budget
+    newest = {one.trial.id for one in state.newest}
     caps = [
         ("GPU seconds", state.spent.gpu_seconds, used.gpu_seconds, budget.gpu_seconds),
         ("calls", state.spent.calls, used.calls, budget.calls),
@@ -106,7 +107,8 @@ def _view(entries: Sequence[Entry]) -> dict[str, Any]:
         "state": state.stopped.kind if state.stopped else "running",
         "reason": state.stopped.reason if state.stopped else "",
         "at": entries[-1].at,
-        "trials": [_trial(one, study.metric.name) for one in state.trials.values()],
+        "has_rungs": bool(study.design.rungs),
+        "trials": [_trial(one, study.metric.name, is_newest=one.trial.id in newest) for one in state.trials.values()],
         "budget": [
             {"name": name, "spent": spent, "reserved": total - spent, "cap": cap}
             for name, spent, total, cap in caps
@@ -120,13 +122,15 @@ def _view(entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def _trial(one: TrialState, metric: str) -> dict[str, Any]:
+def _trial(one: TrialState, metric: str, *, is_newest: bool) -> dict[str, Any]:
     return {
+        "id": one.trial.id,
         "arm": one.trial.arm,
         "seed": one.trial.seed,
         "rung": one.trial.rung,
         "is_noise": one.trial.purpose == "noise",
-        "state": "done" if one.result else "failed" if one.parked else "running" if one.lease else "waiting",
+        "state": one.status,
+        "is_newest": is_newest,
         "value": one.result.metrics.get(metric) if one.result else None,
         "gpu_seconds": one.result.cost.gpu_seconds if one.result else None,
         "failures": one.num_failures + one.num_lost,
@@ -170,7 +174,7 @@ def _add_running(curves: list[dict[str, Any]], state: StudyState, folder: StudyF
             if metric not in charts:
                 charts[metric] = {"x": "step", "y": metric, "lines": []}
                 curves.append(charts[metric])
-            line = {"label": f"{one.trial} (running)", "values": values, "low": values, "high": values}
+            line = {"label": f"{one.trial} (running)", "values": values, "low": (), "high": ()}
             charts[metric]["lines"].append(line)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -47,6 +48,10 @@ class TrialState(msgspec.Struct, kw_only=True):
     num_failures: int = 0
     num_lost: int = 0
     parked: TrialParked | None = None
+
+    @property
+    def status(self) -> Literal["done", "parked", "running", "waiting"]:
+        return "done" if self.result else "parked" if self.parked else "running" if self.lease else "waiting"
 
     @property
     def is_settled(self) -> bool:

@@ -216,6 +216,11 @@ def hash_study(study: Study) -> str:
     return hash_json(study)
 
 
+def count_of(n: int, noun: str) -> str:
+    """Write a number with its noun."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def hash_json(value: Any) -> str:
     """Return the SHA-256 of a value as JSON with sorted keys."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
@@ -231,6 +236,10 @@ def check(study: Study) -> None:
         raise ValueError(
             "trial.agent: missing; name the function that attempts the tasks, as for `swarmq train --agent`"
         )
+    targets = {"trial.function": trial.function, "trial.agent": trial.agent}
+    for where, target in (targets | {f"arms.{name}.agent": arm.agent for name, arm in study.arms.items()}).items():
+        if target and ":" not in target:
+            raise ValueError(f"{where}: {target!r} is not of the form module:function, e.g. my_agent:attempt")
     if trial.job and study.metric.name.startswith("held_out") and not trial.held_out:
         raise ValueError(
             f"trial.held_out: missing, but the metric is {study.metric.name}; name tasks that are never trained"

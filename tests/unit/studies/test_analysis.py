@@ -45,6 +45,7 @@ def test_power_is_announced_before_any_trial_as_the_noise_that_it_bears():
         study()
     )
     assert "set noise_trials to measure it" in announce_power(study(noise_trials=0))
+    assert "set noise_trials to 2 or more to measure it" in announce_power(study(noise_trials=1))
     assert "needs at least two" in announce_power(study(seeds=[1]))
 
 

@@ -5,13 +5,13 @@ import pytest
 from litestar.testing import TestClient
 
 from support.run_folder import MadeRun
-from support.studies import Story, study_of
+from support.studies import Story, make_trial, study_of
 from swarmq.dashboard.access import LinkAccess
 from swarmq.dashboard.app import create_app
 from swarmq.dashboard.shelf import Shelf, UnknownRunError
 from swarmq.studies.ledger import LedgerFile, StudyFolder, read_ledger
 from swarmq.studies.pages import StudyShelf
-from swarmq.studies.records import StudyStopped, TrialParked
+from swarmq.studies.records import StudyAmended, StudyStopped, TrialParked, TrialPlanned
 from swarmq.studies.state import StudyState
 from swarmq.studies.trial import Attempt, Order, order_path
 
@@ -44,11 +44,29 @@ def test_a_study_shows_comparisons_trials_and_budget(shelf):
     shown = shelf.show(shelf.rows()[0].id)
     assert [(one["arm"], one["seeds"]) for one in shown["comparisons"]] == [("b", 2)]
     assert shown["comparisons"][0]["mean"] == pytest.approx(0.95)
-    assert [one["state"] for one in shown["trials"]] == ["done"] * 4 + ["running", "failed"]
+    assert [one["state"] for one in shown["trials"]] == ["done"] * 4 + ["running", "parked"]
     (gpu,) = [row for row in shown["budget"] if row["name"] == "GPU seconds"]
     assert (gpu["spent"], gpu["reserved"], gpu["cap"]) == (40, 10, 1000)
     with pytest.raises(UnknownRunError):
         shelf.show("../first")
+
+
+def test_trials_from_before_an_amendment_are_marked_and_not_counted(tmp_path):
+    story = Story(study_of(seeds=[0]))
+    for arm in ("a", "b"):
+        story.finish(story.plan(arm, 0), 1.0)
+    amended = study_of(seeds=[0], arms=story.study.arms | {"b": {"settings": {"arm": 3}}})
+    planned = TrialPlanned(trial=make_trial(amended)("b", amended.arms["b"], 0))
+    story.add(StudyAmended(study=amended, digest="e", inputs="i", reason="2 was a mistake"), planned)
+    ledger = LedgerFile(tmp_path / "studies" / "first" / "ledger.jsonl")
+    ledger.append([entry.fact for entry in story.entries])
+    ledger.close()
+    shelf = StudyShelf([tmp_path])
+    (row,) = shelf.rows()
+    assert (row.results, row.trials) == (1, 2)
+    trials = shelf.show(row.id)["trials"]
+    assert [(one["arm"], one["is_newest"]) for one in trials] == [("a", True), ("b", False), ("b", True)]
+    assert len({one["id"] for one in trials}) == 3
 
 
 def test_the_curves_of_a_training_that_runs_on_this_host_are_shown(shelf, tmp_path):
@@ -72,6 +90,10 @@ def test_the_curves_of_a_training_that_runs_on_this_host_are_shown(shelf, tmp_pa
         ]
 
     write_start(running.lease.claim_id)
+    (line,) = [
+        line for chart in shelf.show(shelf.rows()[0].id)["curves"] for line in chart["lines"] if chart["y"] == "reward"
+    ]
+    assert (line["low"], line["high"]) == ((), ()), "one seed has no band"
     assert read_lines() == [("a, seed 2 (running)", (0.25, 0.5))]
     write_start("of a lease that was lost, before another host got the trial")
     assert read_lines() == []

@@ -24,7 +24,9 @@ from swarmq.studies.records import (
     TrialResult,
 )
 from swarmq.studies.report import compose, render_html, render_markdown, render_pdf, write_report
+from swarmq.studies.report.blocks import Curves, Figure
 from swarmq.studies.report.claims import find_unknown_numbers
+from swarmq.studies.report.figures import draw
 
 ARMS = {"a": {"settings": {"lr": 1}}, "b": {"settings": {"lr": 2}}, "bad | *arm*": {"settings": {"lr": 3}}}
 SHIFTS = {"a": 0.0, "b": 1.0, "bad | *arm*": 0.0}
@@ -102,6 +104,16 @@ def test_every_claim_has_its_interval_and_n(story):
     assert re.search(r"bad .* no effect of interest\. .* n = 5 seeds", text.split("## Negative results")[1])
     assert "1 planned trial without a result" in text
     assert all("Made by: swarmq study report" in line for line in text.splitlines() if line.startswith("!["))
+
+
+def test_a_curve_of_one_seed_has_no_band():
+    (curves,) = [
+        block.chart
+        for block in compose(told(seeds=range(1)).entries)
+        if isinstance(block, Figure) and isinstance(block.chart, Curves)
+    ]
+    assert {(len(line.values), len(line.low), len(line.high)) for line in curves.lines} == {(5, 0, 0)}
+    assert draw(Figure(name="x", caption="", chart=curves), "svg").startswith(b"<?xml")
 
 
 def test_words_of_people_are_no_markup(story):

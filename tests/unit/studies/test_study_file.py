@@ -33,6 +33,11 @@ max_steps = 2
         ({"trial": {"max_seconds": 9}}, "trial: give either job and agent, or function"),
         ({"trial": {"job": "job.toml", "max_seconds": 9}}, "trial.agent: missing"),
         (
+            {"trial": {"function": "work.trial", "max_seconds": 9}},
+            "trial.function: 'work.trial' is not of the form module:function",
+        ),
+        ({"arms": {"a": {}, "b": {"agent": "mine"}}}, "arms.b.agent: 'mine' is not of the form module:function"),
+        (
             {"trial": {"job": "j", "agent": "a:b", "max_seconds": 9}, "metric": {"name": "held_out"}},
             "trial.held_out: missing",
         ),

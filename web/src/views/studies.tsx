@@ -12,7 +12,7 @@ import { Table } from "../ui/table";
 import { SafeText } from "../ui/text";
 
 const TONES: Record<string, Tone> = {
-  complete: "good", rule: "good", better: "good", accepted: "good", budget: "warn", asked: "warn", worse: "bad", refused: "warn", unreadable: "bad",
+  complete: "good", rule: "good", better: "good", accepted: "good", budget: "warn", asked: "warn", worse: "bad", refused: "warn", unreadable: "bad", parked: "bad",
 };
 
 function State({ state }: { state: string }) {
@@ -62,7 +62,7 @@ export function StudyPage({ id }: { id: string }) {
           <Facts pairs={[
             ["Metric", <SafeText text={shown.metric} inline />],
             ["Smallest effect that matters", number(shown.smallest_effect, 3)],
-            ["Results", `${shown.trials.filter(({ state }) => state === "done").length} of ${plural(shown.trials.length, "trial")}`],
+            ["Results", `${newest(shown).filter(({ state }) => state === "done").length} of ${plural(newest(shown).length, "trial")}`],
             ["Last entry", <Age at={shown.at} />],
             ["Stopped", shown.reason && <SafeText text={shown.reason} inline />],
           ]} />
@@ -77,9 +77,14 @@ export function StudyPage({ id }: { id: string }) {
   );
 }
 
+const newest = ({ trials }: Study) => trials.filter(({ is_newest }) => is_newest);
+
 function Comparisons({ study }: { study: Study }) {
   if (study.comparisons === null) {
     return <Section title="Against the baseline"><Empty>Comparisons need <code>pip install 'swarmq[studies]'</code> where the dashboard runs.</Empty></Section>;
+  }
+  if (study.comparisons.length === 0) {
+    return <Section title="Against the baseline"><Empty>There is nothing to compare yet.</Empty></Section>;
   }
   return (
     <Section title="Against the baseline" note="So far, by the rule of the study file: seed by seed, p after Holm's correction.">
@@ -101,7 +106,9 @@ function Curves({ study }: { study: Study }) {
     const whole = (values: number[]): (number | null)[] => Array.from({ length }, (_, at) => values[at] ?? null);
     return {
       y, x: Array.from({ length }, (_, at) => at + 1),
-      lines: lines.map(({ label, values, low, high }, at) => ({ label, values: whole(values), low: whole(low), high: whole(high), colour: series(at) })),
+      lines: lines.map(({ label, values, low, high }, at) => ({
+        label, values: whole(values), colour: series(at), ...(low.length > 0 && { low: whole(low), high: whole(high) }),
+      })),
     };
   }), [study.curves]);
   if (charts.length === 0) return null;
@@ -149,11 +156,11 @@ function Proposals({ study }: { study: Study }) {
 function Trials({ study }: { study: Study }) {
   return (
     <Section title="Trials">
-      <Table label="Trials" rows={study.trials} rowKey={({ arm, seed, rung, is_noise }) => `${arm} ${seed} ${rung} ${is_noise}`} columns={[
+      <Table label="Trials" rows={study.trials} rowKey={({ id }) => id} columns={[
         { key: "arm", head: "Arm", cell: ({ arm, is_noise }) => <span><SafeText text={arm} inline />{is_noise && <span class="quiet-text"> A/A</span>}</span> },
         { key: "seed", head: "Seed", is_number: true, cell: ({ seed }) => number(seed) },
-        { key: "rung", head: "Rung", is_number: true, cell: ({ rung }) => number(rung) },
-        { key: "state", head: "State", cell: ({ state }) => <State state={state} /> },
+        ...(study.has_rungs ? [{ key: "rung", head: "Rung", is_number: true, cell: ({ rung }: Study["trials"][number]) => number(rung) }] : []),
+        { key: "state", head: "State", cell: ({ state, is_newest }) => <span><State state={state} />{!is_newest && <span class="quiet-text"> before an amendment</span>}</span> },
         { key: "value", head: "Metric", is_number: true, cell: ({ value }) => (value === null ? "" : number(value, 3)) },
         { key: "gpu", head: "GPU s", is_number: true, cell: ({ gpu_seconds }) => (gpu_seconds === null ? "" : number(gpu_seconds, 3)) },
         { key: "failures", head: "Failed starts", is_number: true, cell: ({ failures }) => (failures === 0 ? "" : number(failures)) },

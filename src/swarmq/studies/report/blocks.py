@@ -36,7 +36,7 @@ class ReportTable(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A curve with its band; positions are steps, from 1."""
+    """A curve with its band, which is empty if one seed has no spread; positions are steps, from 1."""
 
     label: str
     values: list[float]

@@ -50,7 +50,7 @@ from swarmq.studies.report.blocks import (
 from swarmq.studies.report.claims import mark_unknown_numbers
 from swarmq.studies.state import StudyState
 from swarmq.studies.statistics import ArmComparison, Noise, t_interval
-from swarmq.studies.study import Study, hash_json
+from swarmq.studies.study import Study, count_of, hash_json
 
 MAX_CURVES = 6
 """Largest number of metrics whose curves are drawn; the primary one comes first."""
@@ -116,10 +116,10 @@ def sentence(found: ArmComparison, study: Study) -> str:
     if found.mean is None:
         return f"{found.arm}: undecided, since no seed has results of both arms."
     corrected = f"p = {p_value(found.p_holm)}".replace("= <", "<")
-    tasks = f", {_count(found.tasks, 'task')}" if found.tasks > 1 else ""  # one: a score of the whole trial
+    tasks = f", {count_of(found.tasks, 'task')}" if found.tasks > 1 else ""  # one: a score of the whole trial
     return (
         f"{found.arm}: {found.verdict}. Difference of {study.metric.name} {number(found.mean)} ({_level(study)} interval "
-        f"{span(found.interval.low, found.interval.high)}; n = {_count(len(found.seeds), 'seed')}{tasks}; "
+        f"{span(found.interval.low, found.interval.high)}; n = {count_of(len(found.seeds), 'seed')}{tasks}; "
         f"{corrected} after Holm's correction)."
     )
 
@@ -147,7 +147,7 @@ def _design(ledger: ReportData) -> Iterator[Block]:
     budget = [f"{name} {value:,g}" for name, value in msgspec.structs.asdict(study.budget).items() if value is not None]
     stopping = study.stopping
     once = "once, after all planned trials, by paired t-tests"
-    looks = f"after every {_count(stopping.look_every, 'whole seed')}, by anytime-valid e-values"
+    looks = f"after every {count_of(stopping.look_every, 'whole seed')}, by anytime-valid e-values"
     yield ReportTable(
         ["", "as planned"],
         [
@@ -172,7 +172,9 @@ def _design(ledger: ReportData) -> Iterator[Block]:
         yield ReportTable(["setting", "values"], space, "Search space.")
     yield Text(f"Power, before any trial: {announce_power(study)}")
     if ledger.noise is not None:
-        yield Text(f"Power, after {_count(ledger.noise.dof + 1, 'A/A trial')}: {announce_power(study, ledger.results)}")
+        yield Text(
+            f"Power, after {count_of(ledger.noise.dof + 1, 'A/A trial')}: {announce_power(study, ledger.results)}"
+        )
 
 
 def _deviations(ledger: ReportData) -> Iterator[Block]:
@@ -188,7 +190,7 @@ def _deviations(ledger: ReportData) -> Iterator[Block]:
     if missing:
         named = ", ".join(f"{trial.arm} seed {trial.seed}" for trial in missing[:12])
         more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
-        items.append(f"{_count(len(missing), 'planned trial')} without a result: {named}{more}")
+        items.append(f"{count_of(len(missing), 'planned trial')} without a result: {named}{more}")
     yield (
         Bullets(items) if items else Text("None: every planned trial has a result, and the study file was not changed.")
     )
@@ -329,9 +331,9 @@ def _band(arm: str, runs: list[Sequence[float]], study: Study) -> Line:
     length = min(map(len, runs))
     values = np.array([run[:length] for run in runs])
     mean, n = values.mean(0), len(values)
-    half = np.zeros(length)
-    if n > 1:
-        half = stats.t.ppf(1 - study.stopping.alpha / 2, n - 1) * values.std(0, ddof=1) / math.sqrt(n)
+    if n == 1:
+        return Line(label=arm, values=mean.tolist(), low=[], high=[])
+    half = stats.t.ppf(1 - study.stopping.alpha / 2, n - 1) * values.std(0, ddof=1) / math.sqrt(n)
     return Line(label=arm, values=mean.tolist(), low=(mean - half).tolist(), high=(mean + half).tolist())
 
 
@@ -379,7 +381,7 @@ def _planner(ledger: ReportData) -> Iterator[Block]:
     if answers:
         cost = [answer.cost for answer in answers]
         yield Text(
-            f"{_count(len(answers), 'answer')} of the model; {sum(one.calls for one in cost)} calls, "
+            f"{count_of(len(answers), 'answer')} of the model; {sum(one.calls for one in cost)} calls, "
             f"{number(sum(one.money for one in cost))} of money. Prompts and answers are in the ledger, word for word."
         )
     if decided:
@@ -409,7 +411,7 @@ def _failures(ledger: ReportData) -> Iterator[Block]:
     if not ledger.parked:
         yield Text("No trial was given up.")
         return
-    yield Text(f"{_count(len(ledger.parked), 'trial')} given up. A failure is never a result: its pair is left out.")
+    yield Text(f"{count_of(len(ledger.parked), 'trial')} given up. A failure is never a result: its pair is left out.")
     for trial, fact in ledger.parked:
         yield Text(f"{trial}: {fact.reason}")
         if fact.log.strip():
@@ -455,7 +457,7 @@ def _threats(ledger: ReportData) -> Iterator[Block]:
     pairs = [len(found.seeds) for found in ledger.comparisons]
     if pairs and min(pairs) < FEW_SEEDS:
         items.append(
-            f"Only {_count(min(pairs), 'pair')} of seeds: the interval relies on normal noise; fewer than {FEW_SEEDS} pairs leave "
+            f"Only {count_of(min(pairs), 'pair')} of seeds: the interval relies on normal noise; fewer than {FEW_SEEDS} pairs leave "
             "permutations unbounded, and the bootstrap too narrow."
         )
     if study.noise_trials < 2:
@@ -569,10 +571,6 @@ def _mean_n(values: Iterable[float]) -> str:
 
 def _level(study: Study) -> str:
     return f"{100 * (1 - study.stopping.alpha):g} %"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _date(at: float) -> str:

@@ -61,7 +61,8 @@ def _draw_curves(axes: Any, chart: Curves) -> None:
     for place, line in enumerate(chart.lines):
         colour, steps = COLOURS[place % len(COLOURS)], range(1, len(line.values) + 1)
         style = STYLES[place // len(COLOURS) % len(STYLES)]
-        axes.fill_between(steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+        if line.low:
+            axes.fill_between(steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
         marker = "o" if len(line.values) == 1 else None
         axes.plot(steps, line.values, color=colour, linestyle=style, linewidth=1.6, label=line.label, marker=marker)
     axes.set_xlabel(chart.x)
