@@ -252,7 +252,7 @@ export interface StudyEntry {
 
 export interface Study {
   id: string; name: string; folder: string; question: string; metric: string; smallest_effect: number; state: string; reason: string; at: number;
-  has_rungs: boolean;
+  has_rungs: boolean; level: number; // of the intervals
   trials: {
     id: string; is_newest: boolean; // false: an amendment has removed it, or planned it anew
     arm: string; seed: number; rung: number; is_noise: boolean; state: string; value: number | null; gpu_seconds: number | null;

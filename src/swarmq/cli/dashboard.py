@@ -57,7 +57,8 @@ def dashboard(folders: tuple[Path, ...], port: int, host: str, *, opens: bool) -
             raise ConfigError(f"{folder}: {what}; give the folder of a run, or one that holds such folders")
     shown = folders or (Path("runs"),)
     for folder in shown:
-        if not RunFolder(folder).resolved.exists() and not any(folder.glob("*/resolved.toml")):
+        is_used = RunFolder(folder).resolved.exists() or any(folder.glob("*/resolved.toml"))
+        if not (is_used or StudyShelf([folder]).rows()):
             click.echo(
                 visible(f"note: {folder}: no run is there yet; those that `swarmq up` starts there will appear"),
                 err=True,

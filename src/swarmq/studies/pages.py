@@ -107,6 +107,7 @@ def _view(entries: Sequence[Entry]) -> dict[str, Any]:
         "state": state.stopped.kind if state.stopped else "running",
         "reason": state.stopped.reason if state.stopped else "",
         "at": entries[-1].at,
+        "level": 1 - study.stopping.alpha,
         "has_rungs": bool(study.design.rungs),
         "trials": [_trial(one, study.metric.name, is_newest=one.trial.id in newest) for one in state.trials.values()],
         "budget": [

@@ -28,3 +28,16 @@ def test_a_folder_without_runs_is_said_to_have_none_and_is_watched(tmp_path, fol
             assert process.stdout.readline().startswith("http://")
         finally:
             process.terminate()
+
+
+def test_a_folder_of_studies_is_not_said_to_lack_runs(tmp_path):
+    (tmp_path / "studies" / "first").mkdir(parents=True)
+    (tmp_path / "studies" / "first" / "ledger.jsonl").write_text("")
+    with subprocess.Popen(
+        [*COMMAND, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        try:
+            assert process.stdout.readline().startswith("http://")
+        finally:
+            process.terminate()
+        assert "no run" not in process.stderr.read()

@@ -1,7 +1,7 @@
 // Studies: all of them, and one with its comparisons, curves, budget and trials.
 import { useMemo } from "preact/hooks";
 import { url, useApi } from "../api";
-import { number, plural } from "../format";
+import { number, percent, plural } from "../format";
 import { link } from "../router";
 import type { Study, StudyEntry } from "../types";
 import { Chart, series } from "../ui/chart";
@@ -87,14 +87,14 @@ function Comparisons({ study }: { study: Study }) {
     return <Section title="Against the baseline"><Empty>There is nothing to compare yet.</Empty></Section>;
   }
   return (
-    <Section title="Against the baseline" note="So far, by the rule of the study file: seed by seed, p after Holm's correction.">
+    <Section title="Against the baseline" note={`So far, seed by seed: ${percent(study.level)} intervals, and p after Holm's correction.`}>
       <Table label="Comparisons" rows={study.comparisons} rowKey={({ arm }) => arm} columns={[
-        { key: "arm", head: "Arm", cell: ({ arm }) => <b><SafeText text={arm} inline /></b> },
+        { key: "arm", head: "Arm", cell: ({ arm }) => <b class="stack"><SafeText text={arm} inline /></b> },
+        { key: "verdict", head: "Verdict", cell: ({ verdict }) => <State state={verdict} /> },
         { key: "n", head: "Seeds", is_number: true, cell: ({ seeds }) => number(seeds) },
         { key: "mean", head: "Difference", is_number: true, cell: ({ mean }) => (mean === null ? "–" : number(mean, 3)) },
         { key: "interval", head: "Interval", cell: ({ low, high }) => (low === null || high === null ? "unbounded" : `${number(low, 3)} to ${number(high, 3)}`) },
         { key: "p", head: "p", is_number: true, cell: ({ p }) => (p < 0.001 ? "< 0.001" : number(p, 3)) },
-        { key: "verdict", head: "Verdict", cell: ({ verdict }) => <State state={verdict} /> },
       ]} />
     </Section>
   );
@@ -144,10 +144,10 @@ function Proposals({ study }: { study: Study }) {
   return (
     <Section title="Planner">
       <Table label="Proposals" rows={study.proposals} rowKey={({ arm }, at) => `${at} ${arm}`} columns={[
-        { key: "arm", head: "Arm", cell: ({ arm }) => <SafeText text={arm || "answer"} inline /> },
+        { key: "arm", head: "Arm", cell: ({ arm }) => <span class="stack"><SafeText text={arm || "answer"} inline /></span> },
         { key: "decision", head: "Decision", cell: ({ decision }) => <State state={decision} /> },
         { key: "by", head: "By", cell: ({ by }) => <SafeText text={by} inline /> },
-        { key: "reason", head: "Reason", cell: ({ reason }) => <SafeText text={reason} inline /> },
+        { key: "reason", head: "Reason", cell: ({ reason }) => <span class="reason"><SafeText text={reason} inline /></span> },
       ]} />
     </Section>
   );
@@ -157,14 +157,14 @@ function Trials({ study }: { study: Study }) {
   return (
     <Section title="Trials">
       <Table label="Trials" rows={study.trials} rowKey={({ id }) => id} columns={[
-        { key: "arm", head: "Arm", cell: ({ arm, is_noise }) => <span><SafeText text={arm} inline />{is_noise && <span class="quiet-text"> A/A</span>}</span> },
+        { key: "arm", head: "Arm", cell: ({ arm, is_noise }) => <span class="stack"><SafeText text={arm} inline />{is_noise && <span class="quiet-text small">A/A</span>}</span> },
         { key: "seed", head: "Seed", is_number: true, cell: ({ seed }) => number(seed) },
         ...(study.has_rungs ? [{ key: "rung", head: "Rung", is_number: true, cell: ({ rung }: Study["trials"][number]) => number(rung) }] : []),
         { key: "state", head: "State", cell: ({ state, is_newest }) => <span><State state={state} />{!is_newest && <span class="quiet-text"> before an amendment</span>}</span> },
         { key: "value", head: "Metric", is_number: true, cell: ({ value }) => (value === null ? "" : number(value, 3)) },
         { key: "gpu", head: "GPU s", is_number: true, cell: ({ gpu_seconds }) => (gpu_seconds === null ? "" : number(gpu_seconds, 3)) },
         { key: "failures", head: "Failed starts", is_number: true, cell: ({ failures }) => (failures === 0 ? "" : number(failures)) },
-        { key: "worker", head: "Worker", cell: ({ worker, reason }) => <SafeText text={worker || reason} inline /> },
+        { key: "worker", head: "Worker, or why parked", cell: ({ worker, reason }) => (worker || reason) && <span class={worker ? "" : "reason"}><SafeText text={worker || reason} inline /></span> },
       ]} />
     </Section>
   );
