@@ -76,7 +76,7 @@ class ActivationCheckpointing:
         """Install activation checkpointing for every layer of a transformers model."""
         from swarmq.learner.model.float8 import Float8Linear  # noqa: PLC0415 - it imports a module that imports this one
 
-        def list_narrow() -> list[nn.Parameter]:
+        def list_narrow() -> list[Tensor]:
             return [module.weight for module in lm.modules() if isinstance(module, Float8Linear)]
 
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -96,7 +96,7 @@ class ActivationCheckpointing:
         self,
         num_layers: int,
         parameters: Callable[[], Iterable[nn.Parameter]],
-        narrow: Callable[[], Iterable[nn.Parameter]],
+        narrow: Callable[[], Iterable[Tensor]],
         *,
         share: float = ACTIVATION_SHARE,
     ) -> None:

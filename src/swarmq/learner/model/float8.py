@@ -145,7 +145,7 @@ def convert_layers(model: PreTrainedModel, device: torch.device) -> None:
 @contextlib.contextmanager
 def multiply_unquantised(model: nn.Module) -> Iterator[None]:
     """Let a model's FP8 layers multiply in the dtype of their input while the context is open."""
-    layers = [each for each in model.modules() if type(each) is Float8Linear]
+    layers: list[nn.Linear] = [each for each in model.modules() if type(each) is Float8Linear]
     for each in layers:
         each.__class__ = nn.Linear
     try:
