@@ -4,7 +4,7 @@ A toy model was trained on a CPU by the study docs/studies/lake/loss-staleness.t
 `python -m benchmarks.learns --staleness 0 1 2 4 8`, each with every bound and the same seeds. A bound of 0 is the synchronous run: nothing is
 sampled while the learner trains. Each arm is compared twice:
 
-    equal episodes    held-out success after the last step; every training has made the same steps of the same number of episodes
+    equal episodes    held-out reward after the last step; every training has made the same steps of the same number of episodes
     equal seconds     mean reward of the last `LAST_STEPS` batches that were trained when the fastest training ended
 
 A bound is a permission, so the staleness that the trained episodes really had stands beside it.
@@ -139,7 +139,7 @@ def draw(parts: Sequence[Part], path: Path) -> None:
 def draw_part(panels: Sequence[Any], rows: Mapping[tuple[str, int], Row], at: float) -> None:
     bounds = sorted({bound for _, bound in rows})
     titles = (
-        "after equal episodes: held-out success",
+        "after equal episodes: held-out reward",
         f"after {at:.0f} s: reward of the last {LAST_STEPS} batches",
     )
     for panel, title, field in zip(panels, titles, ("equal_episodes", "equal_seconds"), strict=True):
