@@ -562,6 +562,7 @@ def summary(
         "mfu",
         "staleness",
         "episodes",
+        "step_s",
         "drifted",
         "dropped",
     )
