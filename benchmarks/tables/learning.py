@@ -136,6 +136,22 @@ def learner_block(known: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def precisions_block(known: dict[str, Any]) -> Iterator[str]:
+    """Yield a row for each precision and length of rows of an 8 B model."""
+    if "learner_h200" not in known:
+        return
+    detail = known["learner_h200"]["detail"]["precisions_8b"]
+
+    def cells(precision: str, length: str) -> Iterator[str]:
+        made = detail[f"{precision}_{length}"]
+        yield f"{precision.upper()}, {length}"
+        yield from (f"{made['tokens_per_s']:,.0f}", f"{made['tflops']:.0f}", f"{made['mfu']:.2f}")
+        yield " and ".join(f"{seconds:.1f} s" for seconds in sorted(made["seconds"]["samples"]))
+
+    heads = ("precision, rows", "tokens/s", "TFLOP/s", "MFU", "the two steps")
+    yield from _table(heads, (cells(precision, length) for length in ("2k", "8k") for precision in ("bf16", "fp8")))
+
+
 def loop_block(known: dict[str, Any]) -> Iterator[str]:
     """The whole system on one GPU."""
     if "loop_h200" not in known:
