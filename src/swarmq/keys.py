@@ -298,7 +298,7 @@ def verify(root: bytes, key: str, *, run: str, now: float, removed: Container[st
     `removed`: names of clients whose keys are revoked. Raises KeyRefusedError, whose text never contains the key.
     """
     what = "api key"
-    hint = "use the one `begin_episode()` returned"
+    hint = "use the episode's own, `ep.api_key`"
     claims = _unseal(key, PREFIX, Claims, lambda made: derive_client_secret(root, made.client), what=what, hint=hint)
     _check_current(claims, what, "its episode is over; begin a new one", run=run, now=now)
     _check_member(claims.client, removed)

@@ -35,13 +35,14 @@ from typing import Any
 import msgspec
 
 from swarmq.broker.client_rules import NAME_SEPARATOR
-from swarmq.config import RunFolder, SwarmJob
+from swarmq.config import RunFolder
 from swarmq.errors import ConfigError, EpisodeError, LearnerError, SwarmqError
 from swarmq.learner.feed.batch_summary import newest_version, oldest_version, rollout_s
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.batch_log import RecordPlace
 from swarmq.learner.store.records import BatchIndex
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Event, Message, Rollout
+from swarmq.observe.live_runs import load_stored_run
 from swarmq.observe.reasons import EXPLANATIONS, FAILED, explain
 from swarmq.registries.clients import read_clients as read_registry
 from swarmq.transcripts import read as transcripts
@@ -739,7 +740,7 @@ class RunIndex:
     def check(self, chosen: EpisodeFilter) -> None:
         """Raise ConfigError if the filter names a kind, reason, client or policy that neither the run nor swarmq knows; an
         empty result would be misleading."""
-        job = load_job(self.folder)
+        job = load_stored_run(self.folder.path)
         known: dict[str, Callable[[], Iterable[str]]] = {
             "kind": lambda: [*job.task_kinds, *self.values("kind")],
             "reason": lambda: [*self.values("reason"), *EXPLANATIONS],
@@ -1189,12 +1190,3 @@ def _remove_old(folder: Path, *, keep: Path) -> None:
 def _remove(path: Path) -> None:
     for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
         path.with_name(name).unlink(missing_ok=True)
-
-
-def load_job(folder: RunFolder) -> SwarmJob:
-    """Return the settings of a run. Raises ConfigError if the folder is not that of a run that was up."""
-    if not folder.resolved.exists():
-        raise ConfigError(
-            f"{folder.path}: not the folder of a run that was up (no {folder.resolved.name}); it is runs/NAME by default"
-        )
-    return SwarmJob.load(folder.resolved)

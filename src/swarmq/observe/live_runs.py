@@ -31,8 +31,8 @@ def load_stored_run(run: Path) -> SwarmJob:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     if not there:
         raise ConfigError(
-            f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the processes "
-            "are started one by one, `swarmq invite JOB` makes it"
+            f"{run}: not the folder of a run that was up (no resolved.toml). `swarmq up` makes it, by default as "
+            "runs/NAME in the folder where it is started; `swarmq invite` does for processes that are started one by one"
         )
     return SwarmJob.load(path)
 

@@ -37,8 +37,9 @@ from swarmq.observe.episodes import (
 )
 from swarmq.observe.followed_files import EventFile, SampleFile
 from swarmq.observe.frames import Table
-from swarmq.observe.index import EpisodeFilter, EpisodeRow, LedgerView, RunIndex, load_job, parse_filter
+from swarmq.observe.index import EpisodeFilter, EpisodeRow, LedgerView, RunIndex, parse_filter
 from swarmq.observe.inspect.read import Decoders
+from swarmq.observe.live_runs import load_stored_run
 from swarmq.observe.reasons import explain
 
 FRESH_S = 1.0
@@ -119,7 +120,7 @@ class Run:
         """`cache`: folder of the index, by default the user's cache. Raises ConfigError if the folder is not that of a run
         that was up."""
         self.folder = RunFolder(path)
-        self.job: SwarmJob = load_job(self.folder)
+        self.job: SwarmJob = load_stored_run(self.folder.path)
         self._cache = cache
         self._read_at = float("-inf")
 

@@ -52,7 +52,8 @@ class Recording(msgspec.Struct, kw_only=True):
     def explain_missing(self, prompt: str) -> str:
         """Return what distinguishes a prompt that was not recorded from the recorded one that is most like it."""
         if not self.answers:
-            return f"{self.source} has no recorded prompt"
+            some = ", ".join(itertools.islice(self.scripts, 5))
+            return f"{self.source} has no answers for this task, only for {len(self.scripts)} others (ids {some})"
         asked = _split(prompt)
         nearest = _split(find_nearest(prompt, self.answers))
         same = count_equal(asked, nearest)

@@ -63,6 +63,13 @@ def test_the_nearest_prompt_says_what_differs(asked, told):
     assert all(part in text for part in ("answers.jsonl has no answer", *told)), text
 
 
+def test_a_task_without_a_script_learns_which_tasks_have_one():
+    recording = Recording(source="answers.jsonl", scripts={"t1": ["1"], "t2": ["2"]})
+    assert recording.explain_missing(prompt(user("hi"))) == (
+        "answers.jsonl has no answers for this task, only for 2 others (ids t1, t2)"
+    )
+
+
 def test_a_long_message_is_shown_around_its_first_difference():
     known, asked = f"{'x' * 900}7{'y' * 900}", f"{'x' * 900}8{'y' * 900}"
     text = Recording(source="a", answers={prompt(user(known)): ["1"]}).explain_missing(prompt(user(asked)))

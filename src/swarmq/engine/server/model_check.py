@@ -230,6 +230,8 @@ def _fetch_small_files(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
     except Exception as error:  # the hub raises many kinds of errors; each means that the model is not available
+        why = str(error).partition("\n")[0]
         raise EngineError(
-            f"model {name!r} is neither a local folder nor available on the hub ({type(error).__name__}: {error})"
+            f"model {name!r} is neither a folder ({Path(name).absolute()}) nor can it be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {why})"
         ) from error

@@ -85,6 +85,6 @@ def _read_key(request: Request[Any, Any, Any]) -> str:
     if key := read_bearer(request) or request.headers.get("x-api-key", "").strip():
         return key
     raise RefusedError(
-        "no api key: send `Authorization: Bearer <key>` or `x-api-key: <key>`, the key that `begin_episode()` returned",
+        "no api key: send `Authorization: Bearer <key>` or `x-api-key: <key>`, with the episode's own key, `ep.api_key`",
         status=401, code="invalid_api_key",
     )  # fmt: skip

@@ -180,3 +180,11 @@ def test_a_tokenizer_of_the_models_own_code_may_keep_its_vocabulary_anywhere(fol
     own = {"chat_template": TEMPLATE, "auto_map": {"AutoTokenizer": ["tokens.Own", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
     assert check_model(str(folder), trained=True)
+
+
+def test_a_name_that_is_neither_folder_nor_model_says_where_the_folder_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EngineError) as told:
+        check_model("my model", trained=True)
+    assert f"neither a folder ({tmp_path}/my model) nor" in str(told.value)
+    assert "\n" not in str(told.value)
