@@ -665,8 +665,8 @@ def _check_turn(turn: Turn) -> None:
                     f"{where}: a log-probability is {logprob:g}, outside [{MIN_LOGPROB:g}, 0] or not finite"
                 )
     if turn.versions:
-        edges = [0, *(span.end for span in turn.versions)]
-        if [span.start for span in turn.versions] != edges[:-1] or edges[-1] != turn.num_sampled:
+        starts, ends = [span.start for span in turn.versions], [span.end for span in turn.versions]
+        if [*starts, turn.num_sampled] != [0, *ends]:
             raise MessageError(f"{where}: version spans {turn.versions} do not cover {turn.num_sampled} sampled tokens")
 
 

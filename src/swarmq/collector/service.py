@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, get_args
 
 import msgspec
 import structlog
@@ -102,6 +102,7 @@ DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
 Outgoing = Forward | IssueTicket | IssueEval | SendControl | SendEvaluation
+OUTGOING = frozenset(get_args(Outgoing))
 
 log = structlog.get_logger()
 
@@ -310,7 +311,7 @@ class Collector:
     async def _await_turns(self, batch: list[Delivery]) -> None:
         """Return once all turns are decided that were recorded before the ends in the batch. Ends that name their calls are left out: the
         core waits for these calls."""
-        if any(isinstance(one.message, EpisodeEnd) and one.message.calls is None for one in batch):
+        if self._turns and any(isinstance(one.message, EpisodeEnd) and one.message.calls is None for one in batch):
             async with asyncio.TaskGroup() as tasks:
                 for queue in self._turns:
                     tasks.create_task(self._pass_fence(queue))
@@ -357,24 +358,24 @@ class Collector:
 
         def decide(core: Core) -> Iterator[Effect]:
             refused.clear()
-            now = self._clock()
+            now, control = self._clock(), topology.control(self.job.run)
             for delivery in batch:
-                if isinstance(delivery.message, Registration | Fence):
+                kind = type(delivery.message)
+                if kind in (Registration, Fence):
                     continue
-                is_command = delivery.arrival.queue == topology.control(self.job.run)
-                if is_command != isinstance(delivery.message, Command | Task):
-                    refused.append((delivery, f"{type(delivery.message).__name__} on {delivery.arrival.queue}"))
+                if (delivery.arrival.queue == control) != (kind in (Command, Task)):
+                    refused.append((delivery, f"{kind.__name__} on {delivery.arrival.queue}"))
                     continue
                 for effect in core.take(delivery.message, delivery.body, now):
-                    if isinstance(effect, SendDeadLetter):
+                    if type(effect) is SendDeadLetter:
                         refused.append((delivery, effect.reason))
                     yield effect
 
         await self._decide(decide)
         for delivery in batch:
-            if isinstance(delivery.message, Fence) and (passed := self._fences.get(delivery.message.fence_id)):
+            if type(delivery.message) is Fence and (passed := self._fences.get(delivery.message.fence_id)):
                 passed.set()
-            if isinstance(delivery.message, Registration):
+            if type(delivery.message) is Registration:
                 self._members.take(delivery.message, topology.parse_host(delivery.arrival.sender))
         return refused
 
@@ -532,7 +533,7 @@ class Collector:
             watch(time.perf_counter() - began)
         del self._confirmed[: len(confirmed)]
         self._send(effects)
-        self._events += [effect for effect in effects if isinstance(effect, Emit)]
+        self._events += [effect for effect in effects if type(effect) is Emit]
 
     async def _commit_again(self, effects: list[Effect], position: LogPosition, error: CollectorError) -> None:
         """Repeat the commit of a transaction that is in the log."""
@@ -562,7 +563,7 @@ class Collector:
     # -------------------------------------------------------------------------------------------- talking
 
     def _send(self, effects: list[Effect]) -> None:
-        self._outgoing += [effect for effect in effects if isinstance(effect, Outgoing)]
+        self._outgoing += [effect for effect in effects if _is_outgoing(effect)]
         if self._outgoing:
             self._idle.clear()
             self._wake.set()
@@ -695,6 +696,12 @@ def build_eval_task(store: Store, item: IssueEval, *, run: str, secret: bytes | 
         return None
     task = Task(run=run, slot=slot, kind=item.kind, group_size=1, mode="eval", payload=msgspec.Raw(payload))
     return keys.seal_task(secret, task) if secret else task
+
+
+def _is_outgoing(effect: Effect) -> TypeGuard[Outgoing]:
+    return (
+        type(effect) in OUTGOING
+    )  # a twentieth of the time of `isinstance`, and there are thirty effects for an episode
 
 
 def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:

@@ -130,7 +130,7 @@ class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
             sampled=turn.num_sampled,
             size_bytes=size_bytes,
             image_bytes=sum(len(image.patches) for image in turn.images),
-            token_bytes=4 + len(turn.routed_experts) // max(turn.num_routed, 1),
+            token_bytes=4 + (len(turn.routed_experts) // turn.num_routed if turn.routed_experts else 0),
         )
 
 
