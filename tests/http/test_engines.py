@@ -60,7 +60,7 @@ async def test_probes_find_who_is_ill_who_is_well_again_and_which_weights_each_h
     assert urls(pool, pool.lanes[0])[0] == "0"
 
 
-@pytest.mark.parametrize(("token_s", "together"), [(0.2, 1), (0.06, 1), (0.03, 3), (0.0001, MAX_TOGETHER)])
+@pytest.mark.parametrize(("token_s", "together"), [(0.2, 1), (0.0255, 4), (0.03, 3), (0.0001, MAX_TOGETHER)])
 def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together):
     lane = pool_of(1).lanes[0]
     assert lane.together(1) == 1

@@ -25,7 +25,7 @@ from swarmq.engine.client.protocol import Engine
 from swarmq.errors import EngineError
 from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
 
-MAX_TOGETHER = 8
+MAX_TOGETHER = 16
 """Maximum number of tokens in a portion."""
 MAX_TEXTS = 4096
 """Maximum number of texts for which it is cached whether they are single tokens."""
@@ -50,13 +50,13 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     report_at_start_s: float = 60.0
     """Seconds that the outage at the start of a resumed run lasts before it is reported."""
     portion_s: float = 0.1
-    """Maximum seconds for which a stream collects sampled tokens into one portion. It delays neither the first nor the last token, and
+    """Seconds for which a stream collects sampled tokens into one portion, to the nearest token. It delays neither the first nor the last token, and
     it saves work: a portion costs engine and proxy about the same, however many tokens it has."""
     portions_per_s: float = 6000.0
     """Number of portions per second, of all streams of a proxy together, that its core can carry with room to spare. With more open
     calls, streams collect tokens for longer."""
     crowded_portion_s: float = 0.25
-    """Maximum seconds for which a stream then collects tokens."""
+    """Seconds for which a stream then collects tokens at most."""
 
 
 TIMINGS = PoolTimings()
@@ -116,7 +116,7 @@ class EngineLane:
         calls."""
         timings = self._timings
         portion_s = max(timings.portion_s, min(num_calls / timings.portions_per_s, timings.crowded_portion_s))
-        return 1 if not self.token_s else max(1, min(MAX_TOGETHER, int(portion_s / self.token_s)))
+        return 1 if not self.token_s else max(1, min(MAX_TOGETHER, round(portion_s / self.token_s)))
 
     async def finds_calls(self) -> bool:
         """Return whether the engine's parsers find tool calls in streams that arrive in large portions. Tested once, at the
