@@ -510,7 +510,7 @@ async def open_stage(model: Model, folder: Path, place: Path, *, trains: bool) -
     """Start engine and proxy. Raises RefusedError if the engine does not start."""
     policy = {
         "model": str(folder),
-        "engine": {"max_model_len": CONTEXT, "dtype": model.dtype, "start_timeout_s": 300.0},
+        "engine": {"max_model_len": CONTEXT, "dtype": model.dtype, "start_timeout_s": 600.0},
         "sampling": {"max_tokens": oracle.TOKENS, "temperature": oracle.TEMPERATURE},
     }
     groups = {"group_size": 1, "min_group": 1}
