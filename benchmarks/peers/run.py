@@ -40,7 +40,9 @@ MEASURED, BLOCK = 9, 3
 WARM_UP = {"sync": 1, "colocate_async": 2}
 OWN_WARM_UP = 4
 """Steps of swarmq that warm up: the first steps find episodes of agents that began together."""
-LIMITS_S = {"probe": 180.0, "swarmq": 420.0}
+SWARMQ = {"swarmq": False, "swarmq_keep_cache": True}
+"""Part -> `engine.keep_cache`."""
+LIMITS_S = {"probe": 180.0, **dict.fromkeys(SWARMQ, 420.0)}
 LIMIT_S = 480.0
 """Seconds that each of the other parts may take: verl takes five minutes from a cold disk to its first step, half of them to start vLLM."""
 RETRY_S = 120.0
@@ -52,7 +54,7 @@ VERL = {
     "verl_async": ("colocate_async", False),
 }
 TRL = {"trl_fp32": "float32", "trl_bf16": "bfloat16"}
-PARTS = ("probe", "verl_sync_bypass", "swarmq", "verl_async_bypass", "trl_fp32", "verl_sync", "verl_async", "trl_bf16")
+PARTS = ("probe", "verl_sync_bypass", *SWARMQ, "verl_async_bypass", "trl_fp32", "verl_sync", "verl_async", "trl_bf16")
 ATTENTION = "sdpa"
 LOGITS = "flash"
 """Log-probabilities that verl computes where nothing was probed."""
@@ -120,8 +122,8 @@ def runner(
     attention = arguments.attention or fastest(detail, "attention", ATTENTION)
     if part == "probe":
         return functools.partial(probe, python=arguments.verl_python)
-    if part == "swarmq":
-        return functools.partial(swarmq, model=arguments.model)
+    if part in SWARMQ:
+        return functools.partial(swarmq, model=arguments.model, keep_cache=SWARMQ[part])
     if part in VERL:
         mode, bypass = VERL[part]
         fast = Fast(attention, arguments.logits or fastest(detail, "logits", LOGITS))
@@ -197,7 +199,7 @@ def trl(folder: Path, *, model: Path, python: str, weights: str, attention: str,
     return made | rate(made["ends"], WARM_UP["sync"])
 
 
-def swarmq(folder: Path, *, model: str, limit_s: float) -> dict[str, Any]:
+def swarmq(folder: Path, *, model: str, keep_cache: bool, limit_s: float) -> dict[str, Any]:
     size = Size(
         turns=TURNS,
         sampled=SAMPLED,
@@ -207,7 +209,8 @@ def swarmq(folder: Path, *, model: str, limit_s: float) -> dict[str, Any]:
         pass_tokens=PASS_TOKENS,
         gpu_share=0.32,
     )
-    asked = Asked(device="cuda", steps=OWN_WARM_UP + MEASURED, warm_up=OWN_WARM_UP, deadline=limit_s)
+    steps = OWN_WARM_UP + MEASURED
+    asked = Asked(device="cuda", steps=steps, warm_up=OWN_WARM_UP, deadline=limit_s, keep_cache=keep_cache)
     figures, detail = asyncio.run(measure(folder, model, size, asked))
     episodes = sum(step["episodes"] for step in detail["steps"])
     return {
