@@ -76,6 +76,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/learning/weights.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
     ("docs/explanation/studies.md", "studies", "After {kills:.0f} kills, {results_lost:.0f} results were lost and {results_twice:.0f} counted twice, no cap was exceeded, and the reports were equal to the byte"),
     ("docs/how-to/laptop.md", "host", "Of {jobs:.0f} scripted runs, {runs_lost:.0f} were lost in {kills:.0f} kills of daemons and runs"),
+    ("docs/explanation/learning/weights.md", "demo_keep_cache", "the demo learned on {seeds:.0f} seeds with a kept cache as it does without: from {reward_before_max:.2f} at most to {reward_after_min:.2f} at least"),
     ("docs/explanation/learning/weights.md", "fp8_h200", "differs from the learner by a k3 of {k3_small_fp8:.1e}, with an FP8 cache {k3_small_fp8_cache:.1e}, and by a BF16 engine {k3_small_plain:.1e}"),
     ("docs/explanation/learning/weights.md", "fp8_h200", "the held-out reward after 48 steps was {detail[reward_after][fp8][0]:.2f} and {detail[reward_after][fp8][1]:.2f} with an FP8 engine, and {detail[reward_after][bf16][0]:.2f} and {detail[reward_after][bf16][1]:.2f} with a BF16 engine"),
     ("docs/explanation/learning/weights.md", "fp8_h200", "an FP8 engine sampled {ratio_large_fp8:.2f} times and one with an FP8 cache too {ratio_large_fp8_cache:.2f} times"),
