@@ -78,9 +78,12 @@ export function shortId(id: string): string {
   return id.length <= 13 ? id : `…${id.slice(-12)}`;
 }
 
+/** States whose names say too little: an episode's "published", and "ended" of a run that is still up. */
+const STATE_WORDS: Record<string, string> = { published: "in learners", ended: "last step made" };
+
 /** "equal_rewards" -> "equal rewards". */
 export function words(name: string): string {
-  return name.replaceAll("_", " ");
+  return STATE_WORDS[name] ?? name.replaceAll("_", " ");
 }
 
 /** A number's name in step events as a title: "push_s" -> "push, seconds", "tokens_per_s" -> "tokens per second". */

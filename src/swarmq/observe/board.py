@@ -36,6 +36,8 @@ class BoardWarning:
     wording: str
     """Text without numbers and ids, equal for repetitions of the same warning."""
     times: int = 1
+    command_id: str = ""
+    """Id of the command that a control request answers; a command that is sent again is answered again."""
 
 
 @dataclasses.dataclass
@@ -90,7 +92,8 @@ class Board:
                 self.rounds.append((event.at, event.fields))
             case "control":
                 line = describe_control(event.fields)
-                self._warn(BoardWarning(event.source, line, event.at, line))
+                command_id = str(event.fields.get("command_id", ""))
+                self._warn(BoardWarning(event.source, line, event.at, line, command_id=command_id))
             case "weights":
                 pass  # the next state event repeats it
 
@@ -98,7 +101,7 @@ class Board:
         for old in self.warnings:
             if (old.source, old.wording) == (new.source, new.wording):
                 self.warnings.remove(old)
-                new.times += old.times
+                new.times = old.times + (not new.command_id or new.command_id != old.command_id)
                 break
         self.warnings.append(new)
 

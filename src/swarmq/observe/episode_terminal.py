@@ -51,7 +51,7 @@ def draw_list(rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int]
     if len(known) > MAX_REASONS:
         yield Text(f"and {len(known) - MAX_REASONS} other reasons\n")
     if rows:
-        yield Text(f"`swarmq inspect RUN {rows[0].id[-ID_CHARS:]}` shows one\n", "dim")
+        yield Text(f"`swarmq inspect RUN {rows[0].id[-ID_CHARS:]}` shows the first of them\n", "dim")
 
 
 def draw_detail(detail: EpisodeDetail, timelines: Iterable[TokenPage]) -> Iterator[RenderableType]:

@@ -26,7 +26,7 @@ EXPLANATIONS = {
     "reward_missing": "The end has no reward for a policy that answered, or a reward for a policy that took no part. Reward each policy.",
     "too_large": "Its turns do not fit one message of 8 MiB. Shorten the conversation or its metadata.",
     "unresolvable": "Its turns refer to each other in a way that contradicts itself. Please report this as a bug.",
-    "group_too_small": "Fewer siblings than needed had finished, so there was nothing to compare it with. Look at why the others failed, "
+    "group_too_small": "Too few attempts of its group had finished, so there was nothing to compare it with. Look at why the others failed, "
     "raise groups.deadline_s or lower groups.min_group.",
     "equal_rewards": "All attempts of its group had the same reward, so none was better than another and nothing can be learned. Take tasks "
     "that are neither too easy nor too hard, a finer reward, or larger groups.",

@@ -274,6 +274,13 @@ def test_settings_that_differ_are_never_one_line():
     assert "groups.group_size = 9" in shown
 
 
+def test_a_command_that_is_answered_again_counts_once():
+    board = Board(run="r")
+    for command in ("a", "a", "b", "b"):
+        board.fold(event("control", "collector", action="pause", state="accepted", command_id=command))
+    assert [warning.times for warning in board.warnings] == [2]
+
+
 def test_a_warning_of_another_day_has_its_date():
     board = Board(run="r")
     board.fold(event("warning", at=1e9, text="old"))
