@@ -149,6 +149,7 @@ def run(
     score = _load_score(options["score"])
     chosen = _make_options(command, **options)
     check_command(chosen)
+    tasks: Any = [{chosen.prompt_field: prompt}] if data is None else _read_tasks(data, limit, chosen)
     agent = CommandAgent(chosen, score)
     client = AsyncSwarmClient(invite, code_version=hash_code(chosen, score))
     limits: Any = {
@@ -162,11 +163,6 @@ def run(
         return
 
     async def attempt_all() -> None:
-        tasks: Any = [{chosen.prompt_field: prompt}]
-        if data is not None:
-            from swarmq.client.data.readers import read_tasks
-
-            tasks = list(read_tasks(data, limit=limit))
         async with client:
             if for_eval:
                 evaluated = await client.evaluate(tasks, agent, repeats=repeats or 1, kind=kind, **limits)
@@ -186,6 +182,20 @@ def run(
             )
 
     run_until_signalled(attempt_all())
+
+
+def _read_tasks(data: str, limit: int | None, options: Any) -> list[Any]:
+    """Return the tasks of a data set. Raises TaskError for one without a prompt."""
+    from swarmq.black_box.agent import read_task
+    from swarmq.client.data.readers import read_tasks
+
+    tasks = list(read_tasks(data, limit=limit))
+    for task in tasks:
+        try:
+            read_task(task.payload, options)
+        except TaskError as error:
+            raise TaskError(f"{data}, task {task.id!r}: {error}") from error
+    return tasks
 
 
 def _load_score(name: str | None) -> Any:

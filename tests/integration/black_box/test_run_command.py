@@ -186,6 +186,19 @@ async def test_slots_that_are_given_up_are_an_error_that_says_why(far, tmp_path,
     assert {end.status for end in ends} == {"failed"}
 
 
+def test_a_task_without_a_prompt_is_refused_before_an_episode_begins(tmp_path):
+    from click.testing import CliRunner
+
+    from swarmq.cli import main
+
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "question": "y"}\n')
+    result = CliRunner().invoke(main, ["run", "--tasks", f"{tmp_path}/tasks.jsonl", "--test", "true", "true"])
+    assert (result.exit_code, "tasks.jsonl, task 'b': the task has no text in its field 'prompt'" in result.output) == (
+        1,
+        True,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
