@@ -1,9 +1,14 @@
-"""Make a tutorial's toy model, and link to it.
+"""Make a toy model from demonstrations of a task, and link to it.
 
     python -m swarmq.toy_model MODULE FOLDER
 
-MODULE has the demonstrations (swarmq/toy_model/demonstrations.py says how). The model is made once for each recipe and source,
-in the user's cache; FOLDER becomes a link to it, for `model = "FOLDER"` in a job file.
+The model is made once for each recipe and source, in the user's cache; FOLDER becomes a link to it, for `model = "FOLDER"` in a job
+file. MODULE has `demonstrations(dice)`, an endless iterator of chats (OpenAI messages, with `tool_calls` where tools are used;
+`dice` is a random.Random), and may have:
+
+  copying(dice)   an iterator of chats that replace `demonstrations` in the first steps, to train what takes longest to learn
+  TOOLS           the tools that the agent offers in its requests
+  RECIPE          fields of `Recipe` (swarmq.toy_model.recipe) that differ from the defaults, e.g. {"steps": 60} for a quick try
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""Demonstrations of a task as chats: loads a tutorial's module of demonstrations, and splits rendered chats. Loads no torch.
+"""Demonstrations of a task as chats: loads a module of demonstrations, and splits rendered chats. Loads no torch.
 
-The module has `demonstrations(dice)`, an endless iterator of chats (OpenAI messages, with `tool_calls` where tools are used), and
-may have:
-
-  copying(dice)   an iterator of chats that replace `demonstrations` in the first steps, to train what takes longest to learn
-  TOOLS           the tools that the agent offers in its requests
-  RECIPE          fields of `Recipe` that differ from the defaults
+`command` describes such a module.
 """
 
 from __future__ import annotations
