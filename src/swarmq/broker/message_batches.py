@@ -19,8 +19,9 @@ from swarmq.messages import MessageBatch, PackedMessage, encode_batch
 MAX_MESSAGES = 64
 """Maximum number of messages in a batch."""
 
-MAX_BYTES = 64 * 1024
-"""Maximum bytes of the messages in a batch of several. The collector prefetches a thousand AMQP messages into memory."""
+MAX_BYTES = 120 * 1024
+"""Maximum bytes of the messages in a batch of several: RabbitMQ's largest frame by default (128 KiB), less the batch's own fields. The
+collector prefetches a thousand AMQP messages into memory."""
 
 MAX_IN_FLIGHT = 8
 """Maximum number of unconfirmed batches for one queue."""
