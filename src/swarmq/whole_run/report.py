@@ -81,7 +81,7 @@ def make_report(run: Run, record: TrainingRecord) -> str:
             *(
                 _table(("reason", "kind", "episodes", "mean reward", "newest episode", "meaning"), drops)
                 if drops
-                else ["Every finished episode was trained."]
+                else ["No episode was dropped or failed."]
             ),
             "",
             f"`swarmq inspect {run.folder.path} EPISODE` shows an episode, `swarmq dashboard {run.folder.path}` the whole run.",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.run_folder import make_whole_run
+from support.run_folder import MadeRun, make_whole_run
 from swarmq.client.runners.attempts import AttemptResult
 from swarmq.client.runners.report import make_eval_report
 from swarmq.errors import ConfigError
@@ -45,6 +45,15 @@ def test_rewards_time_drops_and_checkpoint_are_on_the_page(run):
 def test_without_held_out_tasks_the_page_says_how_to_get_them(run):
     made, _, cache = run
     assert "`--held-out DATA`" in write_report(made.folder, TrainingRecord(), cache=cache)
+
+
+def test_a_run_with_finished_episodes_that_wait_does_not_claim_that_all_were_trained(tmp_path):
+    made = MadeRun(tmp_path / "runs")
+    made.finish("sent")
+    page = write_report(made.folder, TrainingRecord(), cache=tmp_path / "cache")
+    made.close()
+    assert "2 begun, 0 trained, 0 dropped or failed, 2 left over" in page
+    assert "No episode was dropped or failed." in page
 
 
 def test_a_record_is_kept_and_a_damaged_one_is_said(tmp_path):
