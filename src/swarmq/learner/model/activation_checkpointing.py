@@ -74,14 +74,9 @@ class ActivationCheckpointing:
     @classmethod
     def enable(cls, lm: Any) -> None:
         """Install activation checkpointing for every layer of a transformers model."""
-        from swarmq.learner.model.float8 import Float8Linear  # noqa: PLC0415 - it imports a module that imports this one
-
-        def list_narrow() -> list[Tensor]:
-            return [module.weight for module in lm.modules() if isinstance(module, Float8Linear)]
-
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-        decide = cls(len(layers), lm.parameters, list_narrow)
+        decide = cls(len(layers), lm.parameters)
         for layer in layers:
             layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
 
@@ -93,17 +88,12 @@ class ActivationCheckpointing:
                 decide.held = held
 
     def __init__(
-        self,
-        num_layers: int,
-        parameters: Callable[[], Iterable[nn.Parameter]],
-        narrow: Callable[[], Iterable[Tensor]],
-        *,
-        share: float = ACTIVATION_SHARE,
+        self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]], *, share: float = ACTIVATION_SHARE
     ) -> None:
-        """`parameters`: function that returns the model's present parameters; sharding replaces them. `narrow`: function that returns the
-        weights of FP8 products, of which autocast makes no copy. `share`: share of the free memory for kept activations."""
+        """`parameters`: function that returns the model's present parameters; sharding replaces them. `share`: share of the free
+        memory for kept activations."""
         self._share = share
-        self._num_layers, self._parameters, self._narrow = num_layers, parameters, narrow
+        self._num_layers, self._parameters = num_layers, parameters
         self.held: bool | None = None
         """Whether sharded layers stay gathered between micro-batches; None if each rank has whole layers."""
         self._passes = 0
@@ -164,9 +154,8 @@ class ActivationCheckpointing:
         trained = [p for p in parameters if p.requires_grad and p.grad is None]
         if self.held is None:
             wide = sum(p.numel() for p in parameters if p.dtype == torch.float32)
-            cast = 2 * (wide - sum(p.numel() for p in self._narrow())) if torch.is_autocast_enabled("cuda") else 0
-            # the copies of checkpointed layers go with the forward pass, before the first gradient; a kept layer is measured with its copies
-            return max(cast, sum(4 * p.numel() for p in trained))
+            cast = 2 * wide if torch.is_autocast_enabled("cuda") else 0
+            return cast + sum(4 * p.numel() for p in trained)
         apart = sum(p.numel() for p in parameters if isinstance(p, DTensor))
         ends = sum(p.numel() for p in parameters) - apart  # embedding and head are gathered by now
         learned = sum(p.numel() for p in parameters if p.requires_grad)

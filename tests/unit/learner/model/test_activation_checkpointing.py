@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from swarmq.learner.memory.estimate import LAYER_BYTES
 from swarmq.learner.model import activation_checkpointing as keeping
 from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing, KeptActivations
 from swarmq.learner.model.context_parallel import ALONE
-from swarmq.learner.model.float8 import convert_layers, multiply_unquantised
 
 LAYERS = 3
 
@@ -96,7 +94,7 @@ class Decoder:
         monkeypatch.setattr(keeping, "get_keepable_bytes", lambda _: self.total - self.taken)
         monkeypatch.setattr(keeping, "get_allocated_bytes", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
-        self.layers, self.checkpointing = layers, ActivationCheckpointing(LAYERS, list, list, share=1.0)
+        self.layers, self.checkpointing = layers, ActivationCheckpointing(LAYERS, list, share=1.0)
         self.kept, self.context = [], ALONE
 
     def checkpoint(self, layer, *inputs, use_reentrant):
@@ -189,7 +187,7 @@ def later(monkeypatch, *, held, passes, trained=None):
     sizes = {LAYER: True} if trained is None else {trained: True, LAYER - trained: False}
     layers = [Share(size, requires_grad=learns) for _ in range(LAYERS) for size, learns in sizes.items()]
     ends = torch.zeros(ENDS, requires_grad=trained is None)
-    checkpointing = ActivationCheckpointing(LAYERS, lambda: [ends, *layers], list)
+    checkpointing = ActivationCheckpointing(LAYERS, lambda: [ends, *layers])
     checkpointing.held = held
     for learns in passes:
         with torch.set_grad_enabled(learns):
@@ -218,41 +216,3 @@ def test_what_is_not_trained_has_no_gradient_to_count(monkeypatch):
         GRADIENT * LAYERS * 40 // 4 + WEIGHT * together + GRADIENT * together * LAYERS * 40 // (LAYERS * LAYER + ENDS)
     )
     assert list(later(monkeypatch, held=False, passes=[True], trained=40)) == [shares]
-
-
-@pytest.fixture
-def autocast():
-    torch.set_autocast_enabled("cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
-
-
-def tiny():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=2, head_dim=16, **sizes))
-
-
-def decider(lm):
-    ActivationCheckpointing.enable(lm)
-    return lm.model.layers[0]._gradient_checkpointing_func
-
-
-def test_copies_of_weights_are_gone_before_the_first_gradient_is_there(autocast):
-    lm = tiny()
-    checkpointing, numbers = decider(lm), sum(p.numel() for p in lm.parameters())
-    assert checkpointing._estimate_later_bytes(HIDDEN) == GRADIENT * numbers
-    for parameter in lm.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert checkpointing._estimate_later_bytes(HIDDEN) == WEIGHT * numbers
-
-
-def test_fp8_products_make_no_copies_of_their_weights(autocast):
-    lm = tiny()
-    checkpointing = decider(lm)
-    for parameter in lm.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    convert_layers(lm, torch.device("cpu"))
-    kept = [p for name, p in lm.named_parameters() if "proj" not in name]
-    assert checkpointing._estimate_later_bytes(HIDDEN) == WEIGHT * sum(p.numel() for p in kept)
-    with multiply_unquantised(lm):
-        assert checkpointing._estimate_later_bytes(HIDDEN) == WEIGHT * sum(p.numel() for p in lm.parameters())
