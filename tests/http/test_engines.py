@@ -6,6 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from swarmq.engine.client.protocol import EngineIdentity
+from swarmq.errors import EngineError
 from swarmq.proxy.engines.pool import CROWD_MARGIN, MAX_TOGETHER, EngineLane, EnginePool, PoolTimings
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
@@ -94,25 +95,23 @@ async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_t
 
 
 async def test_an_episode_uses_keys_as_old_as_its_first_call_on_an_engine_and_no_older(stages):
-    async with stages(keep_cache=True) as stage:
+    async with stages(keep_cache=True, probe_every_s=1000.0) as stage:
 
         async def salt(episode):
             stage.engine.say("one")
             await stage.ask(HI, key=stage.key(episode))
             return stage.engine.requests[-1].passthrough["cache_salt"]
 
-        async def push(version):
-            stage.engine.version = version
-            async with asyncio.timeout(10):
-                while lane.version != version:  # noqa: ASYNC110 - the proxy asks its engines every so often
-                    await asyncio.sleep(0.01)
+        async def refuse():
+            raise EngineError("as in an update, in which the label is no version")
 
-        await salt("any")
-        lane = stage.episodes.of("any", "c").lanes["main"]
-        await push(3)
+        stage.engine.version = 3
         assert [await salt("a"), await salt("b")] == ["version-3", "version-3"]
-        await push(4)
+        stage.engine.version = 4
         assert [await salt("a"), await salt("c")] == ["version-3", "version-4"]
+        stage.engine.weight_version = refuse
+        during = [await salt("d"), await salt("e"), await salt("d")]
+        assert during[0] == during[2] not in ("version-3", "version-4", during[1])
     async with stages() as stage:
         stage.engine.say("one")
         await stage.ask(HI)

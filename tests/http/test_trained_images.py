@@ -29,7 +29,11 @@ def look(*names):
 
 @pytest.fixture
 def seeing(stage):
-    """The engine puts the places of images before everything else that their message says."""
+    return let_see(stage)
+
+
+def let_see(stage):
+    """Let the engine put the places of images before everything else that their message says."""
     engine = stage.engine
     render = engine.render
 
@@ -103,6 +107,23 @@ async def test_a_repaired_prompt_keeps_its_tokens_and_its_images_move_with_them(
     places = asked.passthrough["features"]["mm_placeholders"]["image"]
     assert [asked.token_ids[place["offset"]] for place in places] == [PAD, PAD]
     assert [place["offset"] for place in places] == [earlier.images[0].offset, later.images[0].offset]
+
+
+async def test_an_engine_that_keeps_its_cache_takes_an_image_for_another_after_a_push(stages):
+    """A vision tower's outputs are cached by the image's hash alone, and belong to the weights that computed them."""
+    async with stages(keep_cache=True) as stage:
+        let_see(stage)
+        hashes = []
+        for episode, version in (("a", 3), ("b", 3), ("a", 4), ("c", 4)):
+            stage.engine.version = version
+            stage.engine.say("a cat")
+            await stage.ask(look("cat"), key=stage.key(episode))
+            hashes.append(stage.engine.requests[-1].passthrough["features"]["mm_hashes"]["image"])
+        assert hashes[0] == hashes[1] == hashes[2] != hashes[3]
+        first, second, again, third = stage.turns()
+        for turn in (first, second, third):
+            check_images(turn, CAT)
+        assert again.shared == first.num_prompt, "to the record it is the same image"
 
 
 async def test_another_image_in_the_same_words_is_not_taken_for_shared(seeing):

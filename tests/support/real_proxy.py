@@ -52,9 +52,10 @@ async def real_stage(
     max_tokens: int,
     engine: type[VllmEngine] = VllmEngine,
     frozen: Mapping[str, tuple[Path, str]] | None = None,
+    keep_cache: bool = False,
 ) -> AsyncIterator[RealStage]:
     """`frozen`: policy -> model and engine url of those beside `main` that are not trained."""
-    policy = {"model": str(model), "sampling": {"max_tokens": max_tokens}}
+    policy = {"model": str(model), "sampling": {"max_tokens": max_tokens}, "engine": {"keep_cache": keep_cache}}
     frozen = frozen or {}
     untrained = {name: {**policy, "model": str(path), "trained": False} for name, (path, _) in frozen.items()}
     policies = {"main": policy, **untrained}

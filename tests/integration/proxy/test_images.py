@@ -202,9 +202,14 @@ async def test_a_truncated_png_is_a_400_in_anthropic_s_form(stage):
 
 
 @pytest.fixture
-async def trained(eyes_url, amqp_url, run_name, kind):
+def keep_cache():
+    return False
+
+
+@pytest.fixture
+async def trained(eyes_url, amqp_url, run_name, kind, keep_cache):
     urls = {"engine_url": eyes_url, "amqp_url": amqp_url}
-    async with real_stage(run_name, tiny_vision_model(kind), **urls, max_tokens=8) as made:
+    async with real_stage(run_name, tiny_vision_model(kind), **urls, max_tokens=8, keep_cache=keep_cache) as made:
         yield made
 
 
@@ -229,9 +234,9 @@ async def test_a_learner_computes_vllm_s_log_probabilities_from_the_recorded_pix
 
 
 @pytest.fixture
-async def push(trained, tmp_path, kind):
+async def push(trained, tmp_path, kind, keep_cache):
     """`await push(weights, version)`: the method; afterwards the engine has its first weights again."""
-    pusher = WeightPusher([trained.engine.url], tmp_path, secret=SECRET, patience_s=0)
+    pusher = WeightPusher([trained.engine.url], tmp_path, secret=SECRET, patience_s=0, keep_cache=keep_cache)
 
     async def send(weights, version):
         report = await asyncio.to_thread(pusher.push, weights, version)
@@ -252,16 +257,18 @@ async def look(trained, kind, episode):
 
 
 @ALL_TRAINED
+@pytest.mark.parametrize("keep_cache", [False, True])
 async def test_the_engine_sees_an_image_that_it_knows_with_the_pushed_vision_tower(trained, push, kind):
-    """vLLM keeps a tower's outputs for later requests that show the image: a push ends that."""
+    """vLLM keeps a tower's outputs for later requests that show the image: a push ends that, for new episodes also where the cache is kept."""
     before, now = (load_lm(str(tiny_vision_model(kind)), gradient_checkpointing=False) for _ in range(2))
     with torch.no_grad():
         for parameter in now.model.visual.parameters():
             parameter.mul_(1.5)
+    await push(name_weights(before), 1)
     await look(trained, kind, "e1")
-    await push(name_weights(now), 1)
+    await push(name_weights(now), 2)
     turns = await look(trained, kind, "e2")
-    assert [span.version for span in turns[0].versions] == [1]
+    assert [span.version for span in turns[0].versions] == [2]
     sampled = resolve(turns)[0].logprobs.tolist()
     with torch.no_grad():
         by_now, by_before = (compute_logprobs(LayoutModel(lm), oracle.lay(turns, "rows", 2000)) for lm in (now, before))

@@ -248,21 +248,21 @@ class Completions:
             )
             if tuned.cut_from and setting.max_tokens:
                 self._meter.cut(request.policy, asked=tuned.cut_from, limit=setting.max_tokens)
+            policy = self._tuning.job.policies[request.policy]
+            if policy.engine.keep_cache:
+                salt = await memory.cache_salt(request.policy, lane)
+                rendered = msgspec.structs.replace(rendered, passthrough=_add_cache_salt(rendered.passthrough, salt))
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
             together = lane.together(self._gate.open)
             if request.stream and (rests or not rendered.needs_parsing) and together > 1:
                 tuned.params.setdefault("stream_interval", together)
-            policy = self._tuning.job.policies[request.policy]
             policy_replays = policy.replays_routing
             replays_routing = policy_replays and request.claims.mode == "train"
             if policy_replays:
                 unrecorded = max(stitched.shared - 1, 0) if replays_routing else len(prompt_ids)
                 tuned.params["routed_experts_prompt_start"] = unrecorded
             fresh = pack_ids(rendered.token_ids)
-            salted = {"cache_salt": memory.cache_salt(request.policy, lane)} if policy.engine.keep_cache else {}
-            rendered = msgspec.structs.replace(
-                rendered, token_ids=prompt_ids, sampling=tuned.params, passthrough={**rendered.passthrough, **salted}
-            )
+            rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             version = lane.version or 0
             deltas = lane.engine.generate(rendered, stream=request.stream, detailed=bool(chat.get("logprobs")))
             pace = CoalescingPace()
@@ -449,6 +449,16 @@ async def _prepare_images(
             code="images_too_large", param="messages",
         )  # fmt: skip
     return prepared
+
+
+def _add_cache_salt(passthrough: Json, salt: str) -> Json:
+    """Return the fields with a salt for what the engine caches: keys and values, and the vision tower's outputs, which vLLM finds by the
+    images' hashes alone."""
+    salted = {**passthrough, "cache_salt": salt}
+    if features := passthrough.get("features"):
+        hashes = {kind: [f"{salt}:{key}" for key in keys] for kind, keys in features["mm_hashes"].items()}
+        salted["features"] = {**features, "mm_hashes": hashes}
+    return salted
 
 
 def _select_for_engine(chat: Json) -> Json:

@@ -148,8 +148,15 @@ class EngineLane:
                 action="calls go to other engines until it answers: is it up, and does a firewall drop packets to its port?",
             )
         if self.healthy:
-            with contextlib.suppress(EngineError):  # for example during a weight update
-                self.version = await self.engine.weight_version()
+            await self.ask_version()
+
+    async def ask_version(self) -> int | None:
+        """Ask the engine for the version of its weights, and return it; None if it has none now, for example during an update."""
+        try:
+            self.version = await self.engine.weight_version()
+        except EngineError:
+            return None
+        return self.version
 
     @property
     def view(self) -> EngineView:

@@ -20,7 +20,7 @@ import msgspec
 
 from swarmq import keys
 from swarmq.config import SwarmJob
-from swarmq.messages import Event, created_at
+from swarmq.messages import Event, created_at, new_id
 from swarmq.proxy.engines.pool import EngineLane
 from swarmq.proxy.episodes.conversation_graph import Graph
 from swarmq.proxy.episodes.conversations import Conversations
@@ -78,7 +78,7 @@ class EpisodeState:
         self.lanes: dict[str, EngineLane] = {}
         """Policy -> engine that answered last."""
         self.cache_salts: dict[str, tuple[EngineLane, str]] = {}
-        """Policy -> engine, and what `cache_salt` returns for it."""
+        """Policy -> engine, and the salt for it."""
         self.conversations = Conversations()
         self.budget = budget or TokenBudget()
         self.open_calls = 0
@@ -91,12 +91,14 @@ class EpisodeState:
             self.graphs[policy] = Graph()
         return self.graphs[policy]
 
-    def cache_salt(self, policy: str, lane: EngineLane) -> str:
+    async def cache_salt(self, policy: str, lane: EngineLane) -> str:
         """Return the name of the cached keys that the episode may use on this engine: those of episodes whose first call there found
-        the same version of the weights."""
+        the same version of the weights, or its own alone if an update was going on. Asks the engine at the first call, because the
+        newest probe may be older than a push."""
         known = self.cache_salts.get(policy)
         if known is None or known[0] is not lane:
-            self.cache_salts[policy] = known = lane, f"version-{lane.version or 0}"
+            version = await lane.ask_version()
+            self.cache_salts[policy] = known = lane, new_id() if version is None else f"version-{version}"
         return known[1]
 
     @property

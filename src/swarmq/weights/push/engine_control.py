@@ -4,8 +4,8 @@
 
 Running requests are kept over the pause and continue under the new weights. `clear_cache` makes vLLM drop all cached keys and
 values and the vision tower's outputs of images, and recompute those of kept requests, so that each token is sampled from exactly the
-distribution that its version names. With `keep_cache` nothing is dropped, except by a repair: conversations continue with keys of the
-old weights, and a `cache_salt` of their requests keeps new episodes from using these (docs/explanation/learning/weights.md).
+distribution that its version names. With `keep_cache` nothing is dropped by a push of a newer version: conversations continue with keys of
+the old weights, and a salt of their requests keeps new episodes from using these (docs/explanation/learning/weights.md).
 
 vLLM never ends a pause by itself and cannot abort an update: if the pusher dies, the engine stays as it is. Therefore the label
 is `updating-<version>` while weights change, and tells the next pusher what to do:
@@ -183,8 +183,8 @@ class EngineControl:
     def __init__(
         self, url: str, *, secret: str = "", timeouts: Timeouts | None = None, keep_cache: bool = False
     ) -> None:
-        """`secret`: the engine's secret; empty for an engine that requires none. `keep_cache`: whether an update of whole weights
-        leaves cached keys and values as they are."""
+        """`secret`: the engine's secret; empty for an engine that requires none. `keep_cache`: whether an update from
+        one version to a newer one leaves cached keys and values as they are."""
         self.url = url.rstrip("/")
         self._headers = make_auth_headers(secret)
         self.timeouts = timeouts or Timeouts()
@@ -330,7 +330,9 @@ class EngineControl:
             if before.is_asleep:
                 await self._fall_asleep()  # if it were in fact awake, it would sample as soon as its weights were woken
                 await self._wake_up("weights")
-            await self._pause(clear_cache=before.version is None or not self._keep_cache)
+            # weights that replace a newer version, or none, may get keys that others computed under a salt of the same name
+            is_newer = before.version is not None and version > before.version
+            await self._pause(clear_cache=not (self._keep_cache and is_newer))
             await self._load(payload, version, before)
         finally:
             if self.phase is not UpdatePhase.UPDATING:
