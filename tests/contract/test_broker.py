@@ -188,6 +188,18 @@ async def test_what_was_not_acknowledged_comes_again(bench: Bench) -> None:
     assert [delivery.key for delivery in again] == [delivery.key for delivery in first]
 
 
+async def test_what_a_closed_consumer_held_comes_before_what_waited_behind_it(bench: Bench) -> None:
+    """The collector consumes a queue again with another prefetch, and takes a fence for the end of all turns before it."""
+    ends = await publish_ends(bench, 40)
+    for prefetch in (4, 16, 100):
+        async with bench.broker.consume(bench.inbox, prefetch=prefetch) as deliveries:
+            taken = [await anext(deliveries), await anext(deliveries)]
+            await deliveries.ack_through(taken[-1])
+        assert [delivery.message for delivery in taken] == ends[:2]
+        del ends[:2]
+    assert [delivery.message for delivery in await take(bench, bench.inbox, len(ends))] == ends
+
+
 async def test_what_was_acknowledged_does_not_come_again(bench: Bench) -> None:
     ends = await publish_ends(bench, 3)
     async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
