@@ -699,9 +699,8 @@ def build_eval_task(store: Store, item: IssueEval, *, run: str, secret: bytes | 
 
 
 def _is_outgoing(effect: Effect) -> TypeGuard[Outgoing]:
-    return (
-        type(effect) in OUTGOING
-    )  # a twentieth of the time of `isinstance`, and there are thirty effects for an episode
+    # a twentieth of the time of `isinstance`, and there are thirty effects for an episode
+    return type(effect) in OUTGOING
 
 
 def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:

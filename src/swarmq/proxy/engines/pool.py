@@ -56,7 +56,7 @@ class PoolTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of portions per second, of all streams of a proxy together, that its core can carry with room to spare. With more open
     calls, streams collect tokens for longer."""
     crowded_portion_s: float = 0.25
-    """Seconds for which a stream then collects tokens at most."""
+    """Maximum of these seconds, also to the nearest token."""
 
 
 TIMINGS = PoolTimings()
