@@ -46,10 +46,11 @@ async def collector(broker):
 async def receive(reader, num):
     """The next messages, by number."""
     found = {}
-    while len(found) < num:
-        record = _records.decode(await read_frame(reader))
-        assert isinstance(record, Received)
-        found |= enumerate((body for body, _ in record.messages), record.first)
+    async with asyncio.timeout(60):  # a former consumer would hold messages for ever
+        while len(found) < num:
+            record = _records.decode(await read_frame(reader))
+            assert isinstance(record, Received)
+            found |= enumerate((body for body, _ in record.messages), record.first)
     return found
 
 
