@@ -64,7 +64,6 @@ from swarmq.errors import (
     UnroutableError,
 )
 from swarmq.messages import (
-    MAX_MESSAGE_BYTES,
     Command,
     EpisodeEnd,
     Event,
@@ -86,11 +85,6 @@ from swarmq.runtime.files import read_if_exists
 from swarmq.transcripts.writer import ClosedEpisode, TranscriptWriter
 
 PREFETCH = 1000
-"""Maximum number of AMQP messages of a queue that the collector holds."""
-HELD_BYTES = 128 * 1024 * 1024
-"""Bytes that these messages may take; see PrefetchWindow."""
-SAMPLE = 64
-"""Number of messages that show how large a queue's messages are."""
 BATCH = 500
 """Maximum number of messages in one transaction."""
 WINDOW = 32
@@ -125,29 +119,6 @@ class CollectorIntervals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 INTERVALS = CollectorIntervals()
-
-
-class PrefetchWindow:
-    """Number of messages to prefetch from a queue, with which they take at most HELD_BYTES, if no message is larger than those before it.
-
-    RabbitMQ bounds a consumer's messages by their number alone, and a turn has 100 bytes or, with images, megabytes. The first SAMPLE
-    messages count as MAX_MESSAGE_BYTES each.
-    """
-
-    def __init__(self) -> None:
-        self._seen, self._largest = 0, 1
-
-    def add(self, batch: Iterable[Delivery]) -> None:
-        """Count received messages."""
-        for delivery in batch:
-            self._seen += 1
-            self._largest = max(self._largest, len(delivery.body))
-
-    @property
-    def prefetch(self) -> int:
-        largest = self._largest if self._seen >= SAMPLE else MAX_MESSAGE_BYTES
-        power_of_two = 1 << (largest - 1).bit_length()  # so that the window seldom changes
-        return min(PREFETCH, HELD_BYTES // power_of_two)
 
 
 class TransactionLog(Protocol):
@@ -286,16 +257,10 @@ class Collector:
         )
 
     async def _intake(self, queue: str, source: Broker | Workers) -> None:
-        """Consume the queue, again and again as its window changes: RabbitMQ takes another number of a new consumer alone, and redelivers
-        to it what the former has not acknowledged."""
-        window = PrefetchWindow()
         while True:
-            prefetch = window.prefetch
             try:
-                async with source.consume(queue, prefetch=prefetch) as deliveries:
-                    while window.prefetch == prefetch:
-                        if not (batch := await deliveries.batch(BATCH)):
-                            return
+                async with source.consume(queue, prefetch=PREFETCH) as deliveries:
+                    while batch := await deliveries.batch(BATCH):
                         await self._await_turns(batch)
                         refused = await self._take(batch)
                         with contextlib.suppress(BrokerLostError):  # redeliveries change nothing
@@ -304,7 +269,7 @@ class Collector:
                                 await source.dead_letter(delivery, reason)
                             await deliveries.ack_through(batch[-1])
                         await self._emit_pending()
-                        window.add(batch)
+                    return
             except UnroutableError:
                 await self._restore()
 

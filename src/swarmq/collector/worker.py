@@ -58,8 +58,6 @@ class Worker:
         """Number of messages that the collector was sent."""
         self._consumed: dict[str, tuple[Deliveries, dict[int, Delivery]]] = {}
         """Queue -> its deliveries, and those of them that the collector has not acknowledged, by number."""
-        self._consumers: dict[str, asyncio.Task[None]] = {}
-        """Queue -> its newest consumer."""
 
     async def run(self, reader: asyncio.StreamReader, *, silent_s: float) -> None:
         """Raises EOFError when the collector is gone, TimeoutError when it is silent for `silent_s` seconds."""
@@ -69,8 +67,7 @@ class Worker:
                     command = await workers.read_command(reader)
                 match command:
                     case workers.Consume(queue, prefetch):
-                        former = self._consumers.get(queue)
-                        self._consumers[queue] = tasks.create_task(self._consume(queue, prefetch, former))
+                        tasks.create_task(self._consume(queue, prefetch))
                     case workers.Acknowledge(queue, through):
                         await self._acknowledge(queue, through)
                     case workers.DeadLetter(token, queue, number, reason):
@@ -83,11 +80,7 @@ class Worker:
                     case workers.Emit(events):
                         tasks.create_task(self._broker.emit(*events))
 
-    async def _consume(self, queue: str, prefetch: int, former: asyncio.Task[None] | None) -> None:
-        """Consume the queue in place of the `former` consumer."""
-        if former:
-            former.cancel()
-            await asyncio.wait({former})
+    async def _consume(self, queue: str, prefetch: int) -> None:
         try:
             async with self._broker.consume(queue, prefetch=prefetch) as deliveries:
                 _, held = self._consumed[queue] = deliveries, {}

@@ -65,8 +65,6 @@ class Ping(Record, frozen=True):
 
 
 class Consume(Record, frozen=True):
-    """Consume a queue, in place of its former consumer."""
-
     queue: str
     prefetch: int
 
@@ -267,8 +265,7 @@ class Workers:
 
     @asynccontextmanager
     async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[_Deliveries]:
-        """Consume a queue until it is consumed again, or for as long as the workers live; one worker has the queue, whoever consumes
-        it."""
+        """Consume a queue for as long as the workers live; one worker has the queue, whoever consumes it again."""
         worker = self._consumers.setdefault(queue, self._workers[len(self._consumers) % len(self._workers)])
         deliveries = worker.deliveries[queue] = _Deliveries(worker, queue)
         await worker.send(Consume(queue, prefetch))

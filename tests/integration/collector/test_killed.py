@@ -113,8 +113,8 @@ def episode(run, name, slot, ticket, *, names_calls=True):
     yield EpisodeEnd(**common, status="finished", rewards={"main": 1.0}, calls=calls)
 
 
-async def learn(broker, job, trained, *, in_order=True):
-    """Take whole groups, report them; duplicates must be equal to the byte. `in_order`: turns must come as they were recorded."""
+async def learn(broker, job, trained):
+    """Take whole groups, report them; duplicates must be equal to the byte."""
     seen: dict[str, bytes] = {}
     groups: dict[str, set[str]] = defaultdict(set)
     async with broker.consume(topology.ready(job.run, "main"), prefetch=500) as deliveries:
@@ -122,8 +122,7 @@ async def learn(broker, job, trained, *, in_order=True):
             delivery = await anext(deliveries)
             message = delivery.message
             assert isinstance(message, Rollout)
-            calls = [turn.call_id for turn in message.turns]
-            assert (calls if in_order else sorted(calls)) == [f"c{n}" for n in range(NUM_TURNS)]
+            assert [turn.call_id for turn in message.turns] == [f"c{n}" for n in range(NUM_TURNS)]
             plain = encode(msgspec.structs.replace(message, term=0))  # another collector has another term
             assert seen.setdefault(message.episode_id, plain) == plain
             members = groups[message.group_id]

@@ -78,9 +78,7 @@ async def test_a_standby_takes_over_from_a_leader_that_is_stopped_and_the_woken_
             await state(broker, one)
             async with collector(other) as second:
                 await joined(other)
-                learning = tasks.create_task(
-                    learn(broker, one, trained, in_order=False)
-                )  # a stopped leader's turns come again later
+                learning = tasks.create_task(learn(broker, one, trained))
                 playing = tasks.create_task(play(broker, one, random.Random(1)))
                 await until(lambda: len(trained) >= NUM_EPISODES // 3)
                 ProxyRegistry(one.run_folder.proxies).add(PROXY)

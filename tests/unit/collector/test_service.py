@@ -14,10 +14,10 @@ from swarmq.broker.deliveries import REASON_HEADER
 from swarmq.collector.decide import episodes
 from swarmq.collector.decide.effects import Forward
 from swarmq.collector.decide.state import TurnMeta
-from swarmq.collector.service import HELD_BYTES, PREFETCH, SAMPLE, Collector, CollectorIntervals
+from swarmq.collector.service import Collector, CollectorIntervals
 from swarmq.collector.store import Store
 from swarmq.config import CollectorSettings, SwarmJob
-from swarmq.messages import MAX_MESSAGE_BYTES, Command, Fence, Rollout, Ticket, Turn, decode
+from swarmq.messages import Command, Fence, Rollout, Ticket, Turn, decode
 from swarmq.testing import MemoryBroker
 
 IN, READY = topology.inbox("r"), topology.ready("r", "main")
@@ -95,33 +95,6 @@ async def test_turns_that_more_processes_left_behind_are_collected(job, broker, 
     async with collecting(job, broker, Store(None, run="r")):
         (episode,) = await arrivals(broker, READY, 1)
     assert len(episode.turns) == 1
-
-
-class RecordsWindows(MemoryBroker):
-    """Records how many messages each consumer of the inbox may hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.windows = asyncio.Queue()
-
-    def consume(self, queue, *, prefetch):
-        if queue == IN:
-            self.windows.put_nowait(prefetch)
-        return super().consume(queue, prefetch=prefetch)
-
-
-async def test_the_larger_messages_are_the_fewer_are_held(job, say):
-    """As many as fit into HELD_BYTES, also before their size is known."""
-    broker = RecordsWindows()
-    await broker.declare("r", policies=job.policies, kinds=job.mix)
-    async with collecting(job, broker, Store(None, run="r")):
-        assert await broker.windows.get() == HELD_BYTES // MAX_MESSAGE_BYTES
-        for number in range(SAMPLE):
-            await broker.publish(IN, say.turn(f"small {number}"))
-        assert await broker.windows.get() == PREFETCH
-        await broker.publish(IN, say.turn("large", prompt=[7] * 200_000))
-        assert await broker.windows.get() == HELD_BYTES // 2**20
-    assert broker.stored(IN) == []
 
 
 class LosesAFence(MemoryBroker):
