@@ -65,6 +65,14 @@ def on_ranks(count: int, model: Path, train: Train, target: Path) -> Made:
     return dict(zip(SETTINGS, torch.load(target), strict=True))
 
 
+def launch_alone_and_on_two(script: str, model: Path, plain: Train, ways: dict[str, Train], folder: Path) -> None:
+    """Run a script with `plain` on one rank, then with each way on two. The folders "alone" and those named as the ways are for what it makes."""
+    for count, named in (1, {"alone": plain}), (2, ways):
+        for name in named:
+            (folder / name).mkdir()
+        launch(count, script, str(model), msgspec.json.encode(named).decode(), str(folder))
+
+
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     reference = make_qwen(tmp_path_factory.mktemp("models") / "reference", seed=1)
@@ -130,10 +138,8 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
     plain = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0), micro_batch_tokens=88, learning_rate=1e-3)
     shared = msgspec.structs.replace(plain, sharding="full")
     half = msgspec.structs.replace(shared, mixed_precision="bf16")  # which nothing but they themselves is compared with
-    for count, ways in (1, {"alone": plain}), (2, {"two": plain, "two sharded": shared, "in bf16": half}):
-        for name in ways:
-            (tmp_path / name).mkdir()
-        launch(count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(ways).decode(), str(tmp_path))
+    ways = {"two": plain, "two sharded": shared, "in bf16": half}
+    launch_alone_and_on_two(lora_ranks.__file__, tiny_qwen, plain, ways, tmp_path)
     alone = tmp_path / "alone"
     before = dict(Trainer(str(tiny_qwen), plain).named_tensors())
     for name in ("two", "two sharded"):
@@ -163,10 +169,7 @@ def test_a_critic_on_ranks_learns_what_it_learns_on_one(tiny_qwen: Path, tmp_pat
         "two that share passes": msgspec.structs.replace(plain, context_parallel=2),
         "two sharded": msgspec.structs.replace(plain, sharding="full"),  # last, because accelerate stays with it
     }
-    for count, named in (1, {"alone": plain}), (2, ways):
-        for name in named:
-            (tmp_path / name).mkdir()
-        launch(count, critic_ranks.__file__, str(tiny_qwen), msgspec.json.encode(named).decode(), str(tmp_path))
+    launch_alone_and_on_two(critic_ranks.__file__, tiny_qwen, plain, ways, tmp_path)
     alone = torch.load(tmp_path / "alone" / "made")
     for name in ways:
         made = torch.load(tmp_path / name / "made")
@@ -248,10 +251,7 @@ def test_ranks_of_which_one_sees_images_make_the_gradient_and_the_weights_of_one
     plain = msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), micro_batch_tokens=32)
     changes: dict[str, Any] = {"two": {}, "sharing passes": {"context_parallel": 2}, "sharded": {"sharding": "full"}}
     ways = {name: msgspec.structs.replace(plain, **changed) for name, changed in changes.items()}
-    for count, named in (1, {"alone": plain}), (2, ways):
-        for name in named:
-            (tmp_path / name).mkdir()
-        launch(count, vision_ranks.__file__, str(model), msgspec.json.encode(named).decode(), str(tmp_path))
+    launch_alone_and_on_two(vision_ranks.__file__, model, plain, ways, tmp_path)
     alone = torch.load(tmp_path / "alone" / "made")
     for name in ways:
         made = torch.load(tmp_path / name / "made")
