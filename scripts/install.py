@@ -230,7 +230,8 @@ def _apt(*packages: str) -> None:
     """What the system lacks, as root. If it fails, whoever called has another way or the better message."""
     _say(f"      apt-get install {' '.join(packages)}")
     _run(["apt-get", "update", "-q"])
-    _run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *packages])
+    wait_for_others = "-oDPkg::Lock::Timeout=300"  # seconds; machines that were just started often upgrade themselves
+    _run(["apt-get", wait_for_others, "install", "-q", "-y", "--no-install-recommends", *packages])
 
 
 def _is_debian() -> bool:

@@ -42,6 +42,8 @@ ERLANG_PARTS = [
     "tools",
     "xmerl",
 ]
+WAIT_FOR_OTHERS = "-oDPkg::Lock::Timeout=300"
+"""Option of apt-get: seconds to wait for another installation, such as the automatic upgrades of a machine that was just started."""
 PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in ERLANG_PARTS))
 
 INSTALL_HINT = (
@@ -180,7 +182,7 @@ def _install_as_root(policy: Path, report: Callable[[str], None]) -> None:
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
     try:
-        command = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
+        command = ["apt-get", WAIT_FOR_OTHERS, "install", "-y", "--no-install-recommends", "rabbitmq-server"]
         if not run_command(command).ok:
             report("refreshing the package lists")
             run_checked(["apt-get", "update"])

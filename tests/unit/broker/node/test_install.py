@@ -194,7 +194,7 @@ def test_as_root_the_systems_package_is_installed_and_its_service_stays_off(
     said: list[str] = []
     assert install.install(said.append, host(machine)).place.startswith(str(machine / "system"))
     assert "refreshing the package lists" in said
-    install_line = "install -y --no-install-recommends rabbitmq-server 101"
+    install_line = "-oDPkg::Lock::Timeout=300 install -y --no-install-recommends rabbitmq-server 101"
     assert log.read_text().splitlines() == [install_line, "update 101", install_line, "disable rabbitmq-server"]
     assert not policy.exists()
 
