@@ -4,8 +4,10 @@
     python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 2 --losses tis_mask ppo_clip cispo       # a GPU
     python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 --losses tis_mask --quantization none fp8 --at-once 4
     python -m benchmarks.learns --size 85m --device cuda --seeds 0 --losses tis_mask --staleness 0 1 2 4 8 --at-once 5
+    python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 2 --losses tis_mask --staleness 4 --kept-cache no yes --at-once 6
 
-The second compares engines that compute in BF16 and in FP8, the third bounds of staleness; runs of a command go side by side on one GPU.
+The second compares engines that compute in BF16 and in FP8, the third bounds of staleness, the fourth engines that clear their cache at a
+push with engines that keep it (`engine.keep_cache`), with five batches of episodes under way; runs of a command go side by side on one GPU.
 
 The tasks, agent and tool are the demo's (two families of `reasoning-gym`, a calculator to call). The warm start
 (swarmq.learner.warm_start) teaches the format and mostly guessing; that it pays to call the tool until the end is left to
@@ -104,10 +106,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     loss: str
     max_staleness: int = 2
     quantization: str = "none"
+    keep_cache: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.loss.replace('_', '-')}-{self.seed}-{self.max_staleness}-{self.quantization}"
+        words = (self.loss.replace("_", "-"), self.seed, self.max_staleness, self.quantization)
+        return "-".join(map(str, words)) + "-kept" * self.keep_cache
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Run:
@@ -162,14 +166,15 @@ def main() -> None:
 
 async def run_all(folder: Path, arguments: argparse.Namespace, deadline: float) -> tuple[list[dict[str, Any]], int]:
     """Make at most `--at-once` models, and then as many runs, at the same time. Returns all results and the number of runs that failed."""
-    fp8 = "fp8" in arguments.quantization
-    name = "_".join(
-        ["learns", *["staleness"] * bool(arguments.staleness), report.place(arguments.device), *["fp8"] * fp8]
+    fp8, kept = "fp8" in arguments.quantization, "yes" in arguments.kept_cache
+    compared = "keep_cache" if kept else "staleness" if arguments.staleness else ""
+    name = "_".join(filter(None, ["learns", compared, report.place(arguments.device), "fp8" * fp8]))
+    ways = list(
+        itertools.product(arguments.losses, arguments.staleness or [2], arguments.quantization, arguments.kept_cache)
     )
-    ways = list(itertools.product(arguments.losses, arguments.staleness or [2], arguments.quantization))
     planned = {
-        Run(seed=seed, loss=loss, max_staleness=bound, quantization=way)
-        for seed, (loss, bound, way) in itertools.product(arguments.seeds, ways)
+        Run(seed=seed, loss=loss, max_staleness=bound, quantization=way, keep_cache=cache == "yes")
+        for seed, (loss, bound, way, cache) in itertools.product(arguments.seeds, ways)
     }
     earlier = report.kept(name, out=arguments.out)[1].get("runs", [])
     runs: list[dict[str, Any]] = [one for one in earlier if Run.of(one) not in planned]
@@ -251,6 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--staleness", type=int, nargs="+", default=[], help="bounds to compare (groups.max_staleness); 0: synchronous"
     )
+    parser.add_argument("--kept-cache", nargs="+", default=["no"], choices=("no", "yes"), help="engine.keep_cache")
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument(
         "--measure-every",
@@ -328,6 +334,7 @@ def job_of(folder: Path, model: Path, size: Size, run: Run, steps: int, *, cuda:
         "groups.when_dry=lend",  # one kind is solved before the other
         f"groups.max_staleness={run.max_staleness}",
         f"policies.main.engine.quantization={run.quantization}",
+        f"policies.main.engine.keep_cache={str(run.keep_cache).lower()}",
     ]
     if cuda:
         sets += [f"policies.main.{setting}={value}" for setting, value in ON_GPU.items()]
@@ -372,18 +379,19 @@ def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def by_way(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ by their seeds only; a bound or a precision is named where it differs from the usual one."""
+    """Runs that differ by their seeds only; a bound, a precision or a kept cache is named where it is not the usual one."""
     found: dict[str, list[dict[str, Any]]] = {}
     bounds = {Run.of(one).max_staleness for one in runs}
     for one in runs:
         run = Run.of(one)
         words = [run.loss, *[str(run.max_staleness)] * (len(bounds) > 1), *["fp8"] * (run.quantization == "fp8")]
+        words += ["kept_cache"] * run.keep_cache
         found.setdefault("_".join(words), []).append(one)
     return found
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each loss, bound and precision: training reward of every seed, held-out reward as dots."""
+    """A panel for each loss, bound, precision and cache: training reward of every seed, held-out reward as dots."""
     import matplotlib as mpl  # noqa: PLC0415 - slow to import
 
     mpl.use("Agg")
