@@ -2,6 +2,7 @@
 
     python -m benchmarks.rollouts --size demo --warm-steps 20 5 --random tiny --streams 4 --seconds 2 --ways plain ngram --out /tmp/out
     python -m benchmarks.rollouts --size 85m --random 1.7b --device cuda          # one H200
+    python -m benchmarks.rollouts --size 85m --device cuda --ways plain ngram ngram_gpu --large-ways    # kinds of drafts, one GPU
 
 Two models. A small one is warmed up by demonstrations and asked in a loop of tool calls, as agents ask: text that repeats itself, and
 probabilities that mean something. A large one has random weights and samples long answers: how fast engines compute. Each way
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import statistics
 import tempfile
@@ -39,17 +41,27 @@ from benchmarks.timelines.run import SHAPES
 from swarmq.config import EngineSettings, Policy
 from swarmq.demo import agent
 from swarmq.engine.auth import make_auth_headers
-from swarmq.engine.server.launch import EngineProcess
+from swarmq.engine.server.launch import NGRAM_DRAFTS, EngineProcess
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.push.pusher import WeightPusher
 
-WAYS: dict[str, dict[str, Any]] = {
+USUAL_WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8": {"quantization": "fp8"},
     "fp8_cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "ngram": {"speculation": "ngram"},
 }
 """Name of a way to sample -> its settings of `engine`."""
+GPU_DRAFTS: dict[str, dict[str, int]] = {
+    "ngram_gpu": {},
+    "ngram_gpu_8": {"num_speculative_tokens": 8},
+    "ngram_gpu_8_after_1": {"num_speculative_tokens": 8, "prompt_lookup_min": 1},
+}
+"""Name of a way to draft on the GPU, while vLLM schedules the next step -> what differs from `engine.speculation`."""
+WAYS = USUAL_WAYS | {
+    way: {"arguments": ("--speculative-config", json.dumps(NGRAM_DRAFTS | {"method": "ngram_gpu"} | changes))}
+    for way, changes in GPU_DRAFTS.items()
+}
 SMALL, LARGE = "small", "large"
 CACHE_BYTES = {SMALL: 64 << 20, LARGE: 80 << 20}
 """Of keys and values, for each stream."""
@@ -89,13 +101,17 @@ def main() -> None:
     arguments = parse()
     place = report.place(arguments.device)
     with tempfile.TemporaryDirectory(prefix="swarmq-rollouts-", dir=arguments.scratch) as folder:
-        served, gaps, pauses = asyncio.run(measure(Path(folder), arguments))
+        served, gaps, pauses, accepted = asyncio.run(measure(Path(folder), arguments))
     rates = {one.name: statistics.median(one.rates) for one in served}
     served = [one for one in served if f"{one.model}_plain" in rates]  # every way is compared with it
     detail = {
         "tokens_per_s": {one.name: one.rates for one in served},
         "gaps": gaps,
         "pause_s": pauses,
+        "accepted": accepted,
+        "tokens_of_an_answer": {
+            one.name: statistics.mean(len(answer.ids) for answer in one.answers) for one in served if one.answers
+        },
         "streams": arguments.streams,
         "models": {SMALL: arguments.size, LARGE: arguments.random},
     }
@@ -103,6 +119,7 @@ def main() -> None:
     print(report.table(("engine", "tokens/s", "over plain"), [row[:3] for row in rows]))
     for name, gap in gaps.items():
         print(name, gap)
+    print(f"accepted {accepted}, tokens of an answer {detail['tokens_of_an_answer']}")
     figures = {f"tokens_per_s_{name}": rate for name, rate in rates.items()}
     eights = [one for one in served if one.way.startswith("fp8")]
     if eights:
@@ -116,16 +133,14 @@ def main() -> None:
             detail,
             arguments,
         )
-    drafts = [one for one in served if one.way == "ngram"]
+    drafts = [one for one in served if one.way.startswith("ngram")]
     if drafts:
-        own = {f"tokens_ratio_{one.model}": ratio(rates, one) for one in drafts}
+        own = {f"tokens_ratio_{one.model}{ending(one)}": ratio(rates, one) for one in drafts}
         small = next((one for one in drafts if one.model == SMALL), drafts[0])
         own |= {"tokens_ratio": ratio(rates, small)}
-        if {small.name, f"{SMALL}_plain"} <= gaps.keys():
-            own |= {
-                "logprob_max_abs": gaps[small.name]["max_abs"],
-                "logprob_max_abs_plain": gaps[f"{SMALL}_plain"]["max_abs"],
-            }
+        own |= {f"logprob_max_abs{ending(one)}": gaps[one.name]["max_abs"] for one in drafts if one.name in gaps}
+        if f"{SMALL}_plain" in gaps:
+            own |= {"logprob_max_abs_plain": gaps[f"{SMALL}_plain"]["max_abs"]}
         save(
             f"spec_{place}",
             {name: value for name, value in figures.items() if "fp8" not in name} | own,
@@ -140,6 +155,11 @@ def save(name: str, figures: dict[str, float], detail: dict[str, Any], arguments
     print(report.save(name, before | figures, detail=other | detail, out=arguments.out))
 
 
+def ending(one: Served) -> str:
+    """Return the end of the name of a figure of a way with drafts; empty for that of `engine.speculation`."""
+    return one.way.removeprefix("ngram")
+
+
 def ratio(rates: dict[str, float], one: Served) -> float:
     return rates[one.name] / rates[f"{one.model}_plain"]
 
@@ -149,8 +169,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--size", default="85m", choices=SIZES, help="of the model that is warmed up")
     parser.add_argument("--random", default="1.7b", choices=sorted(SHAPES), help="of the model of random weights")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="of the small model")
-    parser.add_argument("--large-ways", nargs="*", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(USUAL_WAYS), choices=WAYS, help="of the small model")
+    parser.add_argument("--large-ways", nargs="*", default=list(USUAL_WAYS), choices=WAYS)
     parser.add_argument("--streams", type=int, default=32, help="of the small model")
     parser.add_argument("--large-streams", type=int, default=192)
     parser.add_argument("--seconds", type=float, default=2.0, help="for which tokens are counted each time")
@@ -169,8 +189,9 @@ def parse() -> argparse.Namespace:
 
 async def measure(
     folder: Path, arguments: argparse.Namespace
-) -> tuple[list[Served], dict[str, dict[str, float]], dict[str, float]]:
-    """Return the engines with their rates, and by engine the gaps of log-probabilities and the pauses for the push."""
+) -> tuple[list[Served], dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+    """Return the engines with their rates, and by engine the gaps of log-probabilities, the pauses for the push and the drafted tokens that
+    were accepted in a step of a request."""
     fresh: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     warming = asyncio.create_task(warm_up(folder / SMALL, arguments, fresh))
     random_model = folder / LARGE
@@ -203,8 +224,9 @@ async def measure(
                     print(f"{one.name}: {rate:.0f} tokens/s", flush=True)
                     if number:
                         one.rates.append(rate)
+        accepted = {one.name: await count_accepted(one) for one in served if one.way.startswith("ngram")}
     gaps = await asyncio.to_thread(compare, served, trained, arguments.device)
-    return served, gaps, pauses
+    return served, gaps, pauses, accepted
 
 
 @contextlib.contextmanager
@@ -249,12 +271,13 @@ async def serve(
     streams = arguments.streams if model == SMALL else arguments.large_streams
     cuda = arguments.device == "cuda"
     extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES[model] * streams), "--api-server-count", "2"] if cuda else []
+    chosen = dict(WAYS[way])
     settings = EngineSettings(
         max_model_len=1024,
-        dtype="bfloat16" if cuda or "quantization" in WAYS[way] else "auto",
+        dtype="bfloat16" if cuda or "quantization" in chosen else "auto",
         gpu_memory_utilization=0.1 if cuda else None,
-        arguments=("--max-num-seqs", str(max(streams, 8)), *extra),
-        **WAYS[way],
+        arguments=("--max-num-seqs", str(max(streams, 8)), *extra, *chosen.pop("arguments", ())),
+        **chosen,
     )
     name = f"{model}_{way}"
     engine = EngineProcess(
@@ -298,6 +321,17 @@ async def count(one: Served, arguments: argparse.Namespace) -> float:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     return tokens / took_s
+
+
+async def count_accepted(one: Served) -> float:
+    """Return the drafted tokens that were accepted in a step of a request, by vLLM's counters."""
+    async with one.http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    accepted, drafts = (
+        sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:spec_decode_num_{what}_total"))
+        for what in ("accepted_tokens", "drafts")
+    )
+    return accepted / drafts if drafts else 0.0
 
 
 def completions(http: aiohttp.ClientSession, place: Path) -> Callable[[int], Awaitable[None]]:
