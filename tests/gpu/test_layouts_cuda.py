@@ -134,13 +134,30 @@ def test_attention_is_compiled_before_the_first_pass(name, autocast):
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-def test_half_precision_differs_by_rounding_alone():
+@pytest.mark.parametrize("way", ["rows", "tree"])
+def test_half_precision_differs_by_rounding_alone(way):
     episodes = group()
     exact, _ = oracle(build("qwen3"), episodes)
     model = LayoutModel(build("qwen3", torch.bfloat16))
-    logprobs, _ = computed(model, PrefixTree(episodes).layouts(4000))
+    logprobs, _ = computed(model, PrefixTree(episodes).layouts(4000) if way == "tree" else plan_rows(episodes, 4000))
     plain, _ = oracle(build("qwen3", torch.bfloat16), episodes)
     assert (logprobs - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_kept_and_recomputed_layers_of_packed_rows_give_the_same_gradient_in_half_precision(name, monkeypatch):
+    """FlashAttention computes these rows, if it is installed."""
+    layouts, outcomes = plan_rows(group(), 2000), []
+    for others_kept in (0, 1):
+        model = LayoutModel(build(name, torch.bfloat16))
+        model.compile_layers()
+        with monkeypatch.context() as patch:
+            patch.setattr(ActivationCheckpointing, "_count_layers_to_keep", lambda *_, kept=others_kept: kept)
+            ActivationCheckpointing.enable(model.model)
+            outcomes.append(computed(model, layouts))
+    (recomputed, gradient_recomputed), (kept, gradient_kept) = outcomes
+    assert (recomputed - kept).abs().max() < 1e-3
+    assert (gradient_recomputed - gradient_kept).norm() < 0.02 * gradient_kept.norm()
 
 
 @pytest.mark.parametrize("chunk", [1, 4, None], ids=["one gradient kept", "some kept", "all kept"])

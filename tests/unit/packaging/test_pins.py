@@ -25,7 +25,7 @@ WANTED = [
 
 
 TESTED = ROOT / "requirements" / "tested.txt"
-BUILD_OF_THE_MACHINE = {"torch", "torchvision", "vllm"}
+BUILD_OF_THE_MACHINE = {"flash-attn-4", "torch", "torchvision", "vllm"}
 """Stated in tested.txt itself."""
 CAPPED = ("accelerate", "peft", "torch", "transformers")
 """Packages of the learner of which no untried minor release may be installed."""

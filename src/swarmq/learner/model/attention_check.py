@@ -4,7 +4,8 @@ A compiler may refuse a kernel for reasons that only an attempt reveals, such as
 often in the backward pass alone. Therefore the attention of every kind of layer is computed once on the device and in the
 precision of training, from the queries, keys and values of a small example, padded to every length to which passes will be
 padded. This also compiles the kernels that training needs. Only attention is tried, so the trial needs neither the model's
-memory nor the ranks that shard it.
+memory nor the ranks that shard it. FlashAttention has a trial of its own, over packed rows; what fails it is left to
+FlexAttention.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 
+from swarmq.learner.model import flash_attention
 from swarmq.learner.model.batched_attention import AttentionForm
 from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank, cut_length
 from swarmq.learner.model.layout_attention import BLOCK, Visibility, list_padded_lengths
-from swarmq.timeline import Layout
+from swarmq.timeline import Layout, lay_rows, make_resolved_turn, unfold
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest accepted error relative to the largest value, in single and double precision."""
 HALF_PRECISION_TOLERANCE = 0.1
 """Largest accepted error relative to the largest value, in half precision."""
+TRIAL_ROWS = (2, 64, 129, 300)
+"""Lengths of the rows with which FlashAttention is tried: less than a block, whole blocks, and one token more."""
 
 
 class AttentionCall(NamedTuple):
@@ -59,6 +63,14 @@ class RecordingVisibility(Visibility):
         return super().attend(module, query, key, value, form)
 
 
+class FlashVisibility(Visibility):
+    """Visibility over packed rows that computes attention with FlashAttention, whether or not it is allowed yet."""
+
+    def attend(self, _module: Any, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        assert self.rows
+        return flash_attention.attend_in_rows(query, key, value, form, self.rows)
+
+
 def find_refusal(
     calls: Iterable[AttentionCall],
     layout: Layout,
@@ -74,14 +86,49 @@ def find_refusal(
     `backward`: whether gradients are needed. `pass_tokens`: tokens of the largest pass. `ranks`: number of ranks that share each
     pass; the computation of every rank is tried on this device. Raises the GPU's own error if it fails or is out of memory.
     """
-    here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
     padded = [_build_visibilities(layout, device, length, ranks) for length in list_padded_lengths(longest)]
+    return _find_difference(calls, layout, padded, device, dtype, backward=backward)
+
+
+def find_flash_refusal(
+    calls: Iterable[AttentionCall], device: torch.device, dtype: torch.dtype, *, backward: bool
+) -> str | None:
+    """Return why FlashAttention does not compute packed rows on `device`, or None if it compiles there and equals attention in
+    batches. Raises the GPU's own error if it fails or is out of memory."""
+    if obstacle := flash_attention.find_obstacle(device, dtype):
+        return obstacle
+    rows = lay_rows([(0, row) for row in unfold([make_resolved_turn([0] * (n - 1), [0], [0.0]) for n in TRIAL_ROWS])])
+    tried = [draw_call(call, rows.num_tokens) for call in calls]
+    return _find_difference(
+        tried, rows, [[FlashVisibility(rows, device, compiled=True)]], device, dtype, backward=backward
+    )
+
+
+def draw_call(call: AttentionCall, num_tokens: int) -> AttentionCall:
+    """Return a call of the same kind for `num_tokens` tokens, with random queries, keys and values."""
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, x.shape[1], num_tokens, x.shape[3], generator=random) for x in call[:3])
+    return AttentionCall(query, key, value, call.form)
+
+
+def _find_difference(
+    calls: Iterable[AttentionCall],
+    layout: Layout,
+    kernels: Sequence[Sequence[Visibility]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+) -> str | None:
+    """Return why one of the `kernels`, each of them the visibilities of all ranks, does not compute `calls` on the device as
+    attention in batches does, or None."""
+    here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     limit = TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
     for call in calls:
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
         expected = _compute_outcome(rounded, call.form, here, backward=backward)
-        for there in padded:
+        for there in kernels:
             try:
                 outcome = _compute_outcome([x.to(device, dtype) for x in rounded], call.form, there, backward=backward)
             except (torch.OutOfMemoryError, torch.AcceleratorError):

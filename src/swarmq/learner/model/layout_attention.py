@@ -1,9 +1,10 @@
 """Attention over a layout: every token sees its own ancestors and nothing else (swarmq.timeline.layout).
 
 On CUDA this is compiled FlexAttention with block masks computed from the layout and not from T x T pairs. Lengths are padded to a
-few values, so that few kernels are compiled; only attention computes padding. Elsewhere, nodes are computed in batches by plain
-scaled-dot-product attention (batched_attention). If ranks share a pass (context_parallel.py), a rank has the queries of its own
-tokens, and the keys and values of all tokens.
+few values, so that few kernels are compiled; only attention computes padding. Packed rows are computed by FlashAttention where it
+passed its trial (flash_attention.py). Elsewhere, nodes are computed in batches by plain scaled-dot-product attention
+(batched_attention). If ranks share a pass (context_parallel.py), a rank has the queries of its own tokens, and the keys and
+values of all tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from swarmq.learner.model.batched_attention import (
     build_batches,
 )
 from swarmq.learner.model.context_parallel import ALONE, ContextGroup, ContextPart
+from swarmq.learner.model.flash_attention import MAX_ROWS, Kind, Rows, attend_in_rows, is_allowed
 from swarmq.timeline.layout import Layout, list_node_spans, map_blocks
 from swarmq.timeline.turns import IntArray
 
@@ -88,6 +90,14 @@ class Visibility:
         """Node -> runs of tokens from its root to its own end, in order."""
         return _list_paths(self.nodes, self._layout.node_parents.tolist())
 
+    @functools.cached_property
+    def rows(self) -> Rows | None:
+        """The layout as packed rows that FlashAttention can compute, or None if it forks or ranks share it."""
+        edges = None if self.part else _find_row_edges(self._layout.exits)
+        if edges is None or len(edges) > MAX_ROWS + 1:
+            return None
+        return Rows(to_device(edges, self._device), int(np.diff(edges).max()))
+
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the block mask for queries and keys padded to `padded_length`; cached per window and layout."""
         if window not in self._block_masks:
@@ -119,9 +129,7 @@ class Visibility:
         if self.compiled:
             gathered = self.context.ranks * (key.nbytes + value.nbytes)
             saved = 2 * query.nbytes + gathered  # the output is as large as the query
-            return self.kept.compute_attention(
-                module, saved, lambda: _run_flex_attention(query, key, value, self, form)
-            )
+            return self.kept.compute_attention(module, saved, lambda: _run_kernel(query, key, value, self, form))
         keys, values = self.context.gather(key, value)
         return attend_in_batches(query, keys, values, self.batches(form.window), form)
 
@@ -174,13 +182,21 @@ def attend(
     return visibility.attend(module, query, key, value, form).transpose(1, 2).contiguous(), None
 
 
+def _run_kernel(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: AttentionForm) -> Tensor:
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    if is_allowed(Kind.of(query, key, value, form)) and visibility.rows:
+        return attend_in_rows(query, key, value, form, visibility.rows)
+    return _run_flex_attention(query, key, value, visibility, form)
+
+
 def _run_flex_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: AttentionForm
 ) -> Tensor:
     count, kind = query.shape[2], query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    key, value = visibility.context.gather(key.to(dtype), value.to(dtype))
-    query = _pad_tokens(query.to(dtype), visibility.padded_queries)
+    key, value = visibility.context.gather(key, value)
+    query = _pad_tokens(query, visibility.padded_queries)
     key, value = (_pad_tokens(x, visibility.padded_length) for x in (key, value))
     # otherwise kernels compiled without autocast would be compiled again
     with torch.autocast(kind, torch.bfloat16, enabled=False):
@@ -204,6 +220,12 @@ def _run_flex_attention(
 
 def _pad_tokens(values: Tensor, length: int) -> Tensor:
     return F.pad(values, (0, 0, 0, length - values.shape[2])).contiguous()
+
+
+def _find_row_edges(exits: IntArray) -> IntArray | None:
+    """Return the start of every packed row and the end of the last one, or None if the layout forks."""
+    edges = np.concatenate([[0], np.unique(exits)]).astype(np.int32)
+    return edges if np.array_equal(exits, np.repeat(edges[1:], np.diff(edges))) else None
 
 
 def _list_paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:

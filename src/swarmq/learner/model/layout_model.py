@@ -8,7 +8,7 @@ own, or fails the check on a small tree) computes one row after another, and `ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,15 +22,17 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.memory import host
-from swarmq.learner.model import layout_attention, rotary_embeddings, vision
+from swarmq.learner.model import flash_attention, layout_attention, rotary_embeddings, vision
 from swarmq.learner.model.attention_check import (
     AttentionCall,
     RecordingVisibility,
     agree_on_reason,
     broadcast_from_rank0,
+    find_flash_refusal,
     find_refusal,
 )
 from swarmq.learner.model.context_parallel import ALONE, ContextGroup, cut_for_rank
+from swarmq.learner.model.flash_attention import Kind
 from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, to_device
 from swarmq.learner.model.logprob_head import (
     Scored,
@@ -273,14 +275,16 @@ class LayoutModel(nn.Module):
         self.head_apart, self.rows_only, self._windows, self._row_attention, calls = broadcast_from_rank0(
             (self.head_apart, self.rows_only, self._windows, self._row_attention, calls)
         )
+        trained = any(parameter.requires_grad for parameter in self.parameters())
         if self.rows_only is None and device.type == "cuda":
-            trained = any(parameter.requires_grad for parameter in self.parameters())
             self.rows_only = find_refusal(
                 calls, tree, device, dtype, backward=trained, pass_tokens=pass_tokens, ranks=self.ranks
             )
         self.rows_only = agree_on_reason(self.rows_only)
         if self.rows_only is None:
             self._attend_over_layouts()
+            if device.type == "cuda":
+                self._try_flash_attention(calls, device, dtype, backward=trained)
         else:
             self._attend_with(self._row_attention)
         if self.rows_only or not self.head_apart:
@@ -291,6 +295,16 @@ class LayoutModel(nn.Module):
                 head_apart=self.head_apart,
                 attention=self.model.config._attn_implementation,  # noqa: SLF001 - it has no public name
             )
+
+    def _try_flash_attention(
+        self, calls: Sequence[AttentionCall], device: torch.device, dtype: torch.dtype, *, backward: bool
+    ) -> None:
+        """Let FlashAttention compute packed rows if it can on every rank, and log which attention computes them."""
+        shared = "ranks share each micro-batch" if self.ranks > 1 else None
+        reason = agree_on_reason(shared or find_flash_refusal(calls, device, dtype, backward=backward))
+        if reason is None:
+            flash_attention.allow(Kind.of(*call)._replace(dtype=dtype, backward=backward) for call in calls)
+        log.info("packed_rows", attention="FlexAttention" if reason else "FlashAttention", reason=reason)
 
     def _try_layouts(self, rows: Layout, tree: Layout) -> list[AttentionCall]:
         """Set `rows_only` and `head_apart` from a trial of both layouts, and return the inputs of the model's attention."""
