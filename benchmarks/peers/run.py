@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import report
 from benchmarks.loop.model import make_model
-from benchmarks.loop.run import Asked, Size, measure, show_logs
+from benchmarks.loop.run import Asked, Size, measure, multi_process_service, show_logs
 from benchmarks.peers import verl_run
 from benchmarks.peers.processes import PeerError, started, tail, wait_for_lines
 from benchmarks.peers.work import EPISODES, PASS_TOKENS, PROMPTS, SAMPLED, TURNS, WORDS
@@ -40,8 +40,12 @@ MEASURED, BLOCK = 9, 3
 WARM_UP = {"sync": 1, "colocate_async": 2}
 OWN_WARM_UP = 4
 """Steps of swarmq that warm up: the first steps find episodes of agents that began together."""
-SWARMQ = {"swarmq": False, "swarmq_keep_cache": True}
-"""Part -> `engine.keep_cache`."""
+SWARMQ: dict[str, dict[str, Any]] = {
+    "swarmq": {},
+    "swarmq_keep_cache": {"keep_cache": True},
+    "swarmq_mps": {"keep_cache": True, "mps": "learner-low"},
+}
+"""Part -> what is asked of benchmarks/loop/run.py beyond the defaults."""
 LIMITS_S = {"probe": 180.0, **dict.fromkeys(SWARMQ, 420.0)}
 LIMIT_S = 480.0
 """Seconds that each of the other parts may take: verl takes five minutes from a cold disk to its first step, half of them to start vLLM."""
@@ -123,7 +127,7 @@ def runner(
     if part == "probe":
         return functools.partial(probe, python=arguments.verl_python)
     if part in SWARMQ:
-        return functools.partial(swarmq, model=arguments.model, keep_cache=SWARMQ[part])
+        return functools.partial(swarmq, model=arguments.model, **SWARMQ[part])
     if part in VERL:
         mode, bypass = VERL[part]
         fast = Fast(attention, arguments.logits or fastest(detail, "logits", LOGITS))
@@ -199,7 +203,7 @@ def trl(folder: Path, *, model: Path, python: str, weights: str, attention: str,
     return made | rate(made["ends"], WARM_UP["sync"])
 
 
-def swarmq(folder: Path, *, model: str, keep_cache: bool, limit_s: float) -> dict[str, Any]:
+def swarmq(folder: Path, *, model: str, limit_s: float, **settings: Any) -> dict[str, Any]:
     size = Size(
         turns=TURNS,
         sampled=SAMPLED,
@@ -210,8 +214,9 @@ def swarmq(folder: Path, *, model: str, keep_cache: bool, limit_s: float) -> dic
         gpu_share=0.32,
     )
     steps = OWN_WARM_UP + MEASURED
-    asked = Asked(device="cuda", steps=steps, warm_up=OWN_WARM_UP, deadline=limit_s, keep_cache=keep_cache)
-    figures, detail = asyncio.run(measure(folder, model, size, asked))
+    asked = Asked(device="cuda", steps=steps, warm_up=OWN_WARM_UP, deadline=limit_s, **settings)
+    with multi_process_service(Path(tempfile.gettempdir()), wanted=asked.mps != "off"):
+        figures, detail = asyncio.run(measure(folder, model, size, asked))
     episodes = sum(step["episodes"] for step in detail["steps"])
     return {
         "samples_per_s": episodes / detail["seconds"],
