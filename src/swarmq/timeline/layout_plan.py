@@ -36,6 +36,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Attention window -> cost of one visible pair, summed over all layers with that window."""
     frozen: float = 0.0
     """Part of the cost `token` that is spent on products with frozen weights."""
+    tree_slowdown: float = 1.0
+    """Time of a visible pair in a tree over that in packed rows, which may have a faster attention."""
 
     def attention(self, layouts: Iterable[Layout]) -> float:
         """Return the cost of attention over all pairs of `layouts`."""
@@ -109,7 +111,8 @@ def plan_layouts(
     if only == "rows":
         return _make_plan(folded, rows, "rows", because, unfolded)
     trees = folded.tree.layouts(budget)
-    row_price, tree_price = (cost.training(layouts) for layouts in (rows, trees))
+    row_price = cost.training(rows)
+    tree_price = cost.training(trees) + 3 * (cost.tree_slowdown - 1) * cost.attention(trees)
     saved = 1 - tree_price / row_price if row_price else 0.0
     reason = (
         f"the tree needs {_count_tokens(trees)} tokens where rows need {_count_tokens(rows)}, {saved:.1%} less work"

@@ -71,6 +71,13 @@ def test_tokens_weigh_less_beside_attention_where_weights_are_not_trained():
         )
 
 
+def test_a_tree_has_to_save_more_where_rows_have_a_faster_attention():
+    group = [[make_resolved_turn(range(100), [300 + e] * 900, [-1.0] * 900)] for e in range(8)]
+    for slowdown, way in ((1.0, "tree"), (1.5, "rows")):
+        cost = Cost(token=1.0, pair=0.002, tree_slowdown=slowdown)
+        assert plan_layouts(FoldedEpisodes(group), 10_000, cost=cost).way == way
+
+
 @given(data=st.data())
 def test_whichever_way_the_same_tokens_are_trained(groups, data):
     batch = data.draw(groups())

@@ -10,6 +10,7 @@ FlexAttention.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,9 +101,10 @@ def find_flash_refusal(
         return obstacle
     rows = lay_rows([(0, row) for row in unfold([make_resolved_turn([0] * (n - 1), [0], [0.0]) for n in TRIAL_ROWS])])
     tried = [draw_call(call, rows.num_tokens) for call in calls]
-    return _find_difference(
-        tried, rows, [[FlashVisibility(rows, device, compiled=True)]], device, dtype, backward=backward
-    )
+    kernels = [[FlashVisibility(rows, device, compiled=True)]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the package's compiler warns about the package's own code
+        return _find_difference(tried, rows, kernels, device, dtype, backward=backward)
 
 
 def draw_call(call: AttentionCall, num_tokens: int) -> AttentionCall:

@@ -169,6 +169,8 @@ class LayoutModel(nn.Module):
         """Reason why the model cannot compute trees; None if it can."""
         self._windows: list[int | None] = []
         """Attention window of each layer; empty if unknown."""
+        self._tree_slowdown = 1.0
+        """Time of attention over a pair in a tree over that in packed rows."""
         self._row_attention: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
         """transformers' attention with which rows are computed one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
@@ -190,7 +192,13 @@ class LayoutModel(nn.Module):
         frozen = sum(price for price, (_, each) in zip(prices, inner, strict=True) if not each.requires_grad)
         layers, pair = Counter(self._windows or [None] * config.num_hidden_layers), 4.0 * width
         windowed = {window: pair * count for window, count in layers.items() if window is not None}
-        return Cost(token=sum(prices), pair=pair * layers[None], windowed=windowed, frozen=frozen)
+        return Cost(
+            token=sum(prices),
+            pair=pair * layers[None],
+            windowed=windowed,
+            frozen=frozen,
+            tree_slowdown=self._tree_slowdown,
+        )
 
     def compile_layers(self) -> None:
         """Let the first pass compile all operations between matrix products and attention into a few kernels, once for all layers
@@ -304,6 +312,7 @@ class LayoutModel(nn.Module):
         reason = agree_on_reason(shared or find_flash_refusal(calls, device, dtype, backward=backward))
         if reason is None:
             flash_attention.allow(Kind.of(*call)._replace(dtype=dtype, backward=backward) for call in calls)
+            self._tree_slowdown = flash_attention.FLEX_SLOWDOWN
         log.info("packed_rows", attention="FlexAttention" if reason else "FlashAttention", reason=reason)
 
     def _try_layouts(self, rows: Layout, tree: Layout) -> list[AttentionCall]:

@@ -298,6 +298,7 @@ def test_a_model_says_once_which_attention_computes_its_packed_rows(make_model, 
         ("FlexAttention" if reason else "FlashAttention", reason)
     ]
     assert model.rows_only is None
+    assert model.cost.tree_slowdown == (1.0 if reason else flash_attention.FLEX_SLOWDOWN)
     kinds = {(kind.dtype, kind.window, kind.sinks) for kind in flash_attention._usable if kind.backward}
     windows, sinks = ({7, None}, True) if name == "gpt-oss" else ({None}, False)
     assert kinds == (set() if reason else {(torch.bfloat16, window, sinks) for window in windows})
