@@ -33,6 +33,21 @@ async def test_text_in_and_text_out(stage, agent):
     assert decode(stage.engine.requests[0].token_ids) == text
 
 
+async def test_the_base_url_of_openai_s_clients_serves_anthropic_s_too(anthropic, stage, agent):
+    client = agent._client.with_options(base_url=f"{stage.url}/v1")
+    stage.engine.say("hello")
+    answer = await client.messages.create(**ASKED)
+    assert [block.text for block in answer.content] == ["hello"]
+    stage.engine.say("again")
+    async with client.messages.stream(**ASKED) as stream:
+        assert await stream.get_final_text() == "again"
+    assert (await client.messages.count_tokens(model="main", messages=[USER])).input_tokens == answer.usage.input_tokens
+    assert [model.id for model in (await client.models.list()).data] == ["main"]
+    assert (await client.models.retrieve("main")).id == "main"
+    with pytest.raises(anthropic.NotFoundError, match=r"neither one of this key's policies"):
+        await client.messages.create(**ASKED | {"model": "claude"})
+
+
 async def test_a_bearer_token_is_a_key_too(anthropic, stage):
     stage.engine.say("x")
     http = anthropic.DefaultAsyncHttpxClient(verify=False)  # or it loads certificates: 50 ms

@@ -27,6 +27,7 @@ def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
 
 __all__ = [
     "DIALECTS",
+    "MESSAGES",
     "CountTokens",
     "Dialect",
     "Writer",

@@ -25,6 +25,7 @@ from swarmq.proxy.completions.pipeline import Completions
 from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects import (
     DIALECTS,
+    MESSAGES,
     CountTokens,
     Dialect,
     anthropic_messages,
@@ -45,6 +46,8 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 MODELS = "/v1/models"
+AGAIN = "/v1"
+"""Before the paths of Anthropic's clients, which add `/v1/messages` to a base URL that ends in `/v1` already."""
 PATTERN = frozenset("*?[")
 """Characters of alias patterns, which cannot be listed as model names."""
 STATUSES = {
@@ -92,11 +95,16 @@ class AgentRoutes:
         """Return the route handlers for the application."""
         counting = _operation(CountTokens.summary, CountTokens.body)
         listing = _operation("The policies that the key may call, under all of their names")
+        one = _operation("A policy that the key may call")
         return [
             *map(self._dialect_handler, DIALECTS),
             post(CountTokens.path, status_code=200, operation_class=counting)(self.count_tokens),
             get(MODELS, operation_class=listing)(self.models),
-            get(MODELS + "/{model:path}", operation_class=_operation("A policy that the key may call"))(self.model),
+            get(MODELS + "/{model:path}", operation_class=one)(self.model),
+            post(AGAIN + MESSAGES.path, status_code=200, include_in_schema=False)(self.messages),
+            post(AGAIN + CountTokens.path, status_code=200, include_in_schema=False)(self.count_tokens),
+            get(AGAIN + MODELS, include_in_schema=False)(self.models),
+            get(AGAIN + MODELS + "/{model:path}", include_in_schema=False)(self.model),
         ]
 
     def _dialect_handler(self, dialect: Dialect) -> HTTPRouteHandler:
@@ -107,6 +115,9 @@ class AgentRoutes:
             return await self._answer(request, dialect)
 
         return ask
+
+    async def messages(self, request: Request[Any, Any, Any]) -> ASGIApp:
+        return await self._answer(request, MESSAGES)
 
     async def count_tokens(self, request: Request[Any, Any, Any]) -> ASGIApp:
         call = await self._read_call(request, CountTokens())
