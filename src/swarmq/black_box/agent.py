@@ -329,7 +329,7 @@ def read_task(payload: Any, options: CommandOptions) -> tuple[str, Path | None, 
     if isinstance(payload, str):
         payload = {options.prompt_field: payload}
     prompt = payload.get(options.prompt_field) if isinstance(payload, dict) else None
-    if not isinstance(prompt, str) or not prompt:
+    if not isinstance(prompt, str) or not prompt.strip():
         raise TaskError(f"the task has no text in its field {options.prompt_field!r} (--prompt-field)")
     folder, commit = payload.get("folder"), payload.get("commit")
     source = options.folder if folder is None else (options.folder or Path()) / str(folder)

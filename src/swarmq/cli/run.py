@@ -140,6 +140,8 @@ def run(
 
     if sum((prompt is not None, data is not None, queue)) != 1:
         raise TaskError("give one of --prompt TEXT, --tasks DATA and --queue")
+    if prompt is not None and not prompt.strip():
+        raise TaskError("--prompt is empty: give the text of the task")
     if queue and (
         given := [name for name, used in {"--eval": for_eval, "--repeats": repeats, "--limit": limit}.items() if used]
     ):

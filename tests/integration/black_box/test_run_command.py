@@ -204,6 +204,8 @@ def test_a_task_without_a_prompt_is_refused_before_an_episode_begins(tmp_path):
     [
         (("--prompt", "x", "--test", "true", "no-such-agent"), "no-such-agent: not installed, or not on PATH"),
         (("--test", "true", "true"), "give one of --prompt TEXT, --tasks DATA and --queue"),
+        (("--prompt", "", "--test", "true", "true"), "--prompt is empty: give the text of the task"),
+        (("--prompt", " \n", "--test", "true", "true"), "--prompt is empty: give the text of the task"),
         (("--prompt", "x", "true"), "give either --test COMMAND or --score"),
         (("--prompt", "x", "--score", "nowhere:f", "true"), "there is no module 'nowhere'"),
         (("--prompt", "x", "--test", "true", "--port", "9000", "true"), "give --concurrency 1 (got 4)"),
