@@ -548,10 +548,13 @@ def _resolve_job(
 
 @contextlib.contextmanager
 def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
-    """Lock the run folder. Raises SwarmqError with the holder's process id if another `swarmq up` holds the lock."""
+    """Lock the run folder, and remove it if nothing else is in it at the end, as after a refused start. Raises SwarmqError with the
+    holder's process id if another `swarmq up` holds the lock."""
     with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                raise FileExistsError(path)  # the holder removed the folder since the file was opened, and another start made it
         except OSError as error:
             lock.seek(0)
             raise SwarmqError(
@@ -561,4 +564,10 @@ def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # what cannot be removed does no harm
+                if list(path.parent.iterdir()) == [path]:
+                    path.unlink()
+                    path.parent.rmdir()

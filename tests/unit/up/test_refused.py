@@ -92,7 +92,7 @@ def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, mon
     assert isinstance(error, BrokerError)
     assert "GB free, and RabbitMQ accepts no messages below " in str(error)
     assert "set `folder` to another disk" in str(error)
-    assert not job.run_folder.broker.exists()
+    assert list(tmp_path.iterdir()) == [], "no folder of a run that never was"
 
 
 @pytest.mark.parametrize(
