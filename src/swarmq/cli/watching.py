@@ -86,7 +86,7 @@ def runs(folder: Path, *, as_json: bool) -> None:
     """
     from rich.table import Table
 
-    from swarmq.observe.runs import format_age, list_runs
+    from swarmq.observe.runs import format_age, list_runs, list_starting
     from swarmq.runtime.terminal import console
 
     rows = list_runs(folder)
@@ -94,13 +94,16 @@ def runs(folder: Path, *, as_json: bool) -> None:
         for row in rows:
             click.echo(msgspec.json.encode(row))
         return
-    if not rows:
+    starting = list_starting(folder)
+    if not rows and not starting:
         click.echo(f"no runs in {folder}")
         return
     table = Table("run", "state", box=None, pad_edge=False)
     for heading in ("step", "reward"):
         table.add_column(heading, justify="right")
     table.add_column("newest step")
+    for name in starting:
+        table.add_row(name, "starting", "", "", "none yet")
     now = time.time()
     for row in rows:
         several = len(row.policies) > 1

@@ -29,6 +29,8 @@ def load_stored_run(run: Path) -> SwarmJob:
         there = path.exists()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    if not there and is_locked(RunFolder(run).lock):
+        raise ConfigError(f"{run}: the run is starting; `swarmq up` prints how to join it when it is up")
     if not there:
         raise ConfigError(
             f"{run}: not the folder of a run that was up (no resolved.toml). `swarmq up` makes it, by default as "

@@ -73,6 +73,12 @@ def list_runs(folder: Path, *, cache: ProgressCache | None = None) -> list[RunRo
     return sorted(rows, key=lambda row: row.at, reverse=True)
 
 
+def list_starting(folder: Path) -> list[str]:
+    """Return the names of the runs in `folder` that start for the first time, which have no settings to read yet."""
+    found = [RunFolder(lock.parent) for lock in sorted(folder.glob(f"*/{RunFolder(folder).lock.name}"))]
+    return [one.path.name for one in found if not one.resolved.exists() and is_locked(one.lock)]
+
+
 def format_age(seconds: float) -> str:
     """Format a duration in the largest unit of which it has at least two."""
     size, unit = next(((size, unit) for size, unit in UNITS if seconds >= 2 * size), UNITS[-1])

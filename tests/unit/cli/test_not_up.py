@@ -50,6 +50,18 @@ def refuse(*_: object, **__: object) -> None:
     raise BrokerError("cannot be reached")
 
 
+@pytest.mark.parametrize("command", ["status", "watch", "inspect", "stop"])
+def test_a_run_that_starts_for_the_first_time_is_said_to_be_starting(command: str, run: RunFolder) -> None:
+    run.resolved.unlink()
+    with run.lock.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        told = swarmq(command, run.path)
+        assert told.output == f"swarmq: {run.path}: the run is starting; `swarmq up` prints how to join it when it is up\n"
+        assert swarmq("runs", run.path.parent).output.splitlines()[1].split()[:2] == ["math", "starting"]
+    assert "not the folder of a run that was up" in swarmq(command, run.path).output
+    assert "no runs in" in swarmq("runs", run.path.parent).output
+
+
 @pytest.mark.parametrize("command", [("status",), ("watch",), ("pause",), ("stop",), ("stop", "--after", 3)])
 def test_a_run_that_is_not_up_is_said_to_be_so(command: tuple[object, ...], run: RunFolder) -> None:
     name, *rest = command
