@@ -11,6 +11,8 @@ import msgspec
 from swarmq.errors import OutcomeError
 from swarmq.messages import RESPONSE_ID_PREFIX, EpisodeBegin, EpisodeEnd, find_reward_error
 
+MAX_REPR = 100
+"""Maximum number of characters quoted of a value that is no number, which may be the whole answer of a model."""
 MAX_REASON = 4000
 """Maximum number of characters kept of a failure's reason. Its beginning is cut off, because a traceback names the error at
 its end."""
@@ -130,6 +132,11 @@ def explain_untrainable(policies: Sequence[str], known: Sequence[str], frozen: C
     )
 
 
+def _quote(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}..."
+
+
 def to_finite_float(name: str, value: Any) -> float:
     """Convert any number, also a numpy or torch scalar, to a finite float. Raises OutcomeError if that fails."""
     if value is None:
@@ -138,11 +145,11 @@ def to_finite_float(name: str, value: Any) -> float:
             "(to give up without a reward raise an exception, or call abort())"
         )
     if isinstance(value, (str, bytes)) or not isinstance(value, (SupportsFloat, SupportsIndex)):
-        raise OutcomeError(f"{name} is {value!r} of type {type(value).__name__}, not a number")
+        raise OutcomeError(f"{name} is {_quote(value)} of type {type(value).__name__}, not a number")
     try:
         result = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise OutcomeError(f"{name} is {value!r}, not a single number: {error}") from error
+        raise OutcomeError(f"{name} is {_quote(value)}, not a single number: {error}") from error
     if not math.isfinite(result):
         raise OutcomeError(f"{name} is {result}: a reward or metric must be finite")
     return result

@@ -69,6 +69,7 @@ def test_what_is_no_finite_number_is_no_reward(reward, says):
         (Outcome(1.0, metrics={"length": None}), r"metrics\.length is None: leave out a metric"),
         (Outcome(1.0, metrics={"length": "3"}), r"metrics\.length is '3' of type str, not a number"),
         (Outcome(1.0, metrics={"length": [1, 2]}), r"metrics\.length is \[1, 2\] of type list"),
+        (Outcome("a" * 9000), r"reward is '.{99}\.\.\. of type str, not a number$"),
         (Outcome(1.0, metrics=[1]), r"metrics is \[1\]"),
         (Outcome(1.0, call_rewards={"c1": None}), r"call_rewards\.c1 is None"),
         (Outcome(1.0, agent_rewards={"main": {"critic": "x"}}), r"agent_rewards\.main\.critic"),

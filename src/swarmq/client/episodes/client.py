@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from swarmq.client.episodes.identity import hash_main_script, hash_source_file, 
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.client.episodes.proxy_clock import ProxyClock
 from swarmq.client.episodes.spool import Orphan, Spool, spool_root
+from swarmq.client.episodes.tracebacks import format_agent_traceback
 from swarmq.client.episodes.transport import BrokerTransport, Transport
 from swarmq.config import ProxySettings
 from swarmq.errors import ClientError, EpisodeError, SwarmqError, drop_traceback
@@ -331,7 +331,7 @@ class EpisodeClient:
         if ep.ended:
             return
         if isinstance(error, Exception | SystemExit):
-            await self.fail_episode(ep, "".join(traceback.format_exception(error)))
+            await self.fail_episode(ep, format_agent_traceback(error))
         else:
             record = self._find(ep)  # not final even if it was the last attempt: its slot may be attempted again
             await self._finish(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from swarmq.client.episodes.tracebacks import format_agent_traceback, is_swarmq_file, skip_swarmq_frames
 from swarmq.client.runners.attempts import AttemptResult
 from swarmq.client.runners.report import Tally, format_reward, summarize_error
-from swarmq.errors import SwarmqError
 from swarmq.runtime.logs import log
 from swarmq.runtime.terminal import console, visible
 
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
 
 MAX_DISTINCT = 100
 """Maximum number of different tracebacks that are shown."""
-PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
-DEMO_PREFIX = f"{PACKAGE_PREFIX}demo{os.sep}"
-"""Folder of the demo, whose agents are treated like a user's code."""
 INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -84,21 +79,16 @@ class Display:
             print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - for the person who wrote the agent
 
 
-def format_agent_traceback(error: BaseException) -> str:
-    """Return the traceback without swarmq's own frames at its beginning."""
-    return "".join(traceback.format_exception(type(error), error, _skip_swarmq_frames(error)))
-
-
 def describe_failure(error: BaseException) -> str:
     """Return the traceback of an agent's error, or only its message if the error is swarmq's own complaint about the agent."""
-    if _skip_swarmq_frames(error) is None and error.__cause__ is None:
+    if skip_swarmq_frames(error) is None and error.__cause__ is None:
         return str(error)
     return f"the agent raised\n{format_agent_traceback(error).rstrip()}"
 
 
 def locate_failure(error: BaseException) -> str:
     """Return type and line of an error, in the user's code if possible. Equal for tracebacks with the same cause."""
-    frames = traceback.extract_tb(_skip_swarmq_frames(error))
+    frames = traceback.extract_tb(skip_swarmq_frames(error))
     if not frames:
         return summarize_error(error)
     deepest = next((frame for frame in reversed(frames) if _is_user_file(frame.filename)), frames[-1])
@@ -106,22 +96,9 @@ def locate_failure(error: BaseException) -> str:
     return f"{type(error).__name__} at {deepest.filename}:{deepest.lineno}{entry}"
 
 
-def _skip_swarmq_frames(error: BaseException) -> TracebackType | None:
-    trace = error.__traceback__
-    while trace is not None and _is_swarmq_file(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    if trace is None and not isinstance(error, SwarmqError):
-        return error.__traceback__  # only swarmq's own frames: a defect of swarmq
-    return trace
-
-
-def _is_swarmq_file(file: str) -> bool:
-    return file.startswith(PACKAGE_PREFIX) and not file.startswith(DEMO_PREFIX)
-
-
 def _is_user_file(file: str) -> bool:
     """Return whether `file` is the user's own: not swarmq's, not Python's, not that of an installed package."""
-    return not (_is_swarmq_file(file) or file.startswith((*INSTALLED_PREFIXES, "<frozen ")))
+    return not (is_swarmq_file(file) or file.startswith((*INSTALLED_PREFIXES, "<frozen ")))
 
 
 def _format_figures(tally: Tally) -> str:

@@ -288,6 +288,8 @@ async def test_a_reward_that_is_no_number_fails_the_episode_and_is_never_a_zero(
     assert re.search(r"attempt 1: what .*<lambda> \(test_attempts.py:\d+\) returned is (None|nan|'1.0')", shown)
     assert "Traceback" not in shown, "there is nothing of the agent's in it"
     assert "swarmq/client" not in shown
+    [reason] = [end.reason for end in swarm.ends]
+    assert reason.startswith("swarmq.errors.OutcomeError: what"), "nor in what is recorded of it"
 
 
 async def test_an_agent_may_end_its_episode_itself(swarm, client):
