@@ -202,7 +202,8 @@ def _list_episodes(folder: RunFolder, chosen: dict[str, Any], limit: int, *, as_
         for row in page.rows:
             click.echo(msgspec.json.encode(row))
     else:
-        print_parts(console(), draw_list(page.rows, page.total, index.values("reason", wanted)))
+        details = index.details(row.id for row in page.rows)
+        print_parts(console(), draw_list(page.rows, page.total, index.values("reason", wanted), details))
 
 
 def _read_index(folder: RunFolder) -> RunIndex:

@@ -18,13 +18,19 @@ from swarmq.runtime.terminal import visible
 
 MAX_REASONS = 5
 """Maximum number of reasons that are explained below a list."""
+DETAIL_CHARS = 100
+"""Maximum number of characters of a client's words in a list."""
+STATE_WORDS = {"published": "in learners"}
+"""Words for states, the dashboard's, where the state's name says too little."""
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def draw_list(rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int]) -> Iterator[RenderableType]:
+def draw_list(
+    rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int], details: Mapping[str, str]
+) -> Iterator[RenderableType]:
     """Yield a row per episode, and below them how many there are and what their reasons mean. `reasons`: reason -> number of
-    episodes."""
-    headings = ("began", "reward", "turns", "tokens", "step", "episode", "kind", "state", "reason")
+    episodes; `details`: episode -> its client's words, of which the last line is shown: the error, if they are a traceback."""
+    headings = ("began", "reward", "turns", "tokens", "step", "episode", "kind", "state", "reason", "detail")
     cells = [
         (
             datetime.fromtimestamp(row.began_at).astimezone().strftime("%H:%M:%S") if row.began_at else "",
@@ -34,12 +40,14 @@ def draw_list(rows: Sequence[EpisodeRow], total: int, reasons: Mapping[str, int]
             "" if row.step is None else str(row.step),
             row.id[-ID_CHARS:],
             row.kind,
-            row.state,
+            STATE_WORDS.get(row.state, row.state),
             row.reason,
+            _last_line(details.get(row.id, "")),
         )
         for row in rows
     ]
-    yield from portions(columns(headings, cells, words=4))
+    shown = len(headings) - (not any(detail for *_, detail in cells))
+    yield from portions(columns(headings[:shown], [line[:shown] for line in cells], words=shown - 5))
     yield Text(
         f"\n{total} episodes"
         + (f", the newest {len(rows)} of them shown (--limit)" if len(rows) < total else "")
@@ -86,7 +94,7 @@ def draw_detail(detail: EpisodeDetail, timelines: Iterable[TokenPage]) -> Iterat
 def draw_fate(detail: EpisodeDetail) -> Iterator[RenderableType]:
     """Yield the head of an episode: its state, why it was or was not trained, and what its client reported."""
     row = detail.row
-    state = f"{row.state}: {row.reason}" if row.reason else row.state
+    state = STATE_WORDS.get(row.state, row.state) + (f": {row.reason}" if row.reason else "")
     yield Text.assemble((visible(row.id), "bold"), f"  {visible(state)}\n", (f"{visible(detail.why)}\n", "yellow"))
     facts = {
         "detail": detail.detail,
@@ -125,6 +133,11 @@ def _content(message: Mapping[str, Any]) -> str:
     others = {name: value for name, value in message.items() if name not in {"role", "content"} and value}
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
     return "\n".join(filter(None, [text, json.dumps(others, ensure_ascii=False) if others else ""]))
+
+
+def _last_line(words: str) -> str:
+    last = next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "")
+    return last if len(last) <= DETAIL_CHARS else f"{last[:DETAIL_CHARS]}..."
 
 
 def _pairs(values: Mapping[str, float]) -> str:

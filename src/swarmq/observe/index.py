@@ -737,6 +737,11 @@ class RunIndex:
                 ).fetchall()
             )
 
+    def details(self, ids: Iterable[str]) -> dict[str, str]:
+        """Return episode -> what its client said of its end, for those of these episodes of which a client said something."""
+        statement = "SELECT id, detail FROM episodes WHERE detail != '' AND id IN (SELECT value FROM json_each(?))"
+        return dict(self.query(statement, [msgspec.json.encode(list(ids)).decode()]))
+
     def check(self, chosen: EpisodeFilter) -> None:
         """Raise ConfigError if the filter names a kind, reason, client or policy that neither the run nor swarmq knows; an
         empty result would be misleading."""

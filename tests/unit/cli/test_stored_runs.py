@@ -94,6 +94,27 @@ def test_an_episode_that_was_not_trained_is_shown_with_conversation_tokens_and_r
     assert sampled == sum(turn.num_sampled for turn in turns)
 
 
+def test_the_list_shows_the_last_line_of_what_the_client_said_of_a_failure(whole):
+    run, _ = whole
+    raised = "Traceback (most recent call last):\n  File ...\nKeyError: 'price'\n"
+    failed = [run.end(run.begin(task), status="failed", reason=words) for task, words in (("a", raised), ("b", "x" * 500))]
+    run.write_transcripts(number=2)
+    listing = inspect(run, "--failed").splitlines()
+    found = {failed_id: line for failed_id in failed for line in listing if failed_id[-8:] in line.split()}
+    assert listing[0].split()[-2:] == ["reason", "detail"]
+    assert found[failed[0]].endswith(" KeyError: 'price'")
+    assert found[failed[1]].endswith("x" * 100 + "...")
+    assert "Traceback" not in "".join(listing)
+
+
+def test_an_episode_that_a_learner_has_is_told_in_the_dashboard_s_words(whole):
+    run, ids = whole
+    [line] = [line for line in inspect(run, "--open").splitlines() if ids["published"][-8:] in line.split()]
+    assert "in learners" in line
+    assert inspect(run, ids["published"]).startswith(f"{ids['published']}  in learners\n")
+    assert {row.state for row in rows(run, "--open")} >= {"published"}, "programs go on with the name"
+
+
 def test_the_client_s_own_words_are_shown_and_nothing_in_them_reaches_the_terminal(whole):
     run, _ = whole
     hostile = run.end(run.begin("hostile"), status="failed", reason="boom \x1b[31m\u202e")
