@@ -891,6 +891,10 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not TOML: {error}") from error
         job = cls.build(tree, sets=sets, origin=str(path))
+        own, file = RunFolder(Path(path).resolve().parent), Path(path).name
+        is_stored = file == own.job.name and own.path.name == job.run and own.resolved.exists()
+        if is_stored and ["folder"] not in map(_path, sets):  # of a run, wherever `folder` leads from here
+            job = msgspec.structs.replace(job, folder=str(own.path.parent))
         if job.methods_folder is None and job.own_methods:
             return msgspec.structs.replace(job, methods_folder=str(Path(path).resolve().parent))
         return job

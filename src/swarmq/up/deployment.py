@@ -220,8 +220,18 @@ def _write_run_files(job: SwarmJob, deployment: Deployment) -> None:
     folder, resolved = job.run_folder, deployment.job
     EngineRegistry(resolved).forget()  # drop engines that were added to an earlier start
     ProxyRegistry(folder.proxies).write(deployment.invite.base_urls)
-    write_atomically(folder.job, job.to_toml().encode())
+    write_atomically(folder.job, _with_whole_paths(job).to_toml().encode())
     write_atomically(folder.resolved, resolved.to_toml().encode())
+
+
+def _with_whole_paths(job: SwarmJob) -> SwarmJob:
+    """Return the job with the whole path of each model folder, so that the file in the run folder can be started from anywhere."""
+    models = {
+        name: msgspec.structs.replace(policy, model=str(Path(policy.model).absolute()))
+        for name, policy in job.policies.items()
+        if Path(policy.model).is_dir()
+    }
+    return msgspec.structs.replace(job, policies=job.policies | models)
 
 
 @contextlib.asynccontextmanager
@@ -554,7 +564,9 @@ def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                raise FileExistsError(path)  # the holder removed the folder since the file was opened, and another start made it
+                raise FileExistsError(
+                    path
+                )  # the holder removed the folder since the file was opened, and another start made it
         except OSError as error:
             lock.seek(0)
             raise SwarmqError(

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from swarmq import cli
 from swarmq.config import SwarmJob
 from swarmq.messages import Change, Control
+from swarmq.up.deployment import _with_whole_paths
 
 ENGINES = ("http://127.0.0.1:1", "http://127.0.0.1:2")
 
@@ -116,3 +117,28 @@ def test_a_link_to_a_run_folder_is_no_copy(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     done = swarmq("engine", "remove", tmp_path / "link", ENGINES[0])
     assert done.exit_code == 0, done.output
+
+
+def test_the_job_of_a_run_continues_that_run_wherever_it_is_started(run, tmp_path, monkeypatch):
+    job = SwarmJob.build({"run": "math", "folder": "runs", "policies": {"main": {"model": "m"}}})
+    (run / "job.toml").write_text(job.to_toml())
+    monkeypatch.chdir("/")
+    assert SwarmJob.load(run / "job.toml").run_folder.path == run
+    monkeypatch.chdir(run)
+    assert SwarmJob.load("job.toml").run_folder.path == run
+    (tmp_path / "elsewhere").mkdir()
+    moved = run.rename(tmp_path / "elsewhere" / "math")
+    assert SwarmJob.load(moved / "job.toml").run_folder.path == moved
+    assert SwarmJob.load(moved / "job.toml", sets=["folder=other"]).folder == "other"
+    assert SwarmJob.load(moved / "job.toml", sets=["run=second"]).folder == "runs", "another run"
+
+
+def test_the_job_of_a_run_finds_its_model_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "toy").mkdir()
+    monkeypatch.chdir(tmp_path)
+    policies = {"main": {"model": "toy"}, "hub": {"model": "Qwen/Qwen3-4B"}}
+    stored = _with_whole_paths(SwarmJob.build({"run": "math", "policies": policies})).policies
+    assert {name: policy.model for name, policy in stored.items()} == {
+        "main": str(tmp_path / "toy"),
+        "hub": "Qwen/Qwen3-4B",
+    }
