@@ -92,7 +92,7 @@ def _read_file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Ro
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -31,6 +31,11 @@ def test_json_lines_are_tasks_and_empty_lines_are_not(file):
     assert [(task.id, task.payload["q"]) for task in tasks] == [("x", 1), ("y", 2)]
 
 
+def test_a_byte_order_mark_as_windows_writes_is_skipped(file):
+    assert [task.id for task in read(file("a.jsonl", '\ufeff{"id": "x"}\n{"id": "y"}\n'))] == ["x", "y"]
+    assert [task.id for task in read(file("a.csv", "\ufeffid,q\nx,1\n"))] == ["x"]
+
+
 def test_csv_rows_are_tasks(file):
     tasks = read(file("a.csv", 'id,question,answer\n1,"6 * 7, or so",42\n2,"two\nlines",0\n'))
     assert [(task.id, task.payload["question"]) for task in tasks] == [("1", "6 * 7, or so"), ("2", "two\nlines")]
