@@ -150,7 +150,8 @@ class RunControl:
             for kind in fresh - idle - self._reported_flat
         }
         texts = [
-            f"kind {kind} {cause}; {self._describe_lending(kind in lent)}" for kind, cause in sorted(causes.items())
+            f"kind {kind} {cause}; {self._describe_lending(kind in lent, others=len(shares) > 1)}"
+            for kind, cause in sorted(causes.items())
         ]
         self._reported_flat = (self._reported_flat | fresh) - idle
         texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._reported_flat)]
@@ -179,12 +180,12 @@ class RunControl:
         """Return the number of consecutive groups with equal rewards that make a kind flat."""
         return round(self.rules.uninformative_groups * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
 
-    def _describe_lending(self, lent: bool) -> str:
+    def _describe_lending(self, lent: bool, *, others: bool) -> str:
         if lent:
             return "its share is lent to the other kinds until it is back"
         hint = (
             " (groups.when_dry = 'lend' would lend its share to the other kinds)"
-            if self.rules.when_dry == "wait"
+            if self.rules.when_dry == "wait" and others
             else ""
         )
         return f"batches wait for it{hint}"

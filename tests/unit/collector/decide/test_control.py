@@ -257,6 +257,18 @@ def test_a_dry_kind_that_is_waited_for_is_said_once(steered, say):
     assert state(bench).lent == ()
 
 
+def test_of_a_kind_without_others_nothing_is_said_of_lending(steered, say):
+    bench = steered(when_dry="wait", dry_after_s=60.0)
+    bench.take(command(1, mix={"a": 1.0}))
+    for version in range(1, 4):
+        flat(bench, say, "a", groups=4)
+        train(bench, say, version, a=4)
+    for _ in range(5):
+        bench.wait(30)
+    texts = [w["text"] for w in bench.events("warning") if "kind a has run dry" in w["text"]]
+    assert [text.endswith("batches wait for it") for text in texts] == [True], texts
+
+
 def flat(bench, say, *kinds: str, groups: int) -> None:
     """So many groups of each kind, attempted and dropped for equal rewards."""
     for _ in range(groups):
