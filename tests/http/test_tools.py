@@ -46,6 +46,14 @@ async def test_a_request_with_nothing_but_such_tools_has_no_tools(stage, path):
     assert (status, stage.engine.requests[0].needs_parsing) == (200, False), raw
 
 
+@every_dialect
+async def test_a_choice_of_a_tool_that_was_left_out_is_refused(stage, path):
+    choice = {"type": "any"} if path == "/v1/messages" else "required"
+    status, _, raw = await stage.post({**BODIES[path], "tools": [SEARCH], "tool_choice": choice}, path)
+    words = "tool_choice asks for a tool, and none is left: only a provider could run web_search"
+    assert (status, words in raw.decode(), stage.engine.requests) == (400, True, []), raw
+
+
 async def test_they_are_counted_and_warned_of_once(stage):
     warnings, counted = [], {}
     async with stage.broker.events("r") as told:

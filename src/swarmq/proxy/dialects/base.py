@@ -124,6 +124,11 @@ def read_request(
             f"tools of type {', '.join(ask.left_out)} are not served: only a provider could run them (proxy.server_tools)",
             code="unsupported_tool", param="tools",
         )  # fmt: skip
+    if ask.left_out and not chat.get("tools") and chat.get("tool_choice") not in (None, "auto", "none"):
+        raise RefusedError(
+            f"tool_choice asks for a tool, and none is left: only a provider could run {', '.join(ask.left_out)}",
+            code="unsupported_tool", param="tool_choice",
+        )  # fmt: skip
     check_arguments(chat["messages"])
     check_results(chat["messages"])
     check_supported(body)
