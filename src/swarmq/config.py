@@ -814,7 +814,9 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         sizes |= {f"kinds.{name}.group_size": kind.group_size for name, kind in self.kinds.items() if kind.group_size}
         for where, size in sizes.items():
             if self.groups.min_group > size:
-                raise ValueError(f"groups.min_group: {self.groups.min_group} is more than {where} {size}")
+                raise ValueError(
+                    f"groups.min_group: {self.groups.min_group} is more than {where} {size}: lower it, or raise {where}"
+                )
         for name, policy in self.policies.items():
             if policy.train.steps_per_batch > self.groups.groups_per_batch:
                 raise ValueError(

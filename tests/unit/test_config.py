@@ -142,7 +142,7 @@ def test_a_teacher_that_is_a_policy_is_found_at_its_engine():
         ),
         (
             ["groups.min_group=9", "run=x"],
-            "--set 'groups.min_group=9', --set 'run=x': groups.min_group: 9 is more than groups.group_size 8",
+            "--set 'groups.min_group=9', --set 'run=x': groups.min_group: 9 is more than groups.group_size 8: lower it, or raise groups.group_size",
         ),
     ],
 )

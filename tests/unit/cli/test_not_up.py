@@ -56,7 +56,9 @@ def test_a_run_that_starts_for_the_first_time_is_said_to_be_starting(command: st
     with run.lock.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         told = swarmq(command, run.path)
-        assert told.output == f"swarmq: {run.path}: the run is starting; `swarmq up` prints how to join it when it is up\n"
+        assert (
+            told.output == f"swarmq: {run.path}: the run is starting; `swarmq up` prints how to join it when it is up\n"
+        )
         assert swarmq("runs", run.path.parent).output.splitlines()[1].split()[:2] == ["math", "starting"]
     assert "not the folder of a run that was up" in swarmq(command, run.path).output
     assert "no runs in" in swarmq("runs", run.path.parent).output

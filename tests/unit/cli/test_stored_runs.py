@@ -97,7 +97,9 @@ def test_an_episode_that_was_not_trained_is_shown_with_conversation_tokens_and_r
 def test_the_list_shows_the_last_line_of_what_the_client_said_of_a_failure(whole):
     run, _ = whole
     raised = "Traceback (most recent call last):\n  File ...\nKeyError: 'price'\n"
-    failed = [run.end(run.begin(task), status="failed", reason=words) for task, words in (("a", raised), ("b", "x" * 500))]
+    failed = [
+        run.end(run.begin(task), status="failed", reason=words) for task, words in (("a", raised), ("b", "x" * 500))
+    ]
     run.write_transcripts(number=2)
     listing = inspect(run, "--failed").splitlines()
     found = {failed_id: line for failed_id in failed for line in listing if failed_id[-8:] in line.split()}

@@ -16,6 +16,9 @@ def load_object(target: str) -> Any:
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):
         raise TaskError(f"{target!r} is not of the form module:function, e.g. my_agent:attempt")
+    if module_name.endswith(".py"):
+        module = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise TaskError(f"{target!r} names a file, not a module: write {module}:{path}")
     here = os.getcwd()  # noqa: PTH109 - sys.path holds text
     if here not in sys.path:
         sys.path.insert(0, here)

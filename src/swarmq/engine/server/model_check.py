@@ -233,5 +233,5 @@ def _fetch_small_files(name: str) -> Path:
         why = str(error).partition("\n")[0]
         raise EngineError(
             f"model {name!r} is neither a folder ({Path(name).absolute()}) nor can it be fetched from the Hugging Face hub "
-            f"({type(error).__name__}: {why})"
+            f"({type(error).__name__}: {why}): check policies.*.model, or download the model and name its folder"
         ) from error

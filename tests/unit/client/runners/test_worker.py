@@ -459,6 +459,11 @@ def test_a_function_in_the_working_directory_is_found(module):
     assert load_target("my_agent_ok:A.attempt")(None) == 1.0
 
 
+def test_a_file_in_place_of_a_module_is_told_as_the_module():
+    with pytest.raises(TaskError, match="names a file, not a module: write shop.agent:attempt"):
+        load_target("./shop/agent.py:attempt")
+
+
 @pytest.mark.parametrize(
     ("text", "target", "says"),
     [
