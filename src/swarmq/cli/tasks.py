@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import click
 
 from swarmq.cli.common import RUN, main, run_until_signalled
 from swarmq.config import RunFolder
-from swarmq.errors import ConfigError
+from swarmq.errors import ConfigError, TaskError
 from swarmq.messages import new_id
 
 
@@ -172,19 +173,24 @@ async def _feed(
 
     with Progress(disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task(f"feeding {kind or 'tasks'}", total=None, visible=False)
-        fed = await feed_training(
-            RunFolder(run),
-            read(),
-            kind,
-            option="--kind",
-            source=hash_source_name(data),
-            repeats=repeats,
-            epochs=epochs,
-            seed=seed,
-            curriculum=curriculum,
-            restart=restart,
-            report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
-        )
+        try:
+            fed = await feed_training(
+                RunFolder(run),
+                read(),
+                kind,
+                option="--kind",
+                source=hash_source_name(data),
+                repeats=repeats,
+                epochs=epochs,
+                seed=seed,
+                curriculum=curriculum,
+                restart=restart,
+                report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
+            )
+        except asyncio.CancelledError:
+            raise TaskError(
+                "stopped before every task was on the queue; the same command without --restart continues"
+            ) from None
     click.echo(f"published {fed.published} slots")
 
 

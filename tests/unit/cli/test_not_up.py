@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,6 +112,23 @@ def test_watching_ends_with_the_run_and_says_how_to_go_on(run: RunFolder, monkey
     assert swarmq("watch", run.path).output == (
         f"swarmq: run 'math' is not up, and neither is its RabbitMQ; to continue the run: `swarmq up {run.job}`\n"
     )
+
+
+def test_a_feed_that_is_interrupted_fails_and_says_how_to_go_on(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def interrupt(*_: object, **__: object) -> AsyncIterator[MemoryBroker]:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.get_running_loop().create_future()
+        yield MemoryBroker()
+
+    (run.broker / "node.json").unlink()
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a"}\n')
+    monkeypatch.setattr(amqp.AmqpBroker, "open", interrupt)
+    told = swarmq("feed", run.path, tmp_path / "tasks.jsonl")
+    words = "stopped before every task was on the queue; the same command without --restart continues"
+    assert (told.exit_code, told.output) == (1, f"swarmq: {words}\n")
 
 
 def test_the_status_is_one_json_object(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
