@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 LENGTHS = [(2, 63, 128, 129, 1000, 700), (3000,), (40,) * 50]
-HEADS = [(4, 2, 128), (4, 4, 64), (8, 1, 96), (4, 2, 256)]
+HEADS = [(4, 2, 128), (4, 4, 64), (4, 1, 256)]
 FORMS = {
     "plain": AttentionForm(0.1, None, None, None),
     "window": AttentionForm(0.1, 100, None, None),
@@ -108,4 +108,4 @@ def test_heads_of_every_size_and_order_in_memory_are_computed(heads, contiguous)
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_its_trial_passes(form):
-    assert find_flash_refusal([call_of(form, HEADS[1], 1)], GPU, torch.bfloat16, backward=True) is None
+    assert find_flash_refusal([call_of(form, HEADS[0], 1)], GPU, torch.bfloat16, backward=True) is None
