@@ -5,7 +5,8 @@ BIN := .venv/bin
 ARGS ?=
 
 # One thread for each process: tests start several, and threads that wait for cores make them slower, not faster.
-TEST_ENV := OMP_NUM_THREADS=1
+# And bytecode is kept, whatever the environment says: each of some thousand processes would compile swarmq anew.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # Tests of the whole wait for other processes about as long as they work, so there are more of them than cores.
 # The longest ones come first in the alphabet and stay first.

@@ -46,12 +46,16 @@ SERVED = (
 CLUSTERED = ("tests/contract/test_broker.py", "tests/integration/broker/test_cluster.py")
 """Of tests that share a cluster."""
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
+SLOW = "mark.slow"
+"""In every file that has a slow test."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests are left out, files that hold nothing else are not even imported: some take seconds."""
-    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
-        return WHOLLY_SLOW in collection_path.read_text() or None
+    """Where slow tests are left out, files that hold nothing else are not even imported: some take seconds. Nor are those
+    without one where they alone are asked for."""
+    if collection_path.suffix == ".py" and (asked := config.option.markexpr) in {"slow", "not slow"}:
+        text = collection_path.read_text()
+        return (WHOLLY_SLOW in text if asked == "not slow" else SLOW not in text) or None
     return None
 
 

@@ -188,6 +188,10 @@ def trainer(root: Path) -> None:
                 learner = Learner(job, policy, pusher=Recorder(root), stop=stop)
                 with FeederLink(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
                     learner.run(link)
+        train = job.policies[policy].train
+        assert train.lora or train.advantage == "gae" or "peft" not in sys.modules, (
+            "seconds of each start, for a learner of all weights"
+        )
         del learner
         leave_group()
 

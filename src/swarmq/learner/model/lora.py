@@ -3,6 +3,8 @@
 Engines and checkpoints get the merged weights, W + s B A, under the model's own names: an engine serves them like full weights,
 and a checkpoint loads without PEFT. The adapters themselves are stored beside the checkpoint's weights, and are sent to engines
 that merge adapters by themselves (weights/format/adapter_file.py).
+
+PEFT is imported where a model has adapters: its import takes seconds, which a learner of all weights need not spend.
 """
 
 from __future__ import annotations
@@ -12,12 +14,10 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import Linear, LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,6 +27,9 @@ from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY
 from swarmq.weights.format.packing import FolderWeight, LazyTensor, LowRankUpdate, Weight
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
 NAME = "default"
 MARK = ".lora_"
 WRAPPED = ".base_layer"
@@ -34,6 +37,8 @@ WRAPPED = ".base_layer"
 
 def add_lora(lm: Any, lora: Lora) -> None:
     """Freeze `lm` and add fresh FP32 adapters, which change nothing yet. Raises LearnerError if the model cannot have adapters."""
+    from peft import LoraConfig  # noqa: PLC0415
+
     if lora.modules is not None:
         _check_modules(lm, lora.modules)
     config = LoraConfig(
@@ -85,7 +90,7 @@ def without_adapters(lm: Any) -> Iterator[None]:
     PEFT's own switch also changes which parameters require a gradient, which fails if ranks shard the model, because parameter
     objects are replaced when layers are gathered.
     """
-    layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
+    layers = _find_layers(lm).values()
     _set_disabled(layers, off=True)
     try:
         yield
@@ -101,7 +106,7 @@ def _set_disabled(layers: Iterable[Any], *, off: bool) -> None:
 def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
     """Yield `weights` under the model's own names. The adapters' contribution is kept separate from the base, and added when a
     tensor is requested. If ranks shard the weights, all ranks must request the same tensor at the same time."""
-    layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    layers = _find_layers(lm)
     frozen = {name for name, each in lm.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for name, tensor in weights.items():
         if MARK in name:
@@ -116,10 +121,21 @@ def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tu
 def _adapt_weight(weight: Tensor, layer: Any) -> Weight:
     """Return a weight with its adapter. In a plain linear layer the two are kept separate. Adapters of stacked experts and of
     transposed layers have another form, so they are merged when the weight is requested."""
+    from peft.tuners.lora import Linear  # noqa: PLC0415
+
     if type(layer) is not Linear or layer.fan_in_fan_out:
         return LazyTensor(weight.shape, torch.float32, weight.device, partial(_merge_weight, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
     return FolderWeight(weight, LowRankUpdate(down, up, float(layer.scaling[NAME])))
+
+
+def _find_layers(lm: Any) -> dict[str, LoraLayer]:
+    """Return the adapter layers of `lm` by name."""
+    if not any(MARK in name for name, _ in lm.named_parameters()):
+        return {}
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415
+
+    return {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _find_layer(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
