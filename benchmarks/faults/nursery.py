@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -81,6 +82,18 @@ class Child:
             finally:
                 loop.remove_reader(watched)
                 os.close(watched)
+        return self._reap()
+
+    def join(self, timeout_s: float) -> int:
+        """As `wait`, for callers without an event loop. Raises TimeoutError."""
+        if not self.has_ended(within_s=timeout_s):
+            raise TimeoutError(f"process {self.pid} has not ended within {timeout_s:g} s")
+        return self._reap()
+
+    def has_ended(self, *, within_s: float = 0.0) -> bool:
+        return self.returncode is not None or bool(select.select([self._descriptor], [], [], within_s)[0])
+
+    def _reap(self) -> int:
         if self.returncode is None:
             self.returncode = self._nursery.ask(Reap(pid=self.pid))
             os.close(self._descriptor)
@@ -173,6 +186,7 @@ def _become(start: Start) -> None:
     os.closerange(3, max(nothing, log) + 1)
     os.environ.clear()
     os.environ.update(start.environment)
+    sys.path[:] = list(dict.fromkeys([*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]))
     sys.argv = [start.module, *start.arguments]
 
 

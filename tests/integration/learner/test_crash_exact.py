@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from benchmarks.faults.nursery import Child
 from safetensors.numpy import load_file
 
 from support import learner_process
 from support.episodes import make_group
-from support.launch import environment, torchrun
+from support.launch import environment, fork, kill, torchrun
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.learner.store import batch_log
@@ -75,12 +76,16 @@ def prepare(root: Path, model: Path, *, critic: bool = False) -> None:
             learner_process.put(root, topology.ready("r", "main"), episode)
 
 
-def start(root: Path) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join([str(Path(learner_process.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split()])
+def start(root: Path) -> Child:
+    return fork((learner_process.__file__, "trainer", str(root)), root / "log")
+
+
+def start_alone(root: Path) -> subprocess.Popen[bytes]:
+    """As a process of the test's own, which notices when it stops."""
     with (root / "log").open("ab") as log_file:
         return subprocess.Popen(
             [sys.executable, learner_process.__file__, "trainer", str(root)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=environment(),
             stdout=log_file,
             stderr=log_file,
         )
@@ -89,7 +94,7 @@ def start(root: Path) -> subprocess.Popen[bytes]:
 def run_to_the_end(root: Path, *, starts: int) -> None:
     """Start again after every death, as whoever supervises it does."""
     for _ in range(starts):
-        if start(root).wait(WAIT_S) == 0:
+        if start(root).join(WAIT_S) == 0:
             return
     pytest.fail((root / "log").read_text())
 
@@ -169,7 +174,7 @@ def test_dying_while_a_checkpoint_is_written_changes_nothing(tiny_qwen: Path, tm
     prepare(root, tiny_qwen)
     (root / "die" / "draft-4").touch()
     drafts = root / "runs" / "r" / "main" / "checkpoints"
-    assert start(root).wait(WAIT_S) == -signal.SIGKILL
+    assert start(root).join(WAIT_S) == -signal.SIGKILL
     assert [_named(draft) for draft in drafts.glob(".draft-*")] == [".draft-step-00000004"]
     run_to_the_end(root, starts=1)
     assert_same_training(root, reference)
@@ -195,7 +200,7 @@ def test_dying_in_a_step_beside_a_checkpoint_that_is_not_whole_changes_nothing(
     prepare(root, tiny_qwen)
     (root / "slow" / "draft-4").touch()
     (root / "die" / "draft-4").touch()
-    assert start(root).wait(WAIT_S) == -signal.SIGKILL
+    assert start(root).join(WAIT_S) == -signal.SIGKILL
     checkpoints = root / "runs" / "r" / "main" / "checkpoints"
     assert sorted(map(_named, checkpoints.iterdir())) == [".draft-step-00000004", "step-00000002"]
     assert "5" in _lines(root / "pushed")
@@ -209,12 +214,12 @@ def test_dying_at_random_moments_changes_nothing(tiny_qwen: Path, tmp_path: Path
     rng = random.Random(7)
     log_file = root / "steps.jsonl"
     for kills in range(3):
-        process = start(root)
-        while process.poll() is None and len(_lines(log_file)) <= kills:
+        learner = start(root)
+        while not learner.has_ended() and len(_lines(log_file)) <= kills:
             time.sleep(0.001)
         time.sleep(rng.random() * 0.1)
-        process.kill()
-        process.wait()
+        kill(learner)
+        learner.join(WAIT_S)
     run_to_the_end(root, starts=2)
     assert_same_training(root, reference)
 
@@ -226,7 +231,7 @@ def test_a_frozen_learner_that_wakes_after_another_took_its_place_does_no_harm(
     root = tmp_path / "root"
     prepare(root, tiny_qwen)
     (root / "freeze" / "pushed-2").touch()
-    frozen = start(root)
+    frozen = start_alone(root)
     os.waitpid(frozen.pid, os.WUNTRACED)
     (io_process,) = map(int, Path(f"/proc/{frozen.pid}/task/{frozen.pid}/children").read_text().split())
     os.kill(io_process, signal.SIGSTOP)
