@@ -131,8 +131,8 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
 def _describe_group(core: Core, group_id: str, now: float) -> str:
     group, deadline_s = core.groups.open[group_id], core.rules.deadline_s
     need, got = core.groups.need(group), len(group.winners)
-    then = f"goes on with {got}" if got >= need else f"is dropped with {got}, less than {need},"
+    then = f"goes on with {got}" if got >= need else f"is dropped, as it has {got} and needs {need} (groups.min_group)"
     return (
         f"group {group_id} waits {now - group.since:.0f} s for {group.lacks} of {group.size} members, "
-        f"{len(group.running)} of them running; {then} at {deadline_s:g} s"
+        f"{len(group.running)} of them running; at {deadline_s:g} s (groups.deadline_s) it {then}"
     )

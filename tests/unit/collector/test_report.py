@@ -32,9 +32,16 @@ def test_a_group_that_waits_is_named_with_what_will_become_of_it(bench, say):
     bench.core.tickets.out["math"].clear()
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line == (
-        "group t17/0 waits 120 s for 2 of 8 members, 0 of them running; goes on with 6 at 600 s; "
-        "nothing has moved for 120 s"
+        "group t17/0 waits 120 s for 2 of 8 members, 0 of them running; at 600 s (groups.deadline_s) it goes on "
+        "with 6; nothing has moved for 120 s"
     )
+
+
+def test_a_group_that_will_be_dropped_is_said_to_need_more(bench, say):
+    finish(bench, say, 0)
+    bench.core.tickets.out["math"].clear()
+    (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
+    assert "at 600 s (groups.deadline_s) it is dropped, as it has 1 and needs 2 (groups.min_group); nothing" in line
 
 
 def test_a_group_is_said_to_wait_for_those_who_may_still_come(bench, say):
@@ -43,7 +50,7 @@ def test_a_group_is_said_to_wait_for_those_who_may_still_come(bench, say):
     bench.take(say.begin("x", "t17", 6, group_size=8), say.end("x", "failed", final=True))
     bench.core.tickets.out["math"].clear()
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
-    assert line.startswith("group t17/0 waits 120 s for 1 of 8 members, 0 of them running; goes on with 6 at 600 s")
+    assert line.startswith("group t17/0 waits 120 s for 1 of 8 members, 0 of them running; at 600 s (groups.deadline_s) it goes on")
 
 
 def test_tickets_that_nobody_takes_are_named(bench):
