@@ -29,7 +29,7 @@ from swarmq.black_box.process import Finished, OutputLog, run_command
 from swarmq.black_box.relay import EpisodeRelay
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.client.episodes.event_loops import run_in_thread
-from swarmq.client.episodes.identity import hash_source_file
+from swarmq.client.episodes.identity import hash_source
 from swarmq.errors import AgentCommandError, TaskError
 from swarmq.outcome import Outcome, to_outcome
 from swarmq.runtime.logs import log
@@ -108,9 +108,9 @@ def check_command(options: CommandOptions) -> None:
 
 
 def hash_code(options: CommandOptions, score: scoring.ScoreFunction | None) -> str:
-    """Return a code version: a hash of the command, its score and the file that defines the score function."""
+    """Return a code version: a hash of the command, its score and the code of the score function."""
     facts = (options.argv, options.test, options.score, options.restore, options.context, options.environment)
-    source = hash_source_file(score) if score else ""
+    source = hash_source(score) if score else ""
     return hashlib.sha256(repr((*facts, options.container, source)).encode()).hexdigest()[:12]
 
 

@@ -50,7 +50,9 @@ def test_a_group_is_said_to_wait_for_those_who_may_still_come(bench, say):
     bench.take(say.begin("x", "t17", 6, group_size=8), say.end("x", "failed", final=True))
     bench.core.tickets.out["math"].clear()
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
-    assert line.startswith("group t17/0 waits 120 s for 1 of 8 members, 0 of them running; at 600 s (groups.deadline_s) it goes on")
+    assert line.startswith(
+        "group t17/0 waits 120 s for 1 of 8 members, 0 of them running; at 600 s (groups.deadline_s) it goes on"
+    )
 
 
 def test_tickets_that_nobody_takes_are_named(bench):

@@ -26,7 +26,7 @@ from swarmq.client.data.tasks import SlotNumbering, SwarmTask, as_task
 from swarmq.client.episodes import received_answers
 from swarmq.client.episodes.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.episodes.event_loops import LoopThread, run_in_thread
-from swarmq.client.episodes.identity import hash_main_script, hash_source_file, make_client_id
+from swarmq.client.episodes.identity import hash_main_script, hash_source, make_client_id
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.client.episodes.proxy_clock import ProxyClock
 from swarmq.client.episodes.spool import Orphan, Spool, spool_root
@@ -320,8 +320,8 @@ class EpisodeClient:
         await self.require_end(ep)
 
     def code_version_of(self, function: Callable[..., Any]) -> str:
-        """Return the code version given to this client, or else a hash of the file that holds `function`."""
-        return self._code_version or hash_source_file(function)
+        """Return the code version given to this client, or else a hash of the user's code."""
+        return self._code_version or hash_source(function)
 
     async def end_after_error(self, ep: Handle, error: BaseException) -> None:
         """Fail the episode for an exception, abort it for an interrupt. If the episode has already ended, wait for the

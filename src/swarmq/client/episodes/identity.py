@@ -10,11 +10,13 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from swarmq.broker.client_rules import NAME_SEPARATOR
+from swarmq.client.episodes.tracebacks import is_user_file
 
 
 def make_client_id(name: str) -> str:
@@ -22,8 +24,9 @@ def make_client_id(name: str) -> str:
     return f"{name}{NAME_SEPARATOR}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def hash_source_file(function: Callable[..., Any]) -> str:
-    """Return a short hash of the source file that holds `function`, or "" if there is no source."""
+def hash_source(function: Callable[..., Any]) -> str:
+    """Return a short hash of the source file that holds `function` and of all modules of the user's own, which may hold its tools or
+    reward; "" if there is no source."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -35,21 +38,31 @@ def hash_source_file(function: Callable[..., Any]) -> str:
     except (OSError, TypeError):
         source = b""
     try:
-        return _shorten_hash(source or inspect.getsource(function).encode())
+        return _hash_with_modules(source or inspect.getsource(function).encode())
     except (OSError, TypeError):
         return ""
 
 
 @cache
 def hash_main_script() -> str:
-    """Return a short hash of the running script as it was when this function was first called, or "" in a notebook or an
-    interactive session."""
+    """Return a short hash of the running script, and of all modules of the user's own, as they were when this function was first
+    called, or "" in a notebook or an interactive session."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
-        return _shorten_hash(Path(path).read_bytes()) if path else ""
+        return _hash_with_modules(Path(path).read_bytes()) if path else ""
     except OSError:
         return ""
 
 
-def _shorten_hash(source: bytes) -> str:
-    return hashlib.sha256(source).hexdigest()[:12]
+@cache
+def _hash_with_modules(source: bytes) -> str:
+    """Return a short hash of the source and of the user's modules that are loaded when it is first asked for: modules that the agent
+    loads while it runs are not new code."""
+    found = {
+        file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)
+    }
+    digest = hashlib.sha256(source)
+    for path in map(Path, sorted(file for file in found if file.endswith(".py") and is_user_file(file))):
+        with suppress(OSError):
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]

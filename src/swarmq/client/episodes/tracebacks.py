@@ -1,8 +1,9 @@
-"""Tracebacks of agents, without the frames of swarmq that called them."""
+"""Which files are the user's own, and tracebacks of agents without the frames of swarmq that called them."""
 
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from swarmq.errors import SwarmqError
 PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
 DEMO_PREFIX = f"{PACKAGE_PREFIX}demo{os.sep}"
 """Folder of the demo, whose agents are treated like a user's code."""
+INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def format_agent_traceback(error: BaseException) -> str:
@@ -30,3 +32,8 @@ def skip_swarmq_frames(error: BaseException) -> TracebackType | None:
 
 def is_swarmq_file(file: str) -> bool:
     return file.startswith(PACKAGE_PREFIX) and not file.startswith(DEMO_PREFIX)
+
+
+def is_user_file(file: str) -> bool:
+    """Return whether `file` is the user's own: not swarmq's, not Python's, not that of an installed package."""
+    return not (is_swarmq_file(file) or file.startswith((*INSTALLED_PREFIXES, "<frozen ")))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import time
 import traceback
 from collections import Counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from swarmq.client.episodes.tracebacks import format_agent_traceback, is_swarmq_file, skip_swarmq_frames
+from swarmq.client.episodes.tracebacks import format_agent_traceback, is_user_file, skip_swarmq_frames
 from swarmq.client.runners.attempts import AttemptResult
 from swarmq.client.runners.report import Tally, format_reward, summarize_error
 from swarmq.runtime.logs import log
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 MAX_DISTINCT = 100
 """Maximum number of different tracebacks that are shown."""
-INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Display:
@@ -91,14 +89,9 @@ def locate_failure(error: BaseException) -> str:
     frames = traceback.extract_tb(skip_swarmq_frames(error))
     if not frames:
         return summarize_error(error)
-    deepest = next((frame for frame in reversed(frames) if _is_user_file(frame.filename)), frames[-1])
+    deepest = next((frame for frame in reversed(frames) if is_user_file(frame.filename)), frames[-1])
     entry = f" (called from line {frames[0].lineno})" if deepest is not frames[0] else ""
     return f"{type(error).__name__} at {deepest.filename}:{deepest.lineno}{entry}"
-
-
-def _is_user_file(file: str) -> bool:
-    """Return whether `file` is the user's own: not swarmq's, not Python's, not that of an installed package."""
-    return not (is_swarmq_file(file) or file.startswith((*INSTALLED_PREFIXES, "<frozen ")))
 
 
 def _format_figures(tally: Tally) -> str:

@@ -1,0 +1,49 @@
+"""A code version changes with every file of the user's own that an agent is made of, and with nothing else."""
+
+import importlib
+import sys
+
+import pytest
+
+from swarmq.client.episodes.identity import _hash_with_modules, hash_source
+
+AGENT = "from {package}.score import score\n\ndef attempt(ep):\n    return score()\n"
+
+
+@pytest.fixture
+def version_of(tmp_path, monkeypatch):
+    """Write a package with an agent and its score, load it as a new process would, and return the agent's code version."""
+
+    def make(agent=AGENT, score="def score():\n    return 1.0\n"):
+        package = f"shop_{tmp_path.name.replace('-', '_')}"
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+        folder = tmp_path / package
+        folder.mkdir(exist_ok=True)
+        for name, text in {"__init__": "", "agent": agent.format(package=package), "score": score}.items():
+            (folder / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        _hash_with_modules.cache_clear()
+        make.loaded.append(importlib.import_module(f"{package}.agent"))
+        return hash_source(make.loaded[-1].attempt)
+
+    make.loaded = []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return make
+
+
+def test_an_edited_score_in_another_file_is_new_code(version_of):
+    first = version_of()
+    assert len(first) == 12
+    assert version_of() == first
+    assert version_of(score="def score():\n    return 0.5\n") != first
+    assert version_of(agent=AGENT + "# edited\n") != first
+    assert version_of() == first
+
+
+def test_a_module_that_an_agent_loads_while_it_runs_is_no_new_code(version_of, tmp_path):
+    first = version_of()
+    (tmp_path / "loaded_later.py").write_text("x = 1\n")
+    importlib.import_module("loaded_later")
+    assert hash_source(version_of.loaded[-1].attempt) == first
