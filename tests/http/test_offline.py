@@ -1,11 +1,13 @@
 """`swarmq train --offline`: the agent meets the real client and proxy, and is told what was asked, answered and missing."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from swarmq.cli import main
+from swarmq.offline.run import describe_calls
 
 AGENT = """
 import openai
@@ -85,3 +87,33 @@ def test_a_script_that_is_too_short_is_said(offline):
     status, shown = offline([{"task": task, "answers": ["5"]}])
     assert status == 1
     assert "has 1 answers for task 't', and the agent asked once more" in shown, shown
+
+
+def test_an_answer_that_an_agent_sends_back_is_shown_once_and_one_that_it_changes_again():
+    def message(role, content=None, arguments=None):
+        called = [{"function": {"name": "find", "arguments": arguments}}] if arguments else []
+        return {"role": role, "content": content, "tool_calls": called}
+
+    def turn(*messages):
+        return SimpleNamespace(messages=json.dumps(messages).encode())
+
+    answer = message("assistant", arguments='{"item": "drum"}')
+    sent_back = message("assistant", "", '{"item":"drum"}')
+    changed = message("assistant", arguments='{"item": "rope"}')
+    assert list(
+        describe_calls(
+            [
+                turn(user("bring it"), answer),
+                turn(sent_back, message("tool", "a1"), answer),
+                turn(changed, message("tool", "a2"), message("assistant", "done")),
+            ]
+        )
+    ) == [
+        "  user: bring it",
+        '  call 1: -> find({"item": "drum"})',
+        "  tool: a1",
+        '  call 2: -> find({"item": "drum"})',
+        '  assistant: -> find({"item": "rope"})',
+        "  tool: a2",
+        "  call 3: done",
+    ]

@@ -117,12 +117,17 @@ def simplify_job(job: SwarmJob, folder: str) -> SwarmJob:
 
 
 def describe_calls(turns: Sequence[Turn]) -> Iterator[str]:
-    """Yield a line for each message that each call added; its answer is the last."""
+    """Yield a line for each message that each call added; its answer is the last. The answer before, which an agent sends back with
+    spaces of its own, is not shown again."""
+    before = ""
     for number, turn in enumerate(turns, 1):
-        messages = msgspec.json.decode(turn.messages)
-        for message in messages[:-1]:
-            yield f"  {message.get('role')}: {_shorten(_text_of(message))}"
-        yield f"  call {number}: {_shorten(_text_of(messages[-1]))}"
+        *added, answer = msgspec.json.decode(turn.messages)
+        for message in added:
+            text = _text_of(message)
+            if message.get("role") != "assistant" or "".join(text.split()) != "".join(before.split()):
+                yield f"  {message.get('role')}: {_shorten(text)}"
+        before = _text_of(answer)
+        yield f"  call {number}: {_shorten(before)}"
 
 
 def describe_outcome(
@@ -149,9 +154,9 @@ def describe_outcome(
 
 def _text_of(message: Mapping[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    called = "".join(f" -> {one.get('name')}({one.get('arguments')})" for one in calls)
+    called = [f"-> {one.get('name')}({one.get('arguments')})" for one in calls]
     content = message.get("content") or ""
-    return f"{content if isinstance(content, str) else msgspec.json.encode(content).decode()}{called}"
+    return " ".join([content if isinstance(content, str) else msgspec.json.encode(content).decode(), *called]).strip()
 
 
 def _shorten(text: str) -> str:
