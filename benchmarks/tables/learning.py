@@ -33,9 +33,8 @@ PHASES = (
 
 LIMITS = {
     "as it is": "loop_limit",
-    "both at the same time (MPS)": "loop_limit_mps_learner_low",
     "cache kept at pushes": "loop_limit_keep_cache",
-    "96 agents": "loop_limit_96_agents",
+    "cache kept, both at the same time (MPS)": "loop_limit_keep_cache_mps_learner_low",
 }
 """Words -> result of benchmarks/loop/run.py."""
 
@@ -123,7 +122,8 @@ def learner_block(known: dict[str, Any]) -> Iterator[str]:
         made = record["detail"][f"{key}_{length}"]
         ours, plain = (tokens / made[who]["seconds"]["median"] for who in ("swarmq", "plain"))
         return (
-            f"{model}, {length}",
+            f"{model}, {length.removesuffix('_flex')}",
+            made.get("attention", "FlexAttention"),
             f"{ours:,.0f}",
             f"{made['swarmq']['mfu']:.2f}",
             f"{plain:,.0f}",
@@ -131,8 +131,13 @@ def learner_block(known: dict[str, Any]) -> Iterator[str]:
         )
 
     yield from _table(
-        ("model, rows", "tokens/s", "MFU", "plain transformers, the same run", "ratio"),
-        (cells(model, key, length) for model, key in MODELS for length in ("2k", "16k")),
+        ("model, rows", "attention", "tokens/s", "MFU", "plain transformers, the same run", "ratio"),
+        (
+            cells(model, key, length)
+            for model, key in MODELS
+            for length in ("2k", "2k_flex", "16k", "16k_flex")
+            if f"{key}_{length}" in record["detail"]
+        ),
     )
 
 
@@ -285,6 +290,8 @@ def trl_block(known: dict[str, Any]) -> Iterator[str]:
 
 PEERS = {
     "swarmq": "swarmq",
+    "swarmq_keep_cache": "swarmq, cache kept at pushes",
+    "swarmq_mps": "swarmq, cache kept, MPS",
     "verl_sync_bypass": "verl, `sync`",
     "verl_async_bypass": "verl, `colocate_async`",
     "verl_sync": "verl, `sync`, log-probabilities computed again",
@@ -302,14 +309,15 @@ def peers_block(known: dict[str, Any]) -> Iterator[str]:
     detail = known["peers_h200"]["detail"]
 
     def cells(gpu: str, part: str) -> Iterator[str]:
-        made, own = detail[gpu][part], detail[gpu]["swarmq"]
+        made, own = detail[gpu][part], detail[gpu].get("swarmq", {})
         yield from (gpu[-1], PEERS[part], f"{made['samples_per_s']:.2f}")
         yield f"{min(made['blocks']):.2f} to {max(made['blocks']):.2f}"
         yield f"{made['step_s']:.1f}"
-        yield "-" if part == "swarmq" else f"{own['samples_per_s'] / made['samples_per_s']:.2f}"
+        yield "-" if part.startswith("swarmq") else f"{own['samples_per_s'] / made['samples_per_s']:.2f}"
 
     heads = ("GPU", "who", "episodes/s", "of three steps each", "s/step, mean", "swarmq on the same GPU, times as many")
-    rows = ((gpu, part) for gpu in ("gpu_0", "gpu_1") for part in PEERS if part in detail[gpu])
+    gpus = sorted(name for name in detail if name.startswith("gpu_"))
+    rows = ((gpu, part) for gpu in gpus for part in PEERS if part in detail[gpu])
     yield from _table(heads, (cells(gpu, part) for gpu, part in rows))
 
 
