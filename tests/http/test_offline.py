@@ -1,6 +1,9 @@
 """`swarmq train --offline`: the agent meets the real client and proxy, and is told what was asked, answered and missing."""
 
+import importlib
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,3 +120,19 @@ def test_an_answer_that_an_agent_sends_back_is_shown_once_and_one_that_it_change
         "  tool: a2",
         "  call 3: done",
     ]
+
+
+def test_without_an_agent_named_attempt_of_agent_py_is_the_agent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "agent", raising=False)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if not Path(one, "agent.py").exists()])
+    (tmp_path / "job.toml").write_text('run = "off"\n[policies.main]\nmodel = "nowhere"\n')
+    (tmp_path / "answers.jsonl").write_text('{"task": {"id": "t", "question": "2 + 2?"}, "answers": ["4"]}')
+    command = ["train", "job.toml", "--offline", "answers.jsonl"]
+    refused = CliRunner().invoke(main, command)
+    assert (refused.exit_code, "'agent:attempt': there is no module 'agent' in" in refused.output) == (1, True)
+    (tmp_path / "agent.py").write_text(AGENT)
+    importlib.invalidate_caches()
+    found = CliRunner().invoke(main, command)
+    sys.modules.pop("agent")
+    assert (found.exit_code, "1 episodes finished, 0 failed" in found.output) == (0, True), found.output

@@ -128,7 +128,7 @@ def main() -> None:
     \b
     swarmq demo                             the whole system on this machine, on a real task
     swarmq init math                        a job, an agent and tasks to start from
-    swarmq train job.toml --agent agent:attempt    a whole small run in one command
+    swarmq train job.toml                   a whole small run in one command
     swarmq up job.toml                      start broker, engines, proxy and learner of a job
     swarmq worker agent:attempt --kind math attempt the tasks of a queue
     swarmq watch runs/NAME                  see what a run is doing

@@ -40,7 +40,7 @@ def init(folder: Path, model: str) -> None:
     click.echo(
         f"{', '.join(str(folder / name) for name in STARTER)} written. Next, on a host with a GPU:\n\n"
         f"{cd}swarmq up job.toml\n\n"
-        "(or everything in one command: swarmq train job.toml --agent agent:attempt) and in a second terminal:\n\n"
+        "(or everything in one command: swarmq train job.toml) and in a second terminal:\n\n"
         f"{cd}swarmq feed runs/{run} tasks.jsonl --epochs 50 --seed 0\n"
         f"SWARMQ_INVITE=runs/{run} swarmq worker agent:attempt --concurrency 32\n\n"
         f"`swarmq watch runs/{run}` shows the progress."

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     "--agent",
     "agents",
     multiple=True,
-    required=True,
+    default=("agent:attempt",),
+    show_default=True,
     metavar="[KIND=]TARGET",
     help="Function (module:function) or environment that attempts the tasks, as for `swarmq worker`.",
 )
@@ -84,11 +85,11 @@ def train_command(
     was not trained and why, and the checkpoint, also in report.md in the run folder.
 
     \b
-    swarmq train job.toml --agent agent:attempt
-    swarmq train job.toml --agent agent:attempt --tasks train.jsonl --held-out test.jsonl
-    swarmq train job.toml --agent agent:attempt --curriculum my_tasks:easy_first
+    swarmq train job.toml                             `attempt` of agent.py attempts the tasks of tasks.jsonl
+    swarmq train job.toml --agent my_agent:attempt --tasks train.jsonl --held-out test.jsonl
+    swarmq train job.toml --curriculum my_tasks:easy_first
     swarmq train job.toml --agent "gymnasium:FrozenLake-v1" --held-out "gymnasium:FrozenLake-v1"
-    swarmq train job.toml --agent agent:attempt --offline answers.jsonl     debug agent and reward, without a GPU
+    swarmq train job.toml --offline answers.jsonl     debug agent and reward, without a GPU
     """
     settings = SwarmJob.load(job, sets=sets)
     if offline:
