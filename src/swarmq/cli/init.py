@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -36,11 +37,12 @@ def init(folder: Path, model: str) -> None:
         if name == "job.toml":
             text = text.replace("NAME", run).replace("MODEL", model)
         (folder / name).write_text(text)
-    cd = "" if folder.resolve() == Path.cwd() else f"cd {folder}\n"
+    cd = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}\n"
     click.echo(
         f"{', '.join(str(folder / name) for name in STARTER)} written. Next, on a host with a GPU:\n\n"
+        f"{cd}swarmq train job.toml\n\n"
+        "or, with agents that are started and changed by themselves, in two terminals:\n\n"
         f"{cd}swarmq up job.toml\n\n"
-        "(or everything in one command: swarmq train job.toml) and in a second terminal:\n\n"
         f"{cd}swarmq feed runs/{run} tasks.jsonl --epochs 50 --seed 0\n"
         f"SWARMQ_INVITE=runs/{run} swarmq worker agent:attempt --concurrency 32\n\n"
         f"`swarmq watch runs/{run}` shows the progress."

@@ -29,6 +29,7 @@ def test_a_job_an_agent_and_tasks_are_written_with_the_commands_that_use_them(tm
     said = written(tmp_path / "My Math!", "--model", "Qwen/Qwen3-4B")
     job = SwarmJob.load(tmp_path / "My Math!" / "job.toml")
     assert (job.run, job.policies["main"].model) == ("my-math", "Qwen/Qwen3-4B")
+    assert f"cd '{tmp_path}/My Math!'\nswarmq train job.toml\n" in said
     assert "swarmq feed runs/my-math tasks.jsonl" in said
     assert "SWARMQ_INVITE=runs/my-math swarmq worker agent:attempt" in said
     assert len(list(read_tasks(str(tmp_path / "My Math!" / "tasks.jsonl"), require=["question", "answer"]))) == 64
