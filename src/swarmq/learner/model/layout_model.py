@@ -31,6 +31,7 @@ from swarmq.learner.model.attention_check import (
     find_flash_refusal,
     find_refusal,
 )
+from swarmq.learner.model.compilations import log_compilations
 from swarmq.learner.model.context_parallel import ALONE, ContextGroup, cut_for_rank
 from swarmq.learner.model.flash_attention import Kind
 from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, to_device
@@ -209,6 +210,7 @@ class LayoutModel(nn.Module):
         # `_device` is the device of training; the weights may still be in host memory
         if self.rows_only or self._device.type != "cuda":
             return
+        log_compilations()
         config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
         config.suppress_errors = True
         # DDP's optimization would cut layers apart to overlap communication, which overlaps between layers anyway
