@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import resource
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from swarmq.proxy.http.connection_limits import MAX_HEAD_BYTES, MAX_IDLE_CONNECTIONS, OWN_FILES, max_connections
 from swarmq.runtime import processes
@@ -140,6 +142,32 @@ async def test_a_connection_is_used_again_and_again_and_by_requests_that_do_not_
             for _ in range(count):
                 _, body = await answered(reader)
                 assert body["choices"][0]["message"]["content"] == "x"
+
+
+@pytest.fixture
+def without_collections():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collections")
+async def test_an_answered_request_leaves_memory_without_a_garbage_collection(stages):
+    async with stages() as stage:
+        before = _held_requests()
+        for key in (None, "refused", None):
+            async with connected(stage) as (reader, writer):
+                stage.engine.say("x")
+                writer.write(head(stage, key=key) + BODY)
+                await answered(reader)
+        async with asyncio.timeout(30):
+            while _held_requests() > before:  # noqa: ASYNC110 - nothing tells when an object is freed
+                await asyncio.sleep(0.01)
+
+
+def _held_requests():
+    return sum(type(one) is RequestResponseCycle for one in gc.get_objects())
 
 
 async def test_an_agent_that_does_not_read_its_stream_loses_it(stages):

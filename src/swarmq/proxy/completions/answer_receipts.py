@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,9 +25,10 @@ from swarmq.messages import DeliveryReport, new_id
 from swarmq.proxy.active_call import ActiveCall
 from swarmq.proxy.completions.recorder import TurnPublisher
 
+HasLeft = Callable[[], bool | None]
+"""Returns whether an answer has left for the agent's host; None: not known yet."""
 HAS_LEFT = "swarmq.has_left"
-"""Key, in a request's scope, of a function that returns whether the answer has left for the agent's host; None: not known
-yet."""
+"""Key, in a request's scope, of its `HasLeft`."""
 
 PAUSE_S = 0.05
 """Seconds over which answers are collected into one report."""
@@ -42,12 +43,19 @@ MAX_CALLS = 20_000
 log = structlog.get_logger()
 
 
+def take_has_left(scope: MutableMapping[str, Any]) -> HasLeft:
+    """Take the function out of a request's scope, which it would otherwise keep in a cycle: the request's body would stay in memory until
+    the next garbage collection."""
+    has_left: HasLeft = scope.pop(HAS_LEFT, lambda: True)
+    return has_left
+
+
 class WrittenAnswer(msgspec.Struct):
     """An answer that was written to its connection and may not have left yet."""
 
     episode_id: str
     calls: tuple[str, ...]
-    has_left: Callable[[], bool | None]
+    has_left: HasLeft
     pause_s: float
     due: float
 
@@ -65,11 +73,10 @@ class AnswerReceipts:
         self._wake = asyncio.Event()
 
     @contextmanager
-    def answering(self, begun: ActiveCall, scope: Mapping[str, Any]) -> Iterator[None]:
+    def answering(self, begun: ActiveCall, has_left: HasLeft) -> Iterator[None]:
         """Answer a call within this context, which then queues its delivery report. An exception in the context, or
         `begun.failed`, withdraws the answer. An agent that disconnects from a stream after the end of every choice has
         received the whole answer."""
-        has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
         is_whole = False
         try:
             yield
@@ -100,7 +107,7 @@ class AnswerReceipts:
                     while self._known:
                         await self._publish()
 
-    def _add(self, begun: ActiveCall, has_left: Callable[[], bool | None]) -> None:
+    def _add(self, begun: ActiveCall, has_left: HasLeft) -> None:
         calls, due = tuple(begun.recorded), asyncio.get_running_loop().time()
         self._written.append(WrittenAnswer(begun.request.claims.episode_id, calls, has_left, self._pause_s, due))
         self._wake.set()

@@ -20,7 +20,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from swarmq.config import ProxySettings
 from swarmq.proxy.active_call import ActiveCall
-from swarmq.proxy.completions.answer_receipts import AnswerReceipts
+from swarmq.proxy.completions.answer_receipts import AnswerReceipts, take_has_left
 from swarmq.proxy.completions.pipeline import Completions
 from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects import (
@@ -147,12 +147,13 @@ class AgentRoutes:
         )
 
     async def _answer(self, request: Request[Any, Any, Any], dialect: Dialect) -> ASGIApp:
+        has_left = take_has_left(cast("dict[str, Any]", request.scope))
         call = await self._read_call(request, dialect)
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             begun = await self._completions.begin(call)
             try:
-                with self._receipts.answering(begun, scope):
+                with self._receipts.answering(begun, has_left):
                     if call.stream:
                         events = stream_events(dialect, self._completions, begun, self._meter)
                         await _send_events(send, begun, events, response_headers(begun))
