@@ -184,9 +184,11 @@ def loop_block(known: dict[str, Any]) -> Iterator[str]:
             words = " and ".join(f"{seconds:.1f}" for seconds in waited)
             yield f"{model}: training waited {words} s for its {len(waited)} checkpoint{'s'[: len(waited) > 1]}. "
     if "learner_h200" in known:
-        alone = " and ".join(f"{known['learner_h200']['figures'][f'mfu_{key}_2k']:.2f}" for _, key in found)
+        learner = known["learner_h200"]["figures"]
+        # trees are computed by FlexAttention, too
+        alone = " and ".join(f"{learner.get(f'mfu_{key}_2k_flex', learner[f'mfu_{key}_2k']):.2f}" for _, key in found)
         yield (
-            f"Alone, on rows of 2k, the learner's MFU is {alone}: here its steps are trees of short turns, and the engine computes "
+            f"Alone, on rows of 2k with FlexAttention, the learner's MFU is {alone}: here its steps are trees of short turns, and the engine computes "
             "on the same GPU meanwhile."
         )
     if split := known.get("scaling_h200", {}).get("detail", {}).get("split"):
