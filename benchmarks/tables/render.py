@@ -91,6 +91,8 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/explanation/learning/whole-loop.md", "loop_limit_keep_cache_h200", "and {longest_step_s:.1f} s, 1.8 and 2.6 times the mean"),
     ("docs/explanation/learning/whole-loop.md", "loop_limit_keep_cache_h200", "and {loop_over_sum_without_the_longest_step:.2f} of the sum"),
     ("docs/explanation/learning/whole-loop.md", "loop_limit_keep_cache_mps_learner_low_h200", "so together they take {loop_over_sum:.2f} of their sum"),
+    ("docs/explanation/learning/whole-loop.md", "engine_profile_h200", "has {busy_ms:.1f} ms of kernels in a step of {step_ms:.1f} ms: attention takes {detail[kinds][attention]:.1f} ms ({share_attention:.0%}), matrix"),
+    ("docs/explanation/learning/whole-loop.md", "engine_profile_h200", "products {detail[kinds][matrix products]:.1f} ms, and sampling with log-probabilities {detail[kinds][sampling and log-probabilities]:.1f} ms"),
     ("docs/explanation/proxy.md", "proxy_latency", "| {added_first_p50_ms_512:.1f} and {added_first_p99_ms_512:.1f} ms |"),
     ("docs/explanation/proxy.md", "proxy_latency", "nothing: {added_whole_p50_ms_512:.0f} and {added_whole_p99_ms_512:.0f} ms"),
     ("docs/explanation/learning/whole-loop.md", "peers_h200", "it sampled {sampled_per_s_swarmq_gpu_0:.2f} and {sampled_per_s_swarmq_gpu_1:.2f} episodes a second, which is {verl_sync_ratio_sampled:.2f} times what verl trained in `sync`, {verl_async_ratio_sampled:.2f} times `colocate_async` and {trl_tuned_ratio_sampled:.2f} times TRL"),
