@@ -108,6 +108,9 @@ def _install() -> Path:
             _run(*apt, "download", *PACKAGES, cwd=draft)
             for archive in draft.glob("*.deb"):
                 _run("dpkg-deb", "-x", str(archive), str(draft / "root"))
+            init = draft / "root" / "usr" / "bin" / "docker-init"  # a link to a neighbour that another package has
+            init.unlink(missing_ok=True)
+            init.symlink_to("/usr/bin/tini-static")
             (draft / "root").rename(programs)
             shutil.rmtree(draft)
     return programs
