@@ -84,6 +84,13 @@ FP8_WEIGHTS = "fp8_per_channel"
 NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 """vLLM's speculative decoding for `engine.speculation = "ngram"`: drafts of at most 5 tokens after a match of 2 to 5."""
 
+CORE = "VLLM::EngineCore"
+LOST = "lost its {} (killed because memory ran out?)"
+CORE_LOST = "engine core exited unexpectedly"
+"""Text in the log of a server that ends by itself because its engine core ended, which may be sooner than the next check."""
+LOG_LINES = 1000
+"""Number of a log's last lines in which that is looked for: every call in flight adds a traceback."""
+
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
     ("Starting to load model", "loading the weights"),
@@ -117,7 +124,7 @@ class EngineProcess:
         self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
         self.kill_reason = ""
-        """Reason why `wait` killed the server; empty if the server ended by itself."""
+        """Reason why `wait` killed the server, or why it ended by itself if that is known; else empty."""
         self._policy = policy
         self._host, self._port, self._tls = host, port, tls
         self._gpus, self._find_gpus = gpus, find_gpus
@@ -150,14 +157,16 @@ class EngineProcess:
                 await self._stop(grace_s=0.0 if watchers[0] in done else STOP_GRACE_S)
             for watcher in watchers:
                 watcher.cancel()
-            return ended.result()
+        if not self.kill_reason and CORE_LOST in read_tail(self.log_path, LOG_LINES).rpartition("\n$ ")[2]:
+            self.kill_reason = LOST.format(CORE)
+        return ended.result()
 
     async def _watch_for_loss(self) -> str:
         """Wait until the server can answer no more, and return the reason."""
         while True:  # vLLM sends no notice
             await asyncio.sleep(LIVENESS_CHECK_S)
             if lost := next((title for pid, title in self._children.items() if not is_alive(pid)), None):
-                return f"lost its {lost} (killed because memory ran out?)"
+                return LOST.format(lost)
             if await self._refuses_connections():
                 return "accepts no connections, though its process lives"
 

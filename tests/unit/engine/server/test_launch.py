@@ -298,6 +298,26 @@ async def test_an_engine_that_names_no_error_is_told_by_the_end_of_its_log(tmp_p
             pass
 
 
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "$ vllm serve\nMPClient: engine core exited unexpectedly; starting cleanup\nTraceback\n",
+            "lost its VLLM::EngineCore",
+        ),
+        ("$ vllm serve\nMPClient: engine core exited unexpectedly\n$ vllm serve\nbye\n", ""),
+        ("$ vllm serve\nbye\n", ""),
+    ],
+)
+async def test_a_server_that_ends_by_itself_says_if_it_lost_its_core_since_its_newest_start(log, reason, tmp_path):
+    (tmp_path / "log").write_text(log)
+    engine = EngineProcess(Policy(model=str(tmp_path / "none")), port=1, log_path=tmp_path / "log")
+    engine._process = await asyncio.create_subprocess_exec("true", start_new_session=True)
+    assert await engine.wait() == 0
+    assert engine.kill_reason.startswith(reason)
+    assert bool(engine.kill_reason) == bool(reason)
+
+
 async def test_a_server_that_was_given_up_and_could_not_be_started_again_is_not_given_up_twice(tmp_path):
     engine = EngineProcess(Policy(model=str(tmp_path / "none")), port=1, log_path=tmp_path / "log")
     engine._process = await asyncio.create_subprocess_exec("true", start_new_session=True)
