@@ -6,6 +6,7 @@ The first node's engine is one that runs already, as vLLM would take most of the
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import shutil
 import subprocess
@@ -119,7 +120,10 @@ class Batch:
 
         def starts() -> bool:
             if (state := self.shown()["JobState"]) == "PENDING":
-                self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now", "TimeLimit=60")
+                update = ("scontrol", "update", f"JobId={self.number}")
+                self.slurm(*update, "TimeLimit=60")
+                with contextlib.suppress(subprocess.CalledProcessError):  # it has started since
+                    self.slurm(*update, "StartTime=now")
             return state == "RUNNING"
 
         self.wait("the next start", starts)
