@@ -58,11 +58,18 @@ def hash_main_script() -> str:
 def _hash_with_modules(source: bytes) -> str:
     """Return a short hash of the source and of the user's modules that are loaded when it is first asked for: modules that the agent
     loads while it runs are not new code."""
-    found = {
-        file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)
-    }
+    found = set(filter(None, map(_find_file, list(sys.modules.values()))))
     digest = hashlib.sha256(source)
     for path in map(Path, sorted(file for file in found if file.endswith(".py") and is_user_file(file))):
         with suppress(OSError):
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
+
+
+def _find_file(module: Any) -> str | None:
+    """Return the file of a module, without the attribute access that would load a lazy module now."""
+    try:
+        file = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:  # anything may be among the modules
+        return None
+    return file if isinstance(file, str) else None

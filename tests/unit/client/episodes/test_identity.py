@@ -1,6 +1,7 @@
 """A code version changes with every file of the user's own that an agent is made of, and with nothing else."""
 
 import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -47,3 +48,16 @@ def test_a_module_that_an_agent_loads_while_it_runs_is_no_new_code(version_of, t
     (tmp_path / "loaded_later.py").write_text("x = 1\n")
     importlib.import_module("loaded_later")
     assert hash_source(version_of.loaded[-1].attempt) == first
+
+
+def test_a_lazy_module_is_not_loaded(version_of, tmp_path, monkeypatch):
+    file = tmp_path / "for_another_host.py"
+    file.write_text("raise ImportError('needs a GPU')\n")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file.stem, lazy)
+    spec.loader.exec_module(lazy)
+    first = version_of()
+    file.write_text("raise ImportError('needs another GPU')\n")
+    assert version_of() != first
