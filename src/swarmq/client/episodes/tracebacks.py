@@ -14,6 +14,8 @@ PACKAGE_PREFIX = f"{Path(__file__).parents[2]}{os.sep}"
 DEMO_PREFIX = f"{PACKAGE_PREFIX}demo{os.sep}"
 """Folder of the demo, whose agents are treated like a user's code."""
 INSTALLED_PREFIXES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
+"""Names of the folders of installed packages, of which Python may have more than the above: a user's, and the system's."""
 
 
 def format_agent_traceback(error: BaseException) -> str:
@@ -36,4 +38,8 @@ def is_swarmq_file(file: str) -> bool:
 
 def is_user_file(file: str) -> bool:
     """Return whether `file` is the user's own: not swarmq's, not Python's, not that of an installed package."""
-    return not (is_swarmq_file(file) or file.startswith((*INSTALLED_PREFIXES, "<frozen ")))
+    return not (
+        is_swarmq_file(file)
+        or file.startswith((*INSTALLED_PREFIXES, "<frozen "))
+        or INSTALLED_FOLDERS.intersection(Path(file).parts)
+    )

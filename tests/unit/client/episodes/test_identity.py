@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -61,3 +62,14 @@ def test_a_lazy_module_is_not_loaded(version_of, tmp_path, monkeypatch):
     first = version_of()
     file.write_text("raise ImportError('needs another GPU')\n")
     assert version_of() != first
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_an_installed_package_is_not_the_user_s_code_wherever_it_is(version_of, tmp_path, monkeypatch, folder):
+    first = version_of()
+    file = tmp_path / ".local" / folder / "installed_elsewhere.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("x = 1\n")
+    monkeypatch.setitem(sys.modules, file.stem, ModuleType(file.stem))
+    sys.modules[file.stem].__file__ = str(file)
+    assert version_of() == first
