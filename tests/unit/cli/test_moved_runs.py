@@ -133,12 +133,30 @@ def test_the_job_of_a_run_continues_that_run_wherever_it_is_started(run, tmp_pat
     assert SwarmJob.load(moved / "job.toml", sets=["run=second"]).folder == "runs", "another run"
 
 
-def test_the_job_of_a_run_finds_its_model_from_anywhere(tmp_path, monkeypatch):
+def test_the_job_of_a_run_finds_its_files_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "toy").mkdir()
+    (tmp_path / "shown.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    policies = {"main": {"model": "toy"}, "hub": {"model": "Qwen/Qwen3-4B"}}
-    stored = _with_whole_paths(SwarmJob.build({"run": "math", "policies": policies})).policies
-    assert {name: policy.model for name, policy in stored.items()} == {
-        "main": str(tmp_path / "toy"),
-        "hub": "Qwen/Qwen3-4B",
+    train = {
+        "advantage": "gae",
+        "critic": {"model": "toy"},
+        "sft": {"demonstrations": "shown.jsonl"},
+        "loss": {"kl": 0.1},
+        "reference": "toy",
     }
+    taught = {"loss": {"name": "distill"}, "teacher": "toy"}
+    policies = {
+        "main": {"model": "toy", "train": train},
+        "taught": {"model": "Qwen/Qwen3-4B", "train": taught},
+        "other": {"model": "Qwen/Qwen3-4B", "train": taught | {"teacher": "policies.served"}},
+        "served": {"model": "Qwen/Qwen3-4B", "trained": False},
+    }
+    secured = {"certificate": "shown.jsonl", "key": "shown.jsonl"}
+    files = {"broker": secured, "proxy": secured, "methods_folder": "."}
+    stored = _with_whole_paths(SwarmJob.build({"run": "math", "policies": policies, **files}))
+    main, taught, other, served = stored.policies.values()
+    model, shown = (str(tmp_path / name) for name in ("toy", "shown.jsonl"))
+    assert (main.model, main.train.critic.model, main.train.reference, taught.train.teacher) == (model,) * 4
+    assert (main.train.sft.demonstrations, stored.broker.key, stored.proxy.certificate) == (shown,) * 3
+    assert stored.methods_folder == str(tmp_path)
+    assert (served.model, served.train.critic.model, other.train.teacher) == ("Qwen/Qwen3-4B", None, "policies.served")
