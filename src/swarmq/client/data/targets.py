@@ -17,8 +17,12 @@ def load_object(target: str) -> Any:
     if not (module_name and colon and path):
         raise TaskError(f"{target!r} is not of the form module:function, e.g. my_agent:attempt")
     if module_name.endswith(".py"):
-        module = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
-        raise TaskError(f"{target!r} names a file, not a module: write {module}:{path}")
+        file = os.path.relpath(module_name)
+        folder, name = os.path.split(file) if file.startswith(os.pardir) else ("", file)
+        where = f" in {os.path.abspath(folder)}" if folder else ""  # noqa: PTH100 - of a folder that need not exist
+        raise TaskError(
+            f"{target!r} names a file, not a module: write {name.removesuffix('.py').replace(os.sep, '.')}:{path}{where}"
+        )
     here = os.getcwd()  # noqa: PTH109 - sys.path holds text
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -459,9 +459,14 @@ def test_a_function_in_the_working_directory_is_found(module):
     assert load_target("my_agent_ok:A.attempt")(None) == 1.0
 
 
-def test_a_file_in_place_of_a_module_is_told_as_the_module():
-    with pytest.raises(TaskError, match="names a file, not a module: write shop.agent:attempt"):
-        load_target("./shop/agent.py:attempt")
+def test_a_file_in_place_of_a_module_is_told_as_the_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("shop/agent.py", "./shop/agent.py", tmp_path / "shop" / "agent.py"):
+        with pytest.raises(TaskError, match="names a file, not a module: write shop.agent:attempt$"):
+            load_target(f"{file}:attempt")
+    for file in ("../shop/agent.py", tmp_path.parent / "shop" / "agent.py"):
+        with pytest.raises(TaskError, match=f"write agent:attempt in {tmp_path.parent}/shop$"):
+            load_target(f"{file}:attempt")
 
 
 @pytest.mark.parametrize(
