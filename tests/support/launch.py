@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,9 +52,13 @@ async def _fork_ranks(count: int, program: tuple[str, ...]) -> None:
 
 
 def fork(program: tuple[str, ...], log: Path, **variables: str) -> Child:
-    """Start a program of tests/support, with its arguments, as a copy of a process that has imported torch and the learner."""
+    """Start a program of tests/support, with its arguments, as a copy of a process that has imported torch and the learner.
+
+    Copies of one process hash text alike, so the order of a set would be the same in all ranks, and after a death, as it is
+    nowhere else. So the next program is a copy of the other of two processes.
+    """
     module = f"{Path(program[0]).parent.name}.{Path(program[0]).stem}"
-    return _nursery().start([module, *program[1:]], environment() | variables, log)
+    return next(_nurseries()).start([module, *program[1:]], environment() | variables, log)
 
 
 def kill(child: Child) -> None:
@@ -62,11 +68,11 @@ def kill(child: Child) -> None:
 
 
 @cache
-def _nursery() -> Nursery:
-    """One for all tests of this process."""
+def _nurseries() -> Iterator[Nursery]:
+    """Two, in turn, for all tests of this process."""
     opened = contextlib.ExitStack()
     atexit.register(opened.close)
-    return opened.enter_context(Nursery.open())
+    return itertools.cycle([opened.enter_context(Nursery.open()) for _ in range(2)])
 
 
 def _start_launchers(count: int, program: tuple[str, ...], hosts: int) -> None:
