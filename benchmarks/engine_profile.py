@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from pathlib import Path
@@ -31,8 +30,7 @@ import msgspec
 from benchmarks import report
 from benchmarks.loop.agent import SERVER_ENV, Server
 from benchmarks.loop.model import make_model
-from benchmarks.loop.run import SIZES, Size
-from benchmarks.proxy_h200 import sampled
+from benchmarks.loop.run import SIZES, Size, TokenMeter
 from swarmq.config import EngineSettings, Policy
 from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.server.launch import EngineProcess
@@ -41,8 +39,7 @@ from swarmq.runtime.processes import die_with_parent, find_free_port, stop_group
 T = TypeVar("T")
 
 STEPS = 24
-RAMP_S, COUNTED_S, TRACED_S, WRITE_S, LOOK_S = 2.0, 12.0, 2.0, 60.0, 0.2
-WORKERS = 4
+COUNTED_S, TRACED_S, WRITE_S, LOOK_S = 12.0, 2.0, 60.0, 0.2
 SKIPPED = 2
 """Steps of a trace in which the profiler itself starts."""
 KINDS = (
@@ -104,14 +101,7 @@ async def measure(folder: Path, shape: str, *, cuda: bool) -> tuple[float, Trace
     async with EngineProcess(policy, port=find_free_port(), log_path=log, gpus=(0,) if cuda else None) as engine:
         headers = make_auth_headers(engine.secret)
         async with aiohttp.ClientSession(headers=headers, raise_for_status=True) as http, asking(engine, model, size):
-            before = await sampled(http, engine)
-            async with asyncio.timeout(WRITE_S):
-                while await later(sampled(http, engine)) == before:
-                    pass  # the callers' processes are still starting
-            await asyncio.sleep(RAMP_S)
-            before, began = await sampled(http, engine), time.monotonic()
-            await asyncio.sleep(COUNTED_S)
-            rate = (await sampled(http, engine) - before) / (time.monotonic() - began)
+            rate = await TokenMeter(http, engine).rate(COUNTED_S)
             async with http.post(f"{engine.url}/start_profile", json={"max_iterations": STEPS}):
                 await asyncio.sleep(TRACED_S)
             async with http.post(f"{engine.url}/stop_profile"):
@@ -133,10 +123,10 @@ async def asking(engine: EngineProcess, model: Path, size: Size) -> AsyncIterato
     sampling = {"max_tokens": size.sampled, "logprobs": True, "temperature": 1.0}
     server = Server(base_url=f"{engine.url}/v1", api_key=engine.secret, model=str(model), sampling=sampling)
     environment = os.environ | {SERVER_ENV: msgspec.json.encode(server).decode(), "OMP_NUM_THREADS": "1"}
-    words = [str(size.at_once // WORKERS), str(size.turns), str(size.words)]
+    words = [str(size.at_once // size.workers), str(size.turns), str(size.words)]
     command = (sys.executable, "-m", "benchmarks.loop.agent", *words)
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(WORKERS):
+        for _ in range(size.workers):
             process = await asyncio.create_subprocess_exec(
                 *command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
             )
