@@ -190,9 +190,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     survive_full_disk()
     requested, (job, placements) = job, plan_run(job, report)
     folder = job.run_folder
-    make_folder(folder.path)
-    folder.path.chmod(0o700)  # the folder contains prompts and completions
-    with _lock_run_folder(folder.lock, job.run):
+    with _lock_run_folder(folder, job.run):
         async with contextlib.AsyncExitStack() as stack:
             await wait_for_proxy_ports(job)
             found = await _find_broker(job, report)
@@ -571,9 +569,13 @@ def _resolve_job(
 
 
 @contextlib.contextmanager
-def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
-    """Lock the run folder, and remove it if nothing else is in it at the end, as after a refused start. Raises SwarmqError with the
-    holder's process id if another `swarmq up` holds the lock."""
+def _lock_run_folder(folder: RunFolder, run: str) -> Iterator[None]:
+    """Make the run folder and lock it. If nothing else is in it at the end, as after a refused start, remove the folders that
+    were made. Raises SwarmqError with the holder's process id if another `swarmq up` holds the lock."""
+    path = folder.lock
+    made = [each for each in (folder.path, *folder.path.parents) if not each.exists()]
+    make_folder(folder.path)
+    folder.path.chmod(0o700)  # the folder contains prompts and completions
     with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -593,6 +595,7 @@ def _lock_run_folder(path: Path, run: str) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):  # what cannot be removed does no harm
-                if list(path.parent.iterdir()) == [path]:
+                if list(folder.path.iterdir()) == [path]:
                     path.unlink()
-                    path.parent.rmdir()
+                    for each in made:
+                        each.rmdir()  # fails for a folder in which something else is by now

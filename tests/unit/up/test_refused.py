@@ -87,12 +87,15 @@ def test_a_learner_with_fp8_is_refused_on_a_host_without_it(monkeypatch: pytest.
 def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
-    job = training(tmp_path)
+    job = training(tmp_path / "runs" / "new")
     error = refused(job)
     assert isinstance(error, BrokerError)
     assert "GB free, and RabbitMQ accepts no messages below " in str(error)
     assert "set `folder` to another disk" in str(error)
     assert list(tmp_path.iterdir()) == [], "no folder of a run that never was"
+    job.run_folder.path.mkdir(parents=True)
+    refused(job)
+    assert list(job.run_folder.path.iterdir()) == [], "the user made this folder"
 
 
 @pytest.mark.parametrize(
