@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from support.run_folder import make_whole_run
 from swarmq.dashboard.export import collect_episode, collect_group, export_html
@@ -316,3 +316,25 @@ def test_no_link_of_a_report_is_dead_and_no_path_of_this_machine_is_in_it(
 
 def page_hash(url: str) -> str:
     return url.partition("#")[2].partition("?")[0]
+
+
+def test_tasks_that_begin_alike_are_told_apart(read: Read, link: str, run_id: str) -> None:
+    reader = read(link)
+
+    def lengthen(route: Route) -> None:
+        answer = route.fetch()
+        page = answer.json()
+        for number, row in enumerate(page["rows"]):
+            row["task"] = f"customer-service/airline/refund-of-a-cancelled-flight/{number:04}"
+        route.fulfill(response=answer, json=page)
+
+    reader.page.route("**/episodes?*", lengthen)
+    reader.open(f"run/{run_id}/episodes")
+    cells = reader.page.get_by_role("cell").filter(has_text="customer-service/").all()
+    ends = [cell.locator(".name > :last-child") for cell in cells]
+    assert [end.inner_text()[-5:] for end in ends] == [f"/{number:04}" for number in range(len(ends))]
+    for cell, end in zip(cells, ends, strict=True):
+        assert end.evaluate("end => end.getBoundingClientRect().right") <= cell.evaluate(
+            "cell => cell.getBoundingClientRect().right"
+        )
+    assert len(ends) > 3

@@ -3,13 +3,14 @@ import { useEffect, useState } from "preact/hooks";
 import { bytes, number } from "../format";
 import { to } from "../router";
 import { shown } from "../ui/text";
-import { SafeText } from "../ui/text";
+import { Name, SafeText } from "../ui/text";
 import { pieces } from "./message";
 
 /** A name (a task, a client) that opens the episodes that share it. */
-export function Filtered({ run, field, value }: { run: string; field: string; value: string }) {
+export function Filtered({ run, field, value, in_column = false }: { run: string; field: string; value: string; in_column?: boolean }) {
   if (value === "") return null;
-  return <a href={to(run, "episodes", "", { [field]: value })} title={value}><SafeText text={value} inline /></a>;
+  const text = in_column ? <Name text={value} /> : <SafeText text={value} inline />;
+  return <a href={to(run, "episodes", "", { [field]: value })} title={value}>{text}</a>;
 }
 
 /** A signed number with a bar from the middle: above 0 to the right, below to the left. */

@@ -48,6 +48,20 @@ export function shown(text: string): ComponentChild[] {
     at % 2 === 0 ? part : <span key={at} class="unseen" title={explain(part)}>{visible(part)}</span>);
 }
 
+const TAIL = 12; // characters at the end of a name that are never cut
+
+/** A name in a column that may be too narrow for it. It is cut before its end, because names that begin alike differ there. */
+export function Name({ text }: { text: string }) {
+  const characters = [...text];
+  if (characters.length <= TAIL) return <SafeText text={text} inline />;
+  return (
+    <span class="name">
+      <SafeText text={characters.slice(0, -TAIL).join("")} inline />
+      <SafeText text={characters.slice(-TAIL).join("")} inline />
+    </span>
+  );
+}
+
 const FIRST = 20_000; // characters shown of a long text
 const MORE = 200_000;
 

@@ -14,7 +14,7 @@ import { Badge, Page, Section, Select, TextField } from "../ui/parts";
 import { Empty, Failed, Indexing, Loading } from "../ui/states";
 import { VirtualTable } from "../ui/table";
 import type { Column } from "../ui/table";
-import { SafeText } from "../ui/text";
+import { Name, SafeText } from "../ui/text";
 
 const PAGE = 200;
 
@@ -82,7 +82,7 @@ function columns(run: string): Column<EpisodeRow>[] {
     { key: "reason", head: "Reason", width: "minmax(6.5rem, 1fr)", cell: (row) => <SafeText text={words(row.reason)} inline /> },
     { key: "reward", head: "Reward", sort: "reward", is_number: true, width: "5rem", cell: (row) => number(row.reward) },
     { key: "kind", head: "Kind", width: "minmax(5.5rem, 0.8fr)", cell: (row) => <SafeText text={row.kind} inline /> },
-    { key: "task", head: "Task", width: "minmax(7rem, 1.6fr)", cell: (row) => <Filtered run={run} field="task" value={row.task} /> },
+    { key: "task", head: "Task", width: "minmax(10rem, 1.6fr)", cell: (row) => <Filtered run={run} field="task" value={row.task} in_column /> },
     {
       key: "group", head: "Attempts", width: "5.5rem", title: "All attempts at the task in this epoch, side by side",
       cell: (row) => row.group === "" ? null : <a href={to(run, "group", row.group)} title={`Group ${row.group}`}>compare</a>,
@@ -92,7 +92,7 @@ function columns(run: string): Column<EpisodeRow>[] {
     { key: "seconds", head: "Took", sort: "seconds", is_number: true, width: "5.2rem", cell: (row) => duration(row.seconds) },
     { key: "step", head: "Step", sort: "step", is_number: true, width: "3.8rem", cell: (row) => number(row.step) },
     { key: "stale", head: "Stale", sort: "staleness", is_number: true, width: "4rem", title: "Weight versions between the oldest sampled token and the training", cell: (row) => number(row.staleness) },
-    { key: "client", head: "Client", width: "minmax(6rem, 1fr)", cell: (row) => <SafeText text={row.client} inline /> },
+    { key: "client", head: "Client", width: "minmax(6rem, 1fr)", cell: (row) => <Name text={row.client} /> },
   ];
 }
 

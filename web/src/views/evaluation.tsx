@@ -9,7 +9,7 @@ import type { Line } from "../ui/chart";
 import { Age, Page, Section } from "../ui/parts";
 import { Await, Empty, Indexing, whileIndexed } from "../ui/states";
 import { Table, VirtualTable } from "../ui/table";
-import { SafeText } from "../ui/text";
+import { Name, SafeText } from "../ui/text";
 
 type Round = Evaluations["rounds"][number];
 
@@ -94,11 +94,12 @@ function Rounds({ run, rounds }: { run: string; rounds: Round[] }) {
 
 function Matrix({ run, matrix }: { run: string; matrix: Evaluations["matrix"] }) {
   const rows = matrix.tasks.map((task, at) => ({ task, cells: matrix.cells[at] ?? [] }));
+  const longest = Math.max(...matrix.tasks.map((task) => task.length));
   return (
     <Section title="Every task under every version" note="Share of the task's attempts that succeeded, in percent.">
       <VirtualTable label="Tasks by version" rows={rows} rowKey={({ task }) => task} rowHeight={30} columns={[
-        { key: "task", head: "Task", width: "minmax(9rem, 18rem)", cell: ({ task }) => (
-          <a href={to(run, "episodes", "", { state: "eval", task })}><SafeText text={task} inline /></a>
+        { key: "task", head: "Task", width: `minmax(12rem, ${longest + 4}ch)`, cell: ({ task }) => (
+          <a href={to(run, "episodes", "", { state: "eval", task })} title={task}><Name text={task} /></a>
         ) },
         ...matrix.versions.map((version, at) => ({
           key: String(version), head: number(version), width: "3.6rem", is_number: true,

@@ -53,7 +53,7 @@ function Alarms({ run, alarms, isLive }: { run: string; alarms: Alarm[]; isLive:
   }
   return (
     <section class="alarms" aria-labelledby="alarms">
-      <h2 id="alarms">{plural(alarms.length, "alarm")}</h2>
+      <h2 id="alarms">{isLive ? plural(alarms.length, "alarm") : `${plural(alarms.length, "warning")} from while it ran`}</h2>
       <ul>
         {alarms.map((alarm) => (
           <li key={`${alarm.source} ${alarm.text}`} class="alarm">
