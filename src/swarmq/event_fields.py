@@ -246,7 +246,10 @@ FIELDS: dict[tuple[str, str], dict[str, str]] = {
         "state": "`accepted` or `refused`.",
         "text": "Why it was refused.",
     },
-    ("warning", "any"): {"text": "The warning."},
+    ("warning", "any"): {
+        "text": "The warning.",
+        "kind": "`stall` if the run waits, or waited until now, for something; absent otherwise.",
+    },
 }
 """(Name of the event, kind of process) -> field -> its meaning. Fields without a value may be absent."""
 

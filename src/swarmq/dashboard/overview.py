@@ -175,10 +175,12 @@ def _progress(
 def find_alarms(
     events: Iterable[Event], board: Mapping[str, Any], *, now: float, is_live: bool
 ) -> list[dict[str, Any]]:
-    """Return alarms and warnings, the newest first. Equal warnings are counted instead of repeated."""
+    """Return alarms and warnings, the newest first. Equal warnings are counted instead of repeated. Stalls of a run that was
+    stopped in order are left out, because it waits for nothing now."""
+    was_stopped = board.get("recorder", {}).get("is_recording") is False
     folded = Board(run="", warnings=deque(maxlen=MAX_ALARMS))
     for event in events:
-        if event.name == "warning":
+        if event.name == "warning" and not (was_stopped and event.fields.get("kind") == "stall"):
             folded.fold(event)
     alarms = [
         {"at": one.at, "source": one.source, "text": one.text, "times": one.times} for one in reversed(folded.warnings)

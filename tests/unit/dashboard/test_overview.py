@@ -107,13 +107,25 @@ def test_nothing_counts_as_up_in_a_run_that_is_not(recorded):
     assert {one.state for one in nodes(recorded, is_live=False).values()} <= {"down", "unknown"}
 
 
-def test_alarms_come_newest_first_and_repetitions_are_counted():
-    def warning(at, text):
-        return Event(run="r", source="collector", name="warning", at=at, fields={"text": text})
+def warning(at, text, **more):
+    return Event(run="r", source="collector", name="warning", at=at, fields={"text": text, **more})
 
+
+def test_alarms_come_newest_first_and_repetitions_are_counted():
     told = [warning(1.0, "3 groups wait"), warning(2.0, "other"), warning(3.0, "4 groups wait")]
     found = find_alarms(told, {}, now=NOW, is_live=False)
     assert [(one["text"], one["times"]) for one in found] == [("4 groups wait", 2), ("other", 1)]
     dead = board(broker={"state": "away"}, engines={"http://e": {"state": "down"}})
     assert [one["source"] for one in find_alarms([], dead, now=NOW, is_live=True)] == ["http://e", "broker"]
     assert find_alarms([], dead, now=NOW, is_live=False) == []
+
+
+def test_a_run_that_was_stopped_waits_for_nothing_and_keeps_its_other_warnings():
+    told = [warning(1.0, "rewards are equal"), warning(2.0, "nothing moves", kind="stall")]
+
+    def texts(recorder, *, is_live):
+        return [one["text"] for one in find_alarms(told, board(recorder=recorder), now=NOW, is_live=is_live)]
+
+    assert texts({"is_recording": False}, is_live=False) == ["rewards are equal"]
+    killed = texts({"is_recording": True}, is_live=False)
+    assert killed == texts({"is_recording": True}, is_live=True) == ["nothing moves", "rewards are equal"]

@@ -124,8 +124,9 @@ class RunControl:
         shares: Mapping[str, float],
         learning: Collection[str],
         now: float,
-    ) -> tuple[Control | None, list[str]]:
-        """Return the next control state, or None if no kind ran dry or came back, and warnings.
+    ) -> tuple[Control | None, list[str], list[str]]:
+        """Return the next control state, or None if it stays; warnings of kinds that ran dry or came back; and warnings of kinds
+        that teach nothing.
 
         `out`: kind -> its tickets that are out. `shares`: the mix of the newest batch. `learning`: policies with steps to go.
         """
@@ -138,29 +139,33 @@ class RunControl:
         dry = idle | self._find_uninformative(shares, learning)
         fresh, back = dry - self.dry, (self.dry | set(self.state.lent)) - dry
         if not fresh and not back:
-            return None, []
+            return None, [], []
         self.dry = dry
         lendable = {kind for kind in dry if rules.when_dry == "lend" or kind not in shares}
         lent = lendable if shares.keys() - lendable else set(self.state.lent) - back
-        causes = {
+        stalls = {
             kind: f"has run dry: {len(out[kind])} tickets out, nobody has taken one for {since[kind]:.0f} s"
             for kind in fresh & idle
-        } | {
+        }
+        flat = {
             kind: f"teaches nothing now: rewards were equal in each of its last {self._too_many(kind, shares)} groups"
             for kind in fresh - idle - self._reported_flat
         }
-        texts = [
-            f"kind {kind} {cause}; {self._describe_lending(kind in lent, others=len(shares) > 1)}"
-            for kind, cause in sorted(causes.items())
-        ]
+        stall_texts, flat_texts = (
+            [
+                f"kind {kind} {cause}; {self._describe_lending(kind in lent, others=len(shares) > 1)}"
+                for kind, cause in sorted(causes.items())
+            ]
+            for causes in (stalls, flat)
+        )
         self._reported_flat = (self._reported_flat | fresh) - idle
-        texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._reported_flat)]
+        stall_texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._reported_flat)]
         if lent == set(self.state.lent):
-            return None, texts
+            return None, stall_texts, flat_texts
         state = msgspec.structs.replace(
             self.state, number=self.state.number + 1, lent=tuple(sorted(lent)), command_id=""
         )
-        return state, texts
+        return state, stall_texts, flat_texts
 
     def _find_uninformative(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
         """Return the flat kinds: their groups teach nothing, so a learner would wait for them in vain."""

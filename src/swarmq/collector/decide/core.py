@@ -244,10 +244,11 @@ class Core:
         if self.control is None:
             return []
         newest = self.rules.shares(self.tickets.next_batch)
-        state, warnings = self.control.detect_dry_kinds(
+        state, stalls, warnings = self.control.detect_dry_kinds(
             self.groups.usage(), self.tickets.out, newest, self.run.learning(), now
         )
-        effects: list[do.Effect] = [do.Emit("warning", {"text": text}) for text in warnings]
+        effects: list[do.Effect] = [do.Emit("warning", {"text": text, "kind": "stall"}) for text in stalls]
+        effects += [do.Emit("warning", {"text": text}) for text in warnings]
         effects += self._adopt(state) if state else []
         is_drained = (
             self.control.state.pace == "draining"

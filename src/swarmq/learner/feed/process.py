@@ -508,7 +508,7 @@ class BatchFeeder:
             f"{self.intake.groups_incomplete} groups begun; are workers running and finishing episodes?"
         )
         log.warning("waiting_for_groups", needed=needed, ready=ready, incomplete=self.intake.groups_incomplete)
-        await self._emit("warning", {"text": text})
+        await self._emit("warning", {"text": text, "kind": "stall"})
 
     async def _emit(self, name: EventName, fields: dict[str, Any]) -> None:
         await self.broker.emit(self._event(name, fields))

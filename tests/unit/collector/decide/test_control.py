@@ -243,6 +243,7 @@ def test_a_dry_kind_lends_its_share_until_it_is_back(steered, say):
     bench.wait(1)
     assert state(bench).lent == ()
     assert any("kind b is back" in w["text"] for w in bench.events("warning"))
+    assert {w["kind"] for w in bench.events("warning")} == {"stall"}, "of no interest once the run has been stopped"
     assert bench.tickets["b"] == issued_b
 
 

@@ -412,6 +412,7 @@ async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path) -> 
             async for event in events:
                 if event.name == "warning" and "1 groups begun" in event.fields["text"]:
                     assert "1 of default missing" in event.fields["text"]
+                    assert event.fields["kind"] == "stall"
                     break
 
 
