@@ -35,8 +35,8 @@ async def connected(stage):
 LENGTH = len(BODY)
 
 
-def head(stage, *, key=None, length=LENGTH):
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key or stage.key()}"]
+def head(stage, *, key=None, length=LENGTH, path="/v1/chat/completions"):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key or stage.key()}"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
@@ -153,13 +153,14 @@ def without_collections():
 
 
 @pytest.mark.usefixtures("without_collections")
-async def test_an_answered_request_leaves_memory_without_a_garbage_collection(stages):
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+async def test_an_answered_request_leaves_memory_without_a_garbage_collection(stages, path):
     async with stages() as stage:
         before = _held_requests()
         for key in (None, "refused", None):
             async with connected(stage) as (reader, writer):
                 stage.engine.say("x")
-                writer.write(head(stage, key=key) + BODY)
+                writer.write(head(stage, key=key, path=path) + BODY)
                 await answered(reader)
         async with asyncio.timeout(30):
             while _held_requests() > before:  # noqa: ASYNC110 - nothing tells when an object is freed
