@@ -80,10 +80,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     most_broker_ms: float
     engine_tokens_per_s: float
     """Of a 1.7 B model on one GPU, through the proxy (proxy_h200)."""
-    learner_tokens_per_s: dict[str, tuple[float, float]]
-    """Model -> tokens that a learner with a GPU of its own computes, in rows of 2k and of 16k (learner_h200)."""
+    learner_tokens_per_s: dict[str, dict[str, tuple[float, str]]]
+    """Model -> length of rows -> tokens that a learner with a GPU of its own computes, and with which attention (learner_h200)."""
     rank_efficiency: dict[str, float]
-    """Model -> share of a second rank that is gained (scaling_h200)."""
+    """Model -> share of a second rank that is gained, with FlexAttention (scaling_h200)."""
     push_shares: dict[str, float]
     """Kind of a push over HTTP -> share of the BF16 weights' bytes that travels, compressed (hosts_push)."""
 
@@ -92,7 +92,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         """Take the costs from result files, by name."""
         pipeline, loop = known["pipeline"], known["loop_h200"]["figures"]
         pushes, processes = known["hosts_push"]["figures"], known["hosts_processes"]["figures"]
-        learner, workers = known["learner_h200"]["figures"], known["swarm"]["detail"]["scale"]["workers"][-1]
+        learner, workers = known["learner_h200"], known["swarm"]["detail"]["scale"]["workers"][-1]
         by_nodes: dict[str, dict[int, float]] = {}
         for name in SHAPES:
             found = {nodes: f"broker_ms_{name}{f'_{nodes}_nodes' if nodes > 1 else ''}" for nodes in (1, 3)}
@@ -120,7 +120,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
             most_broker_ms=workers["cpu_ms"]["broker"],
             engine_tokens_per_s=known["proxy_h200"]["figures"]["tokens_per_s_proxy"],
             learner_tokens_per_s={
-                model: (learner[f"tokens_per_s_{key}_2k"], learner[f"tokens_per_s_{key}_16k"])
+                model: {
+                    length: (
+                        learner["figures"][f"tokens_per_s_{key}_{length}"],
+                        learner["detail"][f"{key}_{length}"].get("attention", "FlexAttention"),
+                    )
+                    for length in ("2k", "16k")
+                }
                 for model, key in MODELS.items()
             },
             rank_efficiency={
@@ -270,7 +276,11 @@ def part_table(costs: Costs) -> Iterator[str]:
     """Yield, for every part, with what its work grows, what was measured of it, and how a run gets more of it."""
     broker_cores = costs.most_episodes_per_s * costs.most_broker_ms / 1000
     learner = "; ".join(
-        f"{model}: {rates[0]:,.0f} tokens/s in rows of 2k, {rates[1]:,.0f} of 16k; two ranks {2 * costs.rank_efficiency[model]:.2f} times as many"
+        f"{model}: "
+        + ", ".join(
+            f"{rate:,.0f} tokens/s in rows of {length} with {attention}" for length, (rate, attention) in rates.items()
+        )
+        + f"; two ranks {2 * costs.rank_efficiency[model]:.2f} times as many as one, both with FlexAttention"
         for model, rates in costs.learner_tokens_per_s.items()
     )
     rows = (
