@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from swarmq.config_errors import explain, parse_error_path
+from swarmq.config_errors import explain, list_file_settings, parse_error_path
 from swarmq.errors import ConfigError
 from swarmq.messages import NAME
 from swarmq.runtime.logs import log
@@ -38,6 +38,10 @@ Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+FileName = Annotated[str, Meta(extra={"names_a": "file"})]
+"""Path of a file or folder."""
+ModelName = Annotated[str, Meta(extra={"names_a": "model"})]
+"""Path of a model's folder, or the name of a model on the hub; where the setting says so, also of a served one."""
 MIX_TOLERANCE = 1e-6
 RENAMED = {
     "groups.silence_s": "groups.idle_timeout_s",
@@ -74,6 +78,11 @@ OwnMethodName = Annotated[str, _method(())]
 OptimizerName = Annotated[str, _method(OPTIMIZERS)]
 
 
+def is_model_path(model: str) -> bool:
+    """Return whether a `ModelName` can only be the path of a folder, whether or not there is one."""
+    return model.startswith((".", "/", "~")) or (model.count("/") > 1 and "://" not in model)
+
+
 def is_own_method(name: str) -> bool:
     """Return whether a method's name is `module:function`."""
     return ":" in name
@@ -99,9 +108,9 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
     tls_port: Port = 0
     """TLS port (amqps) of the private node, open to other machines; further nodes take the ports after it. 0 opens none. Needs
     `certificate` and `key`."""
-    certificate: str | None = None
+    certificate: FileName | None = None
     """PEM file with the node's certificate."""
-    key: str | None = None
+    key: FileName | None = None
     """PEM file with the node's private key."""
 
     def __post_init__(self) -> None:
@@ -120,9 +129,9 @@ class ProxySettings(Settings, frozen=True, kw_only=True):
     """Address on which the proxies listen, and host name by which clients reach them."""
     port: Port = 0
     """Port of the first proxy, further proxies take the following ports; 0 picks free ports."""
-    certificate: str | None = None
+    certificate: FileName | None = None
     """PEM file with a certificate for the name `host`; with it and `key` the proxy serves https."""
-    key: str | None = None
+    key: FileName | None = None
     """PEM file with the certificate's private key."""
     count: Count = 1
     """Number of proxy processes, each of which uses one core. All requests of an episode go to the same process."""
@@ -377,7 +386,7 @@ class Lora(Settings, frozen=True, kw_only=True):
 class Sft(Settings, frozen=True, kw_only=True):
     """Demonstrations that are trained with every batch, by cross-entropy."""
 
-    demonstrations: str
+    demonstrations: FileName
     """JSON lines, each with `messages` (and `tools`), or with `prompt` and `completion`; the assistant's messages or the completion are
     trained."""
     share: Factor = 0.25
@@ -389,7 +398,7 @@ class Sft(Settings, frozen=True, kw_only=True):
 class Critic(Settings, frozen=True, kw_only=True):
     """The critic of the advantage `gae`: adapters and a linear head on a frozen model, trained beside the policy."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """Model folder or name, which must have the policy's vocabulary; None: the policy's initial model."""
     lora: Lora = field(default_factory=Lora)
     """Low-rank adapters, which are trained."""
@@ -435,14 +444,14 @@ class Train(Settings, frozen=True, kw_only=True):
     """Treatment of an episode with a model call that a token limit cut off: trained with its reward, or dropped and counted."""
     loss: Loss = field(default_factory=Loss)
     """The policy loss."""
-    reference: str | None = None
+    reference: ModelName | None = None
     """Model folder or name of the reference policy of `loss.kl` and `loss.reward_kl`; None: the policy's initial model, which takes no further memory
     in LoRA training."""
-    teacher: str | None = None
+    teacher: ModelName | None = None
     """Teacher of the `distill` loss, which must have the policy's vocabulary: a model folder or name, which the learner loads; or, for
     policies sampled at temperature 1, a served teacher: the URL of a vLLM server, or `policies.X`, a policy of this job with
     `trained = false`."""
-    teacher_tokenizer: str | None = None
+    teacher_tokenizer: ModelName | None = None
     """Model folder or name with the tokenizer of a served teacher that has another one than the policy: both are then compared by spans of
     text. None: the policy's."""
     sft: Sft | None = None
@@ -723,7 +732,7 @@ class AlertSettings(Settings, frozen=True, kw_only=True):
 class Policy(Settings, frozen=True, kw_only=True):
     """A model that is trained, or served frozen."""
 
-    model: str
+    model: ModelName
     """Hugging Face model folder or name."""
     aliases: tuple[str, ...] = ()
     """Further model names by which agents may request the policy, e.g. ["gpt-4o", "claude-*"], for agents with a fixed model name."""
@@ -758,7 +767,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """Name of the run, used in queue names."""
     folder: str = "runs"
     """Parent of the run folder, which is `<folder>/<run>`."""
-    methods_folder: str | None = None
+    methods_folder: FileName | None = None
     """Folder in which the modules of methods of your own are looked for before the installed packages; None: the job file's."""
     mix: dict[str, Share] = field(default_factory=lambda: {"default": 1.0})
     """Task kind -> share of the groups of every batch; the shares sum to 1."""
@@ -877,6 +886,16 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     def own_methods(self) -> set[str]:
         """Methods of the user's own with which policies are trained."""
         return {name for train in map(self.train_of, self.trained) for name in train.methods if is_own_method(name)}
+
+    def list_files(self) -> Iterator[tuple[str, str]]:
+        """Yield path and value of every setting that names a file or folder; names of hub models are none."""
+        tree = msgspec.to_builtins(self)
+        for pattern, kind in list_file_settings(SwarmJob):
+            *sections, key = pattern.split(".")
+            for where, section in _sections(tree, sections):
+                value = section[key]
+                if value and (kind == "file" or is_model_path(value) or Path(value).exists()):
+                    yield f"{where}.{key}".lstrip("."), value
 
     @property
     def run_folder(self) -> RunFolder:

@@ -150,6 +150,16 @@ def list_setting_paths(root: type) -> tuple[str, ...]:
     return tuple(path for path, _ in _walk(msgspec.inspect.type_info(root), ""))
 
 
+@functools.cache
+def list_file_settings(root: type) -> tuple[tuple[str, str], ...]:
+    """Return path and kind (`file` or `model`) of every setting of the types `FileName` and `ModelName` of `swarmq.config`."""
+    return tuple(
+        (path, kind)
+        for path, there in _walk(msgspec.inspect.type_info(root), "")
+        if isinstance(there, msgspec.inspect.Metadata) and (kind := (there.extra or {}).get("names_a"))
+    )
+
+
 def _walk(there: Type, path: str) -> Iterator[tuple[str, Type]]:
     there = _without_none(there)
     if path:

@@ -105,6 +105,10 @@ def describe_type(kind: types.Type) -> str:
             return "one of " + ", ".join(f'`"{value}"`' for value in values)
         case types.Metadata(extra={"names": names}):
             return "one of " + ", ".join(f'`"{name}"`' for name in (*names, "module:function"))
+        case types.Metadata(extra={"names_a": "file"}):
+            return "path"
+        case types.Metadata(extra={"names_a": "model"}):
+            return "text"
         case types.AnyType():
             return "any value"
         case types.VarTupleType(item_type=inner):

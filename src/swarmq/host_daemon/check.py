@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class JobCheck:
         job = self._adapt(SwarmJob.build(dict(tree), origin="job"))
         if not is_admin:
             _check_programs(job)
-        for path, named in list_named_files(job):
+        for path, named in job.list_files():
             if not Path(named).expanduser().exists():
                 raise ConfigError(
                     f"{path}: there is no {named} on host {socket.gethostname()}, where the run would be: copy it there first"
@@ -85,27 +85,6 @@ def find_host_gpus() -> list[GpuCapacity]:
     with contextlib.suppress(MissingExtraError):
         return find_visible_gpus() if is_cuda_build() else []
     return []
-
-
-def list_named_files(job: SwarmJob) -> Iterator[tuple[str, str]]:
-    """Yield path and value of every setting that names a file or folder; names of hub models are none."""
-    if job.methods_folder:
-        yield "methods_folder", job.methods_folder
-    files = {"broker": job.broker, "proxy": job.proxy}
-    for section, settings in files.items():
-        for name in ("certificate", "key"):
-            if value := getattr(settings, name):
-                yield f"{section}.{name}", value
-    for name, policy in job.policies.items():
-        models = {"model": policy.model, "train.reference": policy.train.reference}
-        models["train.teacher_tokenizer"] = policy.train.teacher_tokenizer
-        if not policy.train.has_served_teacher:
-            models["train.teacher"] = policy.train.teacher
-        if policy.train.sft:
-            yield f"policies.{name}.train.sft.demonstrations", policy.train.sft.demonstrations
-        for setting, model in models.items():
-            if model and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-                yield f"policies.{name}.{setting}", model
 
 
 def find_setting(message: str) -> str | None:

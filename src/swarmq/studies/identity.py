@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.config import SwarmJob, is_model_path
 from swarmq.environments import Split, is_environment
 from swarmq.errors import ConfigError, StudyError, SwarmqError, TaskError
 from swarmq.learner.store.durable_files import sha256
@@ -277,7 +277,7 @@ def _hash_model(root: Path, policy: str, model: str) -> str:
     path = root / model
     if path.is_dir():
         return _hash_files([path])
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_model_path(model):
         raise ConfigError(f"policies.{policy}.model: {path}: no such folder; make or copy the model there")
     return model
 

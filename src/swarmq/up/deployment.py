@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -36,7 +36,7 @@ from swarmq.broker.node.files import ALARM_TEXT, check_disk
 from swarmq.broker.node.install import find_server
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.run_claim import claim_run
-from swarmq.config import Policy, RunFolder, Settings, SwarmJob, make_folder, resolve_amqp_url
+from swarmq.config import Policy, RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.identity import check_routing_replay, identify_all
 from swarmq.engine.server.launch import EngineProcess, build_gpu_environment
 from swarmq.engine.server.membership import find_unprotected_engines
@@ -60,8 +60,6 @@ from swarmq.up.ports import (
 )
 from swarmq.up.shutdown import drain_s, read_last_step, stop_daemon
 from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_engine
-
-T = TypeVar("T", bound=Settings)
 
 PROXY_START_S = 240.0
 """Maximum seconds that a proxy may take to listen on its port."""
@@ -227,23 +225,8 @@ def _write_run_files(job: SwarmJob, deployment: Deployment) -> None:
 def _with_whole_paths(job: SwarmJob) -> SwarmJob:
     """Return the job with the whole path of each of its files and model folders, so that the file in the run folder can be started
     from anywhere."""
-    policies = {name: _find_all(policy, "model") for name, policy in job.policies.items()}
-    for name, policy in policies.items():
-        train = _find_all(policy.train, "reference", "teacher", "teacher_tokenizer")
-        critic = _find_all(train.critic, "model")
-        sft = train.sft and _find_all(train.sft, "demonstrations")
-        policies[name] = msgspec.structs.replace(policy, train=msgspec.structs.replace(train, critic=critic, sft=sft))
-    broker, proxy = (_find_all(settings, "certificate", "key") for settings in (job.broker, job.proxy))
-    job = _find_all(job, "methods_folder")
-    return msgspec.structs.replace(job, policies=policies, broker=broker, proxy=proxy)
-
-
-def _find_all(settings: T, *fields: str) -> T:
-    """Return the settings with the whole paths in those of the fields that name a file or folder."""
-    named = {field: getattr(settings, field) for field in fields}
-    return msgspec.structs.replace(
-        settings, **{field: str(Path(path).absolute()) for field, path in named.items() if path and Path(path).exists()}
-    )
+    found = {path: str(Path(named).absolute()) for path, named in job.list_files() if Path(named).exists()}
+    return live_settings.change_job(job, found)
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from swarmq import cli
 from swarmq.config import SwarmJob
+from swarmq.config_errors import list_file_settings
 from swarmq.messages import Change, Control
 from swarmq.up.deployment import _with_whole_paths
 
@@ -160,3 +161,6 @@ def test_the_job_of_a_run_finds_its_files_from_anywhere(tmp_path, monkeypatch):
     assert (main.train.sft.demonstrations, stored.broker.key, stored.proxy.certificate) == (shown,) * 3
     assert stored.methods_folder == str(tmp_path)
     assert (served.model, served.train.critic.model, other.train.teacher) == ("Qwen/Qwen3-4B", None, "policies.served")
+    named = {path.replace("main", "*").replace("taught", "*") for path, _ in stored.list_files()}
+    settings = {path for path, _ in list_file_settings(SwarmJob)}
+    assert settings - named == {"policies.*.train.teacher_tokenizer"}, "only for served teachers"

@@ -39,7 +39,9 @@ def test_what_this_host_lacks_or_may_not_do_is_named_by_its_path(tmp_path, model
     main = {"model": model}
     tls = {"certificate": "/nowhere/cert.pem", "key": "/nowhere/key.pem"}
     reference = {"train": {"reference": "/nowhere/model", "loss": {"kl": 0.1}}}
+    critic = {"train": {"advantage": "gae", "critic": {"model": "/nowhere/model"}}}
     refused = {
+        "policies.main.train.critic.model": {"policies": {"main": main | critic}},
         "policies.main.model": {"policies": {"main": {"model": "/nowhere/model"}}},
         "policies.main.train.reference": {"policies": {"main": main | reference}},
         "proxy.certificate": {"policies": {"main": main}, "proxy": tls},

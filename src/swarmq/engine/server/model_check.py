@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from swarmq.config import is_model_path
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.weights.format.safetensors_files import check_weight_files
 
@@ -219,7 +220,7 @@ def _read_json(path: Path, problem: str) -> dict[str, Any]:
 
 def _fetch_small_files(name: str) -> Path:
     """Fetch the small files of a hub model and return their folder."""
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+    if is_model_path(name) or Path(name).exists():
         raise EngineError(f"model folder {name} does not exist or is not a folder: check policies.*.model")
     try:
         import huggingface_hub  # noqa: PLC0415 - an extra, and slow to import
