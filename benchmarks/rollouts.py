@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollouts --size demo --warm-steps 20 5 --random tiny --streams 4 --seconds 2 --ways plain ngram --out /tmp/out
     python -m benchmarks.rollouts --size 85m --random 1.7b --device cuda          # one H200
-    python -m benchmarks.rollouts --size 85m --device cuda --ways plain ngram ngram_gpu --large-ways    # kinds of drafts, one GPU
+    python -m benchmarks.rollouts --size 85m --device cuda --ways plain ngram ngram_vllm ngram_vllm_gpu --large-ways    # kinds of drafts
 
 Two models. A small one is warmed up by demonstrations and asked in a loop of tool calls, as agents ask: text that repeats itself, and
 probabilities that mean something. A large one has random weights and samples long answers: how fast engines compute. Each way
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import statistics
@@ -41,27 +40,26 @@ from benchmarks.timelines.run import SHAPES
 from swarmq.config import EngineSettings, Policy
 from swarmq.demo import agent
 from swarmq.engine.auth import make_auth_headers
-from swarmq.engine.server.launch import NGRAM_DRAFTS, EngineProcess
+from swarmq.engine.server.launch import EngineProcess
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.push.pusher import WeightPusher
 
+NGRAM = "ngram"
 USUAL_WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8": {"quantization": "fp8"},
     "fp8_cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-    "ngram": {"speculation": "ngram"},
+    NGRAM: {"speculation": "ngram"},
 }
 """Name of a way to sample -> its settings of `engine`."""
-GPU_DRAFTS: dict[str, dict[str, int]] = {
-    "ngram_gpu": {},
-    "ngram_gpu_8": {"num_speculative_tokens": 8},
-    "ngram_gpu_8_after_1": {"num_speculative_tokens": 8, "prompt_lookup_min": 1},
-}
-"""Name of a way to draft on the GPU, while vLLM schedules the next step -> what differs from `engine.speculation`."""
+VLLM_DRAFTS = {"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 WAYS = USUAL_WAYS | {
-    way: {"arguments": ("--speculative-config", json.dumps(NGRAM_DRAFTS | {"method": "ngram_gpu"} | changes))}
-    for way, changes in GPU_DRAFTS.items()
+    f"{NGRAM}_vllm{place}": {
+        "arguments": ("--speculative-config", json.dumps({"method": f"ngram{place}"} | VLLM_DRAFTS))
+    }
+    for place in ("", "_gpu")
 }
+"""vLLM's own drafts too: five tokens in each step, from the same conversation, found on the CPU or on the GPU."""
 SMALL, LARGE = "small", "large"
 CACHE_BYTES = {SMALL: 64 << 20, LARGE: 80 << 20}
 """Of keys and values, for each stream."""
@@ -69,6 +67,8 @@ PROMPT, ANSWER = 512, 256
 """Tokens of a call to the large model."""
 RAMP_S = 1.5
 """Seconds between the first call and the first counted token."""
+GROUP = 8
+"""Number of agents of the small model that solve the same problems."""
 COMPARED = 128
 """Number of answers whose log-probabilities are compared."""
 
@@ -129,11 +129,11 @@ def main() -> None:
         own |= {"rollout_ratio": max(large)} if large else {}
         save(
             f"fp8_{place}",
-            {name: value for name, value in figures.items() if "ngram" not in name} | own,
+            {name: value for name, value in figures.items() if NGRAM not in name} | own,
             detail,
             arguments,
         )
-    drafts = [one for one in served if one.way.startswith("ngram")]
+    drafts = [one for one in served if one.way.startswith(NGRAM)]
     if drafts:
         own = {f"tokens_ratio_{one.model}{ending(one)}": ratio(rates, one) for one in drafts}
         small = next((one for one in drafts if one.model == SMALL), drafts[0])
@@ -157,7 +157,7 @@ def save(name: str, figures: dict[str, float], detail: dict[str, Any], arguments
 
 def ending(one: Served) -> str:
     """Return the end of the name of a figure of a way with drafts; empty for that of `engine.speculation`."""
-    return one.way.removeprefix("ngram")
+    return one.way.removeprefix(NGRAM)
 
 
 def ratio(rates: dict[str, float], one: Served) -> float:
@@ -179,6 +179,7 @@ def parse() -> argparse.Namespace:
         "--deadline", type=float, default=3600.0, help="seconds after the start of engines for a third round"
     )
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
+    parser.add_argument("--api-servers", type=int, default=2, help="of each engine on a GPU")
     parser.add_argument("--scratch", help="where models are written")
     arguments = parser.parse_args()
     for ways in (arguments.ways, arguments.large_ways):
@@ -224,7 +225,7 @@ async def measure(
                     print(f"{one.name}: {rate:.0f} tokens/s", flush=True)
                     if number:
                         one.rates.append(rate)
-        accepted = {one.name: await count_accepted(one) for one in served if one.way.startswith("ngram")}
+        accepted = {one.name: await count_accepted(one) for one in served if one.way.startswith(NGRAM)}
     gaps = await asyncio.to_thread(compare, served, trained, arguments.device)
     return served, gaps, pauses, accepted
 
@@ -270,7 +271,8 @@ async def serve(
 ) -> AsyncIterator[Served]:
     streams = arguments.streams if model == SMALL else arguments.large_streams
     cuda = arguments.device == "cuda"
-    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES[model] * streams), "--api-server-count", "2"] if cuda else []
+    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES[model] * streams)] if cuda else []
+    extra += ["--api-server-count", str(arguments.api_servers)] if cuda else []
     chosen = dict(WAYS[way])
     settings = EngineSettings(
         max_model_len=1024,
@@ -355,10 +357,10 @@ def completions(http: aiohttp.ClientSession, place: Path) -> Callable[[int], Awa
 
 
 def dialogues(http: aiohttp.ClientSession, model: str, answers: list[Answer]) -> Callable[[int], Awaitable[None]]:
-    """Run the demo's agent, one problem after another."""
+    """Run the demo's agent, one problem after another, in groups as in training."""
 
     async def ask(number: int) -> None:
-        for problem in itertools.islice(problems(1000 + number), None):
+        for problem in problems(1000 + number // GROUP):
             messages = agent.opening(problem.question)
             for _ in range(agent.MAX_TURNS):
                 body = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.engine import KNOWN, running_engine
-from swarmq.engine.server.launch import NGRAM_DRAFTS, EngineProcess
+from swarmq.engine.server.launch import EngineProcess, build_drafts
 
 from .conftest import TOLERANCE, Vllm, logprobs_in
 
@@ -28,7 +28,7 @@ IMPROBABLE = 4.5
 @pytest.fixture(scope="module")
 def drafting(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("drafts") / "engine.log"
-    with running_engine(tiny_model, log, "--speculative-config", json.dumps(NGRAM_DRAFTS)) as engine:
+    with running_engine(tiny_model, log, "--speculative-config", json.dumps(build_drafts(cuda=False))) as engine:
         yield engine
 
 

@@ -14,15 +14,23 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from swarmq.weights.format.conventions import UNANNOUNCED
-    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, cpu_rotation, unannounced_changes
+    from swarmq.weights.format.conventions import DRAFT_COUNTS, DRAFT_SCHEDULE, UNANNOUNCED
+    from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, cpu_rotation, drafts, unannounced_changes
 
 pytestmark = pytest.mark.vllm
 
-PATCHED = ((EngineCore, "collective_rpc"), (CPUModelRunner, "sample_tokens"), (RotaryEmbedding, "forward_cpu"))
+PATCHED = (
+    (EngineCore, "collective_rpc"),
+    (CPUModelRunner, "sample_tokens"),
+    (CPUModelRunner, "propose_draft_token_ids"),
+    (RotaryEmbedding, "forward_cpu"),
+    (Scheduler, "__init__"),
+    (Scheduler, "update_from_output"),
+)
 STOCK = {place: getattr(*place) for place in PATCHED}
 
 
@@ -104,3 +112,47 @@ def test_positions_of_queries_that_are_slices_of_heads_are_those_of_whole_ones(h
     rotated = rope.forward_cpu(positions, query, key)
     for ours, native in zip(rotated, wanted, strict=True):
         assert torch.allclose(ours.reshape(native.shape), native, atol=1e-5)
+
+
+OURS = SimpleNamespace(num_speculative_tokens_per_batch_size=[tuple(entry) for entry in DRAFT_SCHEDULE])
+"""vLLM's settings of speculative decoding, as far as they matter, when `engine.speculation` is set."""
+OF_A_USER = SimpleNamespace(num_speculative_tokens_per_batch_size=[(1, 64, 5)])
+
+
+@pytest.mark.parametrize(("settings", "drafted"), [(OURS, [[7, 8], []]), (OF_A_USER, "vLLM's own")])
+def test_drafts_come_from_other_conversations_unless_a_user_chose_others(monkeypatch, settings, drafted):
+    monkeypatch.setattr(CPUModelRunner, "propose_draft_token_ids", lambda *_: "vLLM's own")
+    drafts.register()
+    runner = object.__new__(CPUModelRunner)
+    runner.speculative_config = settings
+    runner.input_batch = SimpleNamespace(
+        token_ids_cpu=np.array([[9, 5, 6, 0, 0, 0], [4, 5, 6, 7, 8, 0]]), num_tokens_no_spec=np.array([3, 5])
+    )
+    scheduled = SimpleNamespace(num_spec_tokens_to_schedule=3)
+    assert runner.propose_draft_token_ids(scheduled, [[6], []]) == drafted
+
+
+@pytest.mark.parametrize(("settings", "ends_with"), [(OURS, 0), (OF_A_USER, 5)])
+def test_a_scheduler_stops_drafting_where_drafts_do_not_pay_unless_a_user_set_their_number(
+    monkeypatch, settings, ends_with
+):
+    def init(scheduler):
+        scheduler.vllm_config, scheduler.dynamic_sd_lookup = SimpleNamespace(speculative_config=settings), [5] * 65
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: "outputs")
+    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda _: True)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(drafts.time, "perf_counter", lambda: clock.now)
+    drafts.register()
+    scheduler, drafted = Scheduler(), 0
+    for _ in range(1000):
+        count, drafted = drafted, scheduler.dynamic_sd_lookup[4]
+        clock.now += 1.0 + count
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys("abcd", 1 + count), num_spec_tokens_to_schedule=drafted
+        )
+        computed = SimpleNamespace(sampled_token_ids=[[1], [1], [1], [1]])
+        assert scheduler.update_from_output(scheduled, computed) == "outputs"
+    assert drafted == ends_with
+    assert settings is OF_A_USER or scheduler.dynamic_sd_lookup[1] == DRAFT_COUNTS[0]

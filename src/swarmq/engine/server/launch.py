@@ -33,6 +33,7 @@ from swarmq.engine.server.startup_error import find_root_cause
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.hosts.addresses import TlsFiles, format_url
 from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
+from swarmq.weights.format.conventions import DRAFT_COUNTS, DRAFT_SCHEDULE, LONGEST_MATCH, SHORTEST_MATCH
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, WORKER_EXTENSION
 
@@ -81,8 +82,6 @@ CPU_SHARED_PREFILL_TOKENS = 256
 
 FP8_WEIGHTS = "fp8_per_channel"
 """vLLM's name of the quantisation for `engine.quantization = "fp8"`: the finest scales that it multiplies in FP8."""
-NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-"""vLLM's speculative decoding for `engine.speculation = "ngram"`: drafts of at most 5 tokens after a match of 2 to 5."""
 
 CORE = "VLLM::EngineCore"
 LOST = "lost its {} (killed because memory ran out?)"
@@ -349,7 +348,7 @@ def build_command(
     if engine.kv_cache_dtype != "auto":
         options["--kv-cache-dtype"] = engine.kv_cache_dtype
     if engine.speculation == "ngram":
-        options["--speculative-config"] = json.dumps(NGRAM_DRAFTS)
+        options["--speculative-config"] = json.dumps(build_drafts(cuda=cuda))
     if tls:
         options |= {"--ssl-certfile": tls.certificate, "--ssl-keyfile": tls.key}
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
@@ -379,6 +378,19 @@ def build_command(
     if model.reasoning_parser is not None:
         options["--reasoning-parser"] = model.reasoning_parser
     return ["-m", *server, *(word for pair in options.items() for word in pair), *flags, *engine.arguments]
+
+
+def build_drafts(*, cuda: bool) -> dict[str, object]:
+    """Return vLLM's speculative decoding for `engine.speculation = "ngram"`."""
+    return {
+        "method": "ngram_gpu"
+        if cuda
+        else "ngram",  # the first lets vLLM schedule a step while it computes the one before
+        "num_speculative_tokens": max(DRAFT_COUNTS),
+        "num_speculative_tokens_per_batch_size": DRAFT_SCHEDULE,
+        "prompt_lookup_min": SHORTEST_MATCH,
+        "prompt_lookup_max": LONGEST_MATCH,
+    }
 
 
 def build_environment(

@@ -16,3 +16,13 @@ WORKER_FACTS_ROUTE = "/swarmq/facts"
 
 RECEIVER_PORT_ENV = "SWARMQ_RECEIVER_PORT"
 """Environment variable that tells an engine the port of the weight receiver on its host (`weights/receiver/`)."""
+
+DRAFT_COUNTS = (8, 3, 0)
+"""Numbers of tokens that an engine with `speculation = "ngram"` may draft in a step, the first one first."""
+
+DRAFT_SCHEDULE = [[1, 1, 8], [2, 2, 3], [3, 1 << 20, 0]]
+"""vLLM's table of batch sizes and drafts: each number once, the one that batches of all sizes begin with for most of them.
+`draft_counts.py` replaces what is read from it."""
+
+SHORTEST_MATCH, LONGEST_MATCH = 2, 8
+"""Tokens that must be the same before a draft, and number after which further ones no longer count."""

@@ -28,6 +28,7 @@ def register() -> None:
         cpu_drafts,
         cpu_rotation,
         cpu_routed_experts,
+        drafts,
         forked_core,
         logprob_columns,
         unannounced_changes,
@@ -37,6 +38,7 @@ def register() -> None:
     unannounced_changes.register()
     chunked_prefill.register()
     cpu_drafts.register()
+    drafts.register()
     cpu_routed_experts.register()
     cpu_rotation.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415

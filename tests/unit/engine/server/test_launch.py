@@ -63,7 +63,7 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
     [
         ({"quantization": "fp8"}, "--quantization", "fp8_per_channel"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype", "fp8"),
-        ({"speculation": "ngram"}, "--speculative-config", '{"method": "ngram", '),
+        ({"speculation": "ngram"}, "--speculative-config", '{"method": "ngram_gpu", '),
     ],
 )
 def test_fp8_and_drafts_are_used_when_they_are_set_and_not_before(settings, option, value):
