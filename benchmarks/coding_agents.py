@@ -28,7 +28,7 @@ import msgspec
 
 from benchmarks import report
 from benchmarks.clients.programs import CLIENTS
-from support.clients import install_once
+from support.clients import install_into, install_once
 from support.commands import CONTEXT, CommandWorld, call, command_world, offered
 from swarmq.black_box.agent import CommandAgent, CommandOptions
 from swarmq.engine.client.protocol import Json
@@ -151,11 +151,11 @@ def _client(name: str) -> Any:
 
 
 def _install_aider() -> Path:
-    shell = '"$0" -m venv --without-pip "$1" && shift && exec "$1" -m pip -q --python "$2" install --no-compile "$3"'
+    shell = '"$0" -m venv --without-pip "$1" && shift && exec "$@"'
 
     def command(folder: Path) -> list[str]:
         env = folder / "env"
-        return ["sh", "-c", shell, sys.executable, str(env), sys.executable, str(env / "bin/python"), AIDER]
+        return ["sh", "-c", shell, sys.executable, str(env), *install_into(env / "bin/python"), AIDER]
 
     return install_once("aider", f"{AIDER}{sys.version_info[:2]}", command) / "env/bin"
 

@@ -240,22 +240,23 @@ def _try_until_installed(ways: tuple[Callable[..., int], ...], *arguments: str) 
 
 
 def _try_uv(*arguments: str) -> int:
-    if not (uv := VENV / "bin" / "uv").exists():
-        return 1
-    places, variables = _where_pip_looks()
-    command = [str(uv), "pip", "install", "--python", str(PYTHON), "--compile-bytecode", *places]
-    return _run([*command, *arguments], variables)
+    uv = find_uv(PYTHON)
+    return _run([*uv, "--python", str(PYTHON), "--compile-bytecode", *arguments]) if uv else 1
 
 
 @functools.cache
-def _where_pip_looks() -> tuple[list[str], dict[str, str]]:
-    """Options and environment variables that lead uv to the indexes of pip, whose settings it does not read."""
-    command = [str(PYTHON), "-m", "pip", "config", "list"]
-    return _translate(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+def find_uv(python: Path) -> list[str]:
+    """Return the start of a command that installs packages with the uv of this environment, from where its pip looks; without uv, []."""
+    if not (uv := python.with_name("uv")).exists():
+        return []
+    command = [str(python), "-m", "pip", "config", "list"]
+    variables, options = _translate(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return ["env", *variables, str(uv), "pip", "install", *options]
 
 
-def _translate(settings: str) -> tuple[list[str], dict[str, str]]:
-    """`settings`: lines of `pip config list`, such as `global.index-url='https://...'`."""
+def _translate(settings: str) -> tuple[list[str], list[str]]:
+    """Return variables and options that lead uv, which does not read pip's settings, to the same indexes. `settings`: lines of
+    `pip config list`, such as `global.index-url='https://...'`."""
     found: dict[str, str] = {}
     for section in ("global", "install", ":env:"):  # a later one takes precedence
         for line in settings.splitlines():
@@ -266,7 +267,7 @@ def _translate(settings: str) -> tuple[list[str], dict[str, str]]:
     places = [word for key, option in options for place in found.get(key, "").split() for word in (option, place)]
     # as pip: of all indexes, not only of the first that has the package
     places += ["--index-strategy", "unsafe-best-match"]
-    return places, {"SSL_CERT_FILE": found["cert"]} if "cert" in found else {}
+    return [f"SSL_CERT_FILE={found['cert']}"] if "cert" in found else [], places
 
 
 def _try_pip(*arguments: str) -> int:
@@ -286,9 +287,9 @@ def _is_debian() -> bool:
     return shutil.which("apt-get") is not None
 
 
-def _run(command: list[str], variables: dict[str, str] | None = None) -> int:
-    """The exit status; everything it says goes to the log, its latest line to a terminal. `variables`: of the environment."""
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", **(variables or {})}
+def _run(command: list[str]) -> int:
+    """The exit status; everything it says goes to the log, its latest line to a terminal."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()

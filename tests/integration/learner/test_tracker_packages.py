@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support import trackers_process
-from support.clients import install_once
+from support.clients import install_into, install_once
 from swarmq.learner.train.samples import COLUMNS, MAX_MESSAGE
 
 REQUIREMENTS = Path(__file__).with_name("trackers.txt")
@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of the trackers, and what their own readers find in it."""
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", str(REQUIREMENTS)]
+    install = [*install_into(sys.executable), "--no-deps", "-r", str(REQUIREMENTS)]
     version = f"{REQUIREMENTS.read_text()}{sys.version_info[:2]}"
     packages = install_once("trackers", version, lambda folder: [*install, "--target", str(folder)])
     folder = tmp_path_factory.mktemp("trackers")

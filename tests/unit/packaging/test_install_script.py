@@ -120,12 +120,12 @@ global.timeout='60'
 global.index-url='https://pypi.example/simple'
 global.extra-index-url='file:///one/simple file:///two/simple'
 """
-    options, variables = script._translate(settings)
+    variables, options = script._translate(settings)
     indexes = ["--index", "file:///one/simple", "--index", "file:///two/simple"]
     expected = ["--default-index", "https://pypi.example/simple", *indexes, "--find-links", "/wheels"]
     assert options[: len(expected)] == expected
-    assert variables == {"SSL_CERT_FILE": "/of/mine.pem"}
-    assert script._translate("") == (["--index-strategy", "unsafe-best-match"], {})
+    assert variables == ["SSL_CERT_FILE=/of/mine.pem"]
+    assert script._translate("") == ([], ["--index-strategy", "unsafe-best-match"])
 
 
 def test_images_are_built_with_the_same_uv(script: ModuleType) -> None:
