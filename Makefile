@@ -29,7 +29,8 @@ unit: install ## unit tests, and the contract of the broker on memory and on Rab
 	@echo "== tests of the parts"
 	@$(TEST_ENV) $(BIN)/python scripts/test_parts.py $(ARGS)
 
-test: check unit ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
+test: install ## everything: the checks beside the tests of the parts, then all tests against a real RabbitMQ and a real vLLM
+	@$(MAKE) --no-print-directory -j 2 check unit
 	@echo "== long tests of the parts"
 	@$(TEST_ENV) $(BIN)/python -m pytest -n auto -m slow tests/unit $(ARGS)
 	@echo "== tests of the whole (they start their own RabbitMQ and vLLM on free ports)"
