@@ -3,8 +3,9 @@
 The messages of many episodes wait in the queues (turns divided as proxies divide them); the collector commits them and publishes
 rollouts, and this process takes and reports these. Time counts from the first consumer to the last rollout. It is the speed only if
 each process has a core of its own, RabbitMQ and this one included. Processor time tells more elsewhere: `carried` is the number of
-episodes per second at which the busiest process of the collector would use a whole core. With `--before` every pass is made with
-another version, too, right before or after; each version's own proxies, i.e. its feeders, and its collector. Example:
+episodes per second at which the busiest process of the collector would use a whole core. With `--before` another version empties
+queues of its own at the same time, so whatever else the machine does slows both: their processor times can be compared even where
+it is busy. Example:
 
     python -m benchmarks.hosts.processes --episodes 1600 --rounds 5 --before ../swarmq-0.1.0/src
 """
@@ -32,6 +33,8 @@ from swarmq.broker.node.process import PrivateNode
 from swarmq.runtime.processes import find_children
 
 PROCESSES = (1, 2, 4)
+FILLED = b"filled\n"
+"""Line of a pass when the queues are filled."""
 HERE = Path(__file__).parents[2]
 
 
@@ -82,15 +85,10 @@ def main() -> None:
         figures[f"collector_ms_{num}"] = total.median
         figures[f"collector_first_ms_{num}"] = first.median
         if arguments.before:
-            pairs = list(zip(done, before[num], strict=True))
-            by_clock = report.Spread.of(now.episodes_per_s / then.episodes_per_s for now, then in pairs)
-            by_core = report.Spread.of(now.carried / then.carried for now, then in pairs)
-            rows += [
-                [num, "episodes per s, ratio to before", *by_clock[:3]],
-                [num, "carried, ratio to before", *by_core[:3]],
-            ]
-            figures[f"collector_ratio_{num}"] = by_clock.median
-            figures[f"collector_carried_ratio_{num}"] = by_core.median
+            pairs = zip(done, before[num], strict=True)
+            ratio = report.Spread.of(now.carried / then.carried for now, then in pairs)
+            rows.append([num, "carried, ratio to before", *ratio[:3]])
+            figures[f"collector_carried_ratio_{num}"] = ratio.median
     print(report.table(["processes", "", "median", "low", "high"], rows))
     hidden = {"out": None, "minutes": None, "before": None, "one": None}
     detail = {**vars(arguments), **hidden, "load": os.getloadavg(), "passes": passes, "passes_before": before}
@@ -109,28 +107,47 @@ async def measure(arguments: argparse.Namespace) -> tuple[dict[int, list[Drained
     with tempfile.TemporaryDirectory() as folder:
         async with PrivateNode(Path(folder) / "broker") as node:
             for number in takewhile(lambda number: not number or time.monotonic() < until, range(arguments.rounds)):
-                turns = [(num, version) for num in arguments.processes for version in versions]
-                for num, version in turns if number % 2 == 0 else reversed(turns):
-                    run = f"pass-{number}-{num}-{version}"
-                    passes[version][num].append(await drain_by(versions[version], run, node.amqp_url, arguments, num))
-                    print(run, passes[version][num][-1], flush=True)
+                order = dict(versions.items() if number % 2 == 0 else reversed(versions.items()))
+                for num in arguments.processes:
+                    done = await drain_together(order, f"pass-{number}-{num}", node.amqp_url, arguments, num)
+                    for version, drained in done.items():
+                        passes[version][num].append(drained)
+                    print(number, num, done, flush=True)
     return passes["now"], passes["before"]
 
 
-async def drain_by(source: Path, run: str, url: str, arguments: argparse.Namespace, processes: int) -> Drained:
-    """Make one pass with the version whose `src` is given."""
+async def drain_together(
+    versions: dict[str, Path], run: str, url: str, arguments: argparse.Namespace, processes: int
+) -> dict[str, Drained]:
+    """Make a pass with each version, whose `src` is given. All queues are filled before the first collector starts."""
+    filled: dict[str, asyncio.subprocess.Process] = {}
+    for version, source in versions.items():
+        filled[version] = process = await start_pass(source, f"{run}-{version}", url, arguments, processes)
+        assert process.stdout is not None
+        if await process.stdout.readline() != FILLED:
+            raise SystemExit(f"the pass {run}-{version} has failed: it did not fill its queues")
+    outputs = await asyncio.gather(*(process.communicate(b"\n") for process in filled.values()))
+    drained = {}
+    for (version, process), (output, _) in zip(filled.items(), outputs, strict=True):
+        if process.returncode:
+            raise SystemExit(f"the pass {run}-{version} has failed with status {process.returncode}")
+        speed, cpu_ms = json.loads(output.splitlines()[-1])
+        drained[version] = Drained(speed, tuple(cpu_ms))
+    return drained
+
+
+async def start_pass(
+    source: Path, run: str, url: str, arguments: argparse.Namespace, processes: int
+) -> asyncio.subprocess.Process:
+    """Start a pass with the version whose `src` is given. It writes `FILLED`, and goes on when it reads a line."""
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("episodes", "turns", "tokens", "feeders")]
     python = [sys.executable, "-m", "benchmarks.hosts.processes"]
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         *(*python, *sizes, "--processes", str(processes), "--pass", run, url),
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])},
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    output, _ = await process.communicate()
-    if process.returncode:
-        raise SystemExit(f"the pass {run} has failed with status {process.returncode}")
-    speed, cpu_ms = json.loads(output.splitlines()[-1])
-    return Drained(speed, tuple(cpu_ms))
 
 
 async def drain(folder: Path, run: str, url: str, arguments: argparse.Namespace, processes: int) -> Drained:
@@ -140,6 +157,9 @@ async def drain(folder: Path, run: str, url: str, arguments: argparse.Namespace,
         await broker.declare(run, policies=["main"], kinds=["math"], turn_queues=job.collector.turn_queues)
         async with feeding(job, url, arguments) as published:
             pass
+        sys.stdout.buffer.write(FILLED)
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.readline)
         async with collector(job) as first:
             while not (await broker.depths([topology.inbox(run)]))[topology.inbox(run)].consumers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

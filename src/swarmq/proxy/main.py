@@ -11,7 +11,6 @@ the broker, and asks the collector to edit the list.
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -55,8 +54,6 @@ LEAVE_S = 30.0
 CHECK_S = 0.5
 """Seconds between two checks whether a leaving proxy has calls, or a joining one engines."""
 BACKLOG = 2048
-YOUNG_OBJECTS = 10_000
-"""Number of allocations between two young garbage collections; a stream's events are freed before and never scanned."""
 log = structlog.get_logger()
 
 
@@ -106,8 +103,6 @@ def run_elsewhere(invite: HostInvite, place: ListenAddress) -> None:
 
 def _run(serving: Coroutine[Any, Any, None], *, role: str, run_name: str) -> None:
     logs.configure(role=role, run=run_name)
-    gc.freeze()  # imported objects stay: the garbage collector need not scan them while agents wait
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     event_loop.run(serving)
 
 
