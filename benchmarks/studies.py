@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from support.broker import discarded
 from swarmq.broker.node.process import PrivateNode
 from swarmq.runtime.processes import die_with_parent
 from swarmq.studies.ledger import StudyFolder, read_ledger
@@ -220,7 +221,7 @@ async def run_study(
     """Run a study in `folder` with so many kills, and return what is to be told of it. Raises TimeoutError if it does not end."""
     write_study(folder, arms, seeds, gpu_seconds=gpu_seconds)
     chance, began = random.Random(seed), time.monotonic()
-    async with PrivateNode(folder / "rabbitmq") as node:
+    async with discarded(PrivateNode(folder / "rabbitmq")) as node:
         nursery = Nursery(folder, node, WORKERS)
         async with nursery.run() as leading:
             while (left := kills - nursery.kills.total()) > 0:

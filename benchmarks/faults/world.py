@@ -29,6 +29,7 @@ import msgspec
 
 from benchmarks.faults.client import Line, Lines, clock_of, read_lines
 from benchmarks.faults.nursery import Child, Nursery
+from support.broker import discarded
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.broker.amqp import BROKER_ANSWERED_ENV, AmqpBroker
@@ -196,7 +197,7 @@ class World:
         async with contextlib.AsyncExitStack() as stack:
             job = _job(folder, model, proxy_port=find_free_port(), collectors=collectors)
             cluster = PrivateCluster(folder / "broker", BrokerSettings(nodes=nodes))
-            await stack.enter_async_context(cluster)
+            await stack.enter_async_context(discarded(cluster))
             world = cls(folder, job, cluster, nursery, broken=broken)
             world.disk = stack.enter_context(_small_disk(folder, job.run_folder.batch_log(POLICY)))
             if world.disk:

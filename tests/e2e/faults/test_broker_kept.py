@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from support.broker import discarded
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
@@ -19,7 +20,10 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
 
 async def test_a_killed_private_broker_is_back_at_the_same_url_with_its_messages(tmp_path):
     warnings: list[str] = []
-    async with PrivateNode(tmp_path) as node, AmqpBroker.open(node.amqp_url, name="test", deadline_s=None) as broker:
+    async with (
+        discarded(PrivateNode(tmp_path)) as node,
+        AmqpBroker.open(node.amqp_url, name="test", deadline_s=None) as broker,
+    ):
         await broker.declare("r", policies=["main"], kinds=["math"])
         await broker.publish(topology.tickets("r", "math"), Ticket(run="r", ticket_id="t1", kind="math"))
         keeper = asyncio.create_task(keep_broker(node, warnings.append))

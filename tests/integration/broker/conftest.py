@@ -10,13 +10,14 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from support.broker import discarded
 from swarmq.broker.node.process import PrivateNode
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PrivateNode]:
     """A private node for one file of tests; each leaves it as it was."""
-    async with PrivateNode(tmp_path_factory.mktemp("node")) as node:
+    async with discarded(PrivateNode(tmp_path_factory.mktemp("node"))) as node:
         yield node
 
 

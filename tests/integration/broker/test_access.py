@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from support.broker import is_refused
+from support.broker import discarded, is_refused
 from support.tls import self_signed
 from swarmq import cli, keys
 from swarmq.broker import topology
@@ -228,7 +228,7 @@ async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(wo
         tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem")
     )
     node = PrivateNode(tmp_path / "node", config=render_tls_listener(settings))
-    async with node, world(node) as w:
+    async with discarded(node), world(node) as w:
         invite = w.invite("alice", amqp=f"amqps://127.0.0.1:{port}/", ca=certificate / "cert.pem")
         await w.broker.publish(topology.tickets(w.run, "math"), Ticket(run=w.run, ticket_id="1", kind="math"))
         async with AsyncSwarmClient(Invite.decode(invite.encode())) as client:

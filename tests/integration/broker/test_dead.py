@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from support.broker import discarded
 from swarmq.broker import topology
 from swarmq.broker.admin.dead_letters import format_letter, list_letters, purge_letters, requeue_letters
 from swarmq.broker.amqp import AmqpBroker
@@ -167,6 +168,6 @@ async def test_a_message_that_kills_every_consumer_is_parked_not_dropped(
 
 
 async def test_a_broker_without_any_run_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
-    async with PrivateNode(tmp_path_factory.mktemp("fresh")) as fresh:
+    async with discarded(PrivateNode(tmp_path_factory.mktemp("fresh"))) as fresh:
         with pytest.raises(UnroutableError, match=r"swarmq\.dead"):
             await list_letters(fresh.amqp_url)

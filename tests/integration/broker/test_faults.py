@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.broker import discarded
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.consumer import open_consumer
@@ -80,7 +81,11 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
 ) -> None:
     total, workers = 600, 20
     inbox = topology.inbox(run_name)
-    async with PrivateNode(tmp_path) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
+    async with (
+        discarded(PrivateNode(tmp_path)) as node,
+        opened(node.amqp_url, run_name) as broker,
+        asyncio.timeout(600),
+    ):
         third, confirmed = asyncio.Event(), 0
 
         async def publish(numbers: range) -> None:
@@ -111,7 +116,7 @@ async def test_a_queue_that_a_crash_left_half_deleted_is_found_dead_and_made_aga
 ) -> None:
     """RabbitMQ 4.3 brings such a queue up empty; 3.10 and 4.0 list it and cannot use it."""
     queue, other = topology.tickets(run_name, "math"), topology.ready(run_name, "main")
-    async with PrivateNode(tmp_path) as node:
+    async with discarded(PrivateNode(tmp_path)) as node:
         async with opened(node.amqp_url, run_name):
             pass
         await node.kill()
@@ -297,7 +302,7 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
     impatient = PrivateNode(
         tmp_path, config="consumer_timeout = 2000\n", advanced="[{rabbit, [{channel_tick_interval, 1000}]}]."
     )
-    async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
+    async with discarded(impatient) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
         patient = open_consumer(

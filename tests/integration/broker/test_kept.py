@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.broker import discarded
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
@@ -21,7 +22,7 @@ async def test_a_broker_that_lives_and_serves_nobody_is_started_again_with_its_d
 ) -> None:
     inbox, told = topology.inbox(run_name), asyncio.Queue[str]()
     message = EpisodeEnd(run=run_name, episode_id="e", status="aborted")
-    async with PrivateNode(tmp_path) as node, asyncio.timeout(200):
+    async with discarded(PrivateNode(tmp_path)) as node, asyncio.timeout(200):
         async with AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker:
             await broker.declare(run_name, policies=["main"], kinds=["math"])
             await broker.publish(inbox, message)
@@ -56,9 +57,8 @@ async def test_a_node_whose_small_files_are_empty_starts_with_its_data(
         for name in damaged:
             (tmp_path / name).chmod(0o600)
             (tmp_path / name).write_bytes(b"")
-        node = PrivateNode(tmp_path)
         async with (
-            node,
+            discarded(PrivateNode(tmp_path)) as node,
             AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker,
             broker.consume(inbox, prefetch=1) as deliveries,
         ):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from support.broker import discarded
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
@@ -55,7 +56,10 @@ async def test_a_run_starts_again_after_a_power_loss_and_waits_for_what_still_re
             os.kill(pid, signal.SIGKILL)
         await reader.wait()
     told: list[str] = []
-    async with PrivateNode(tmp_path) as node, AmqpBroker.open(node.amqp_url, name="up", deadline_s=None) as broker:
+    async with (
+        discarded(PrivateNode(tmp_path)) as node,
+        AmqpBroker.open(node.amqp_url, name="up", deadline_s=None) as broker,
+    ):
         await check_run_is_down(broker, "r", forget_s=OLD_CONSUMERS_S, report=told.append)
         told.clear()
         left = await reading(node.amqp_url)  # what had begun to stop when its broker went away, and is not done yet
