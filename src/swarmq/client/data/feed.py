@@ -9,10 +9,12 @@ after the file's last write. A feed that is killed at any moment and started aga
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -67,8 +69,7 @@ async def feed(
 
     Raises TaskError for a task of another kind, for an id that occurs twice, and for continuing with other data, repeats or seed.
     """
-    tasks = list(tasks)
-    bodies = _encode_tasks(tasks, kind, source)
+    tasks, bodies = await _read_and_encode(tasks, kind, source)
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
         raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} occurs more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
@@ -153,6 +154,21 @@ def _shuffle(count: int, seed: int | None, epoch: int) -> list[int]:
     if seed is not None:
         random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+async def _read_and_encode(
+    tasks: Iterable[SwarmTask], kind: str, source: str
+) -> tuple[list[SwarmTask], list[tuple[str, bytes]]]:
+    """Return the tasks, and what `_encode_tasks` returns of them. Can be cancelled after every WINDOW tasks, because a large file takes
+    seconds to read."""
+    found: list[SwarmTask] = []
+    bodies: list[tuple[str, bytes]] = []
+    unread = iter(tasks)
+    while window := list(islice(unread, WINDOW)):
+        found += window
+        bodies += _encode_tasks(window, kind, source)
+        await asyncio.sleep(0)
+    return found, bodies
 
 
 def _encode_tasks(tasks: Iterable[SwarmTask], kind: str, source: str) -> list[tuple[str, bytes]]:

@@ -1,5 +1,6 @@
 """A data set goes onto the queue in a fixed order, and on from where it stopped."""
 
+import asyncio
 import itertools
 
 import pytest
@@ -109,6 +110,21 @@ async def test_a_feed_goes_on_exactly_where_it_was_interrupted(swarm, progress):
     assert await feed(swarm.broker, RUN, data(150), "math", **options) == 600 - first
     slots = await fed(swarm)
     assert len(slots) == len({slot.id for slot in slots}) == 600
+
+
+async def test_a_feed_can_be_cancelled_while_it_reads_its_tasks(swarm, progress):
+    this, read = asyncio.current_task(), itertools.count()
+
+    def tasks():
+        for task in data(10 * WINDOW):
+            if next(read) == WINDOW:
+                this.cancel()
+            yield task
+
+    with pytest.raises(asyncio.CancelledError):
+        await feed(swarm.broker, RUN, tasks(), "math", repeats=1, progress_file=progress)
+    assert this.uncancel() == 0
+    assert next(read) == 2 * WINDOW
 
 
 async def test_more_epochs_go_on_behind_the_earlier_ones_and_a_second_feed_does_nothing(swarm, progress):
