@@ -332,7 +332,7 @@ async def test_an_engine_with_unusable_answers_is_told_of_and_asked_last(stages)
         async for event in heard:
             if event.name == "warning":
                 break
-        for told in ("policy main: 1 answers", broken.url, "(logprobs)", "not finite"):
+        for told in ("policy main: 1 answer", broken.url, "(logprobs)", "not finite"):
             assert told in event.fields["text"]
 
 

@@ -89,7 +89,7 @@ def test_a_script_that_is_too_short_is_said(offline):
     task = {"id": "t", "question": "q", "then": "more"}
     status, shown = offline([{"task": task, "answers": ["5"]}])
     assert status == 1
-    assert "has 1 answers for task 't', and the agent asked once more" in shown, shown
+    assert "has 1 answer for task 't', and the agent asked once more" in shown, shown
 
 
 def test_an_answer_that_an_agent_sends_back_is_shown_once_and_one_that_it_changes_again():
@@ -135,4 +135,4 @@ def test_without_an_agent_named_attempt_of_agent_py_is_the_agent(tmp_path, monke
     importlib.invalidate_caches()
     found = CliRunner().invoke(main, command)
     sys.modules.pop("agent")
-    assert (found.exit_code, "1 episodes finished, 0 failed" in found.output) == (0, True), found.output
+    assert (found.exit_code, "1 episode finished, 0 failed" in found.output) == (0, True), found.output

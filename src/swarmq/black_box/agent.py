@@ -33,6 +33,7 @@ from swarmq.client.episodes.identity import hash_source
 from swarmq.errors import AgentCommandError, TaskError
 from swarmq.outcome import Outcome, to_outcome
 from swarmq.runtime.logs import log
+from swarmq.runtime.wording import count_of
 
 PROMPT, PROMPT_FILE = "{prompt}", "{prompt_file}"
 PLACEHOLDERS = re.compile(r"\{(?:prompt|prompt_file|model|base_url|api_key|folder)\}")
@@ -230,7 +231,7 @@ class _Attempt:
             raise AgentCommandError(f"{name} was killed by signal {-code if code < 0 else code - KILLED_BY}{output}")
         if options.scored_exits is not None and code not in options.scored_exits:
             raise AgentCommandError(
-                f"{name} ended with exit code {code}, which is not scored (--scored-exit); {len(calls)} calls{output}"
+                f"{name} ended with exit code {code}, which is not scored (--scored-exit); {count_of(len(calls), 'call')}{output}"
             )
         if calls and calls[-1].failed_by_infrastructure:
             last = calls[-1]
@@ -310,12 +311,12 @@ class _Attempt:
         relay = self._relay
         if relay.refused_keys:
             return (
-                f"{relay.refused_keys} calls carried another key than the episode's: is the command logged in, or has it a key of "
+                f"{count_of(relay.refused_keys, 'call')} carried another key than the episode's: is the command logged in, or has it a key of "
                 "its own? Remove that, or give --any-key"
             )
         if relay.calls:
             last = relay.calls[-1]
-            return f"none of its {len(relay.calls)} calls was answered; the last: {last.path}: {last.status or 'no answer'}: {last.detail[:300]}"
+            return f"none of its {count_of(len(relay.calls), 'call')} was answered; the last: {last.path}: {last.status or 'no answer'}: {last.detail[:300]}"
         others = ", ".join(f"{asked} ({status})" for asked, status in list(relay.other_paths.items())[:5])
         asked = f"asked only for {others}" if others else "made no request"
         return (

@@ -12,6 +12,7 @@ import msgspec
 
 from swarmq.cli.common import main
 from swarmq.errors import ConfigError
+from swarmq.runtime.wording import count_of
 
 FILE = click.Path(path_type=Path)
 
@@ -97,7 +98,7 @@ def make(
         report,
         student=ChatEndpoint(student, base_url=student_url or base_url, cache=cache) if student else None,
         against=[text for path in against for text in _read_questions(path)],
-        progress=lambda done, kept: bar.update(row, completed=done, description=f"{kept} tasks"),
+        progress=lambda done, kept: bar.update(row, completed=done, description=count_of(kept, "task")),
     )
     with Progress(disable=not sys.stdout.isatty()) as bar:
         row = bar.add_task("0 tasks", total=len(passages))
@@ -110,8 +111,8 @@ def make(
         click.echo(f"no tasks from {error}", err=True)
     dropped = ", ".join(f"{reason} {number}" for reason, number in sorted(report.dropped.items()))
     click.echo(
-        f"{report.kept} tasks ({len(apart)} held out) from {report.passages} passages of {documents.files} documents, "
-        f"{report.drafts} drafts; dropped: {dropped or 'none'}; passages without an answer: {len(report.errors)}"
+        f"{count_of(report.kept, 'task')} ({len(apart)} held out) from {count_of(report.passages, 'passage')} of "
+        f"{count_of(documents.files, 'document')}, {count_of(report.drafts, 'draft')}; dropped: {dropped or 'none'}; passages without an answer: {len(report.errors)}"
     )
 
 
@@ -131,7 +132,7 @@ def from_traces(files: tuple[Path, ...], out: Path) -> None:
     report = TraceReport()
     _write_lines(out, list(read_traces(list(files), report)))
     dropped = ", ".join(f"{reason} {number}" for reason, number in sorted(report.dropped.items()))
-    click.echo(f"{report.kept} tasks from {report.calls} calls; dropped: {dropped or 'none'}")
+    click.echo(f"{count_of(report.kept, 'task')} from {count_of(report.calls, 'call')}; dropped: {dropped or 'none'}")
 
 
 def _is_held_out(source: str, share: float) -> bool:

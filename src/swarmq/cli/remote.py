@@ -24,6 +24,7 @@ from swarmq.errors import ConfigError
 from swarmq.remote.commands import ROLES, WRITES, CommandRequest, Output, Terminal
 from swarmq.remote.records import RunView
 from swarmq.runtime.files import write_atomically
+from swarmq.runtime.wording import count_of
 
 if TYPE_CHECKING:
     from swarmq.remote.client import HostClient
@@ -212,7 +213,11 @@ def _feed(
         restart=restart,
         for_eval=for_eval,
     )
-    what = f"stored {answer.fed} tasks for evaluation of {answer.kind}" if for_eval else f"published {answer.fed} slots"
+    what = (
+        f"stored {count_of(answer.fed, 'task')} for evaluation of {answer.kind}"
+        if for_eval
+        else f"published {count_of(answer.fed, 'slot')}"
+    )
     click.echo(what)
 
 

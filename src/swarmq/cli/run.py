@@ -9,6 +9,7 @@ import click
 
 from swarmq.cli.common import main, run_until_signalled
 from swarmq.errors import TaskError
+from swarmq.runtime.wording import count_of
 
 ANY_EXIT = "any"
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -180,7 +181,7 @@ def run(
         if given_up:
             reasons = "".join(f"\n{number} x {line}" for line, number in failures.items())
             raise TaskError(
-                f"{given_up} of {slots} slots were given up (--max-attempts {max_attempts}); failed attempts:{reasons}"
+                f"{given_up} of {count_of(slots, 'slot was', 'slots were')} given up (--max-attempts {max_attempts}); failed attempts:{reasons}"
             )
 
     run_until_signalled(attempt_all())

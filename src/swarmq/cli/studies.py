@@ -22,6 +22,7 @@ from swarmq.errors import BrokerError, ConfigError, FilesDifferError, LearnerErr
 from swarmq.observe.live_runs import find_management_api_of
 from swarmq.runtime.amqp_urls import redact_url, split_nodes
 from swarmq.runtime.terminal import visible
+from swarmq.runtime.wording import count_of
 
 if TYPE_CHECKING:
     from swarmq.keys import HostInvite
@@ -94,7 +95,7 @@ def check(study_file: Path) -> None:
     from swarmq.studies.identity import TrialMaker
     from swarmq.studies.records import Spending
     from swarmq.studies.state import largest_cost, list_caps
-    from swarmq.studies.study import KILL_S, count_of
+    from swarmq.studies.study import KILL_S
 
     study, folder = _load(study_file)
     _check_functions(study, folder)
@@ -104,7 +105,7 @@ def check(study_file: Path) -> None:
     click.echo(f"{study.name}: {study.question}")
     first = ", before any arm is promoted" if study.design.rungs else ""
     if study.planner.kind == "endpoint":
-        first += f", before the planner adds at most {study.planner.max_arms} arms"
+        first += f", before the planner adds at most {count_of(study.planner.max_arms, 'arm')}"
     click.echo(
         f"{count_of(arms, 'arm')} with {count_of(seeds, 'seed')} each and {count_of(study.noise_trials, 'A/A trial')}: "
         f"{count_of(count, 'trial')}{first}"
@@ -123,7 +124,7 @@ def check(study_file: Path) -> None:
         number, name, cap = min(enough)
         spare = f", {number - count} more than that" if number > count else ""
         click.echo(
-            f"the budget of {cap:,.10g} {name} is enough for {number} such trials{spare}. Each running trial whose worker and leader die "
+            f"the budget of {cap:,.10g} {name} is enough for {count_of(number, 'such trial')}{spare}. Each running trial whose worker and leader die "
             "together, as on one host, counts as one of them, however short it was"
         )
     if outside := TrialMaker(study, folder.root).list_outside():
@@ -169,7 +170,7 @@ def run(
     lanes = _split_gpus(study, workers) if workers else []
     if len(lanes) < workers:
         raise ConfigError(
-            f"--workers: {workers} need {workers * study.trial.gpus} GPUs, {study.trial.gpus} each (trial.gpus), and this host has "
+            f"--workers: {count_of(workers, 'worker needs', 'workers need')} {count_of(workers * study.trial.gpus, 'GPU')}, {study.trial.gpus} each (trial.gpus), and this host has "
             f"enough for {len(lanes)}; start fewer"
         )
     with private_files():
@@ -575,7 +576,7 @@ def _split_gpus(study: Study, parallel: int | None) -> list[dict[str, str]]:
     if not there:
         return [{}] * (parallel or 1)
     if there < each:
-        raise StudyError(f"trial.gpus: a trial needs {each} GPUs, and this host has {there}")
+        raise StudyError(f"trial.gpus: a trial needs {count_of(each, 'GPU')}, and this host has {there}")
     return [build_gpu_environment(range(n, n + each)) for n in range(0, there - each + 1, each)][:parallel]
 
 

@@ -15,6 +15,7 @@ from swarmq.cli.common import RUN, main, run_until_signalled
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError, TaskError
 from swarmq.messages import new_id
+from swarmq.runtime.wording import count_of
 
 
 @main.command()
@@ -149,7 +150,7 @@ async def _feed_eval(
     fed = await feed_evaluation(
         RunFolder(run), read(), kind, option="--kind", repeats=repeats, source=hash_source_name(data)
     )
-    click.echo(f"stored {fed.published} tasks for evaluation of {fed.kind}")
+    click.echo(f"stored {count_of(fed.published, 'task')} for evaluation of {fed.kind}")
     if not fed.job.eval.every:
         click.echo(f"evaluation is off; to evaluate every 10 steps: swarmq set {run} eval.every=10")
 
@@ -191,7 +192,7 @@ async def _feed(
             raise TaskError(
                 "stopped before every task was on the queue; the same command without --restart continues"
             ) from None
-    click.echo(f"published {fed.published} slots")
+    click.echo(f"published {count_of(fed.published, 'slot')}")
 
 
 @main.command()

@@ -8,6 +8,7 @@ import click
 
 from swarmq.cli.common import JOB, SETS, choose_policy, main, require_extras
 from swarmq.config import SwarmJob
+from swarmq.runtime.wording import count_of
 
 
 @main.command("warm")
@@ -56,7 +57,7 @@ def warm_command(
         if now.step == 1:
             click.echo(f"learning rate {rate:g}" + ("" if learning_rate else " (change it with --learning-rate)"))
         if now.step == 1 and now.left_out:
-            click.echo(f"left out {now.left_out} demonstrations longer than {now.max_length} tokens")
+            click.echo(f"left out {count_of(now.left_out, 'demonstration')} longer than {now.max_length} tokens")
         click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}")
 
     plan = WarmStart(

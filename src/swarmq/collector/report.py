@@ -10,6 +10,7 @@ import msgspec
 
 from swarmq.collector.decide.core import Core
 from swarmq.messages import Control
+from swarmq.runtime.wording import count_of
 
 MAX_REFUSED = 4096
 """Maximum number of episodes whose refused model calls are remembered."""
@@ -95,11 +96,11 @@ class NoTurnsWarnings:
             return None
         num, self._num, self._next_warning_at = self._num, 0, now + PATIENCE_S
         who = f"the last {episode['episode_id']} of client {episode['client_id']}, kind {episode['kind']}"
+        ended, are = count_of(num, "episode ended", "episodes ended"), "is" if num == 1 else "are"
         if why := self._refused.get(episode["episode_id"]):
-            return f"{num} episodes ended without an answered model call and are not trained, {who}: its calls were refused: {why}"
+            return f"{ended} without an answered model call and {are} not trained, {who}: its calls were refused: {why}"
         return (
-            f"{num} episodes ended without a model call and are not trained, {who}: does the agent use ep.base_url and "
-            "ep.api_key?"
+            f"{ended} without a model call and {are} not trained, {who}: does the agent use ep.base_url and ep.api_key?"
         )
 
 
@@ -114,17 +115,22 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
             version = core.run.versions[policy]
             yield (
                 ("learner", policy, version, num),
-                f"{num} groups wait for the learner of {policy} at version {version}",
+                f"{count_of(num, 'group waits for the learner', 'groups wait for the learner')} of {policy} at version {version}",
             )
     if core.episodes.open:
-        yield ("turns", counts["turns"]), f"no turns: {len(core.episodes.open)} episodes are open, none calls the model"
+        idle = count_of(
+            len(core.episodes.open),
+            "episode is open, it does not call the model",
+            "episodes are open, none calls the model",
+        )
+        yield ("turns", counts["turns"]), f"no turns: {idle}"
     busy = {episode.begin.kind for episode in core.episodes.open.values() if episode.begin}
     for kind, tickets in core.tickets.out.items():
         if tickets and kind not in busy:
             why = f"no client takes tickets of kind {kind}, or its tasks are all done"
             yield (
                 ("clients", kind, counts["begun"], len(tickets)),
-                f"no turns: {len(tickets)} tickets out, 0 episodes open: {why}",
+                f"no turns: {count_of(len(tickets), 'ticket out, 0 episodes open', 'tickets out, 0 episodes open')}: {why}",
             )
 
 

@@ -19,6 +19,7 @@ from swarmq.messages import Event
 from swarmq.observe.board import Board
 from swarmq.observe.curves import read_events
 from swarmq.observe.run import Run
+from swarmq.runtime.wording import count_of
 
 State = Literal["ok", "busy", "waiting", "down", "unknown"]
 
@@ -92,28 +93,39 @@ def name_bottleneck(flow: Flow) -> Bottleneck | None:
     waits = flow.wait_s is not None and bool(flow.step_s) and flow.wait_s / (flow.step_s or 1) > WAIT_SHARE
     if not waits and (flow.ready_groups or 0) >= 2 * flow.groups_per_batch:
         return Bottleneck(
-            node="learner", text=f"{flow.ready_groups} groups are ready, and a batch takes {flow.groups_per_batch}"
+            node="learner",
+            text=f"{count_of(flow.ready_groups or 0, 'group is', 'groups are')} ready, and a batch takes {flow.groups_per_batch}",
         )
     if flow.tickets and flow.open_episodes == 0:
-        return Bottleneck(node="clients", text=f"{flow.tickets} tickets are not taken: no client works at the tasks")
+        return Bottleneck(
+            node="clients",
+            text=f"{count_of(flow.tickets, 'ticket is', 'tickets are')} not taken: no client works at the tasks",
+        )
     if not waits:
         return None
     share = f"the learner waits {100 * (flow.wait_s or 0) / (flow.step_s or 1):.0f} % of a step"
     if flow.requests_waiting or (flow.kv or 0) > 0.95:
-        why = f"{flow.requests_waiting} requests queue there" if flow.requests_waiting else "their KV cache is full"
+        why = (
+            f"{count_of(flow.requests_waiting, 'request queues', 'requests queue')} there"
+            if flow.requests_waiting
+            else "their KV cache is full"
+        )
         return Bottleneck(node="engines", text=f"{share} for episodes that wait for the engines: {why}")
     if flow.tickets:
         return Bottleneck(
-            node="clients", text=f"{share}, while {flow.tickets} tickets are not taken: more clients would help"
+            node="clients",
+            text=f"{share}, while {count_of(flow.tickets, 'ticket is', 'tickets are')} not taken: more clients would help",
         )
     if flow.open_episodes and flow.open_calls is not None and flow.open_calls < flow.open_episodes / 2:
         return Bottleneck(
             node="clients",
-            text=f"{share}: of {flow.open_episodes} running episodes only {flow.open_calls} ask the model; the agents or their "
+            text=f"{share}: of {count_of(flow.open_episodes, 'running episode')}, {flow.open_calls} now wait for the model; the agents or their "
             "environments are slow",
         )
     if flow.open_calls:
-        return Bottleneck(node="engines", text=f"{share}, while {flow.open_calls} calls are being answered")
+        return Bottleneck(
+            node="engines", text=f"{share}, while {count_of(flow.open_calls, 'call is', 'calls are')} being answered"
+        )
     return None
 
 
@@ -280,7 +292,7 @@ def describe_nodes(
             label="clients",
             depth=flow.open_episodes,
             state="unknown" if not is_live else "ok" if flow.open_episodes else "waiting",
-            detail=f"{collector.get('begun', 0)} episodes begun" if collector else "",
+            detail=count_of(collector.get("begun", 0), "episode") + " begun" if collector else "",
         ),
         Station(
             id="tickets",
@@ -297,7 +309,7 @@ def describe_nodes(
             depth=flow.open_calls,
             rate_per_s=(board.get("proxies") or {}).get("tokens_per_s") if is_live else None,
             state=process(*proxies.values(), busy=bool(flow.open_calls)),
-            detail=f"{len(proxies)} {'proxy' if len(proxies) == 1 else 'proxies'}, rate in tokens" if proxies else "",
+            detail=f"{count_of(len(proxies), 'proxy', 'proxies')}, rate in tokens" if proxies else "",
         ),
         Station(
             id="in",
@@ -321,7 +333,9 @@ def describe_nodes(
             oldest_s=_oldest(details, ready_queues),
             rate_per_s=_sum((details.get(name) or {}).get("out_per_s") for name in ready_queues),
             state=queue(ready_queues),
-            detail=f"{flow.ready_groups} groups, a batch takes {flow.groups_per_batch}" if collector else "",
+            detail=f"{count_of(flow.ready_groups or 0, 'group')}, a batch takes {flow.groups_per_batch}"
+            if collector
+            else "",
         ),
         Station(
             id="learner",
@@ -357,7 +371,7 @@ def _describe_collector(collector: Mapping[str, Any]) -> str:
     if not collector:
         return ""
     pace = collector.get("pace", "running")
-    groups = f"{collector.get('groups_open', 0)} groups open"
+    groups = count_of(collector.get("groups_open", 0), "group") + " open"
     return groups if pace == "running" else f"{pace}, {groups}"
 
 

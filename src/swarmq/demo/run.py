@@ -26,6 +26,7 @@ from swarmq.demo.scenario import Scenario
 from swarmq.errors import SwarmqError
 from swarmq.observe.curves import draw_reward, read_events
 from swarmq.runtime.logs import redirect_to
+from swarmq.runtime.wording import count_of
 from swarmq.up import check_settings, plan_run
 from swarmq.whole_run.session import make_reporter, open_session, progress_display
 
@@ -137,7 +138,9 @@ def _close(console: Console, job: SwarmJob, result: DemoResult) -> None:
         rewards.add_row(str(version), f"{reward:.3f}")
     console.print(rewards)
     phases = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in result.step_medians.items())
-    console.print(f"{result.steps} steps in {result.train_s:.0f} s; medians of a step: {phases}", highlight=False)
+    console.print(
+        f"{count_of(result.steps, 'step')} in {result.train_s:.0f} s; medians of a step: {phases}", highlight=False
+    )
     for what, where in (
         ("curve", folder.path / "reward.png"),
         ("checkpoints", folder.checkpoints("main")),

@@ -24,6 +24,7 @@ from swarmq.demo.problems import problems
 from swarmq.errors import SwarmqError
 from swarmq.observe.curves import Mark
 from swarmq.runtime.processes import die_with_parent, stop_group
+from swarmq.runtime.wording import count_of
 from swarmq.whole_run.session import Session
 
 CLIENT_DRAIN_S = 30.0
@@ -128,7 +129,7 @@ class Scenario:
                 SwarmTask(problem.task_id, kind, msgspec.to_builtins(problem))
                 for problem in problems(kind, "train", int(groups * share) + job.groups.groups_per_batch, start=first)
             ]
-            self._say(f"feeding {len(tasks)} tasks of kind {kind}")
+            self._say(f"feeding {count_of(len(tasks), 'task')} of kind {kind}")
             await feed(
                 self._broker,
                 job.run,

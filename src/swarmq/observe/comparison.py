@@ -14,6 +14,7 @@ import msgspec
 
 from swarmq.observe.plot import Curve, Panel, draw_panels
 from swarmq.runtime.files import write_atomically
+from swarmq.runtime.wording import count_of
 
 if TYPE_CHECKING:
     from swarmq.learner.replay import Comparison, ReplayedStep
@@ -84,8 +85,8 @@ def explain(comparison: Comparison) -> Iterator[str]:
     yield f"Importance ratios against the recorded log-probabilities leave {share:.1%} of the tokens as effective samples{enough}."
     if comparison.groups_missing:
         yield (
-            f"{comparison.groups_missing} groups with equal rewards are missing: the run dropped them, also where the changed method "
-            "would have trained them."
+            f"{count_of(comparison.groups_missing, 'group with equal rewards is', 'groups with equal rewards are')} missing: the run drops them, "
+            "also where the changed method would train."
         )
     if skipped := [f"{step.version} ({step.replayed.skipped})" for step in steps if step.replayed.skipped]:
         yield f"The replay left the weights as they were in steps {', '.join(skipped)}."

@@ -15,6 +15,7 @@ from swarmq.observe.index import EpisodeRow
 from swarmq.observe.inspect.terminal import ID_CHARS, columns, portions, style_by_surprise
 from swarmq.observe.reasons import explain
 from swarmq.runtime.terminal import visible
+from swarmq.runtime.wording import count_of
 
 MAX_REASONS = 5
 """Maximum number of reasons that are explained below a list."""
@@ -49,7 +50,7 @@ def draw_list(
     shown = len(headings) - (not any(detail for *_, detail in cells))
     yield from portions(columns(headings[:shown], [line[:shown] for line in cells], words=shown - 5))
     yield Text(
-        f"\n{total} episodes"
+        f"\n{count_of(total, 'episode')}"
         + (f", the newest {len(rows)} of them shown (--limit)" if len(rows) < total else "")
         + "\n"
     )
@@ -71,7 +72,8 @@ def draw_detail(detail: EpisodeDetail, timelines: Iterable[TokenPage]) -> Iterat
     for page in timelines:
         sampled = sum(cause != "given" for cause in page.cause)
         yield Text(
-            f"\ntimeline {page.timeline}: policy {page.policy}, {page.total} tokens, {sampled} sampled\n", "bold"
+            f"\ntimeline {page.timeline}: policy {page.policy}, {count_of(page.total, 'token')}, {sampled} sampled\n",
+            "bold",
         )
         cells = [
             (
@@ -116,7 +118,7 @@ def _turn_pieces(turn: TurnView) -> Iterator[tuple[str, str]]:
     about = [
         f"policy {turn.policy}",
         *([f"agent {turn.agent}"] if turn.agent else []),
-        f"{turn.prompt_tokens} prompt tokens, {turn.sampled_tokens} sampled, {turn.finish_reason}",
+        f"{count_of(turn.prompt_tokens, 'prompt token')}, {turn.sampled_tokens} sampled, {turn.finish_reason}",
         *([f"branch: {turn.branch}"] if turn.branch else []),
         *([] if turn.received else ["not received by the agent"]),
     ]

@@ -13,6 +13,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError
 from swarmq.observe.board import Board
 from swarmq.observe.monitor import Follower, follow
+from swarmq.runtime.wording import count_of
 
 log = structlog.get_logger()
 
@@ -50,7 +51,7 @@ class StepLines:
         seconds = float(step.get("step_s") or 0.0)
         yield f"reward {_format(step.get('reward'))}"
         yield from self._new_evaluations()
-        yield f"{step.get('episodes', 0)} episodes"
+        yield count_of(step.get("episodes", 0), "episode")
         yield f"{seconds:.1f} s"
         if (waited := float(step.get("wait_s") or 0.0)) > max(WAIT_SHARE * seconds, 1.0):
             yield f"waited {waited:.1f} s for episodes"

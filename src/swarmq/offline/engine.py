@@ -11,6 +11,7 @@ import msgspec
 from swarmq.engine.client.protocol import Delta, RenderedPrompt
 from swarmq.errors import EngineRefusedError
 from swarmq.offline.recording import Recording, render_prompt
+from swarmq.runtime.wording import count_of
 from swarmq.testing.scripted_engine import ScriptedEngine, decode
 
 NO_LIMIT = 2**31
@@ -52,7 +53,7 @@ class RecordedEngine(ScriptedEngine):
                 return answer
             answers = len(self._recording.scripts[self._task_id])
             self._refuse(
-                f"{self._recording.source} has {answers} answers for task {self._task_id!r}, and the agent asked once more"
+                f"{self._recording.source} has {count_of(answers, 'answer')} for task {self._task_id!r}, and the agent asked once more"
             )
         if prompt not in self._turns:
             self._refuse(self._recording.explain_missing(prompt))

@@ -26,6 +26,7 @@ from swarmq.client.data.tasks import SwarmTask, as_task
 from swarmq.errors import ConfigError, TaskError
 from swarmq.observe.episodes import TurnView
 from swarmq.observe.open_run import open_run
+from swarmq.runtime.wording import count_of
 from swarmq.testing.scripted_engine import chat_template, spell_answer
 
 MAX_EPISODES = 2000
@@ -53,7 +54,7 @@ class Recording(msgspec.Struct, kw_only=True):
         """Return what distinguishes a prompt that was not recorded from the recorded one that is most like it."""
         if not self.answers:
             some = ", ".join(itertools.islice(self.scripts, 5))
-            return f"{self.source} has no answers for this task, only for {len(self.scripts)} others (ids {some})"
+            return f"{self.source} has no answers for this task, only for {count_of(len(self.scripts), 'other')} (ids {some})"
         asked = _split(prompt)
         nearest = _split(find_nearest(prompt, self.answers))
         same = count_equal(asked, nearest)

@@ -9,6 +9,7 @@ from typing import Any
 
 from swarmq.errors import EngineAnswerError
 from swarmq.messages import Turn
+from swarmq.runtime.wording import count_of
 from swarmq.token_drift import EDITED, LOST, Drift
 
 REMEDIES = {
@@ -100,7 +101,7 @@ class Counters:
         cuts answers and for each thing left out of requests; and for each policy with drift above the threshold, again only
         after its drift was well below."""
         lines = [
-            f"policy {policy}: {len(reasons)} answers of the engine at {engine} could not be used ({reason}): {reasons[-1]}; their "
+            f"policy {policy}: {count_of(len(reasons), 'answer')} of the engine at {engine} could not be used ({reason}): {reasons[-1]}; the "
             "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
             for (policy, engine, reason), reasons in self._flaws.items()
         ]

@@ -22,6 +22,7 @@ import msgspec
 
 from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.errors import EndpointError
+from swarmq.runtime.wording import count_of
 
 Parsed = TypeVar("Parsed")
 
@@ -47,9 +48,9 @@ class Budget(msgspec.Struct, kw_only=True):
     def check(self) -> None:
         """Raise EndpointError if the budget is spent."""
         if self.calls is not None and self.spent_calls >= self.calls:
-            raise EndpointError(f"the budget of {self.calls} calls is spent")
+            raise EndpointError(f"the budget of {count_of(self.calls, 'call')} is spent")
         if self.tokens is not None and self.spent_tokens >= self.tokens:
-            raise EndpointError(f"the budget of {self.tokens} tokens is spent")
+            raise EndpointError(f"the budget of {count_of(self.tokens, 'token')} is spent")
 
 
 class ChatEndpoint:

@@ -21,6 +21,7 @@ from swarmq.errors import RewardError
 from swarmq.outcome import to_finite_float
 from swarmq.rewards.endpoint import ChatEndpoint
 from swarmq.rewards.judge import Judge
+from swarmq.runtime.wording import count_of
 
 PROMPT = """\
 Below are answers to tasks with the scores, from 0 (useless) to 1 (perfect), that experts gave them. Write the rubric by which these
@@ -146,7 +147,7 @@ def _split(examples: Sequence[Example], held_back: float, seed: int) -> tuple[li
     seen = [one for one in examples if one.task not in set(tasks[:number])]
     if len(held) < 4 or len(seen) < 4 or len({one.score for one in held}) < 2 or len({one.score for one in seen}) < 2:
         raise RewardError(
-            f"of {len(examples)} examples of {len(tasks)} tasks, {len(held)} are held back and {len(seen)} shown: each part needs "
+            f"of {count_of(len(examples), 'example')} of {count_of(len(tasks), 'task')}, {len(held)} held back and {len(seen)} shown: each part needs "
             "at least 4 with two different scores"
         )
     return seen, held

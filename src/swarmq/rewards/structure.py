@@ -13,6 +13,7 @@ from typing import Any
 from swarmq.errors import RewardError
 from swarmq.rewards.helper import check_in_helper
 from swarmq.rewards.score import RIGHT, Score, wrong
+from swarmq.runtime.wording import count_of
 
 MAX_JSON_CHARS = 1_000_000
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -27,7 +28,9 @@ def tags_match(answer: str, tags: Sequence[str], *, only: bool = True) -> Score:
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if (number := answer.count(opening)) != 1 or answer.count(closing) != 1:
-            return wrong(f"{opening} occurs {number} times and {closing} {answer.count(closing)} times; once is right")
+            return wrong(
+                f"{opening} occurs {count_of(number, 'time')} and {closing} {count_of(answer.count(closing), 'time')}; once is right"
+            )
         start, end = answer.find(opening, place), answer.find(closing, place)
         if start < 0 or end < start:
             return wrong(f"{opening}...{closing} is not in its place")

@@ -23,6 +23,7 @@ from swarmq.errors import BrokerLostError, MessageError, StudyError
 from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.messages import Event, TrialOffer, TrialReport, new_id
 from swarmq.runtime.logs import log
+from swarmq.runtime.wording import count_of
 from swarmq.studies.decide import on_claim, on_end, on_loss
 from swarmq.studies.design import choose_arms, look_next, plan_next
 from swarmq.studies.identity import TrialMaker
@@ -437,7 +438,7 @@ def describe(fact: AnyFact, state: StudyState) -> str:
         case TrialResult(metrics=metrics):
             value = metrics[state.study.metric.name] if state.study else 0.0
             done = sum(one.result is not None for one in state.trials.values())
-            return f"{trial(fact.trial_id)}: {value:g} ({done} of {len(state.trials)} trials)"
+            return f"{trial(fact.trial_id)}: {value:g} ({done} of {count_of(len(state.trials), 'trial')})"
         case TrialFailed():
             last = fact.log.strip().rpartition("\n")[2].strip()
             return f"{trial(fact.trial_id)}: {fact.kind}, {fact.reason}" + (f": {last}" if last else "")

@@ -20,6 +20,7 @@ import msgspec
 
 from swarmq.errors import ConfigError, EndpointError, SandboxError, StudyError
 from swarmq.rewards import Budget, ChatEndpoint, Sandbox, extract_json
+from swarmq.runtime.wording import count_of
 from swarmq.studies.changed_files import Edit, apply_edits, show_diff
 from swarmq.studies.design import MakeTrial, choose_arms
 from swarmq.studies.ledger import redact
@@ -183,7 +184,7 @@ def _decide(
         if proposal.name in {**choose_arms(study), **state.proposed, **taken}:
             raise StudyError("there is an arm of this name already")
         if len(state.added_arms) + len(taken) >= study.planner.max_arms:
-            raise StudyError(f"the planner may add {study.planner.max_arms} arms (planner.max_arms)")
+            raise StudyError(f"the planner may add {count_of(study.planner.max_arms, 'arm')} (planner.max_arms)")
         changed = apply_edits(root, proposal.edits, study.planner.files)
         arm = Arm(settings=proposal.settings, files=changed)
         new = Arm(settings=study.settings | arm.settings, files=changed)
@@ -237,7 +238,7 @@ def _find_shortage(state: StudyState, num_trials: int) -> str:
     """Return which cap does not hold so many more trials, or ""."""
     for name, need, used, cap in list_caps(_study(state), add(state.spent, state.reserved), state.num_starts):
         if used + need * num_trials > cap:
-            return f"asks for more than the budget: {num_trials} trials may need {need * num_trials:g} of budget.{name}, and {cap - used:g} are left"
+            return f"asks for more than the budget: {count_of(num_trials, 'trial')} may need {need * num_trials:g} of budget.{name}, and {cap - used:g} are left"
     return ""
 
 

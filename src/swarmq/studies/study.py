@@ -216,11 +216,6 @@ def hash_study(study: Study) -> str:
     return hash_json(study)
 
 
-def count_of(n: int, noun: str) -> str:
-    """Write a number with its noun."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def hash_json(value: Any) -> str:
     """Return the SHA-256 of a value as JSON with sorted keys."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from swarmq.errors import TaskError
+from swarmq.runtime.wording import count_of
 from swarmq.tasks.duplicates import Seen
 
 _NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(role|content)")
@@ -70,7 +71,9 @@ def read_traces(paths: list[Path], report: TraceReport) -> Iterator[TracedTask]:
         report.kept += 1
         yield task
     if not report.kept:
-        raise TaskError(f"{', '.join(map(str, paths))}: {report.calls} calls were found, and none has a user's message")
+        raise TaskError(
+            f"{', '.join(map(str, paths))}: {count_of(report.calls, 'call was', 'calls were')} found, and none has a user's message"
+        )
 
 
 def _read_calls(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

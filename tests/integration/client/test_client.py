@@ -118,7 +118,7 @@ async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, wai
         }
         await wait_for_line(second, "attempting a")
         second.send_signal(signal.SIGTERM)
-        assert "1 episodes finished" in await wait_for_line(second, "1 ep")
+        assert "1 episode finished" in await wait_for_line(second, "1 ep")
         assert await asyncio.to_thread(second.wait) == 0
         await run.until(topology.tasks(run.invite.run, "math"), Depth(0, 0))
 
@@ -147,8 +147,8 @@ async def test_a_killed_process_of_a_worker_leaves_its_task_to_the_others(run_in
         await wait_for_line(main, "worker_process_died", inside=True)
         main.send_signal(signal.SIGTERM)
         output, _ = await asyncio.to_thread(main.communicate)
-        assert re.search(r"^swarmq-worker-[01], math: 1 episodes finished", output, re.MULTILINE)
-        assert "1 of 2 worker processes have died" in output
+        assert re.search(r"^swarmq-worker-[01], math: 1 episode finished", output, re.MULTILINE)
+        assert "1 of 2 worker processes died" in output
 
 
 async def test_the_first_signal_drains_a_worker_and_the_second_kills_it(run_in, script, wait_for_line):

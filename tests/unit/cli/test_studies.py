@@ -150,7 +150,7 @@ def test_more_workers_than_gpus_are_refused(study, gpus):
     result = CliRunner().invoke(main, ["study", "run", "--workers", "4"])
     assert (
         result.exit_code,
-        "4 need 4 GPUs, 1 each (trial.gpus), and this host has enough for 3" in result.output,
+        "4 workers need 4 GPUs, 1 each (trial.gpus), and this host has enough for 3" in result.output,
     ) == (1, True)
     (study / "study.toml").write_text(STUDY.replace("max_seconds", "gpus = 4, max_seconds"))
     result = CliRunner().invoke(main, ["study", "run"])

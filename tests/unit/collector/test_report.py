@@ -64,7 +64,7 @@ def test_a_learner_that_does_not_report_is_named(make_bench, say):
     bench = make_bench(groups_per_batch=1, max_staleness=0)
     bench.take(say.begin(ticket_id="math.1"), say.turn(), say.end())
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
-    assert line.startswith("1 groups wait for the learner of main at version 0")
+    assert line.startswith("1 group waits for the learner of main at version 0")
 
 
 def test_the_fields_of_a_state_event_are_described(bench):
@@ -76,7 +76,7 @@ def test_agents_that_do_not_call_the_model_are_named(make_bench, say):
     bench = make_bench(groups_per_batch=1, max_staleness=0)
     bench.take(say.begin(ticket_id="math.1"))
     (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
-    assert line.startswith("no turns: 1 episodes are open")
+    assert line.startswith("no turns: 1 episode is open")
 
 
 def test_the_watch_is_quiet_while_things_move_and_repeats_itself_patiently(bench, say):
@@ -118,7 +118,7 @@ def test_episodes_without_a_model_call_are_told_of_patiently(make_bench, say):
         bench.take(say.end(name))
     episodes = bench.events("episode")
     lines = [told.check(episode, 0.0) for episode in episodes]
-    assert lines[0].startswith("1 episodes ended without a model call and are not trained, the last a of client alice")
+    assert lines[0].startswith("1 episode ended without a model call and is not trained, the last a of client alice")
     assert "ep.base_url and ep.api_key" in lines[0]
     assert lines[1:] == [None, None, None]
     assert told.check(episodes[3], PATIENCE_S) is None, "this one has turns"

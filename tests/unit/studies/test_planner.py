@@ -120,7 +120,7 @@ def test_more_than_the_budget_is_refused(root):
 
 def test_more_arms_than_allowed_are_refused(root):
     facts = judge(story(max_arms=1), root, propose(), propose("d", 4))
-    assert reasons(facts) == ["the planner may add 1 arms (planner.max_arms)"]
+    assert reasons(facts) == ["the planner may add 1 arm (planner.max_arms)"]
 
 
 @pytest.mark.parametrize("text", ["", "I would try more.", "[1]", '{"proposals": [{"name": 3}]}', '{"proposals": []}'])

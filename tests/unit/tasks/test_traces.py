@@ -43,7 +43,7 @@ def test_calls_of_one_conversation_are_one_task_with_the_final_answer(tmp_path: 
     (task,) = tasks
     assert task["messages"] == [SYSTEM, USER]
     assert (task["question"], task["reference"], task["tools"]) == (USER["content"], "08:05 it is.", ["find_train"])
-    assert "1 tasks from 3 calls; dropped: no user message 1" in said
+    assert "1 task from 3 calls; dropped: no user message 1" in said
 
 
 def test_both_conventions_of_opentelemetry_are_read(tmp_path: Path) -> None:

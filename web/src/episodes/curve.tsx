@@ -1,7 +1,7 @@
 // A quantity by position: the shape of an answer at one look, and a way to get to any place in it.
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
-import { number } from "../format";
+import { number, plural } from "../format";
 import { colour, useTheme } from "../theme";
 import { curveOf, QUANTITIES } from "./tokens";
 import type { Columns, Quantity } from "./tokens";
@@ -70,7 +70,7 @@ export function Curve({ columns, quantity, marks, onHover, onJump }: {
 
   return (
     <figure class="curve">
-      <div ref={box} class="curve-box" role="img" aria-label={`${name} by position, ${number(columns.id.length)} tokens`} />
+      <div ref={box} class="curve-box" role="img" aria-label={`${name} by position, ${plural(columns.id.length, "token")}`} />
       <figcaption class="legend">
         {quantity === "logprob" && <><span><i class="key-line-1" /> when sampled</span><span><i class="key-line-2" /> in training</span></>}
         {marks.length > 0 && <span><i class="key-mark" /> clipped, masked or filtered</span>}

@@ -1,5 +1,5 @@
 // The calls of an episode in time: waiting for the first token, then sampling. A bar opens its turn.
-import { duration } from "../format";
+import { duration, plural } from "../format";
 import { to } from "../router";
 import type { TurnView } from "../types";
 import { place, ticks } from "./spans";
@@ -17,7 +17,7 @@ export function Gantt({ run, id, turns }: { run: string; id: string; turns: Turn
   return (
     <figure class="gantt">
       <div class="gantt-scroll" tabIndex={0} role="region" aria-label="Calls in time">
-        <svg viewBox={`0 0 ${WIDTH} ${height}`} height={height} preserveAspectRatio="none" role="group" aria-label={`${spans.length} calls in ${duration(total)}`}>
+        <svg viewBox={`0 0 ${WIDTH} ${height}`} height={height} preserveAspectRatio="none" role="group" aria-label={`${plural(spans.length, "call")} in ${duration(total)}`}>
           {ticks(total).map((at) => <line key={at} class="gantt-line" x1={x(at)} x2={x(at)} y1={HEAD - 4} y2={height} />)}
           {spans.map((span) => {
             const { turn, index, start, first, end, lane } = span;

@@ -1,6 +1,6 @@
 // Kinds of tasks: what share of each batch they should have, what share they got, and how many of their groups teach nothing.
 import { url, useApi } from "../api";
-import { number, percent } from "../format";
+import { number, percent, plural } from "../format";
 import { to } from "../router";
 import type { Mix } from "../types";
 import { Chart, series } from "../ui/chart";
@@ -34,7 +34,7 @@ function MixPage({ run, mix }: { run: string; mix: Mix }) {
   ));
   return (
     <>
-      <Section title={`Mean of the newest ${Math.min(NEWEST, mix.steps.length)} steps`}>
+      <Section title={`Mean of the newest ${plural(Math.min(NEWEST, mix.steps.length), "step")}`}>
         <Table label="Kinds" rows={mix.kinds} rowKey={(kind) => kind} columns={[
           { key: "kind", head: "Kind", cell: (kind) => <a href={to(run, "episodes", "", { kind })}><SafeText text={kind} inline /></a> },
           { key: "target", head: "Target share", is_number: true, cell: (kind) => percent(mean(mix.target[kind])) },

@@ -19,6 +19,7 @@ from swarmq.broker.node.files import CLUSTER_CONFIG, NodeIdentity, list_node_fol
 from swarmq.broker.node.process import NameServer, PrivateNode
 from swarmq.config import BrokerSettings
 from swarmq.errors import BrokerError
+from swarmq.runtime.wording import count_of
 
 
 class PrivateCluster:
@@ -70,7 +71,7 @@ class PrivateCluster:
         before = len(list_node_folders(self.folder)) or (1 if (self.folder / "node.json").exists() else size)
         if before != size:
             raise BrokerError(
-                f"the private RabbitMQ in {self.folder} has {before} node{'s' if before > 1 else ''}, and broker.nodes is {size}: the number cannot "
+                f"the private RabbitMQ in {self.folder} has {count_of(before, 'node')}, and broker.nodes is {size}: the number cannot "
                 f"change later; set broker.nodes to {before}, or start a run with another name"
             )
         for node in self.nodes:

@@ -14,6 +14,7 @@ from typing import Any
 from swarmq.client.data.targets import load_object
 from swarmq.client.data.tasks import SwarmTask
 from swarmq.errors import TaskError
+from swarmq.runtime.wording import count_of
 
 
 def order_epochs(target: str, tasks: Sequence[SwarmTask], epochs: int) -> list[list[int]]:
@@ -52,6 +53,6 @@ def _order(target: str, function: Any, tasks: Sequence[SwarmTask], epoch: int) -
         )
     if left := sorted(set(range(len(tasks))) - set(order)):
         raise TaskError(
-            f"--curriculum {target}: epoch {epoch} leaves out {len(left)} tasks, such as {tasks[left[0]].id!r}"
+            f"--curriculum {target}: epoch {epoch} leaves out {count_of(len(left), 'task')}, such as {tasks[left[0]].id!r}"
         )
     return order

@@ -27,6 +27,7 @@ from swarmq.errors import TaskError
 from swarmq.messages import Slot, Task
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
+from swarmq.runtime.wording import count_of
 
 WINDOW = 128
 """Number of tasks that are published together; the progress file is written after each window."""
@@ -73,7 +74,9 @@ async def feed(
     if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
         raise TaskError(f"the id {strip_queue_id(repeated[0], kind)!r} occurs more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
-        raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
+        raise TaskError(
+            f"nothing to feed: {count_of(len(bodies), 'task')}, {count_of(repeats, 'repeat')}, {count_of(epochs, 'epoch')}"
+        )
     orders = order_epochs(curriculum, tasks, epochs) if curriculum else None
     data = _hash_feed(bodies, kind, repeats, seed, orders)
     total = len(bodies) * repeats * epochs

@@ -14,6 +14,7 @@ from swarmq.client.runners.attempts import AttemptResult
 from swarmq.client.runners.report import Tally, format_reward, summarize_error
 from swarmq.runtime.logs import log
 from swarmq.runtime.terminal import console, visible
+from swarmq.runtime.wording import count_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -48,7 +49,7 @@ class Display:
             self._bar.stop()
         for where, times in self._seen.items():
             if times > 1:
-                self._print(f"swarmq: {times - 1} more times: {where}")
+                self._print(f"swarmq: {count_of(times - 1, 'more time')}: {where}")
 
     def update(self, tally: Tally, attempted: AttemptResult) -> None:
         if attempted.error is not None:

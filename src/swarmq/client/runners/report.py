@@ -11,6 +11,7 @@ import msgspec
 
 from swarmq.client.runners.attempts import AttemptResult
 from swarmq.estimates import Z95, wilson
+from swarmq.runtime.wording import count_of
 
 MANY_DIGITS = 1e6
 MAX_DISTINCT = 1000
@@ -42,7 +43,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     def __str__(self) -> str:
-        parts = [f"{self.finished} episodes finished", f"{self.failed} failed", f"{self.given_up} slots given up"]
+        parts = [
+            count_of(self.finished, "episode") + " finished",
+            f"{self.failed} failed",
+            count_of(self.given_up, "slot") + " given up",
+        ]
         if self.reward_mean is not None:
             parts.append(f"mean reward {format_reward(self.reward_mean)}")
         if self.success_rate is not None:
@@ -84,7 +89,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
         error = "" if self.standard_error is None else f" ± {format_reward(Z95 * self.standard_error)}"
         success = "" if self.success_rate is None else f", success {self.success_rate:.1%}"
         reward = format_reward(self.mean_reward)
-        return f"reward {reward}{error}{success} on {self.tasks} tasks ({self.n} episodes, {self.failed} failed)"
+        return f"reward {reward}{error}{success} on {count_of(self.tasks, 'task')} ({count_of(self.n, 'episode')}, {self.failed} failed)"
 
 
 class Tally:

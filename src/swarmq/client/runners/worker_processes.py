@@ -35,6 +35,7 @@ from swarmq.keys import Invite
 from swarmq.runtime.logs import log, write_lines_whole
 from swarmq.runtime.processes import die_with_parent
 from swarmq.runtime.terminal import visible
+from swarmq.runtime.wording import count_of
 
 Targets = Mapping[str | None, str | AgentFunction]
 """Kind -> its agent, as `module:function` or the function itself. The kind may be None if the run has a single one."""
@@ -166,7 +167,9 @@ def run_processes(invite: Invite, targets: Targets, processes: int, options: Run
             child.start()
         died = _wait_for_all(children, stopping)
     if died:
-        raise TaskError(f"{died} of {processes} worker processes have died; their tasks went to others")
+        raise TaskError(
+            f"{died} of {count_of(processes, 'worker process', 'worker processes')} died; their tasks went to others"
+        )
 
 
 def _wait_for_all(children: Sequence[BaseProcess], stopping: list[int]) -> int:

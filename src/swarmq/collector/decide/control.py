@@ -17,6 +17,7 @@ from swarmq.collector.decide.state import Rules, Usage
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import Command, Control, Pace
+from swarmq.runtime.wording import count_of
 
 PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "running"}
 
@@ -144,7 +145,7 @@ class RunControl:
         lendable = {kind for kind in dry if rules.when_dry == "lend" or kind not in shares}
         lent = lendable if shares.keys() - lendable else set(self.state.lent) - back
         stalls = {
-            kind: f"has run dry: {len(out[kind])} tickets out, nobody has taken one for {since[kind]:.0f} s"
+            kind: f"has run dry: {count_of(len(out[kind]), 'ticket')} out, nobody has taken one for {since[kind]:.0f} s"
             for kind in fresh & idle
         }
         flat = {
@@ -208,7 +209,7 @@ def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[s
         present = versions.get(policy, 0)
         if isinstance(after, int) and after <= present:
             raise ConfigError(
-                f"--after {after}: {policy} has made {present} steps; name a later one, or leave --after out to end after the present step"
+                f"--after {after}: {policy} has made {count_of(present, 'step')}; name a later one, or leave --after out to end after the present step"
             )
         if after is None and not present:
             raise ConfigError(

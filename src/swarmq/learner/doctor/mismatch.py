@@ -20,6 +20,7 @@ from swarmq.learner.health.findings import Finding, Level, judge_value
 from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.train.trainer import Trainer
+from swarmq.runtime.wording import count_of
 
 Floats = NDArray[np.float64]
 
@@ -98,7 +99,7 @@ def causes(batches: Sequence[Compared]) -> list[Cause]:
     plain = ~pushed & ~repaired & ~held
     groups = {
         "arithmetic alone (same weights)": plain & (lag == 0),
-        **{f"weights {n} steps old": plain & (lag == n) for n in sorted({*lag[plain].tolist()} - {0})},
+        **{f"weights {count_of(n, 'step')} old": plain & (lag == n) for n in sorted({*lag[plain].tolist()} - {0})},
         "after a push in mid-answer": pushed & ~repaired,
         "repaired prompt": repaired,
         HELD: held,
@@ -121,7 +122,7 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
         yield Finding(
             level=level,
             check=f"mismatch: {cause.name}",
-            text=f"{cause.tokens} tokens, k3 {cause.k3:.2g}, mean gap {cause.mean_gap:+.2g}, p99 |gap| {cause.p99:.2g}",
+            text=f"{count_of(cause.tokens, 'token')}, k3 {cause.k3:.2g}, mean gap {cause.mean_gap:+.2g}, p99 |gap| {cause.p99:.2g}",
         )
     if same is None:
         yield Finding(

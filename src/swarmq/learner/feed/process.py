@@ -53,6 +53,7 @@ from swarmq.learner.store.writer_lock import Fence, hold_lock
 from swarmq.messages import Control, Evaluation, Event, EventName, Rollout, StepReport
 from swarmq.runtime import logs
 from swarmq.runtime.metrics_page import serve_metrics
+from swarmq.runtime.wording import count_of
 
 if TYPE_CHECKING:
     from swarmq.learner.feed.metrics import LearnerMetrics
@@ -505,7 +506,7 @@ class BatchFeeder:
         lacking = ", ".join(f"{n - ready[k]} of {k}" for k, n in needed.items() if n > ready[k])
         text = (
             f"learner {self.policy} has waited {waited_s:.0f} s for whole groups: {lacking} missing, "
-            f"{self.intake.groups_incomplete} groups begun; are workers running and finishing episodes?"
+            f"{count_of(self.intake.groups_incomplete, 'group')} begun; are workers running and finishing episodes?"
         )
         log.warning("waiting_for_groups", needed=needed, ready=ready, incomplete=self.intake.groups_incomplete)
         await self._emit("warning", {"text": text, "kind": "stall"})

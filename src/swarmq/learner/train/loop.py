@@ -54,6 +54,7 @@ from swarmq.learner.train.engine_updates import EngineUpdates, WeightPusherProto
 from swarmq.learner.train.trackers import Trackers
 from swarmq.learner.train.trainer import Trainer, load_trainer
 from swarmq.messages import Evaluation
+from swarmq.runtime.wording import count_of
 
 log = structlog.get_logger()
 
@@ -249,7 +250,7 @@ class Learner:
         if link is None:
             return
         if fields["episodes_left_out"]:
-            what = f"{fields['episodes_left_out']} episodes of the batch have non-finite losses or invalid numbers and were left out"
+            what = f"{count_of(fields['episodes_left_out'], 'episode')} of the batch left out for non-finite losses or invalid numbers"
             link.send(records.Warn(text=f"learner {self.policy}, step {self.trainer.version}: {what}"))
         fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}

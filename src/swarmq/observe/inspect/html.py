@@ -8,6 +8,7 @@ from itertools import groupby
 
 from swarmq.observe.inspect.read import EpisodeView, TokenRow, describe_narrow_rewards, max_contribution
 from swarmq.observe.inspect.terminal import logprob_gap, training_mark
+from swarmq.runtime.wording import count_of
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --faint: #7a8594; --line: #dde3ea; --paper: #ffffff; --band: #f5f7f9;
@@ -85,7 +86,7 @@ def _timelines(view: EpisodeView) -> Iterator[str]:
     for number, members in groupby(view.tokens, key=lambda row: row.timeline):
         rows = list(members)
         trained = sum(row.trained for row in rows)
-        yield f"<h2>Timeline {number}: {len(rows)} tokens, {trained} trained</h2><div class=text>"
+        yield f"<h2>Timeline {number}: {count_of(len(rows), 'token')}, {trained} trained</h2><div class=text>"
         for row in rows:
             tag = "b" if row.trained else "i"
             yield f"<{tag}{_style_token(row, top)} title='{escape(_hint(row))}'>{escape(row.text)}</{tag}>"

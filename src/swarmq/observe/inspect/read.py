@@ -21,6 +21,7 @@ from swarmq.learner.methods.loss_effects import LossEffect
 from swarmq.learner.store import batch_log, token_trace
 from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import Rollout, unpack_floats, unpack_ids
+from swarmq.runtime.wording import count_of
 from swarmq.timeline import fold, resolve
 from swarmq.token_drift import Drift
 
@@ -391,7 +392,7 @@ def describe_narrow_rewards(view: EpisodeView) -> dict[str, str]:
     texts = {
         "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
         "reward by call": ", ".join(f"turn {number}: {reward:g}" for number, reward in by_call if reward is not None),
-        "not received, not trained": f"{view.orphan_turns} turns" if view.orphan_turns else "",
+        "not received, not trained": count_of(view.orphan_turns, "turn") if view.orphan_turns else "",
         "reward for a call that is not trained": ", ".join(
             f"{call}: {reward:g}" for call, reward in view.uncredited.items()
         ),

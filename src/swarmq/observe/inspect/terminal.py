@@ -27,6 +27,7 @@ from swarmq.observe.inspect.read import (
     max_contribution,
 )
 from swarmq.runtime.terminal import visible
+from swarmq.runtime.wording import count_of
 from swarmq.token_drift import Drift
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
@@ -146,7 +147,7 @@ def training_mark(row: TokenRow) -> str:
 
 def _format_heading(rows: Sequence[TokenRow]) -> Text:
     trained = sum(row.trained for row in rows)
-    return Text(f"\ntimeline {rows[0].timeline}: {len(rows)} tokens, {trained} trained\n", "bold")
+    return Text(f"\ntimeline {rows[0].timeline}: {count_of(len(rows), 'token')}, {trained} trained\n", "bold")
 
 
 def _cells(row: TokenRow) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 
 from swarmq.proxy.http_errors import RefusedError
+from swarmq.runtime.wording import count_of
 
 SMOOTHING = 0.1
 MAX_RETRY_AFTER_S = 60
@@ -36,7 +37,7 @@ class CallLimiter:
             return CallSlot(self)
         if len(self._waiting) >= self._max_waiting:
             raise RefusedError(
-                f"{self.open} calls are open at this proxy and {self.waiting} wait; come back later",
+                f"{count_of(self.open, 'call is', 'calls are')} open at this proxy, {self.waiting} waiting; come back later",
                 status=429, code="proxy_overloaded", retry_after_s=self._retry_after_s(),
             )  # fmt: skip
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -24,6 +24,7 @@ import structlog
 from swarmq.engine.client.protocol import Engine
 from swarmq.errors import EngineError
 from swarmq.proxy.engines.tool_parser_probe import finds_tool_calls
+from swarmq.runtime.wording import count_of
 
 MAX_TOGETHER = 16
 """Maximum number of tokens in a portion."""
@@ -266,4 +267,4 @@ class EnginePool:
         self._reported = True
         urls = ", ".join(lane.engine.url for lane in self.lanes if not lane.draining)
         why = f"has weights of version {self._oldest} or later yet" if self.num_healthy else "answers"
-        return f"no engine {why} ({urls}): calls wait for one, at most {self._timings.wait_s:.0f} s in all ({self._waiting} calls wait now)"
+        return f"no engine {why} ({urls}): calls wait for one, at most {self._timings.wait_s:.0f} s in all ({count_of(self._waiting, 'call waits', 'calls wait')} now)"

@@ -26,6 +26,7 @@ from swarmq.proxy.episodes.conversation_graph import Graph
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.episodes.token_budget import TokenBudget
 from swarmq.proxy.http_errors import RefusedError, foreign_episode_error
+from swarmq.runtime.wording import count_of
 
 LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
@@ -182,7 +183,7 @@ class EpisodeCache:
         memory = self.of(episode_id, client)
         if memory.open_calls >= self._max_calls:
             raise RefusedError(
-                f"the episode has {memory.open_calls} calls open at this proxy, and may have no more",
+                f"the episode has {count_of(memory.open_calls, 'call')} open at this proxy, and may have no more",
                 status=429, code="episode_calls_open",
             )  # fmt: skip
         memory.open_calls += 1

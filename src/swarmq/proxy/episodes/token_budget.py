@@ -6,6 +6,7 @@ An episode that changes its proxy is counted anew there; it stays with its proxy
 from __future__ import annotations
 
 from swarmq.proxy.http_errors import RefusedError
+from swarmq.runtime.wording import count_of
 
 
 class TokenBudget:
@@ -21,11 +22,13 @@ class TokenBudget:
         """Count a model call. Raises RefusedError if the episode has used all its calls or tokens; 0: no limit."""
         if max_calls and self.calls >= max_calls:
             raise RefusedError(
-                f"the episode has made its {max_calls} calls", status=403, code="episode_calls_exhausted"
+                f"the episode has made its {count_of(max_calls, 'call')}", status=403, code="episode_calls_exhausted"
             )
         if max_tokens and self.sampled_tokens >= max_tokens:
             raise RefusedError(
-                f"the episode has sampled its {max_tokens} tokens", status=403, code="episode_tokens_exhausted"
+                f"the episode has sampled its {count_of(max_tokens, 'token')}",
+                status=403,
+                code="episode_tokens_exhausted",
             )
         self.calls += 1
 
@@ -47,7 +50,7 @@ class TokenBudget:
             )  # fmt: skip
         left = max_tokens - self.sampled_tokens
         raise RefusedError(
-            f"{left} of the episode's {max_tokens} tokens are left, for {choices} choices",
+            f"{left} of the episode's {max_tokens} tokens are left, for {count_of(choices, 'choice')}",
             status=403, code="episode_tokens_exhausted",
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from swarmq.errors import StudyError
+from swarmq.runtime.wording import count_of
 from swarmq.studies.analysis import Results, announce_power, collect_scores, compare, main_effects, measure_noise
 from swarmq.studies.records import (
     Entry,
@@ -50,7 +51,7 @@ from swarmq.studies.report.blocks import (
 from swarmq.studies.report.claims import mark_unknown_numbers
 from swarmq.studies.state import StudyState
 from swarmq.studies.statistics import ArmComparison, Noise, t_interval
-from swarmq.studies.study import Study, count_of, hash_json
+from swarmq.studies.study import Study, hash_json
 
 MAX_CURVES = 6
 """Largest number of metrics whose curves are drawn; the primary one comes first."""
@@ -381,7 +382,7 @@ def _planner(ledger: ReportData) -> Iterator[Block]:
     if answers:
         cost = [answer.cost for answer in answers]
         yield Text(
-            f"{count_of(len(answers), 'answer')} of the model; {sum(one.calls for one in cost)} calls, "
+            f"{count_of(len(answers), 'answer')} of the model; {count_of(sum(one.calls for one in cost), 'call')}, "
             f"{number(sum(one.money for one in cost))} of money. Prompts and answers are in the ledger, word for word."
         )
     if decided:

@@ -81,7 +81,7 @@ async def test_the_curriculum_of_the_page_feeds_easy_tasks_first(swarm, tmp_path
     [
         ("endless", "epoch 0 has more than 3 positions, one for each task: does it end?"),
         ("drawn", "it orders epoch 0 differently when it is called again"),
-        ("short", "epoch 0 leaves out 1 tasks, such as '2'"),
+        ("short", "epoch 0 leaves out 1 task, such as '2'"),
         ("beyond", "3 is not the position of a task, from 0 to 2"),
         ("broken", "raised KeyError: 'difficulty'"),
         ("nothing", "returned a NoneType, not positions of tasks"),

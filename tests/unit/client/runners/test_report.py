@@ -46,7 +46,7 @@ def test_a_summary_reads_as_a_sentence():
     tally.add(done(None, error=ValueError("bad\nlong story")))
     tally.slots, tally.given_up = 2, 1
     assert str(tally.summary(1.0)) == (
-        "1 episodes finished, 1 failed, 1 slots given up, mean reward 0.500, success 100.0%, 1.0 s"
+        "1 episode finished, 1 failed, 1 slot given up, mean reward 0.500, success 100.0%, 1.0 s"
     )
     assert tally.summary(1.0).failures == {"ValueError: bad": 1}
 

@@ -122,7 +122,7 @@ def test_a_run_that_is_to_stop_ends_after_the_present_step_or_a_later_one(steere
 
 @pytest.mark.parametrize(
     ("made", "after", "why"),
-    [(1, 1, "--after 1: main has made 1 steps"), (0, None, "main has made no step yet"), (1, "x", LAST)],
+    [(1, 1, "--after 1: main has made 1 step"), (0, None, "main has made no step yet"), (1, "x", LAST)],
 )
 def test_a_stop_that_cannot_be_is_refused_by_what_was_asked(steered, say, made, after, why):
     bench = steered()

@@ -410,7 +410,7 @@ async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path) -> 
         await trainer.send(records.RequestBatch())
         async with broker.events("r") as events:
             async for event in events:
-                if event.name == "warning" and "1 groups begun" in event.fields["text"]:
+                if event.name == "warning" and "1 group begun" in event.fields["text"]:
                     assert "1 of default missing" in event.fields["text"]
                     assert event.fields["kind"] == "stall"
                     break
