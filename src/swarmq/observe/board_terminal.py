@@ -13,6 +13,7 @@ from rich.text import Text
 
 from swarmq.broker.node.files import ALARM_TEXT
 from swarmq.observe.board import Board, ProcessState, condense, sparkline
+from swarmq.runtime.wording import count_of
 
 STALE_S = 15.0
 """Seconds without an event after which a process is shown as silent."""
@@ -226,7 +227,9 @@ def _rounds(board: Board, width: int) -> RenderableType:
     """Render the newest evaluation by kind with 95 % intervals, and the rewards of earlier rounds."""
     newest = board.rounds[-1][1]
     lost = newest.get("missing", 0) + newest.get("given_up", 0)
-    title = f" evaluation at step {newest['version']}" + (f" ({lost} attempts without a result)" if lost else "")
+    title = f" evaluation at step {newest['version']}" + (
+        f" ({count_of(lost, 'attempt')} without a result)" if lost else ""
+    )
     table = _table(kind=newest["kinds"])
     for column in ("tasks", "reward"):
         table.add_column(column, justify="right", no_wrap=True)

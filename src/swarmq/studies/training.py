@@ -80,7 +80,7 @@ def read_training(folder: RunFolder, last: int) -> TrialOutcome:
             why.update(one.failures)
         raise StudyError(
             f"{failed} of {failed + sum(one.n for one in measured)} held-out attempts have ended without a reward "
-            f"({'; '.join(f'{times} times {line}' for line, times in why.most_common(3))}), and the mean of the others is no result; "
+            f"({'; '.join(f'{times} x {line}' for line, times in why.most_common(3))}), and the mean of the others is no result; "
             "an agent should return a reward for what it fails to do"
         )
     steps = [*run.steps()]

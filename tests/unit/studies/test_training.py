@@ -44,7 +44,7 @@ def test_a_mean_over_the_held_out_attempts_that_did_not_fail_is_no_result(tmp_pa
     record = TrainingRecord(held_out={0: failed, 1: failed})
     record.save(made.folder.training)
     with pytest.raises(
-        StudyError, match=r"1 of 3 held-out attempts have ended without a reward \(3 times TimeoutError"
+        StudyError, match=r"1 of 3 held-out attempts have ended without a reward \(3 x TimeoutError"
     ):
         read_training(made.folder, 1)
     record = TrainingRecord.load(made.folder.training)

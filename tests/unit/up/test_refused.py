@@ -133,7 +133,7 @@ def test_routing_that_cannot_be_replayed(tmp_path: Path) -> None:
 
 def test_ranks_that_are_to_share_passes_and_are_not_there(tmp_path: Path) -> None:
     error = refused(training(tmp_path / "runs", context_parallel=2))
-    assert "policies.main.train.context_parallel: 2 ranks share each pass, but the learner has 1 ranks: " in str(error)
+    assert "policies.main.train.context_parallel: 2 ranks share each pass, but the learner has 1 rank: " in str(error)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,6 +16,7 @@ from swarmq.learner.methods.credit import TurnAdvantages, compute_advantages, gr
 from swarmq.learner.methods.loss_weights import token_weight
 from swarmq.learner.store.records import BatchRecord
 from swarmq.messages import Rollout, Turn, unpack_floats, unpack_ids
+from swarmq.runtime.wording import count_of
 from swarmq.token_drift import Drift
 
 LOST_LIMIT = 0.05
@@ -100,7 +101,7 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
         "same tokens in engine and learner",
         bad=beyond > 0,
         ok=f"all ids are below the learner's {vocab}",
-        wrong=f"{beyond} turns have token ids beyond the learner's vocabulary of {vocab}: engine and learner load different models",
+        wrong=f"{count_of(beyond, 'turn has', 'turns have')} token ids beyond the learner's vocabulary of {vocab}: engine and learner load different models",
     )
 
 
@@ -143,7 +144,11 @@ def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[F
             return
         tokens += len(laid)
         apart += len(set(laid) - wanted)
-    yield Finding(level="ok", check="each token trained once", text=f"all {tokens} of {len(records)} batches")
+    yield Finding(
+        level="ok",
+        check="each token trained once",
+        text=f"all {tokens} of {count_of(len(records), 'batch', 'batches')}",
+    )
     yield judge_value(
         "weights are set before folding",
         bad=apart > 0,

@@ -28,6 +28,7 @@ from swarmq.learner.memory.estimate import (
 from swarmq.learner.memory.host import HostRoom
 from swarmq.learner.memory.outline import build_outline, load_config, name_setting_in_errors
 from swarmq.learner.memory.ranks import check_offload, get_local_ranks, num_ranks, num_sharding_ranks
+from swarmq.runtime.wording import count_of
 
 log = structlog.get_logger()
 
@@ -88,7 +89,8 @@ def choose_sharding(source: str, train: Train) -> Sharding:
         return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
     if train.sharding == "hybrid":
         return Sharding(
-            full=True, reason=f"train.sharding asks for it: {num_ranks() // ranks} replicas on {ranks} ranks each"
+            full=True,
+            reason=f"train.sharding asks for it: {count_of(num_ranks() // ranks, 'replica')} on {ranks} ranks each",
         )
     if train.sharding == "full":
         return Sharding(full=True, reason="train.sharding asks for it")
@@ -179,9 +181,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
         instead += "; a reference (train.loss.kl), teacher (train.teacher) or critic (train.critic) takes memory, too"
     for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"
-        text = (
-            f"the {len(here)} ranks on this host take about {needed / GIB:.1f} GiB of host memory; {room.source} has "
-        )
+        text = f"{count_of(len(here), 'rank on this host takes', 'ranks on this host take')} about {needed / GIB:.1f} GiB of host memory; {room.source} has "
         if room.bound is not None and needed > room.bound:
             raise LearnerError(
                 f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {text}{room.bound / GIB:.1f} "

@@ -6,6 +6,7 @@ import os
 
 from swarmq.config import Train
 from swarmq.errors import SetUpError
+from swarmq.runtime.wording import count_of
 
 
 def num_ranks() -> int:
@@ -28,7 +29,7 @@ def check_rank_count(train: Train, ranks: int) -> None:
     """Raise LearnerError unless the number of ranks is a multiple of `train.context_parallel`."""
     if ranks % train.context_parallel:
         raise SetUpError(
-            f"train.context_parallel: {train.context_parallel} ranks share each pass, but the learner has {ranks} ranks: give it a "
+            f"train.context_parallel: {train.context_parallel} ranks share each pass, but the learner has {count_of(ranks, 'rank')}: give it a "
             "multiple of that number (GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes if it is started by "
             "hand), or set train.context_parallel to a number that divides its ranks"
         )

@@ -167,7 +167,7 @@ def test_a_host_that_cannot_have_the_memory_is_refused_and_says_what_is_missing(
         check_host(source, Train(), full=False, cuda=False, rooms=here(room, bound=room))
     assert logs == []
     with pytest.raises(
-        LearnerError, match=r"the 4 ranks on this host take about .* are missing; raise .*sharding = 'full'"
+        LearnerError, match=r"4 ranks on this host take about .* are missing; raise .*sharding = 'full'"
     ):
         check_host(source, Train(), full=False, cuda=False, rooms=here(room, bound=room - 1))
     monkeypatch.setenv("WORLD_SIZE", "2")
