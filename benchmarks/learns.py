@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,10 @@ import msgspec
 
 from benchmarks import report
 from benchmarks.tables.common import ends
+from benchmarks.tool_loops import CALLS, SHARES, Loop
 from swarmq.config import SwarmJob, Train
-from swarmq.demo import agent
-from swarmq.demo import problems as arithmetic
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.model_recipe import DemoRecipe
 from swarmq.demo.scenario import Scenario
-from swarmq.demo.warmup import demonstrate
 from swarmq.learner.warm_start import WarmStart, warm
 from swarmq.observe.curves import read_events, reward_limits
 from swarmq.toy_model.network import build_model, save
@@ -276,22 +273,22 @@ def ensure_model(
     seed: int,
     steps: tuple[int, int],
     *,
+    loop: Loop = CALLS,
     report_fresh: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     """Train fresh weights to copy, which takes longest to learn, then on the final mix. `report_fresh`: called with the folder of
     the fresh weights."""
     folder.mkdir()
-    dice, recipe = random.Random(seed), DemoRecipe()
-    questions = itertools.cycle(problems(seed))
-    shown = (demonstrate(p.question, *arithmetic.solution(p), calls=2) for p in itertools.islice(questions, DIALOGUES))
-    words = build_tokenizer("".join(stretches) for stretches in render_chats(shown, agent.TOOLS))
+    dice, tasks = random.Random(seed), loop.tasks(seed)
+    shown = (loop.demonstrate(task, dice, SHARES[0]) for task in itertools.islice(tasks, DIALOGUES))
+    words = build_tokenizer("".join(stretches) for stretches in render_chats(shown, loop.tools))
     model = folder / "fresh"
     save(build_model(words, size.architecture, seed=seed), words, model)
     report_fresh(model)
-    for number, (count, share) in enumerate(zip(steps, (recipe.copying_share, recipe.tool_share), strict=True)):
+    for number, (count, share) in enumerate(zip(steps, SHARES, strict=True)):
         chats = folder / f"chats-{number}.jsonl"
-        chosen = itertools.islice(questions, count * BATCH)
-        chats.write_text("\n".join(json.dumps(chat(problem, dice, share)) for problem in chosen))
+        chosen = itertools.islice(tasks, count * BATCH)
+        chats.write_text("\n".join(json.dumps(loop.chat(task, dice, share)) for task in chosen))
         train = Train(
             learning_rate=size.warm_rate / (1 + number),
             warmup_steps=30,
@@ -306,22 +303,6 @@ def ensure_model(
         warm(plan, functools.partial(_tell, every=max(count // 5, 1)))
         model = after
     return model
-
-
-def problems(seed: int) -> Iterator[arithmetic.Problem]:
-    """Of both kinds in turn, never one that is trained or held out."""
-    start = random.Random(seed).randrange(arithmetic.SPLIT_SIZE // 2)
-    kinds = [arithmetic.problems(kind, "warmup", arithmetic.SPLIT_SIZE // 2, start=start) for kind in arithmetic.KINDS]
-    return itertools.chain.from_iterable(zip(*kinds, strict=True))
-
-
-def chat(problem: arithmetic.Problem, dice: random.Random, tool_share: float) -> dict[str, Any]:
-    """A dialogue that calls the tool before each next step with this chance, and ends in the true answer."""
-    expression, answer = arithmetic.solution(problem)
-    calls = 0
-    while dice.random() < tool_share:
-        calls += 1
-    return {"messages": demonstrate(problem.question, expression, answer, calls=calls), "tools": agent.TOOLS}
 
 
 def job_of(folder: Path, model: Path, size: Size, run: Run, steps: int, *, cuda: bool) -> SwarmJob:

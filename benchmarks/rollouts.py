@@ -4,8 +4,8 @@
     python -m benchmarks.rollouts --size 85m --random 1.7b --device cuda          # one H200
     python -m benchmarks.rollouts --size 85m --device cuda --ways plain ngram ngram_vllm ngram_vllm_gpu --large-ways    # kinds of drafts
 
-Two models. A small one is warmed up by demonstrations and asked in a loop of tool calls, as agents ask: text that repeats itself, and
-probabilities that mean something. A large one has random weights and samples long answers: how fast engines compute. Each way
+Two models. A small one is warmed up by demonstrations and asked in a loop of tool calls (`--loop files`: of calls that write a whole file),
+as agents ask: text that repeats itself, and probabilities that mean something. A large one has random weights and samples long answers: how fast engines compute. Each way
 is an engine of its own, all on one GPU; they start side by side, get their weights by a push, and are then asked one after the other, forwards
 and backwards; the first round is not counted. Tokens are counted by vLLM's own counter. The small model's answers are compared
 with the log-probabilities of transformers, in the learner's precision.
@@ -33,12 +33,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from benchmarks.learns import SIZES, ensure_model, problems, release_memory
+from benchmarks.learns import SIZES, ensure_model, release_memory
 from benchmarks.loop.model import make_model
 from benchmarks.proxy_h200 import sampled
 from benchmarks.timelines.run import SHAPES
+from benchmarks.tool_loops import LOOPS, Loop
 from swarmq.config import EngineSettings, Policy
-from swarmq.demo import agent
 from swarmq.engine.auth import make_auth_headers
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.runtime.processes import find_free_port
@@ -113,6 +113,7 @@ def main() -> None:
             one.name: statistics.mean(len(answer.ids) for answer in one.answers) for one in served if one.answers
         },
         "streams": arguments.streams,
+        "loop": arguments.loop,
         "models": {SMALL: arguments.size, LARGE: arguments.random},
     }
     rows = [[one.name, rates[one.name], ratio(rates, one), *gaps.get(one.name, {}).values()] for one in served]
@@ -142,7 +143,7 @@ def main() -> None:
         if f"{SMALL}_plain" in gaps:
             own |= {"logprob_max_abs_plain": gaps[f"{SMALL}_plain"]["max_abs"]}
         save(
-            f"spec_{place}",
+            f"spec_{place}" if arguments.loop == "calls" else f"spec_{arguments.loop}_{place}",
             {name: value for name, value in figures.items() if "fp8" not in name} | own,
             detail,
             arguments,
@@ -171,6 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--random", default="1.7b", choices=sorted(SHAPES), help="of the model of random weights")
     parser.add_argument("--ways", nargs="+", default=list(USUAL_WAYS), choices=WAYS, help="of the small model")
     parser.add_argument("--large-ways", nargs="*", default=list(USUAL_WAYS), choices=WAYS)
+    parser.add_argument("--loop", default="calls", choices=LOOPS, help="of the small model's agents (tool_loops.py)")
     parser.add_argument("--streams", type=int, default=32, help="of the small model")
     parser.add_argument("--large-streams", type=int, default=192)
     parser.add_argument("--seconds", type=float, default=2.0, help="for which tokens are counted each time")
@@ -257,7 +259,13 @@ async def warm_up(folder: Path, arguments: argparse.Namespace, fresh: asyncio.Fu
 
     try:
         return await asyncio.to_thread(
-            ensure_model, folder, SIZES[arguments.size], 0, arguments.warm_steps, report_fresh=report_fresh
+            ensure_model,
+            folder,
+            SIZES[arguments.size],
+            0,
+            arguments.warm_steps,
+            loop=LOOPS[arguments.loop],
+            report_fresh=report_fresh,
         )
     except Exception as error:
         if not fresh.done():
@@ -296,7 +304,9 @@ async def serve(
         ) as http,
     ):
         answers: list[Answer] = []
-        ask = dialogues(http, str(place), answers) if model == SMALL else completions(http, place)
+        ask = (
+            dialogues(http, str(place), LOOPS[arguments.loop], answers) if model == SMALL else completions(http, place)
+        )
         yield Served(model=model, way=way, engine=engine, http=http, ask=ask, answers=answers, rates=[])
 
 
@@ -356,19 +366,21 @@ def completions(http: aiohttp.ClientSession, place: Path) -> Callable[[int], Awa
     return ask
 
 
-def dialogues(http: aiohttp.ClientSession, model: str, answers: list[Answer]) -> Callable[[int], Awaitable[None]]:
-    """Run the demo's agent, one problem after another, in groups as in training."""
+def dialogues(
+    http: aiohttp.ClientSession, model: str, loop: Loop, answers: list[Answer]
+) -> Callable[[int], Awaitable[None]]:
+    """Run an agent, one task after another, in groups as in training."""
 
     async def ask(number: int) -> None:
-        for problem in problems(1000 + number // GROUP):
-            messages = agent.opening(problem.question)
-            for _ in range(agent.MAX_TURNS):
+        for task in loop.tasks(1000 + number // GROUP):
+            messages = loop.opening(task)
+            for turn in range(loop.max_turns):
                 body = {
                     "model": model,
                     "messages": messages,
-                    "tools": agent.TOOLS,
+                    "tools": loop.tools,
                     "temperature": 1.0,
-                    "max_tokens": agent.MAX_TOKENS,
+                    "max_tokens": loop.max_tokens,
                     "logprobs": True,
                     "return_token_ids": True,
                 }
@@ -382,7 +394,7 @@ def dialogues(http: aiohttp.ClientSession, model: str, answers: list[Answer]) ->
                 kept = ("role", "content", "tool_calls")
                 messages.append({key: message[key] for key in kept if message.get(key) is not None})
                 for call in message["tool_calls"]:
-                    result = agent.run_tool(call["function"]["name"], call["function"]["arguments"])
+                    result = loop.answer(task, turn, call)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
     return ask

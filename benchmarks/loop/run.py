@@ -119,6 +119,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     limit: bool = False
     mps: str = "off"
     keep_cache: bool = False
+    fp8_cache: bool = False
     agents: int | None = None
 
     @classmethod
@@ -132,6 +133,7 @@ def main() -> None:
     kind += "_as_shipped" if arguments.as_shipped else ""
     kind += "_limit" if arguments.limit else ""
     kind += "_keep_cache" if arguments.keep_cache else ""
+    kind += "_fp8_cache" if arguments.fp8_cache else ""
     kind += f"_{arguments.agents}_agents" if arguments.agents else ""
     kind += f"_mps_{arguments.mps.replace('-', '_')}" if arguments.mps != "off" else ""
     name = f"{kind}_{report.place(arguments.device)}"
@@ -190,6 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--keep-cache", action="store_true", help="engine.keep_cache: pushes do not clear the engine's cache"
     )
+    parser.add_argument("--fp8-cache", action="store_true", help="engine.kv_cache_dtype: keys and values in FP8")
     parser.add_argument("--agents", type=int, help="at once, instead of the model's number")
     parser.add_argument("--scratch", help="where model and run folder are written")
     return parser.parse_args()
@@ -208,6 +211,7 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         as_shipped=asked.as_shipped,
         launcher=LOW_PRIORITY if asked.mps == "learner-low" else (),
         keep_cache=asked.keep_cache,
+        fp8_cache=asked.fp8_cache,
     )
     alone = dict[str, float]()
     counted = dict[str, tuple[float, float]]()
@@ -280,6 +284,7 @@ def job_of(
     as_shipped: bool = False,
     launcher: Sequence[str] = (),
     keep_cache: bool = False,
+    fp8_cache: bool = False,
 ) -> SwarmJob:
     length = 512 + size.turns * 3 * (size.sampled + size.words)
     bare = {"checkpoint_every": 1_000_000, "token_log": False, "trackers": []}
@@ -290,6 +295,7 @@ def job_of(
             "max_model_len": length,
             "gpu_memory_utilization": size.gpu_share,
             "keep_cache": keep_cache,
+            "kv_cache_dtype": "fp8" if fp8_cache else "auto",
             "arguments": ["--max-num-seqs", str(size.at_once)],
         },
         "sampling": {"max_tokens": size.sampled},

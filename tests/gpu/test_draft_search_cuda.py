@@ -39,4 +39,4 @@ def test_both_searches_draft_the_same(texts: int, size: int, requests: int) -> N
             known = find_continuation(table, lengths, int(row), DRAFTS) if sampled[request] else []
             drafted += len(known)
             assert found[request].tolist() == [*known, *[int(last[row])] * (DRAFTS - len(known))]
-    assert drafted > 100, "too few texts repeated themselves"
+    assert drafted > 50, "too few texts repeated themselves"
