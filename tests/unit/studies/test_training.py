@@ -43,9 +43,7 @@ def test_a_mean_over_the_held_out_attempts_that_did_not_fail_is_no_result(tmp_pa
     failed = measured(1.0, failed=1, failures={"TimeoutError: no answer": 3})
     record = TrainingRecord(held_out={0: failed, 1: failed})
     record.save(made.folder.training)
-    with pytest.raises(
-        StudyError, match=r"1 of 3 held-out attempts have ended without a reward \(3 x TimeoutError"
-    ):
+    with pytest.raises(StudyError, match=r"1 of 3 held-out attempts have ended without a reward \(3 x TimeoutError"):
         read_training(made.folder, 1)
     record = TrainingRecord.load(made.folder.training)
     assert list(record.held_out) == [0], "the next start measures the last step again"

@@ -52,7 +52,7 @@ def test_each_kind_may_have_its_own(folder):
 def test_a_curriculum_orders_the_tasks_of_a_kind_and_a_wrong_one_is_refused(folder):
     found = plan(folder, "math", "code", curricula=("code=plan_order:back",))
     assert {kind: data.curriculum for kind, data in found.tasks.items()} == {"math": None, "code": "plan_order:back"}
-    with pytest.raises(TaskError, match=r"--curriculum plan_order:few: epoch 0 leaves out 1 tasks, such as 'tasks'"):
+    with pytest.raises(TaskError, match=r"--curriculum plan_order:few: epoch 0 leaves out 1 task, such as 'tasks'"):
         plan(folder, "math", curricula=("plan_order:few",))
     with pytest.raises(ConfigError, match="--curriculum maths=plan_order:back: no such kind"):
         plan(folder, "math", "code", curricula=("maths=plan_order:back",))

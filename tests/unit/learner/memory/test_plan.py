@@ -30,6 +30,7 @@ from swarmq.learner.memory.plan import (
 )
 from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 from swarmq.learner.model.lora import add_lora
+from swarmq.runtime.wording import count_of
 
 TRAIN = Train(mixed_precision="bf16")
 MIDDLE = ModelShape(parameters=6_500_000_000, hidden=4096, layers=36, fans=2_700_000)
@@ -221,7 +222,8 @@ def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> 
     for count in (1, 2, 4):
         monkeypatch.setenv("WORLD_SIZE", str(count))
         with pytest.raises(
-            LearnerError, match=rf"train\.context_parallel: 3 ranks .* the learner has {count} ranks: .*--num-gpus"
+            LearnerError,
+            match=rf"train\.context_parallel: 3 ranks .* the learner has {count_of(count, 'rank')}: .*--num-gpus",
         ):
             make_accelerator(three, "m")
     monkeypatch.setenv("WORLD_SIZE", "6")
