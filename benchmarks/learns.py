@@ -280,7 +280,7 @@ def ensure_model(
     the fresh weights."""
     folder.mkdir()
     dice, tasks = random.Random(seed), loop.tasks(seed)
-    shown = (loop.demonstrate(task, dice, SHARES[0]) for task in itertools.islice(tasks, DIALOGUES))
+    shown = map(loop.longest, itertools.islice(tasks, DIALOGUES))
     words = build_tokenizer("".join(stretches) for stretches in render_chats(shown, loop.tools))
     model = folder / "fresh"
     save(build_model(words, size.architecture, seed=seed), words, model)

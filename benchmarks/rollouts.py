@@ -59,7 +59,7 @@ WAYS = USUAL_WAYS | {
     }
     for place in ("", "_gpu")
 }
-"""vLLM's own drafts too: five tokens in each step, from the same conversation, found on the CPU or on the GPU."""
+"""vLLM's own drafts too: five tokens in each step, from the same conversation; `ngram` without asynchronous scheduling, `ngram_gpu` with it."""
 SMALL, LARGE = "small", "large"
 CACHE_BYTES = {SMALL: 64 << 20, LARGE: 80 << 20}
 """Of keys and values, for each stream."""

@@ -33,6 +33,8 @@ class Loop(msgspec.Struct, frozen=True, kw_only=True):
     opening: Callable[[Any], list[Message]]
     answer: Callable[[Any, int, Message], str]
     """Return what the tool answers: to a task, a turn counted from 0, and a call."""
+    longest: Callable[[Any], list[Message]]
+    """Return the dialogue with most calls; tokenizers are made from such."""
     demonstrate: Callable[[Any, random.Random, float], list[Message]]
     """Return a dialogue; the share is that of turns that call the tool, where they may not."""
 
@@ -63,6 +65,7 @@ CALLS = Loop(
     tasks=problems,
     opening=lambda problem: list(agent.opening(problem.question)),
     answer=lambda _problem, _turn, call: agent.run_tool(call["function"]["name"], call["function"]["arguments"]),
+    longest=lambda problem: list(demonstrate(problem.question, *arithmetic.solution(problem), calls=2)),
     demonstrate=_solve,
 )
 
@@ -98,7 +101,7 @@ def _open(task: Task) -> list[Message]:
     return [{"role": "user", "content": f"{task.text(0)}\n{task.instruction(0)}"}]
 
 
-def _edit(task: Task, _dice: random.Random, _tool_share: float) -> list[Message]:
+def _edit(task: Task) -> list[Message]:
     messages = _open(task)
     for turn in range(EDITS):
         function = {"name": WRITE, "arguments": json.dumps({"text": task.text(turn + 1)})}
@@ -122,7 +125,8 @@ FILES = Loop(
     tasks=files,
     opening=_open,
     answer=lambda task, turn, _call: task.instruction(turn + 1),
-    demonstrate=_edit,
+    longest=_edit,
+    demonstrate=lambda task, _dice, _tool_share: _edit(task),
 )
 
 LOOPS = {"calls": CALLS, "files": FILES}

@@ -254,7 +254,8 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     """Data type of cached keys and values: `fp8` doubles the number of tokens that the cache holds. Needs a GPU with FP8."""
     speculation: Literal["none", "ngram"] = "none"
     """Speculative decoding without a draft model: `ngram` proposes the tokens that followed the newest tokens earlier in any
-    conversation of the engine, as many as pay. Tokens are sampled from the same distribution; text that repeats itself is sampled faster."""
+    conversation of the engine, as many as pay. Tokens are sampled from the same distribution; text that repeats itself is sampled faster.
+    Needs vLLM 0.32 on a GPU."""
     keep_cache: bool = False
     """Whether an engine keeps its cached keys and values when it gets new weights. If not, it computes the contexts of all open
     conversations again. If so, tokens may be sampled from keys of weights as old as the episode's first call, and never older; the

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from swarmq.weights.format.conventions import DRAFT_COUNTS, DRAFT_SCHEDULE, UNANNOUNCED
+    from swarmq.weights.format.conventions import DRAFT_SCHEDULE, UNANNOUNCED
     from swarmq.weights.vllm_plugin import chunked_prefill, cpu_drafts, cpu_rotation, drafts, unannounced_changes
 
 pytestmark = pytest.mark.vllm
@@ -114,7 +114,7 @@ def test_positions_of_queries_that_are_slices_of_heads_are_those_of_whole_ones(h
         assert torch.allclose(ours.reshape(native.shape), native, atol=1e-5)
 
 
-OURS = SimpleNamespace(num_speculative_tokens_per_batch_size=[tuple(entry) for entry in DRAFT_SCHEDULE])
+OURS = SimpleNamespace(method="ngram", num_speculative_tokens_per_batch_size=[tuple(entry) for entry in DRAFT_SCHEDULE])
 """vLLM's settings of speculative decoding, as far as they matter, when `engine.speculation` is set."""
 OF_A_USER = SimpleNamespace(num_speculative_tokens_per_batch_size=[(1, 64, 5)])
 
@@ -155,4 +155,22 @@ def test_a_scheduler_stops_drafting_where_drafts_do_not_pay_unless_a_user_set_th
         computed = SimpleNamespace(sampled_token_ids=[[1], [1], [1], [1]])
         assert scheduler.update_from_output(scheduled, computed) == "outputs"
     assert drafted == ends_with
-    assert settings is OF_A_USER or scheduler.dynamic_sd_lookup[1] == DRAFT_COUNTS[0]
+
+
+@pytest.mark.parametrize("runner", [{"use_v2_model_runner": False}, {}])
+def test_a_gpu_engine_that_cannot_change_the_number_of_drafts_says_so_at_its_start(monkeypatch, runner):
+    settings = SimpleNamespace(**vars(OURS) | {"method": "ngram_gpu"})
+
+    def init(scheduler):
+        scheduler.vllm_config = SimpleNamespace(speculative_config=settings, **runner)
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
+    drafts.register()
+    with pytest.raises(ValueError, match=r"needs model runner V2 of vLLM 0\.32 .*VLLM_USE_V2_MODEL_RUNNER=0"):
+        Scheduler()
+
+
+def test_a_vllm_without_drafts_on_the_gpu_starts_without_them(monkeypatch):
+    monkeypatch.setattr(drafts.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(drafts.importlib.util, "find_spec", lambda _: None)
+    drafts.register()

@@ -21,8 +21,8 @@ DRAFT_COUNTS = (8, 3, 0)
 """Numbers of tokens that an engine with `speculation = "ngram"` may draft in a step, the first one first."""
 
 DRAFT_SCHEDULE = [[1, 1, 8], [2, 2, 3], [3, 1 << 20, 0]]
-"""vLLM's table of batch sizes and drafts: each number once, the one that batches of all sizes begin with for most of them.
-`draft_counts.py` replaces what is read from it."""
+"""vLLM's table of batch sizes and drafts. It captures CUDA graphs of whole steps for the numbers in it alone; the ranges mean nothing, because
+`drafts.py` replaces what is read from it."""
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 """Tokens that must be the same before a draft, and number after which further ones no longer count."""

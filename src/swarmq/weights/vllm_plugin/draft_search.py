@@ -23,15 +23,19 @@ def find_continuation(
     Of matches of the same length, one in the same text goes first, then the last text, then the last place.
     """
     newest = texts[row, max(lengths[row] - LONGEST_MATCH, 0) : lengths[row]][::-1]
-    rows, ends = np.nonzero(texts == newest[0])
+    if len(newest) < SHORTEST_MATCH:
+        return []
+    searched = texts[:, : lengths.max()]
+    rows, ends = np.nonzero((searched[:, 1:] == newest[0]) & (searched[:, :-1] == newest[1]))
+    ends += 1
     followed = ends < lengths[rows] - 1
     rows, ends = rows[followed], ends[followed]
-    matches, matched = np.ones(len(rows), dtype=bool), np.ones(len(rows), dtype=np.int32)
-    for back in range(1, len(newest)):
+    if not len(rows):
+        return []
+    matches, matched = np.ones(len(rows), dtype=bool), np.full(len(rows), SHORTEST_MATCH)
+    for back in range(SHORTEST_MATCH, len(newest)):
         matches &= (ends >= back) & (texts[rows, ends - back] == newest[back])
         matched += matches
-    if not len(rows) or matched.max() < SHORTEST_MATCH:
-        return []
     best = np.lexsort((ends, rows, rows == row, matched))[-1]
     source, start = rows[best], ends[best] + 1
     room = texts.shape[1] - lengths[row]

@@ -92,10 +92,14 @@ def find_continuations(
     best: Tensor,  # [requests] int64, overwritten
     drafts: Tensor,  # [requests, most drafts] int64, overwritten
 ) -> None:
-    """Write to `drafts` what `draft_search.find_continuation` returns, followed by a text's last token where it returns fewer."""
+    """Write to `drafts` what `draft_search.find_continuation` returns, followed by a text's last token where it returns fewer.
+
+    Drafts beyond the longest text are cut off by the scheduler alone. With tensor parallelism each rank searches its own copy of the
+    texts, in the same slots.
+    """
     count, size = texts.shape
     best.zero_()
-    _match[(count, len(rows))](
+    _match[(len(rows), count)](
         texts,
         texts.stride(0),
         lengths,
@@ -140,7 +144,7 @@ def _match(
     LONGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    text, request = tl.program_id(0), tl.program_id(1)
+    request, text = tl.program_id(0), tl.program_id(1)  # programs that read the same text follow each other
     last_end = tl.load(lengths + text) - 2  # the last place that a token follows
     if (last_end >= 0) & (tl.load(sampled + request) > 0):
         row = tl.load(rows + request).to(tl.int64)

@@ -12,6 +12,7 @@ Drafts change the speed alone: the model checks each of them, and what is sample
 from __future__ import annotations
 
 import functools
+import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,11 @@ from swarmq.weights.format.conventions import DRAFT_SCHEDULE
 from swarmq.weights.vllm_plugin.draft_counts import DraftCounts
 from swarmq.weights.vllm_plugin.draft_search import find_continuation
 
+NEEDS_RUNNER = (
+    'engine.speculation = "ngram" on a GPU needs model runner V2 of vLLM 0.32 or later, which this engine does not use '
+    '(VLLM_USE_V2_MODEL_RUNNER=0, or engine.arguments that it does not support): set engine.speculation = "none"'
+)
+
 
 def register() -> None:
     """Patch this process; engines that were started with drafts of a user's own choice keep theirs."""
@@ -31,10 +37,15 @@ def register() -> None:
         Scheduler.__init__ = _wrap_init(Scheduler.__init__)
         Scheduler.update_from_output = _wrap_update(Scheduler.update_from_output)
         CPUModelRunner.propose_draft_token_ids = _wrap_propose(CPUModelRunner.propose_draft_token_ids)
-    if current_platform.is_cuda():
+    if current_platform.is_cuda() and _has_gpu_drafts():
         from swarmq.weights.vllm_plugin import draft_search_gpu  # noqa: PLC0415 - it needs Triton
 
         draft_search_gpu.register()
+
+
+def _has_gpu_drafts() -> bool:
+    """Return whether this vLLM (from 0.32 on) finds n-gram drafts on the GPU."""
+    return importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 
 
 def is_ours(speculative_config: Any) -> bool:
@@ -47,7 +58,10 @@ def _wrap_init(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def init(self: Scheduler, *rest: Any, **fields: Any) -> None:
         stock(self, *rest, **fields)
-        if self.dynamic_sd_lookup is not None and is_ours(self.vllm_config.speculative_config):
+        settings = self.vllm_config.speculative_config
+        if is_ours(settings):
+            if settings.method == "ngram_gpu" and not getattr(self.vllm_config, "use_v2_model_runner", False):
+                raise ValueError(NEEDS_RUNNER)
             self.dynamic_sd_lookup = DraftCounts()
 
     return init

@@ -74,6 +74,15 @@ def test_fp8_and_drafts_are_used_when_they_are_set_and_not_before(settings, opti
     assert words[words.index(option) + 1].startswith(value)
 
 
+@pytest.mark.parametrize("arguments", [("--data-parallel-size", "2"), ("--data_parallel_size=2",), ("-dp", "2")])
+def test_replicas_in_one_server_do_not_go_with_drafts(arguments):
+    policy = Policy(model="m", engine=EngineSettings(arguments=arguments))
+    assert arguments[0] in build_command(policy, SMALL, port=81, cuda=True, cores=2)
+    drafting = msgspec.structs.replace(policy, engine=EngineSettings(arguments=arguments, speculation="ngram"))
+    with pytest.raises(ConfigError, match=r"-d.* does not go with engine\.speculation .* engine\.count"):
+        build_command(drafting, SMALL, port=81, cuda=True, cores=2)
+
+
 def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
     policy = Policy(model="m")
     cpu, gpu = (build_command(policy, SMALL, port=81, cuda=cuda, cores=16) for cuda in (False, True))

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from swarmq.weights.format.conventions import DRAFT_COUNTS, DRAFT_SCHEDULE
-from swarmq.weights.vllm_plugin.draft_counts import DraftCounts
+from swarmq.weights.vllm_plugin.draft_counts import WINDOW, DraftCounts
 
 STEPS = 20_000
 REQUESTS = 32
@@ -21,19 +21,23 @@ class Engine:
         self.seconds, self.tokens, self.noise = seconds, tokens, noise
         self.counts, self.dice, self.now, self.pending = DraftCounts(), random.Random(0), 0.0, 0
         self.drafted: list[int] = []
+        self.took: list[float] = []
 
-    def run(self, steps, requests=REQUESTS, idle_after=False, waits=lambda _: 0.0):
-        for step in range(steps):
+    def run(self, steps, sizes=(REQUESTS,), idle_after=False, waits=lambda _: 0.0):
+        for step, requests in zip(range(steps), itertools.cycle(sizes), strict=False):
             count, self.pending = self.pending, self.counts[requests]
             self.drafted.append(count)
-            self.now += self.seconds[count] * self.dice.uniform(1 - self.noise, 1 + self.noise) + waits(step)
+            self.took.append(self.seconds[count] * self.dice.uniform(1 - self.noise, 1 + self.noise))
+            self.now += self.took[-1] + waits(step)
             sampled = round(requests * self.tokens[count] * self.dice.uniform(1 - self.noise, 1 + self.noise))
             self.counts.observe(
                 requests=requests, sampled=sampled, count_after=self.pending, idle_after=idle_after, now=self.now
             )
 
     def share(self, count, last=STEPS // 2):
-        return self.drafted[-last:].count(count) / last
+        """Share of the time of the last steps, without waits."""
+        steps = list(zip(self.drafted, self.took, strict=True))[-last:]
+        return sum(took for drafted, took in steps if drafted == count) / sum(took for _, took in steps)
 
 
 COSTS = {0: 1.0, 3: 1.2, 8: 1.6}
@@ -62,10 +66,25 @@ def test_text_that_repeats_itself_no_longer_switches_drafts_off():
 
 def test_steps_of_other_sizes_have_a_choice_of_their_own():
     engine = Engine({0: 1.0, 3: 1.0, 8: 1.0}, {0: 1.0, 3: 1.0, 8: 3.0})
-    engine.run(STEPS, requests=2)
+    engine.run(STEPS, sizes=[2])
     engine.tokens = {0: 1.0, 3: 0.9, 8: 0.8}
-    engine.run(STEPS, requests=64)
-    assert [engine.counts[requests] for requests in (2, 3, 64, 127)] == [8, 8, 0, 0]
+    engine.run(STEPS, sizes=[64])
+    assert engine.counts[64] == 0
+    engine.run(WINDOW * 2, sizes=[2])
+    assert engine.counts[2] == 8
+
+
+def test_sizes_that_alternate_have_one_choice():
+    engine = Engine(COSTS, {0: 1.0, 3: 1.0, 8: 1.0})
+    engine.run(30, sizes=[3])
+    engine.run(STEPS, sizes=[4, 3])
+    assert engine.share(0) > 0.95
+
+
+def test_a_trial_ends_soon_where_drafts_take_very_long():
+    engine = Engine({0: 1.0, 3: 20.0, 8: 20.0}, {0: 1.0, 3: 1.5, 8: 2.0})
+    engine.run(STEPS * 5)
+    assert engine.now < 1.05 * STEPS * 5 + 20.0 * 2 * WINDOW
 
 
 def test_a_pause_during_a_trial_decides_nothing():
