@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
 from swarmq.weights.format.conventions import LONGEST_MATCH, SHORTEST_MATCH
