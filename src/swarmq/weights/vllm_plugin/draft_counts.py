@@ -78,7 +78,6 @@ class Choice:
         self.count = self._best = DRAFT_COUNTS[0]
         self._rates: dict[int, float] = {}
         self._untried = list(DRAFT_COUNTS[1:])
-        self._stays = False
         self._tried_s = self._left_s = self._window_s = 0.0
         self._begin_window()
 
@@ -115,11 +114,11 @@ class Choice:
         self._rates[self.count], took_s = self._measure()
         if self.count == self._best:
             self._window_s = took_s
-        if self._stays:
+        if self._left_s > 0:
             self._left_s -= took_s
             if self._left_s > 0:
                 return self._begin_window(settling=0)
-            self._stays, self._tried_s = False, 0.0
+            self._tried_s = 0.0
             self._untried = [count for count in DRAFT_COUNTS if count != self.count]
         else:
             self._tried_s += took_s
@@ -133,4 +132,4 @@ class Choice:
         best = max(self._rates, key=self._rates.__getitem__)
         if self._rates[best] > MARGIN * self._rates[self._best]:
             self._best = best
-        self.count, self._stays, self._left_s = self._best, True, STAY * self._tried_s
+        self.count, self._left_s = self._best, STAY * self._tried_s

@@ -21,17 +21,23 @@ if TYPE_CHECKING:
 BLOCK = 512
 
 
+VllmDrafter = speculator.NgramGPUSpeculator
+
+
 def register() -> None:
-    """Make vLLM draft with `Drafter` in this process."""
-    speculator.NgramGPUSpeculator = Drafter
+    """Make vLLM draft from all texts in this process where it was started with `DRAFT_SCHEDULE`."""
+    speculator.NgramGPUSpeculator = make_drafter
+
+
+def make_drafter(vllm_config: VllmConfig, *rest: Any) -> Any:
+    return (Drafter if drafts.is_ours(vllm_config.speculative_config) else VllmDrafter)(vllm_config, *rest)
 
 
 class Drafter(speculator.NgramGPUSpeculator):  # type: ignore[misc] # vLLM's kernels have no types
-    """vLLM's n-gram drafts, from all texts where vLLM was started with `DRAFT_SCHEDULE`."""
+    """vLLM's n-gram drafts, from all texts."""
 
     def __init__(self, vllm_config: VllmConfig, *rest: Any) -> None:
         super().__init__(vllm_config, *rest)
-        self._searches_all = drafts.is_ours(vllm_config.speculative_config)
         self._best = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
@@ -51,23 +57,7 @@ class Drafter(speculator.NgramGPUSpeculator):  # type: ignore[misc] # vLLM's ker
         **fields: Any,
     ) -> Tensor:
         """Return drafts [requests, most drafts]; the runner drops those after the first `num_speculative_tokens`."""
-        if not self._searches_all:
-            drafted: Tensor = super().propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                num_sampled,
-                num_rejected,
-                last_sampled,
-                *rest,
-                num_speculative_tokens=num_speculative_tokens,
-                dummy_run=dummy_run,
-                **fields,
-            )
-            return drafted
-        drafted = self.drafts[: input_batch.num_reqs]
+        drafted: Tensor = self.drafts[: input_batch.num_reqs]
         if num_speculative_tokens != 0 and not dummy_run:
             state = self.req_states
             find_continuations(

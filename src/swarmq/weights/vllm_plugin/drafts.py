@@ -38,7 +38,7 @@ def register() -> None:
         Scheduler.update_from_output = _wrap_update(Scheduler.update_from_output)
         CPUModelRunner.propose_draft_token_ids = _wrap_propose(CPUModelRunner.propose_draft_token_ids)
     if current_platform.is_cuda() and _has_gpu_drafts():
-        from swarmq.weights.vllm_plugin import draft_search_gpu  # noqa: PLC0415 - it needs Triton
+        from swarmq.weights.vllm_plugin import draft_search_gpu  # noqa: PLC0415 - it imports what older versions of vLLM lack
 
         draft_search_gpu.register()
 
