@@ -1,6 +1,7 @@
 """Several engines: who gets a call, who gets none, and engines that come and go while agents are served."""
 
 import asyncio
+import time
 
 import pytest
 from structlog.testing import capture_logs
@@ -343,6 +344,45 @@ async def test_calls_outlast_an_engine_that_is_away_and_people_hear_of_it(stages
             stage.engine.say(line)
         stage.engine.down = False
         await asyncio.gather(*asking)
+
+
+class BackAtOnce(ScriptedEngine):
+    """It goes away while a call is under way, and is back before anything can ask it again after that call failed."""
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.asked, self.failing = asyncio.Event(), asyncio.Event()
+
+    async def render(self, chat):
+        self.asked.set()
+        await self.failing.wait()
+        try:
+            return await super().render(chat)
+        finally:
+            self.down = False
+
+
+async def test_a_call_that_failed_in_an_outage_goes_on_though_the_outage_ends_before_its_probe(stages):
+    timings = PoolTimings(wait_s=60.0, report_s=0.0)
+    async with stages(engine=BackAtOnce, engine_timings=timings) as stage, stage.broker.events("r") as events:
+        stage.engine.say("one")
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            tasks.create_task(stage.ask(HI))
+            await stage.engine.asked.wait()
+            stage.engine.down = True
+            async for event in events:
+                if event.name == "warning" and "policy main: no engine answers" in event.fields["text"]:
+                    break
+            stage.engine.failing.set()
+
+
+async def test_a_call_that_fails_though_its_engine_answers_is_not_repeated_for_ever():
+    pool = pool_of(1)
+    engine = pool.lanes[0].engine
+    for down in (False, True, False):
+        engine.down = down
+        await pool.probe()
+    assert not await pool.out(since=time.monotonic())
 
 
 async def test_calls_that_wait_too_long_for_an_engine_are_told_to_come_back(stages):

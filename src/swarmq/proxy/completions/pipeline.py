@@ -110,12 +110,13 @@ class Completions:
         """Start a model call on the best engine, or on another if it fails; if all are down, wait for an engine and start again."""
         pool = self._pools[request.policy]
         while True:
+            began = time.monotonic()
             try:
                 return await self._try_ready_engines(request, memory, attempt)
             except EngineRefusedError:
                 raise
             except EngineError:
-                if not await pool.out() or not await pool.ready():
+                if not await pool.out(since=began) or not await pool.ready():
                     raise
 
     async def _try_ready_engines(

@@ -188,6 +188,8 @@ class EnginePool:
         """Oldest weight version whose turns can be trained."""
         self._out_since = time.monotonic()
         """Begin of the present outage, or of the newest one."""
+        self._back_at = float("-inf")
+        """End of the newest outage."""
         self._ready = asyncio.Event()
         if not resumed_at:
             self._ready.set()
@@ -237,13 +239,14 @@ class EnginePool:
                 self._waiting -= 1
         return self._ready.is_set()
 
-    async def out(self) -> bool:
-        """Probe the engines, once for all concurrent callers, and return whether there is an outage."""
+    async def out(self, *, since: float) -> bool:
+        """Probe the engines, once for all concurrent callers, and return whether there is an outage, or was one at or after the
+        monotonic time `since`: an engine may be back before the probe of a call that failed."""
         asked_at = time.monotonic()
         async with self._probing:
             if self._probed_at < asked_at:
                 await self.probe()
-        return not self._ready.is_set()
+        return not self._ready.is_set() or self._back_at >= since
 
     async def probe(self) -> None:
         began = time.monotonic()
@@ -251,7 +254,9 @@ class EnginePool:
         self._probed_at = began
         self._oldest = max([self._oldest, *((lane.version or 0) - self._max_behind for lane in self.lanes)])
         if any(lane.healthy and not lane.draining and (lane.version or 0) >= self._oldest for lane in self.lanes):
-            self._ready.set()
+            if not self._ready.is_set():
+                self._ready.set()
+                self._back_at = time.monotonic()
         elif self._ready.is_set():
             self._ready.clear()
             self._out_since, self._report_s = time.monotonic(), self._timings.report_s
