@@ -491,10 +491,15 @@ async def killed_while_ending(nemesis: Nemesis) -> str | None:
 # ---------------------------------------------------------------------------------------------------- links
 
 
-async def link_cut(nemesis: Nemesis) -> str | None:
-    name = nemesis.rng.choice(sorted(nemesis.world.relays))
-    nemesis.world.relays[name].cut()
-    return name
+def link_cut(between: str = "") -> Fault:
+    """`between`: how the names of the links begin of which one is cut."""
+
+    async def fault(nemesis: Nemesis) -> str | None:
+        name = nemesis.rng.choice(sorted(name for name in nemesis.world.relays if name.startswith(between)))
+        nemesis.world.relays[name].cut()
+        return name
+
+    return fault
 
 
 async def link_cut_in_a_frame(nemesis: Nemesis) -> str | None:
@@ -777,7 +782,8 @@ FAULTS: dict[str, Fault] = {
     "power lost": power_lost,
     "small file cut": file_emptied,
     "client's clock wrong": clock_wrong,
-    "link cut": link_cut,
+    "link cut": link_cut(),
+    "proxy's link to the broker cut": link_cut("proxy-broker"),
     "link cut inside a frame": link_cut_in_a_frame,
     "link refused": link_refused,
     "link held": link_held(Way.BOTH),
@@ -828,6 +834,7 @@ SHARES = {
     "small file cut": 12,
     "client's clock wrong": 15,
     "link cut": 60,
+    "proxy's link to the broker cut": 15,
     "link cut inside a frame": 40,
     "link refused": 20,
     "link held": 20,
