@@ -1,5 +1,21 @@
-"""`python -m swarmq` is `swarmq`."""
+"""Entry points: `swarmq`, which is also `python -m swarmq`, and the daemons' own commands.
 
-from swarmq.cli import main
+While modules are imported, Ctrl-C ends the process at once and in silence, as SIGTERM does. A KeyboardInterrupt would print a traceback,
+or be lost in a callback of the import system.
+"""
 
-main()
+import signal
+
+_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so in the background of a script
+if _interrupts:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from swarmq.cli import collector, learner, main, proxy  # noqa: E402 - the slow imports that Ctrl-C may end
+
+if _interrupts:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+__all__ = ["collector", "learner", "main", "proxy"]
+
+if __name__ == "__main__":
+    main()

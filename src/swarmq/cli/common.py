@@ -92,9 +92,13 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Print a SwarmqError as one line and exit with its status. Any other error is a bug and keeps its traceback."""
+    """Print a SwarmqError as one line and exit with its status, and with 130 in silence after Ctrl-C. Any other error is a bug and keeps
+    its traceback."""
     try:
         yield
+    except KeyboardInterrupt:
+        click.echo(err=True)  # so that the prompt does not follow the terminal's ^C
+        sys.exit(128 + signal.SIGINT)
     except (SwarmqError, BaseExceptionGroup) as error:
         ours, others = _sort(error)
         if others and all(isinstance(one, BrokenPipeError) for one in others):

@@ -15,7 +15,6 @@ from swarmq.cli.common import (
     JOB,
     SETS,
     choose_policy,
-    errors_as_lines,
     main,
     private_files,
     require_extras,
@@ -177,17 +176,14 @@ for _command in (proxy_command, learner_command, collector_command):
 
 def proxy() -> None:
     """Entry point of `swarmq-proxy`."""
-    with errors_as_lines():
-        proxy_command()
+    main(["proxy", *sys.argv[1:]], prog_name="swarmq")
 
 
 def learner() -> None:
     """Entry point of `swarmq-learner`."""
-    with errors_as_lines():
-        learner_command()
+    main(["learner", *sys.argv[1:]], prog_name="swarmq")
 
 
 def collector() -> None:
     """Entry point of `swarmq-collector`."""
-    with errors_as_lines():
-        collector_command()
+    main(["collector", *sys.argv[1:]], prog_name="swarmq")

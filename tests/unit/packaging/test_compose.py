@@ -73,7 +73,7 @@ def test_every_volume_config_and_dependency_exists(compose: dict[str, Any]) -> N
 def test_the_commands_are_ours(compose: dict[str, Any]) -> None:
     scripts = (ROOT / "pyproject.toml").read_text()
     for name in ("proxy", "collector", "learner"):
-        assert f'\n{compose["services"][name]["command"][0]} = "swarmq.cli:' in scripts
+        assert f'\n{compose["services"][name]["command"][0]} = "swarmq.__main__:' in scripts
     for name in ("engine", "recorder"):
         group: Any = cli.main
         words = compose["services"][name]["command"][1:]
