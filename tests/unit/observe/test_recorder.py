@@ -127,17 +127,18 @@ async def test_a_second_recorder_yields_and_takes_over_when_the_first_ends(tmp_p
     settings, broker = job(tmp_path), MemoryBroker()
     path = settings.run_folder.events
     lines: list[str] = []
-    async with contextlib.AsyncExitStack() as second:
-        async with recorded(settings, broker):
-            second.enter_context(redirect_to(lines.append))
-            await second.enter_async_context(record_run(settings, broker, intervals=QUICK))
-            await until(lambda: any("recorded elsewhere" in line for line in lines))
-            await broker.emit(event("warning", 1.0, text="once"))
-            await until(lambda: path.exists() and list(read_events(path)))
-        settings.run_folder.board.unlink()
-        await until(settings.run_folder.board.exists)
-        await broker.emit(event("warning", 2.0, text="again"))
-        await until(lambda: len(list(read_events(path))) > 1)
+    with redirect_to(lines.append):
+        async with contextlib.AsyncExitStack() as second:
+            async with record_run(settings, broker, intervals=QUICK):
+                await until(settings.run_folder.board.exists)
+                await second.enter_async_context(record_run(settings, broker, intervals=QUICK))
+                await until(lambda: any("recorded elsewhere" in line for line in lines))
+                await broker.emit(event("warning", 1.0, text="once"))
+                await until(lambda: path.exists() and list(read_events(path)))
+            settings.run_folder.board.unlink()
+            await until(settings.run_folder.board.exists)
+            await broker.emit(event("warning", 2.0, text="again"))
+            await until(lambda: len(list(read_events(path))) > 1)
     assert [one.fields["text"] for one in read_events(path)] == ["once", "again"]
 
 
