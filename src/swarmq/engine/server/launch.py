@@ -35,7 +35,7 @@ from swarmq.hosts.addresses import TlsFiles, format_url
 from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
 from swarmq.weights.format.conventions import DRAFT_COUNTS, DRAFT_SCHEDULE, LONGEST_MATCH, SHORTEST_MATCH
 from swarmq.weights.push.engine_control import EngineControl
-from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, WORKER_EXTENSION
+from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, MIDDLEWARE, START, WORKER_EXTENSION
 
 __all__ = ["EngineProcess", "check_arguments", "check_model"]
 
@@ -377,7 +377,7 @@ def build_command(
         flags.append("--enable-auto-tool-choice")
     if model.reasoning_parser is not None:
         options["--reasoning-parser"] = model.reasoning_parser
-    return ["-m", *server, *(word for pair in options.items() for word in pair), *flags, *engine.arguments]
+    return ["-m", START, *server, *(word for pair in options.items() for word in pair), *flags, *engine.arguments]
 
 
 def build_drafts(*, cuda: bool) -> dict[str, object]:

@@ -15,6 +15,8 @@ import sys
 BACKEND = "swarmq"
 WORKER_EXTENSION = "swarmq.weights.vllm_plugin.worker_extension.WorkerExtension"
 MIDDLEWARE = "swarmq.weights.vllm_plugin.middleware.SecretMiddleware"
+START = "swarmq.weights.vllm_plugin.start"
+"""Module that runs a module of vLLM without collecting garbage during its imports."""
 ENGINE_ENV = "SWARMQ_ENGINE"
 """Environment variable that marks vLLM servers started by swarmq."""
 

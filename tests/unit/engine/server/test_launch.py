@@ -20,6 +20,7 @@ from swarmq.engine.server.model_check import ModelFacts
 from swarmq.errors import ConfigError, EngineError
 from swarmq.hosts.addresses import TlsFiles
 from swarmq.runtime.processes import find_free_port
+from swarmq.weights.vllm_plugin.plugin import START
 
 SMALL = ModelFacts(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
 LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
@@ -94,7 +95,7 @@ def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
 @pytest.mark.parametrize(("cores", "servers"), [(1, "1"), (2, "1"), (8, "4"), (16, "8"), (128, "8")])
 def test_callers_of_a_gpu_are_served_by_several_processes_where_there_are_cores(cores, servers):
     words = build_command(Policy(model="m"), SMALL, port=81, cuda=True, cores=cores)
-    assert words[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    assert words[:5] == ["-m", START, "vllm.entrypoints.cli.main", "serve", "m"]
     assert words[words.index("--api-server-count") + 1] == servers
 
 
