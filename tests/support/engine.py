@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU for as long as a test or a session wants it."""
+"""A real vLLM for as long as a test or a session wants it, on the CPU where there is no other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from swarmq.config import EngineSettings, Policy
@@ -25,26 +28,35 @@ TORCHVISION = (Path(sys.prefix) / "torchvision", Path(__file__).parent / "torchv
 """Where `make install` puts it, and what lets it be imported there."""
 
 
-def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048, trained: bool = True) -> Policy:
-    """`arguments`: of vLLM's server."""
-    engine = EngineSettings(max_model_len=max_model_len, start_timeout_s=600.0, arguments=arguments)
+def tiny_policy(
+    model: Path, *arguments: str, max_model_len: int = 2048, trained: bool = True, **settings: Any
+) -> Policy:
+    """`arguments`: of vLLM's server. `settings`: further ones of the engine."""
+    engine = EngineSettings(max_model_len=max_model_len, start_timeout_s=600.0, arguments=arguments, **settings)
     return Policy(model=str(model), engine=engine, trained=trained)
 
 
 @contextlib.contextmanager
 def running_engine(
-    model: Path, log_path: Path, *arguments: str, sees: bool = False, environment: Mapping[str, str] | None = None
+    model: Path,
+    log_path: Path,
+    *arguments: str,
+    sees: bool = False,
+    environment: Mapping[str, str] | None = None,
+    gpus: Sequence[int] | None = None,
+    **settings: Any,
 ) -> Iterator[EngineProcess]:
     """The server, kept by a loop in a thread of its own: tests have loops of their own. `sees`: the model takes images."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
     engine = EngineProcess(
-        tiny_policy(model, *arguments, trained=not sees),
+        tiny_policy(model, *arguments, trained=not sees, **settings),
         port=reserve_port(),
         log_path=log_path,
         secret=SECRET,
         environment=environment,
+        gpus=gpus,
     )
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -59,3 +71,40 @@ def running_engine(
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@dataclass
+class Vllm:
+    """Token ids in, token ids and log-probabilities out."""
+
+    url: str
+    model: Path
+    session: aiohttp.ClientSession
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, **sampling: Any
+    ) -> dict[str, Any]:
+        return (await self.sample(prompt, max_tokens, salt=salt, **sampling))[0]
+
+    async def sample(
+        self, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        """Return as many choices as `n` says."""
+        body = {
+            "cache_salt": salt,
+            "model": str(self.model),
+            "token_ids": list(prompt),
+            "sampling_params": {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True, **sampling},
+        }
+        async with self.session.post(f"{self.url}/inference/v1/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            return (await response.json())["choices"]
+
+    async def metric(self, name: str) -> float:
+        async with self.session.get(f"{self.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+
+
+def logprobs_in(choice: dict[str, Any]) -> list[float]:
+    return [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import KNOWN, SECRET
+from support.engine import KNOWN, SECRET, Vllm
 from swarmq.weights.push.engine_control import Timeouts
 from swarmq.weights.push.pusher import WeightPusher
 
 TOLERANCE = 1e-4
 PATIENT = Timeouts(ask_s=60.0, pause_s=120.0, finish_s=120.0, resume_s=60.0)
-
-
-@dataclass
-class Vllm:
-    """Token ids in, token ids and log-probabilities out."""
-
-    url: str
-    model: Path
-    session: aiohttp.ClientSession
-
-    async def generate(
-        self, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, **sampling: Any
-    ) -> dict[str, Any]:
-        body = {
-            "cache_salt": salt,
-            "model": str(self.model),
-            "token_ids": list(prompt),
-            "sampling_params": {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True, **sampling},
-        }
-        async with self.session.post(f"{self.url}/inference/v1/generate", json=body) as response:
-            assert response.status == 200, await response.text()
-            return (await response.json())["choices"][0]
-
-    async def metric(self, name: str) -> float:
-        async with self.session.get(f"{self.url}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
 
 
 @pytest.fixture
@@ -92,7 +64,3 @@ def logprobs_of(network: torch.nn.Module, prompt: Sequence[int], sampled: Sequen
     logits = network(torch.tensor([[*prompt, *sampled]])).logits[0].float()
     table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     return table.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()
-
-
-def logprobs_in(choice: dict[str, Any]) -> list[float]:
-    return [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import KNOWN, SECRET, running_engine
+from support.engine import KNOWN, SECRET, Vllm, logprobs_in, running_engine
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Loss, Train
@@ -20,7 +20,7 @@ from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.push.pusher import WeightPusher
 
-from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
+from .conftest import PATIENT, TOLERANCE, disturb, logprobs_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

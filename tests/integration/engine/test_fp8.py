@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import KNOWN, SECRET, running_engine
+from support.engine import KNOWN, SECRET, Vllm, logprobs_in, running_engine
 from swarmq.engine.server.launch import FP8_WEIGHTS
 from swarmq.weights.push.pusher import WeightPusher
 
-from .conftest import PATIENT, Vllm, disturb, logprobs_in, logprobs_of
+from .conftest import PATIENT, disturb, logprobs_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     from swarmq.weights.format.conventions import DRAFT_SCHEDULE, UNANNOUNCED
@@ -30,6 +31,8 @@ PATCHED = (
     (RotaryEmbedding, "forward_cpu"),
     (Scheduler, "__init__"),
     (Scheduler, "update_from_output"),
+    (rejection_sampler, "expand_batch_to_tokens"),
+    (rejection_sampler, "apply_sampling_constraints"),
 )
 STOCK = {place: getattr(*place) for place in PATCHED}
 
@@ -94,6 +97,19 @@ def test_every_draft_is_judged_at_its_requests_temperature():
         [0.2, 0.2, 1.0, 0.7, 0.7]
     )
     assert cpu_drafts.expand(torch.tensor([3, 4]), torch.tensor([0, 2]), 2).tolist() == [4, 4]
+
+
+@pytest.mark.skipif(not torch.cpu.is_available() or torch.cuda.is_available(), reason="of the CPU build")
+def test_a_step_without_drafts_has_no_largest_top_k():
+    cpu_drafts.register()
+    metadata = SimpleNamespace(
+        all_greedy=False, temperature=torch.ones(2), top_k=torch.tensor([1, 5], dtype=torch.int32), top_p=None
+    )
+    drafts_before = torch.zeros(2, dtype=torch.int32)
+    left = rejection_sampler.apply_sampling_constraints(torch.zeros(0, 20), drafts_before, metadata)
+    assert left.shape == (0, 20)
+    left = rejection_sampler.apply_sampling_constraints(torch.randn(3, 20), torch.tensor([2, 3]), metadata)
+    assert (left > -torch.inf).sum(1).tolist() == [1, 1, 5]
 
 
 @pytest.mark.skipif(not torch.cpu.is_available() or torch.cuda.is_available(), reason="of the CPU build")

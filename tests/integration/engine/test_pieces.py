@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import KNOWN, SECRET, running_engine
+from support.engine import KNOWN, SECRET, Vllm, logprobs_in, running_engine
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.weights.push.engine_control import EngineControl
 
-from .conftest import TOLERANCE, Vllm, logprobs_in, logprobs_of
+from .conftest import TOLERANCE, logprobs_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

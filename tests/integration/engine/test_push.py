@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import KNOWN, SECRET, running_engine
+from support.engine import KNOWN, SECRET, Vllm, logprobs_in, running_engine
 from support.tiny_model import tiny_model as make_tiny_model
 from support.tiny_model import tiny_tied
 from swarmq.config import Lora, Train
@@ -26,7 +26,7 @@ from swarmq.weights.push.engine_control import EngineControl, EngineStatus, Payl
 from swarmq.weights.push.pusher import WeightPusher
 from swarmq.weights.push.transfers import AdapterTransfer, FileTransfer, deduplicate
 
-from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
+from .conftest import PATIENT, TOLERANCE, disturb, logprobs_of
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.engine import KNOWN, SECRET, running_engine
+from support.engine import KNOWN, SECRET, Vllm, logprobs_in, running_engine
 from support.launch import environment
 from swarmq.config import Lora, Train
 from swarmq.errors import ConfigError, EngineError
@@ -28,7 +28,7 @@ from swarmq.weights.push.pusher import WeightPusher
 from swarmq.weights.push.transfers import FileTransfer
 from swarmq.weights.receiver.process import keep_receiver
 
-from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
+from .conftest import PATIENT, TOLERANCE, disturb, logprobs_of
 
 HOST = "127.0.0.1"
 PROMPT = [(7 * i) % 500 for i in range(40)]
