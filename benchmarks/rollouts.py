@@ -178,7 +178,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="for which tokens are counted each time")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
-        "--deadline", type=float, default=3600.0, help="seconds after the start of engines for a third round"
+        "--deadline",
+        type=float,
+        default=3600.0,
+        help="seconds after the start of engines from which on no third round begins",
     )
     parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
     parser.add_argument("--api-servers", type=int, default=2, help="of each engine on a GPU")
@@ -219,9 +222,10 @@ async def measure(
             with leave_out(one, served):
                 pauses[one.name] = await asyncio.to_thread(push, one, source, folder, arguments.device)
         for number in range(1 + arguments.repeats):
+            if number > 1 and time.monotonic() - began > arguments.deadline:
+                print(f"no time left for round {number} of {arguments.repeats}", flush=True)
+                break  # two rounds are enough to compare
             for one in [*reversed(served)] if number % 2 else [*served]:
-                if number > 1 and time.monotonic() - began > arguments.deadline:
-                    continue  # two rounds are enough to compare
                 with leave_out(one, served):
                     rate = await count(one, arguments)
                     print(f"{one.name}: {rate:.0f} tokens/s", flush=True)

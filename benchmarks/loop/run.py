@@ -103,6 +103,7 @@ DRAIN_S = 40.0
 """Seconds within which agents must have used up their tickets."""
 ALONE_STEPS, STEP_S = 3, 20.0
 """Number of steps of the learner alone, and the most seconds that one may take."""
+MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 LOW_PRIORITY = ("env", "CUDA_MPS_CLIENT_PRIORITY=1", sys.executable)
 """Command prefix for a process whose CUDA kernels wait for those of normal priority."""
 
@@ -217,14 +218,16 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
     counted = dict[str, tuple[float, float]]()
     call_s = dict[str, dict[str, float]]()
     async with contextlib.AsyncExitStack() as stack:
+        watch = stack.enter_context(GpuWatch())
         deployment = await stack.enter_async_context(deploy(job, report=_say))
+        if asked.device == "cuda" and not watch.looks:
+            raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
         tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (asked.steps + 8) * size.groups)]
         fed = folder / "fed.json"
         await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
         meter = await stack.enter_async_context(TokenMeter.of(deployment))
-        watch = stack.enter_context(GpuWatch())
         _say(f"up after {time.monotonic() - began:.0f} s")
         if asked.limit:
             async with workers(deployment, size, folder, direct=True):
@@ -251,8 +254,6 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         stop_without_checkpoint(deployment)
     events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
     steps = [event for event in events if event.name == "step" and event.at <= loop_until][: asked.steps]
-    if asked.device == "cuda" and not watch.looks:
-        raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
     if len(steps) < asked.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {asked.deadline:.0f} s are too few to measure")
     figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
@@ -491,7 +492,7 @@ def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="mps-", dir=folder) as place:
-        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
+        os.environ |= dict.fromkeys(MPS_FOLDERS, place)
         # a daemon that sees some GPUs only would number them anew for its clients
         every_gpu = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         subprocess.run(["nvidia-cuda-mps-control", "-d"], env=every_gpu, check=True, timeout=30)
@@ -499,6 +500,8 @@ def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
             yield
         finally:
             subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, timeout=60)
+            for name in MPS_FOLDERS:  # what is measured next is no client of it
+                del os.environ[name]
             for log in Path(place).glob("*.log"):
                 _say(f"{log.name}: {log.read_text()[-1500:]}")
 

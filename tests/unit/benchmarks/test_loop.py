@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from benchmarks.loop import run as loop
@@ -53,3 +55,17 @@ def test_an_engine_has_one_rate_beside_the_learner_and_one_without() -> None:
     assert loop.engine_rates([step(6.0), step(12.0)], meter) == pytest.approx(
         {"beside_the_learner": 10.0, "without": 40.0}
     )
+
+
+def test_what_is_measured_after_the_multi_process_service_is_no_client_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" >> {tmp_path}/asked\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    before = dict(os.environ)
+    with loop.multi_process_service(tmp_path, wanted=True):
+        place = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+    assert (tmp_path / "asked").read_text().split() == [place, place], "it was not started, or not asked to quit"
+    assert dict(os.environ) == before
