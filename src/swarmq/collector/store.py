@@ -131,15 +131,16 @@ OUTCOMES = "SELECT policy, state, version, reason FROM outcomes WHERE episode = 
 
 PLACEHOLDER = re.compile(r":(\w+)")
 
+SEAL = "UPDATE episodes SET slot = :slot_id, kind = :kind, client = :client_id, digest = :digest, calls = :calls, ended_at = :ended_at"
+
 SQL: dict[type[do.Effect], str] = {
-    do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (:episode_id, 'open', :began_at)",
+    do.Open: "INSERT INTO episodes (id, state, began_at, begin) VALUES (:episode_id, 'open', :began_at, :begin)",
     do.SaveBegin: "UPDATE episodes SET begin = :body WHERE id = :episode_id",
     do.Taint: "UPDATE episodes SET tainted = :number WHERE id = :episode_id",
     do.SaveTurn: "INSERT INTO turns (episode, body) VALUES (:episode_id, :body)",
     do.SaveEnd: "UPDATE episodes SET end = :body WHERE id = :episode_id",
-    do.Seal: "UPDATE episodes SET slot = :slot_id, kind = :kind, client = :client_id, digest = :digest, calls = :calls, "
-    "ended_at = :ended_at WHERE id = :episode_id",
-    do.Accept: "UPDATE episodes SET state = 'waiting', policies = :policies WHERE id = :episode_id",
+    do.Seal: f"{SEAL} WHERE id = :episode_id",
+    do.Accept: f"{SEAL}, state = 'waiting', policies = :policies, end = :end WHERE id = :episode_id",
     do.Release: "UPDATE episodes SET state = 'published' WHERE id = :episode_id",
     do.Close: "UPDATE episodes SET state = :state, reason = :reason, begin = NULL, end = NULL WHERE id = :episode_id",
     do.ForgetTurns: "DELETE FROM turns WHERE episode = :episode_id",

@@ -234,10 +234,14 @@ class MemoryStore:
     def _open(self, effect: do.Open) -> None:
         self._insert(self.states, effect.episode_id, ("open", ""))
         self._set(self._began, effect.episode_id, effect.began_at)
+        if effect.begin is not None:
+            self._set(self._begins, effect.episode_id, effect.begin)
 
     def _accept(self, effect: do.Accept) -> None:
         self._set(self.states, effect.episode_id, ("waiting", ""))
         self._set(self._resolve_policies, effect.episode_id, effect.policies)
+        self._set(self._seals, effect.episode_id, effect)
+        self._set(self._ends, effect.episode_id, effect.end)
 
     def _close(self, effect: do.Close) -> None:
         self._set(self.states, effect.episode_id, (effect.state, effect.reason))

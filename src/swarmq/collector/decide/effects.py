@@ -22,9 +22,13 @@ class Effect(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Open(Effect, frozen=True):
     episode_id: str
     began_at: float
+    begin: bytes | None = None
+    """The begin's message if it is the episode's first."""
 
 
 class SaveBegin(Effect, frozen=True):
+    """Store the begin of an episode that another message has opened."""
+
     body: bytes
     episode_id: str
 
@@ -43,6 +47,8 @@ class SaveTurn(Effect, frozen=True):
 
 
 class SaveEnd(Effect, frozen=True):
+    """Store the end of an episode that cannot be decided yet."""
+
     body: bytes
     episode_id: str
 
@@ -61,11 +67,12 @@ class Seal(Effect, frozen=True):
     episode_id: str
 
 
-class Accept(Effect, frozen=True):
-    """Mark an episode as finished, winner of its slot, waiting for its group."""
+class Accept(Seal, frozen=True):
+    """Seal an episode that is finished, winner of its slot, and waits for its group."""
 
     policies: str
-    episode_id: str
+    end: bytes
+    """The end's message, with the calls that are sent to learners."""
 
 
 class Release(Effect, frozen=True):

@@ -112,8 +112,10 @@ class OpenEpisodes:
             return [*_taint(episode, "two_clients"), *self._use_ticket(begin)]
         effects: list[do.Effect] = []
         if episode is None:
-            episode, effects = self._open(begin.episode_id, now)
-        effects += [do.SaveBegin(body, begin.episode_id), *self._use_ticket(begin, wanted=True)]
+            episode, effects = self._open(begin.episode_id, now, body)
+        else:
+            effects.append(do.SaveBegin(body, begin.episode_id))
+        effects += self._use_ticket(begin, wanted=True)
         episode.begin, episode.last_message_at = begin, now
         if begin.mode == "train":
             self.run.counts["begun"] += 1
@@ -258,7 +260,6 @@ class OpenEpisodes:
         self.run.counts["finished"] += 1
         self.run.counts["orphan_turns"] += len(episode.calls) - len(kept)
         assert episode.end is not None
-        effects = self._seal(episode, now)
         slot, policies = begin.slot, self._trained_policies(episode, begin, kept)
         named = tuple(
             call_id for call_id in episode.calls if call_id in kept
@@ -266,14 +267,13 @@ class OpenEpisodes:
         end_body = encode(msgspec.structs.replace(episode.end, calls=named, received=None))
         member = WaitingMember(episode.episode_id, slot.id, policies)
         group = self.groups.win(slot.group_id, begin.kind, begin.group_size, member, now)
-        effects += [
-            do.SaveEnd(end_body, episode.episode_id),
-            do.Accept(",".join(policies), episode.episode_id),
+        effects: list[do.Effect] = [
+            do.Accept(**msgspec.structs.asdict(self._seal(episode, now)), policies=",".join(policies), end=end_body),
             do.WinSlot(slot.id, episode.episode_id),
-            do.SaveGroup(slot.group_id, group.kind, group.size, "open", group.since),
-            self._describe_end(episode, begin, "", now),
-            *self._warn_uncredited(episode, kept),
         ]
+        if len(group.winners) == 1:
+            effects.append(do.SaveGroup(slot.group_id, group.kind, group.size, "open", group.since))
+        effects += [self._describe_end(episode, begin, "", now), *self._warn_uncredited(episode, kept)]
         return effects + self.groups.advance(slot.group_id)
 
     def _warn_uncredited(self, episode: OpenEpisode, kept: set[str]) -> list[do.Effect]:
@@ -287,8 +287,8 @@ class OpenEpisodes:
 
     def _finish_eval(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, now: float) -> list[do.Effect]:
         self.run.counts[f"eval_{end.status}"] += 1
-        effects = [
-            *self._seal(episode, now),
+        effects: list[do.Effect] = [
+            self._seal(episode, now),
             do.Close("eval", end.status, episode.episode_id, episode.end_body),
             do.ForgetTurns(episode.episode_id),
         ]
@@ -303,7 +303,7 @@ class OpenEpisodes:
 
     def _drop(self, episode: OpenEpisode, reason: str, now: float) -> list[do.Effect]:
         """End an open episode without training it."""
-        effects = self._seal(episode, now)
+        effects: list[do.Effect] = [self._seal(episode, now)]
         begin = episode.begin
         if begin is None:
             self.run.counts[f"stray.{reason}"] += 1
@@ -313,17 +313,17 @@ class OpenEpisodes:
         close = do.Close("dropped", reason, episode.episode_id, episode.end_body)
         return [*effects, close, do.ForgetTurns(episode.episode_id)]
 
-    def _open(self, episode_id: str, now: float) -> tuple[OpenEpisode, list[do.Effect]]:
+    def _open(self, episode_id: str, now: float, begin: bytes | None = None) -> tuple[OpenEpisode, list[do.Effect]]:
         episode = self.open[episode_id] = OpenEpisode(episode_id=episode_id, began_at=now, last_message_at=now)
-        return episode, [do.Open(episode_id, now)]
+        return episode, [do.Open(episode_id, now, begin)]
 
-    def _seal(self, episode: OpenEpisode, now: float) -> list[do.Effect]:
-        """Remove an episode from the open ones, and store what is needed to recognise late duplicates."""
+    def _seal(self, episode: OpenEpisode, now: float) -> do.Seal:
+        """Remove an episode from the open ones, and return what is needed to recognise late duplicates."""
         del self.open[episode.episode_id]
         begin = episode.begin
         slot_id, kind, client_id = (begin.slot.id, begin.kind, begin.client_id) if begin else ("", "", "")
         digest = _digest(episode.end_body) if episode.end else b""
-        return [do.Seal(slot_id, kind, client_id, digest, "\n".join(episode.calls), now, episode.episode_id)]
+        return do.Seal(slot_id, kind, client_id, digest, "\n".join(episode.calls), now, episode.episode_id)
 
     def _use_ticket(self, begin: EpisodeBegin, *, wanted: bool = False) -> list[do.Effect]:
         if begin.ticket_id is None:
