@@ -259,6 +259,8 @@ class Store:
         self.keeps_bodies = False
         """Whether `parts` keeps the messages that it reads, for a later call of `closed`."""
         self._bodies = RecentBodies(BODIES_BYTES)
+        self._unwritten: list[do.SaveTurn] = []
+        """Turns of the present transaction that SQLite does not have yet."""
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")
         self._folder = path.parent if path else None
@@ -286,17 +288,30 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._write_turns()
                 self._db.execute("COMMIT")
             except BaseException:
+                self._unwritten.clear()
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
 
     def write(self, effect: do.Effect) -> None:
-        """Execute an effect that is a row; other effects are left to the service."""
+        """Execute an effect that is a row; other effects are left to the service. Turns are written together, because no decision reads
+        them."""
+        if type(effect) is do.SaveTurn:
+            self._unwritten.append(effect)
+            return
+        if type(effect) is do.ForgetTurns:
+            self._write_turns()
         if statement := STATEMENTS.get(type(effect)):
             sql, fields = statement
             self._db.execute(sql, fields(effect))
+
+    def _write_turns(self) -> None:
+        sql, fields = STATEMENTS[do.SaveTurn]
+        self._db.executemany(sql, map(fields, self._unwritten))
+        self._unwritten.clear()
 
     # ----------------------------------------------------------------------------------------- the log
 
@@ -426,6 +441,7 @@ class Store:
         """Return an episode that this effect is about to settle, with its messages as they arrived; None if it has no begin."""
         known = self._bodies.pop(close.episode_id)
         if known is None:
+            self._write_turns()
             row = self._db.execute(PARTS, (close.episode_id,)).fetchone()
             if row[0] is None:
                 return None

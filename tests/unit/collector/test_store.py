@@ -33,6 +33,24 @@ def test_a_transaction_that_fails_leaves_nothing(path):
     store.close()
 
 
+def test_turns_are_read_forgotten_and_rolled_back_with_their_transaction(path, say):
+    store, turn = Store(path, run="r"), encode(say.turn())
+    with store.transaction():
+        store.write(do.Open("e", 1.0, encode(say.begin())))
+        store.write(do.SaveTurn("e", turn))
+        assert store.closed(do.Close("dropped", "silent", "e"), 2.0).turns == [turn]
+        store.write(do.SaveTurn("e", turn))
+        store.write(do.ForgetTurns("e"))
+        store.write(do.SaveTurn("kept", turn))
+    with contextlib.suppress(KeyError), store.transaction():
+        store.write(do.SaveTurn("lost", turn))
+        raise KeyError
+    with store.transaction():
+        store.write(do.SaveTurn("next", turn))
+    assert store._all("SELECT episode FROM turns ORDER BY seq") == [("kept",), ("next",)]
+    store.close()
+
+
 def test_what_is_committed_is_there_for_the_next_process(path):
     store = Store(path, run="r")
     with store.transaction():
