@@ -21,7 +21,8 @@ def import_vllm() -> None:
     gc.enable()
 
 
-if __name__ in {"__main__", "__mp_main__"}:  # the second in a process that vLLM spawns: it imports its parent's main module first
+# a process that vLLM spawns imports its parent's main module by the second name
+if __name__ in {"__main__", "__mp_main__"}:
     import_vllm()
 
 if __name__ == "__main__":
