@@ -134,13 +134,15 @@ PLACEHOLDER = re.compile(r":(\w+)")
 SEAL = "UPDATE episodes SET slot = :slot_id, kind = :kind, client = :client_id, digest = :digest, calls = :calls, ended_at = :ended_at"
 
 SQL: dict[type[do.Effect], str] = {
-    do.Open: "INSERT INTO episodes (id, state, began_at, begin) VALUES (:episode_id, 'open', :began_at, :begin)",
+    do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (:episode_id, 'open', :began_at)",
+    do.Begin: "INSERT INTO episodes (id, state, began_at, begin) VALUES (:episode_id, 'open', :began_at, :body)",
     do.SaveBegin: "UPDATE episodes SET begin = :body WHERE id = :episode_id",
     do.Taint: "UPDATE episodes SET tainted = :number WHERE id = :episode_id",
     do.SaveTurn: "INSERT INTO turns (episode, body) VALUES (:episode_id, :body)",
     do.SaveEnd: "UPDATE episodes SET end = :body WHERE id = :episode_id",
     do.Seal: f"{SEAL} WHERE id = :episode_id",
-    do.Accept: f"{SEAL}, state = 'waiting', policies = :policies, end = :end WHERE id = :episode_id",
+    do.Finish: f"{SEAL}, state = 'waiting', policies = :policies, end = :end WHERE id = :episode_id",
+    do.Accept: "UPDATE episodes SET state = 'waiting', policies = :policies WHERE id = :episode_id",
     do.Release: "UPDATE episodes SET state = 'published' WHERE id = :episode_id",
     do.Close: "UPDATE episodes SET state = :state, reason = :reason, begin = NULL, end = NULL WHERE id = :episode_id",
     do.ForgetTurns: "DELETE FROM turns WHERE episode = :episode_id",
@@ -260,7 +262,7 @@ class Store:
         """Whether `parts` keeps the messages that it reads, for a later call of `closed`."""
         self._bodies = RecentBodies(BODIES_BYTES)
         self._unwritten: list[do.SaveTurn] = []
-        """Turns of the present transaction that SQLite does not have yet."""
+        """Turns of the present transaction that SQLite does not have yet; in a transaction, only `closed` reads turns."""
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")
         self._folder = path.parent if path else None
@@ -300,6 +302,7 @@ class Store:
         """Execute an effect that is a row; other effects are left to the service. Turns are written together, because no decision reads
         them."""
         if type(effect) is do.SaveTurn:
+            assert self._db.in_transaction
             self._unwritten.append(effect)
             return
         if type(effect) is do.ForgetTurns:

@@ -234,14 +234,20 @@ class MemoryStore:
     def _open(self, effect: do.Open) -> None:
         self._insert(self.states, effect.episode_id, ("open", ""))
         self._set(self._began, effect.episode_id, effect.began_at)
-        if effect.begin is not None:
-            self._set(self._begins, effect.episode_id, effect.begin)
 
-    def _accept(self, effect: do.Accept) -> None:
+    def _begin(self, effect: do.Begin) -> None:
+        self._open(do.Open(effect.episode_id, effect.began_at))
+        self._set(self._begins, effect.episode_id, effect.body)
+
+    def _finish(self, effect: do.Finish) -> None:
         self._set(self.states, effect.episode_id, ("waiting", ""))
         self._set(self._resolve_policies, effect.episode_id, effect.policies)
         self._set(self._seals, effect.episode_id, effect)
         self._set(self._ends, effect.episode_id, effect.end)
+
+    def _accept(self, effect: do.Accept) -> None:
+        self._set(self.states, effect.episode_id, ("waiting", ""))
+        self._set(self._resolve_policies, effect.episode_id, effect.policies)
 
     def _close(self, effect: do.Close) -> None:
         self._set(self.states, effect.episode_id, (effect.state, effect.reason))
@@ -276,11 +282,13 @@ class MemoryStore:
 
 WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.Open: MemoryStore._open,
+    do.Begin: MemoryStore._begin,
     do.SaveBegin: lambda s, e: s._set(s._begins, e.episode_id, e.body),
     do.Taint: lambda s, e: s._set(s._taints, e.episode_id, TAINTS[e.number]),
     do.SaveTurn: lambda s, e: s._set(s._turns, e.episode_id, (*s._turns.get(e.episode_id, ()), e.body)),
     do.SaveEnd: lambda s, e: s._set(s._ends, e.episode_id, e.body),
     do.Seal: lambda s, e: s._set(s._seals, e.episode_id, e),
+    do.Finish: MemoryStore._finish,
     do.Accept: MemoryStore._accept,
     do.Release: lambda s, e: s._set(s.states, e.episode_id, ("published", "")),
     do.Close: MemoryStore._close,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import sqlite3
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,10 +15,12 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.ledger import read_fates
-from swarmq.collector.store import PLACEHOLDER, SQL, Bodies, RecentBodies, Store
+from swarmq.collector.store import PLACEHOLDER, SQL, Bodies, RecentBodies, Store, decode_rows
 from swarmq.errors import CollectorError
 from swarmq.messages import Slot, encode
 from unit.collector.memory_store import WRITERS
+
+DATA = Path(__file__).parents[2] / "data"
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def test_a_transaction_that_fails_leaves_nothing(path):
 def test_turns_are_read_forgotten_and_rolled_back_with_their_transaction(path, say):
     store, turn = Store(path, run="r"), encode(say.turn())
     with store.transaction():
-        store.write(do.Open("e", 1.0, encode(say.begin())))
+        store.write(do.Begin(encode(say.begin()), "e", 1.0))
         store.write(do.SaveTurn("e", turn))
         assert store.closed(do.Close("dropped", "silent", "e"), 2.0).turns == [turn]
         store.write(do.SaveTurn("e", turn))
@@ -49,6 +53,35 @@ def test_turns_are_read_forgotten_and_rolled_back_with_their_transaction(path, s
         store.write(do.SaveTurn("next", turn))
     assert store._all("SELECT episode FROM turns ORDER BY seq") == [("kept",), ("next",)]
     store.close()
+
+
+def test_a_transaction_that_an_earlier_collector_left_in_the_log_means_what_it_meant(path, say):
+    begin, turn, end = (encode(say.begin()), encode(say.turn()), encode(say.end(calls=("a",))))
+    transaction = [
+        ["Open", "e", 1.0],
+        ["SaveBegin", begin, "e"],
+        ["SaveTurn", "e", turn],
+        ["Seal", "t/0/0", "math", "c", b"digest", "a", 2.0, "e"],
+        ["SaveEnd", end, "e"],
+        ["Accept", "main", "e"],
+    ]
+    store = Store(path, run="r")
+    with store.transaction():
+        for effect in decode_rows(msgspec.msgpack.encode(transaction)):
+            store.write(effect)
+    columns = "state, began_at, begin, slot, kind, client, digest, calls, ended_at, end, policies"
+    assert store._one(f"SELECT {columns} FROM episodes") == (
+        *("waiting", 1.0, begin),
+        *("t/0/0", "math", "c", b"digest", "a", 2.0),
+        *(end, "main"),
+    )
+    assert store._all("SELECT episode, body FROM turns") == [("e", turn)]
+    store.close()
+
+
+def test_no_row_that_collectors_send_each_other_has_other_fields_than_before():
+    """An array in a log is read by its name and its order: a row with other fields takes another name."""
+    assert {row.__name__: list(row.__struct_fields__) for row in SQL} == json.loads((DATA / "effects.json").read_text())
 
 
 def test_what_is_committed_is_there_for_the_next_process(path):

@@ -218,9 +218,9 @@ def test_episodes_that_learners_have_are_read_once(say):
         store.keeps_bodies = True
         with store.transaction():
             for effect in (
-                do.Open("e", 1.0, encode(say.begin())),
+                do.Begin(encode(say.begin()), "e", 1.0),
                 do.SaveTurn("e", encode(say.turn())),
-                do.Accept("t/0/0", "math", "c", b"", "a", 2.0, "e", "main", encode(say.end(calls=("a",)))),
+                do.Finish("t/0/0", "math", "c", b"", "a", 2.0, "e", "main", encode(say.end(calls=("a",)))),
                 do.Release("e"),
                 do.SaveOutcome("e", "main", "t/0", "trained", 4, ""),
             ):

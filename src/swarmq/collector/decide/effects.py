@@ -16,14 +16,23 @@ from swarmq.messages import EventName
 
 
 class Effect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all effects. Effects that are rows are also sent to standby collectors."""
+    """Base of all effects. Effects that are rows are also sent to standby collectors, by class name and order of fields: one whose fields
+    change needs another name."""
 
 
 class Open(Effect, frozen=True):
+    """Open an episode by another message than its begin."""
+
     episode_id: str
     began_at: float
-    begin: bytes | None = None
-    """The begin's message if it is the episode's first."""
+
+
+class Begin(Effect, frozen=True):
+    """Open an episode by its begin."""
+
+    body: bytes
+    episode_id: str
+    began_at: float
 
 
 class SaveBegin(Effect, frozen=True):
@@ -67,12 +76,19 @@ class Seal(Effect, frozen=True):
     episode_id: str
 
 
-class Accept(Seal, frozen=True):
+class Finish(Seal, frozen=True):
     """Seal an episode that is finished, winner of its slot, and waits for its group."""
 
     policies: str
     end: bytes
     """The end's message, with the calls that are sent to learners."""
+
+
+class Accept(Effect, frozen=True):
+    """What followed `Seal` before there was `Finish`; the log of a run's collectors may hold it."""
+
+    policies: str
+    episode_id: str
 
 
 class Release(Effect, frozen=True):

@@ -268,7 +268,7 @@ class OpenEpisodes:
         member = WaitingMember(episode.episode_id, slot.id, policies)
         group = self.groups.win(slot.group_id, begin.kind, begin.group_size, member, now)
         effects: list[do.Effect] = [
-            do.Accept(**msgspec.structs.asdict(self._seal(episode, now)), policies=",".join(policies), end=end_body),
+            do.Finish(**msgspec.structs.asdict(self._seal(episode, now)), policies=",".join(policies), end=end_body),
             do.WinSlot(slot.id, episode.episode_id),
         ]
         if len(group.winners) == 1:
@@ -315,7 +315,7 @@ class OpenEpisodes:
 
     def _open(self, episode_id: str, now: float, begin: bytes | None = None) -> tuple[OpenEpisode, list[do.Effect]]:
         episode = self.open[episode_id] = OpenEpisode(episode_id=episode_id, began_at=now, last_message_at=now)
-        return episode, [do.Open(episode_id, now, begin)]
+        return episode, [do.Open(episode_id, now) if begin is None else do.Begin(begin, episode_id, now)]
 
     def _seal(self, episode: OpenEpisode, now: float) -> do.Seal:
         """Remove an episode from the open ones, and return what is needed to recognise late duplicates."""
