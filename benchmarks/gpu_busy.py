@@ -26,6 +26,16 @@ def visible(count: int) -> list[int]:
     return list(range(count)) if chosen is None else [int(number) for number in chosen.split(",") if number]
 
 
+def check() -> None:
+    """Raise RuntimeError if nobody can look at a GPU."""
+    try:
+        import pynvml  # noqa: PLC0415 - there is none without a GPU
+
+        pynvml.nvmlInit()
+    except Exception as error:
+        raise RuntimeError(f"nobody can look at the GPU ({error}): install nvidia-ml-py") from error
+
+
 class GpuWatch:
     """`with GpuWatch() as watch:` looks at all GPUs until the end; without a GPU, or NVML, there are no looks."""
 

@@ -38,11 +38,12 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
 
-from benchmarks import report
+from benchmarks import gpu_busy, report
 from benchmarks.gpu_busy import GpuWatch
 from benchmarks.loop.agent import SERVER_ENV, Server
 from benchmarks.loop.model import make_model
@@ -214,20 +215,20 @@ async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[d
         keep_cache=asked.keep_cache,
         fp8_cache=asked.fp8_cache,
     )
+    if asked.device == "cuda":
+        gpu_busy.check()
     alone = dict[str, float]()
     counted = dict[str, tuple[float, float]]()
     call_s = dict[str, dict[str, float]]()
     async with contextlib.AsyncExitStack() as stack:
-        watch = stack.enter_context(GpuWatch())
         deployment = await stack.enter_async_context(deploy(job, report=_say))
-        if asked.device == "cuda" and not watch.looks:
-            raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
         tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (asked.steps + 8) * size.groups)]
         fed = folder / "fed.json"
         await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
         meter = await stack.enter_async_context(TokenMeter.of(deployment))
+        watch = stack.enter_context(GpuWatch())
         _say(f"up after {time.monotonic() - began:.0f} s")
         if asked.limit:
             async with workers(deployment, size, folder, direct=True):
@@ -491,8 +492,10 @@ def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="mps-", dir=folder) as place:
-        os.environ |= dict.fromkeys(MPS_FOLDERS, place)
+    with (
+        tempfile.TemporaryDirectory(prefix="mps-", dir=folder) as place,
+        patch.dict(os.environ, dict.fromkeys(MPS_FOLDERS, place)),  # what is measured next is no client of it
+    ):
         # a daemon that sees some GPUs only would number them anew for its clients
         every_gpu = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         subprocess.run(["nvidia-cuda-mps-control", "-d"], env=every_gpu, check=True, timeout=30)
@@ -500,8 +503,6 @@ def multi_process_service(folder: Path, *, wanted: bool) -> Iterator[None]:
             yield
         finally:
             subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, timeout=60)
-            for name in MPS_FOLDERS:  # what is measured next is no client of it
-                del os.environ[name]
             for log in Path(place).glob("*.log"):
                 _say(f"{log.name}: {log.read_text()[-1500:]}")
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import gpu_busy
 from benchmarks.loop import run as loop
 from benchmarks.trl import run as trl
 
@@ -55,6 +56,12 @@ def test_an_engine_has_one_rate_beside_the_learner_and_one_without() -> None:
     assert loop.engine_rates([step(6.0), step(12.0)], meter) == pytest.approx(
         {"beside_the_learner": 10.0, "without": 40.0}
     )
+
+
+def test_a_run_that_could_not_be_looked_at_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(RuntimeError, match="nvidia-ml-py"):
+        gpu_busy.check()
 
 
 def test_what_is_measured_after_the_multi_process_service_is_no_client_of_it(
