@@ -5,8 +5,12 @@ or be lost in a callback of the import system.
 """
 
 import signal
+import threading
 
-_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so in the background of a script
+_is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+_interrupts = (
+    _is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)  # not so in the background of a script
 if _interrupts:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

