@@ -7,10 +7,11 @@ or be lost in a callback of the import system.
 import signal
 import threading
 
-_is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+# only the main thread may set handlers; and in the background of a script SIGINT is ignored, and stays so
 _interrupts = (
-    _is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-)  # not so in the background of a script
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
 if _interrupts:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
