@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.drafts import table_of
 from support.engine import KNOWN, SECRET, Vllm
 from swarmq.weights.push.engine_control import Timeouts
 from swarmq.weights.push.pusher import WeightPusher
@@ -59,8 +60,6 @@ def disturb(network: torch.nn.Module, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
 
 
-@torch.no_grad()
 def logprobs_of(network: torch.nn.Module, prompt: Sequence[int], sampled: Sequence[int]) -> list[float]:
-    logits = network(torch.tensor([[*prompt, *sampled]])).logits[0].float()
-    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    table = table_of(network, prompt, sampled)
     return table.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()

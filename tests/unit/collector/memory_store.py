@@ -240,8 +240,7 @@ class MemoryStore:
         self._set(self._begins, effect.episode_id, effect.body)
 
     def _finish(self, effect: do.Finish) -> None:
-        self._set(self.states, effect.episode_id, ("waiting", ""))
-        self._set(self._resolve_policies, effect.episode_id, effect.policies)
+        self._accept(do.Accept(effect.policies, effect.episode_id))
         self._set(self._seals, effect.episode_id, effect)
         self._set(self._ends, effect.episode_id, effect.end)
 
