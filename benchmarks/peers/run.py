@@ -241,13 +241,22 @@ def blocks(steps_s: Sequence[float], episodes: Sequence[int]) -> list[float]:
 
 
 def figures(detail: dict[str, Any]) -> dict[str, float]:
-    """Return the rate of each part that ended, and how many times the best of each peer swarmq is."""
+    """Return the rate of each part that ended, and how many times the best of each peer each way of swarmq is.
+
+    swarmq may sample more than it trains, as a part of what it sampled can grow too old; `*_sampled` compares what it
+    sampled with what the peer trained, in episodes.
+    """
     rates = {part: detail[part]["samples_per_s"] for part in PARTS if "samples_per_s" in detail.get(part, {})}
+    sampled = {
+        part: detail[part]["figures"]["sampled_tokens_per_s"] / (TURNS * SAMPLED) for part in SWARMQ if part in rates
+    }
     found = {f"samples_per_s_{part}": value for part, value in rates.items()} | {"multi_turn": float(TURNS)}
+    found |= {f"sampled_per_s_{part}": value for part, value in sampled.items()}
     for peer in ("verl_sync", "verl_async", "trl"):
         of_peer = [value for part, value in rates.items() if part.startswith(peer)]
-        if of_peer and "swarmq" in rates:
-            found[f"{'trl_tuned' if peer == 'trl' else peer}_ratio"] = rates["swarmq"] / max(of_peer)
+        for part in sampled if of_peer else ():
+            ratio = f"{'trl_tuned' if peer == 'trl' else peer}_ratio{part.removeprefix('swarmq')}"
+            found |= {ratio: rates[part] / max(of_peer), f"{ratio}_sampled": sampled[part] / max(of_peer)}
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from benchmarks.peers.processes import PeerError, started, wait_for_lines
 from benchmarks.peers.run import blocks, fastest, figures, rate
 from benchmarks.peers.verl_run import settings
-from benchmarks.peers.work import EPISODES, GROUP_SIZE, PROMPTS
+from benchmarks.peers.work import EPISODES, GROUP_SIZE, PROMPTS, SAMPLED, TURNS
 
 WRITES_TWO = "import sys\nwith open(sys.argv[1], 'w') as file: file.write('a\\nb\\n')\nprint('why it stopped')"
 LEAVES_ONE = (
@@ -33,13 +34,19 @@ def test_the_spread_is_that_of_whole_blocks_of_three_steps() -> None:
     assert blocks(seconds, episodes) == [184 / 4, 192 / 8]
 
 
-def test_a_peer_is_compared_by_its_best() -> None:
-    parts = {"swarmq": 30.0, "verl_sync": 10.0, "verl_sync_bypass": 15.0, "trl_bf16": 20.0}
-    detail = {part: {"samples_per_s": value} for part, value in parts.items()} | {"verl_async": {"failed": "why"}}
+def test_each_way_of_swarmq_is_compared_with_the_best_of_a_peer() -> None:
+    parts = {"swarmq": 30.0, "swarmq_mps": 45.0, "verl_sync": 10.0, "verl_sync_bypass": 15.0, "trl_bf16": 20.0}
+    detail: dict[str, Any] = {part: {"samples_per_s": value} for part, value in parts.items()}
+    detail["verl_async"] = {"failed": "why"}
+    detail["swarmq"]["figures"] = {"sampled_tokens_per_s": 24.0 * TURNS * SAMPLED}
+    detail["swarmq_mps"]["figures"] = {"sampled_tokens_per_s": 36.0 * TURNS * SAMPLED}
     found = figures(detail)
     assert found["verl_sync_ratio"] == 2.0
+    assert found["verl_sync_ratio_sampled"] == pytest.approx(1.6)
+    assert found["verl_sync_ratio_mps"] == 3.0
     assert found["trl_tuned_ratio"] == 1.5
-    assert "verl_async_ratio" not in found
+    assert found["trl_tuned_ratio_mps_sampled"] == pytest.approx(1.8)
+    assert not [name for name in found if name.startswith("verl_async_ratio")]
 
 
 def test_the_fastest_is_chosen_of_what_ran() -> None:
