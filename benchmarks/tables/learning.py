@@ -32,9 +32,10 @@ PHASES = (
 )
 
 LIMITS = {
-    "as it is": "loop_limit",
-    "cache kept at pushes": "loop_limit_keep_cache",
-    "cache kept, both at the same time (MPS)": "loop_limit_keep_cache_mps_learner_low",
+    "as it is": "loop_limit_h200",
+    "cache kept at pushes": "loop_limit_keep_cache_h200",
+    "cache kept, both at the same time (MPS)": "loop_limit_keep_cache_mps_learner_low_h200",
+    "the same on an H100, cache in FP8": "loop_limit_keep_cache_fp8_cache_mps_learner_low_h100",
 }
 """Words -> result of benchmarks/loop/run.py."""
 
@@ -304,28 +305,38 @@ PEERS = {
 """Part of benchmarks/peers/run.py -> words."""
 
 
+SWARMQ = {"swarmq": "", "swarmq_keep_cache": " (cache kept)", "swarmq_mps": " (MPS)"}
+"""Part of benchmarks/peers/run.py that is swarmq -> words after its ratio."""
+
+
 def peers_block(known: dict[str, Any]) -> Iterator[str]:
     """Yield a row for each part of the comparison, those of one GPU together."""
-    if "peers_h200" not in known:
+    made = {
+        f"{card} {gpu.removeprefix('gpu_')}": parts
+        for card in ("H200", "H100")
+        for gpu, parts in known.get(f"peers_{card.lower()}", {"detail": {}})["detail"].items()
+        if gpu.startswith("gpu_")
+    }
+    if not made:
         return
-    detail = known["peers_h200"]["detail"]
 
     def cells(gpu: str, part: str) -> Iterator[str]:
-        made, own = detail[gpu][part], detail[gpu].get("swarmq", {})
-        yield from (gpu[-1], PEERS[part], f"{made['samples_per_s']:.2f}")
-        yield f"{min(made['blocks']):.2f} to {max(made['blocks']):.2f}"
-        yield f"{made['step_s']:.1f}"
-        yield "-" if part.startswith("swarmq") else f"{own['samples_per_s'] / made['samples_per_s']:.2f}"
+        one, rate = made[gpu][part], made[gpu][part]["samples_per_s"]
+        yield from (gpu, PEERS[part], f"{rate:.2f}")
+        yield f"{min(one['blocks']):.2f} to {max(one['blocks']):.2f}"
+        yield f"{one['step_s']:.1f}"
+        ours = (
+            f"{made[gpu][own]['samples_per_s'] / rate:.2f}{words}" for own, words in SWARMQ.items() if own in made[gpu]
+        )
+        yield "-" if part in SWARMQ else ", ".join(ours)
 
     heads = ("GPU", "who", "episodes/s", "of three steps each", "s/step, mean", "swarmq on the same GPU, times as many")
-    gpus = sorted(name for name in detail if name.startswith("gpu_"))
-    rows = ((gpu, part) for gpu in gpus for part in PEERS if part in detail[gpu])
-    yield from _table(heads, (cells(gpu, part) for gpu, part in rows))
+    yield from _table(heads, (cells(gpu, part) for gpu, parts in made.items() for part in PEERS if part in parts))
 
 
 def limit_block(known: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the loop beside what its parts do alone, a column for each way in which it was run."""
-    records = {words: known[f"{name}_h200"] for words, name in LIMITS.items() if f"{name}_h200" in known}
+    records = {words: known[name] for words, name in LIMITS.items() if name in known}
     if not records:
         return
     numbers = [record["figures"] for record in records.values()]
