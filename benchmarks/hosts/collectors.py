@@ -32,6 +32,7 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, Message, Rollout, StepReport, Turn
+from swarmq.runtime.processes import die_with_parent
 
 SPAWN = multiprocessing.get_context("spawn")
 BATCH = 8 * GROUP_SIZE
@@ -203,7 +204,7 @@ def make_job(folder: Path, run: str, url: str, *, standby: bool = False, process
 @contextlib.asynccontextmanager
 async def collector(job: SwarmJob) -> AsyncIterator[asyncio.subprocess.Process]:
     argv = [sys.executable, "-m", "swarmq", "collector", f"{job.folder}/{job.run}.toml"]
-    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL, preexec_fn=die_with_parent)
     try:
         yield process
     finally:

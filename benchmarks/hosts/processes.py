@@ -30,7 +30,7 @@ from benchmarks.hosts.collectors import collector, feeding, make_job, take_rollo
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
-from swarmq.runtime.processes import find_children
+from swarmq.runtime.processes import die_with_parent, find_children
 
 PROCESSES = (1, 2, 4)
 FILLED = b"filled\n"
@@ -147,6 +147,7 @@ async def start_pass(
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        preexec_fn=die_with_parent,
     )
 
 
