@@ -35,8 +35,9 @@ from benchmarks.peers import verl_run
 from benchmarks.peers.processes import PeerError, started, tail, wait_for_lines
 from benchmarks.peers.work import EPISODES, PASS_TOKENS, PROMPTS, SAMPLED, TURNS, WORDS
 
-MEASURED, BLOCK = 9, 3
-"""Number of measured steps after the warm-up, and of those whose rate is told apart: the spread of the blocks is saved."""
+MEASURED, BLOCK = 8, 2
+"""Number of measured steps after the warm-up, and of those whose rate is told apart: the spread of the blocks is saved. Both are
+even, because slow and fast steps alternate in verl's `colocate_async`."""
 WARM_UP = {"sync": 1, "colocate_async": 2}
 OWN_WARM_UP = 4
 """Steps of swarmq that warm up: the first steps find episodes of agents that began together."""
@@ -241,10 +242,10 @@ def blocks(steps_s: Sequence[float], episodes: Sequence[int]) -> list[float]:
 
 
 def figures(detail: dict[str, Any]) -> dict[str, float]:
-    """Return the rate of each part that ended, and how many times the best of each peer each way of swarmq is.
+    """Return the rate of each part that ended, and the ratio of each way of running swarmq to the best part of each peer.
 
-    swarmq may sample more than it trains, as a part of what it sampled can grow too old; `*_sampled` compares what it
-    sampled with what the peer trained, in episodes.
+    While a backlog lasts, swarmq trains more than it samples; what it samples may also grow too old to be trained. So
+    `*_sampled` is the ratio of the episodes that swarmq sampled to those that the peer trained.
     """
     rates = {part: detail[part]["samples_per_s"] for part in PARTS if "samples_per_s" in detail.get(part, {})}
     sampled = {

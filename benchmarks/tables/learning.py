@@ -305,8 +305,8 @@ PEERS = {
 """Part of benchmarks/peers/run.py -> words."""
 
 
-SWARMQ = {"swarmq": "", "swarmq_keep_cache": " (cache kept)", "swarmq_mps": " (MPS)"}
-"""Part of benchmarks/peers/run.py that is swarmq -> words after its ratio."""
+RATIO_NOTES = {"swarmq": "", "swarmq_keep_cache": " (cache kept)", "swarmq_mps": " (MPS)"}
+"""Way of running swarmq in benchmarks/peers/run.py -> words after its ratio."""
 
 
 def peers_block(known: dict[str, Any]) -> Iterator[str]:
@@ -326,11 +326,20 @@ def peers_block(known: dict[str, Any]) -> Iterator[str]:
         yield f"{min(one['blocks']):.2f} to {max(one['blocks']):.2f}"
         yield f"{one['step_s']:.1f}"
         ours = (
-            f"{made[gpu][own]['samples_per_s'] / rate:.2f}{words}" for own, words in SWARMQ.items() if own in made[gpu]
+            f"{made[gpu][own]['samples_per_s'] / rate:.2f}{words}"
+            for own, words in RATIO_NOTES.items()
+            if own in made[gpu]
         )
-        yield "-" if part in SWARMQ else ", ".join(ours)
+        yield "-" if part in RATIO_NOTES else ", ".join(ours)
 
-    heads = ("GPU", "who", "episodes/s", "of three steps each", "s/step, mean", "swarmq on the same GPU, times as many")
+    heads = (
+        "GPU",
+        "who",
+        "episodes/s",
+        "of a few steps each",
+        "s/step, mean",
+        "episodes/s of swarmq on the same GPU over this row's",
+    )
     yield from _table(heads, (cells(gpu, part) for gpu, parts in made.items() for part in PEERS if part in parts))
 
 
@@ -362,7 +371,7 @@ def limit_block(known: dict[str, Any]) -> Iterator[str]:
             row("a step and push of the learner alone, median", "{learner_alone_s:.2f} s"),
             row("step of the loop over the sum of both", "{loop_over_sum:.2f}"),
             row(
-                "tokens/s sampled while the learner computes; otherwise",
+                "tokens/s sampled while the learner computes; between its trainings (pushes, waits)",
                 "{engine[beside_the_learner]:,.0f}; {engine[without]:,.0f}",
             ),
             row("training in the loop, median", "{train_s:.2f} s"),

@@ -29,9 +29,9 @@ def test_a_rate_is_of_the_steps_after_the_warm_up() -> None:
     assert found["steps_s"] == [10.0, 20.0]
 
 
-def test_the_spread_is_that_of_whole_blocks_of_three_steps() -> None:
+def test_the_spread_is_that_of_whole_blocks_of_two_steps() -> None:
     seconds, episodes = [1.0, 1.0, 2.0, 3.0, 3.0, 2.0, 9.0], [64, 56, 64, 64, 64, 64, 64]
-    assert blocks(seconds, episodes) == [184 / 4, 192 / 8]
+    assert blocks(seconds, episodes) == [120 / 2, 128 / 5, 128 / 5]
 
 
 def test_each_way_of_swarmq_is_compared_with_the_best_of_a_peer() -> None:
