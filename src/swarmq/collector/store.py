@@ -68,14 +68,12 @@ CREATE TABLE episodes (
     begin BLOB,
     end BLOB
 ) WITHOUT ROWID;
-CREATE INDEX live ON episodes (state) WHERE state IN ('open', 'waiting', 'published');
 CREATE TABLE turns (seq INTEGER PRIMARY KEY, episode TEXT NOT NULL, body BLOB NOT NULL);
 CREATE INDEX turns_of ON turns (episode);
 CREATE TABLE slots (id TEXT PRIMARY KEY, episode TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, since REAL NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX live_groups ON groups (state) WHERE state IN ('open', 'published');
 CREATE TABLE outcomes (
     episode TEXT NOT NULL, policy TEXT NOT NULL, grp TEXT NOT NULL, state TEXT NOT NULL,
     version INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (episode, policy)
@@ -124,6 +122,8 @@ EPISODE_ENDED_AT = "ALTER TABLE episodes ADD COLUMN ended_at REAL NOT NULL DEFAU
 """Migration of schema-2 stores that an earlier version made without this column."""
 UNSENT_CONTROL = "ALTER TABLE telling RENAME TO unsent_control"
 """Migration of stores in which the table has its former name."""
+UNUSED_INDEXES = "DROP INDEX IF EXISTS live; DROP INDEX IF EXISTS live_groups;"
+"""Migration of stores with indexes that served no query, but cost every change of an episode's state a temporary table."""
 
 PARTS = "SELECT begin, end, began_at, ended_at FROM episodes WHERE id = ?"
 TURNS = "SELECT body FROM turns WHERE episode = ? ORDER BY seq"
@@ -587,6 +587,7 @@ class Store:
             self._db.execute(EPISODE_ENDED_AT)
         if self._one("SELECT 1 FROM sqlite_master WHERE name = 'telling'"):
             self._db.execute(UNSENT_CONTROL)
+        self._db.executescript(UNUSED_INDEXES)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.ledger import read_fates
-from swarmq.collector.store import PLACEHOLDER, SQL, Bodies, RecentBodies, Store, decode_rows
+from swarmq.collector.store import PLACEHOLDER, SQL, STATEMENTS, Bodies, RecentBodies, Store, decode_rows
 from swarmq.errors import CollectorError
 from swarmq.messages import Slot, encode
 from unit.collector.memory_store import WRITERS
@@ -253,6 +253,17 @@ def test_a_store_of_an_older_swarmq_learns_when_episodes_ended(path):
         store.write(do.Open("e", 1.0))
         store.write(do.Seal("t/0/0", "math", "c", b"", "", 5.0, "e"))
     assert store._one("SELECT ended_at FROM episodes") == (5.0,)
+    store.close()
+
+
+def test_no_row_of_a_transaction_costs_a_temporary_table(path):
+    Store(path, run="r").close()
+    with contextlib.closing(sqlite3.connect(path)) as file:  # as earlier versions made it
+        file.execute("CREATE INDEX live ON episodes (state) WHERE state IN ('open', 'waiting', 'published')")
+    store = Store(path, run="r")
+    for statement, _ in STATEMENTS.values():
+        program = store._all(f"EXPLAIN {statement}", *[None] * statement.count("?"))
+        assert "OpenEphemeral" not in {step[1] for step in program}, statement
     store.close()
 
 
