@@ -10,8 +10,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.state import HOLD_S
-from swarmq.messages import DeliveryReport, EpisodeEnd, Turn
+from swarmq.messages import DeliveryReport, EpisodeEnd, Turn, encode
 from unit.collector.conftest import Bench, begin, end, rules, turn
 
 ids = count()
@@ -68,6 +69,15 @@ def test_an_end_waits_until_its_answers_are_known_to_be_sent(bench):
     bench.restart()
     bench.take(sent("a"))
     assert trained(bench) == ["a"]
+
+
+def test_an_end_is_stored_only_if_its_transaction_does_not_decide_it(bench):
+    waiting, report = end(), sent("a")
+    bench.take(begin(), turn_with_receipt("a"))
+    taken = [bench.core.take(message, encode(message), bench.now) for message in (waiting, report)]
+    bench.run([effect for effects in taken for effect in effects])
+    assert trained(bench) == ["a"]
+    assert not any(isinstance(effect, do.SaveEnd) for effect in bench.effects)
 
 
 def test_what_a_proxy_said_outlives_the_collector(bench):

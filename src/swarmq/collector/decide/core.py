@@ -190,7 +190,7 @@ class Core:
         return effects
 
     def settle(self) -> list[do.Effect]:
-        """Close a batch: issue tickets for the freed credit, and write delivery reports and changed counters."""
+        """Close a batch: issue tickets for the freed credit, and write waiting ends, delivery reports and changed counters."""
         usage = self.groups.usage()
         starved, short = (
             (bool(self.groups.short_of()), self.groups.short_of(owed=1))
@@ -201,7 +201,7 @@ class Core:
         learning = self.run.learning()
         idle = self.groups.held_by_others(learning) if 0 < len(learning) < len(self.rules.trained) else 0
         effects = self.tickets.settle(usage, starved=starved, lacking=lacking, idle=idle)
-        effects += self.episodes.save_deliveries()
+        effects += self.episodes.save_waiting()
         self.counts[TICKETS_ISSUED] = self.tickets.serial
         for name, value in self.counts.items():
             if self._stored_counts.get(name) != value:

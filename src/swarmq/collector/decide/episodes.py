@@ -46,6 +46,8 @@ class OpenEpisodes:
         self.evals = evals
         self.control = control
         self.open: dict[str, OpenEpisode] = {}
+        self._unsaved_ends: list[str] = []
+        """Episodes whose ends are not stored yet."""
         self._unsaved_deliveries: dict[str, tuple[list[str], list[str]]] = {}
         """Episode id -> (sent calls, withdrawn calls) that are not stored yet."""
         self._warned_uncredited: set[tuple[str, str]] = set()
@@ -81,9 +83,12 @@ class OpenEpisodes:
                 effects += self._drop(episode, "silent", now)
         return effects
 
-    def save_deliveries(self) -> list[do.Effect]:
-        """Return the rows of the delivery reports since the last call, one per open episode."""
+    def save_waiting(self) -> list[do.Effect]:
+        """Return the rows of the ends and delivery reports since the last call. A decided episode needs none of them."""
         effects: list[do.Effect] = [
+            do.SaveEnd(self.open[name].end_body, name) for name in self._unsaved_ends if name in self.open
+        ]
+        effects += [
             do.SaveTurn(
                 name,
                 encode(
@@ -93,8 +98,9 @@ class OpenEpisodes:
                 ),
             )
             for name, (sent, gone) in self._unsaved_deliveries.items()
-            if name in self.open  # a decided episode needs no delivery reports
+            if name in self.open
         ]
+        self._unsaved_ends.clear()
         self._unsaved_deliveries.clear()
         return effects
 
@@ -194,8 +200,8 @@ class OpenEpisodes:
             self.run.counts["duplicates" if episode.end == end else "conflicting_end"] += 1
             return []
         episode.end, episode.end_body, episode.held_since = end, body, now
-        decided = self._decide_if_complete(episode, now)
-        return [*effects, *(decided or [do.SaveEnd(body, end.episode_id)])]
+        self._unsaved_ends.append(end.episode_id)
+        return [*effects, *self._decide_if_complete(episode, now)]
 
     def _is_foreign(self, message: EpisodeBegin | Turn | EpisodeEnd, episode: OpenEpisode) -> bool:
         """Return whether the message comes from another client than the one that began the episode."""
