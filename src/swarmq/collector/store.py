@@ -269,6 +269,7 @@ class Store:
         try:
             with self._mapped():
                 self._db = sqlite3.connect(self._where, isolation_level=None)
+                self._cursor = self._db.cursor()  # a new one for every short statement would cost time
                 for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=2000"):
                     self._db.execute(f"PRAGMA {pragma}")
                 self._prepare(run)
@@ -309,11 +310,11 @@ class Store:
             self._write_turns()
         if statement := STATEMENTS.get(type(effect)):
             sql, fields = statement
-            self._db.execute(sql, fields(effect))
+            self._cursor.execute(sql, fields(effect))
 
     def _write_turns(self) -> None:
         sql, fields = STATEMENTS[do.SaveTurn]
-        self._db.executemany(sql, map(fields, self._unwritten))
+        self._cursor.executemany(sql, map(fields, self._unwritten))
         self._unwritten.clear()
 
     # ----------------------------------------------------------------------------------------- the log
@@ -550,7 +551,7 @@ class Store:
     # ----------------------------------------------------------------------------------------- helpers
 
     def _one(self, statement: str, *parameters: object) -> tuple[Any, ...] | None:
-        row: tuple[Any, ...] | None = self._db.execute(statement, parameters).fetchone()
+        row: tuple[Any, ...] | None = self._cursor.execute(statement, parameters).fetchone()
         return row
 
     def _all(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
