@@ -1,30 +1,11 @@
-"""Deltas of tokens and messages: merging, and cutting of stop strings. Pure."""
+"""Deltas of messages: adding them up, cutting of stop strings, holding back of blanks. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from swarmq.engine.client.protocol import Delta
-
 Json = dict[str, Any]
-
-
-def merge(deltas: Sequence[Delta]) -> Delta:
-    """Merge consecutive deltas of one choice."""
-    last = deltas[-1]
-    if len(deltas) == 1:
-        return last
-    return Delta(
-        index=last.index,
-        text="".join([delta.text for delta in deltas]),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
-        entries=[entry for delta in deltas for entry in delta.entries],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        versions=last.versions,
-    )
 
 
 def extend(message: Json, delta: Json) -> None:

@@ -85,6 +85,24 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Experts of the tokens from the prompt's `routed_experts_prompt_start` on, if the engine returns them. Set only in the last delta."""
 
 
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """Merge consecutive deltas of one choice."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return Delta(
+        index=last.index,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+        entries=[entry for delta in deltas for entry in delta.entries],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        versions=last.versions,
+        routed_experts=last.routed_experts,
+    )
+
+
 class CompleteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A complete choice to derender, without end-of-turn tokens."""
 

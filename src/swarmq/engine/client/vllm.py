@@ -23,6 +23,7 @@ from swarmq.engine.client.protocol import (
     Logprob,
     RenderedPrompt,
     RoutedExperts,
+    merge,
 )
 from swarmq.engine.client.versions import check_server_version, strip_local_part
 from swarmq.engine.client.vllm_errors import make_secret_error, map_connection_error, parse_refusal
@@ -357,13 +358,11 @@ def strip_messages(chat: Json) -> Json:
 def _parse_deltas(chunks: Sequence[bytes], *, detailed: bool) -> list[Delta]:
     """Parse chunks into one delta per choice, in order of choices."""
     decoder = _detailed_decoder if detailed else _plain_decoder
-    choices = [choice for raw in chunks for choice in _decode_chunk(raw, decoder).choices]
-    if len(choices) == 1:
-        return [_merge_pieces(choices, detailed=detailed)]
-    pieces: dict[int, list[_Choice[Any]]] = {}
-    for choice in choices:
-        pieces.setdefault(choice.index, []).append(choice)
-    return [_merge_pieces(pieces[index], detailed=detailed) for index in sorted(pieces)]
+    pieces: dict[int, list[Delta]] = {}
+    for raw in chunks:
+        for choice in _decode_chunk(raw, decoder).choices:
+            pieces.setdefault(choice.index, []).append(_make_delta(choice, detailed=detailed))
+    return [merge(pieces[index]) for index in sorted(pieces)]
 
 
 def _decode_chunk(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
@@ -376,24 +375,23 @@ def _decode_chunk(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]
     return chunk
 
 
-def _merge_pieces(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
-    last = pieces[-1]
-    if last.finish_reason not in (None, *FINISH_REASONS):
-        raise EngineError(f"the engine aborted an answer ({last.finish_reason})")
-    token_ids = [token for piece in pieces for token in piece.token_ids or ()]
-    entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
+def _make_delta(choice: _Choice[Any], *, detailed: bool) -> Delta:
+    if choice.finish_reason not in (None, *FINISH_REASONS):
+        raise EngineError(f"the engine aborted an answer ({choice.finish_reason})")
+    token_ids = choice.token_ids or []
+    entries = (choice.logprobs.content if choice.logprobs else None) or []
     if len(token_ids) != len(entries):
         raise EngineAnswerError("logprobs", f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
     return Delta(
-        index=last.index,
-        text="".join([piece.text for piece in pieces]),
+        index=choice.index,
+        text=choice.text,
         token_ids=token_ids,
         logprobs=[entry.logprob for entry in entries],
         entries=entries if detailed else [],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        versions=_parse_spans(last.weight_versions) if last.weight_versions else (),
-        routed_experts=_parse_routed_experts(last.routed_experts) if last.routed_experts else None,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        versions=_parse_spans(choice.weight_versions) if choice.weight_versions else (),
+        routed_experts=_parse_routed_experts(choice.routed_experts) if choice.routed_experts else None,
     )
 
 

@@ -14,8 +14,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from swarmq.engine.client.protocol import Delta
-from swarmq.proxy.deltas import merge
+from swarmq.engine.client.protocol import Delta, merge
 
 PATIENCE = 9.0
 """Length of a pause, as a multiple of the parsing before it, so that parsing takes about a tenth of a stream's time."""

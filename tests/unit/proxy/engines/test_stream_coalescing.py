@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from support.virtual_time import run
-from swarmq.engine.client.protocol import Delta, RenderedPrompt
+from swarmq.engine.client.protocol import Delta, RenderedPrompt, RoutedExperts
 from swarmq.errors import EngineError
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.engines.stream_coalescing import MAX_PAUSE_S, CoalescingPace, coalesce
@@ -151,6 +151,24 @@ def test_what_is_merged_keeps_its_numbers_and_how_it_ended():
     assert (last.text, last.token_ids, last.finish_reason) == ("bc", encode_characters("bc"), "length")
     assert len(last.logprobs) == 2
     assert last.versions
+
+
+def test_routed_experts_come_with_the_last_portion_whatever_it_is_merged_of():
+    experts = RoutedExperts(num_tokens=2, ids=b"ab")
+
+    async def sample() -> AsyncGenerator[list[Delta], None]:
+        yield [Delta(index=0, text="a", token_ids=[1], logprobs=[-0.5])]
+        last = Delta(index=0, text="b", token_ids=[2], logprobs=[-0.5], finish_reason="length", routed_experts=experts)
+        yield [last]
+
+    async def main() -> list[list[Delta]]:
+        pace = CoalescingPace(asyncio.get_running_loop().time)
+        with pace.work():
+            await asyncio.sleep(MAX_PAUSE_S)
+        return [portion async for portion in coalesce(sample(), pace)]
+
+    [[merged]] = run(main())
+    assert (merged.text, merged.routed_experts) == ("ab", experts)
 
 
 def test_an_agent_that_hangs_up_while_a_stream_rests_cancels_it():
